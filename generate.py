@@ -1,0 +1,296 @@
+"""Generate text with a trained model.
+
+    python generate.py --prompt "What is the capital of France?"
+    python generate.py --checkpoint runs/gpt2_small --prompt "Once upon a time" --num_samples 3 --temperature 1.0
+    python generate.py --interactive
+    python generate.py --prompt "The moon" --compare runs/a/checkpoints/step_00001000 runs/a/checkpoints/step_00002000
+
+Importable: `load_model`, `generate_text`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training.config import Parser, suggest
+from training.errors import ConfigError, DataError, script
+
+# torch takes seconds to import, and --help should not wait for it: functions import what needs it when they run.
+if TYPE_CHECKING:
+    from model import TransformerLanguageModel
+    from tokenizer import CharacterTokenizer
+    from tokenizer_bpe import BPETokenizer
+    from training.generation import Completion, Sampling
+
+    Tokenizer = CharacterTokenizer | BPETokenizer
+
+
+def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[TransformerLanguageModel, Tokenizer]:
+    """Load a model and its tokenizer from a checkpoint folder, or a run folder for its newest (None: the newest run).
+
+    `device` is "auto", "cpu" or "cuda". On a GPU with bf16 the weights are bf16, else fp32. Raises CheckpointError for
+    a folder that is not a whole checkpoint, ConfigError for a device that is not there.
+    """
+    import torch
+
+    from model import TransformerLanguageModel
+    from tokenizer import load_tokenizer
+    from training.checkpoint import newest_run, open_checkpoint
+    from training.errors import CheckpointError
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but PyTorch sees no CUDA GPU; --device auto uses what is there.")
+    on_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
+    checkpoint = open_checkpoint(newest_run() if path is None else path)
+    config = checkpoint.model_config()
+    names = ("tokenizer.json", "bpe_tokenizer.json")  # the second is the blog's
+    tokenizer_path = next((checkpoint.path / name for name in names if (checkpoint.path / name).exists()), None)
+    if tokenizer_path is None:
+        raise CheckpointError(f"{checkpoint.path} has no tokenizer.json; put the tokenizer of its data there.")
+    tokenizer = load_tokenizer(tokenizer_path)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise CheckpointError(
+            f"{tokenizer_path} has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}: it is the "
+            "tokenizer of another model."
+        )
+    model = TransformerLanguageModel(config)
+    checkpoint.load_weights(model)
+    has_bf16 = on_gpu and torch.cuda.get_device_capability() >= (8, 0)
+    model.to("cuda" if on_gpu else "cpu", torch.bfloat16 if has_bf16 else torch.float32)
+    model.checkpoint_path = checkpoint.path
+    return model.eval(), tokenizer
+
+
+def generate_text(
+    model: TransformerLanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str = "",
+    max_new_tokens: int = 200,
+    temperature: float = 0.8,
+    **sampling: Any,
+) -> str:
+    """The prompt and its continuation, up to the end-of-text token. `sampling`: top_k, top_p, repetition_penalty,
+    stop (a tuple of strings), seed. Raises ValueError for a value out of range."""
+    from training.generation import Sampling, generate
+
+    settings = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, **sampling)
+    return prompt + generate(model, tokenizer, [prompt], settings)[0].text
+
+
+@script
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    from training.generation import Sampling
+    from training.report import printable
+
+    fields = {field.name for field in dataclasses.fields(Sampling)}
+    given = {key: value for key, value in vars(arguments).items() if key in fields}
+    given["stop"] = tuple(word.replace("\\n", "\n").replace("\\t", "\t") for word in given["stop"])
+    try:
+        sampling = Sampling(**given)
+    except ValueError as problem:
+        raise ConfigError(f"{problem}.") from None
+    if arguments.compare:
+        compare(arguments, sampling)
+        return 0
+    model, tokenizer = load_model(arguments.checkpoint, arguments.device)
+    if arguments.interactive:
+        interact(model, tokenizer, sampling)
+        return 0
+    prompts = [prompt for prompt in read_prompts(arguments) for _ in range(arguments.num_samples)]
+    stream = arguments.stream if arguments.stream is not None else len(prompts) == 1 and not arguments.json
+    if arguments.json:
+        for row in rows_as_dicts(model, tokenizer, prompts, sampling):
+            print(json.dumps(row, ensure_ascii=False), flush=True)
+    elif stream:
+        for i, prompt in enumerate(prompts):
+            separate(i)
+            stream_one(model, tokenizer, prompt, dataclasses.replace(sampling, seed=sampling.seed + i))
+    else:
+        for i, row in enumerate(rows_as_dicts(model, tokenizer, prompts, sampling)):
+            separate(i)
+            print(printable(row["prompt"] + row["completion"]), flush=True)
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None):
+    parser = Parser(
+        prog="generate.py",
+        usage="%(prog)s [--prompt TEXT] [--FLAG VALUE ...]",
+        description="Generate text with a trained model. The same command gives the same text; change --seed for "
+        "another.",
+    )
+    text = parser.add_argument_group("what")
+    text.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable")
+    text.add_argument("--prompts_file", metavar="FILE", help="text file with one prompt a line")
+    text.add_argument("--interactive", action="store_true", help="type prompts one after the other")
+    text.add_argument("--num_samples", type=int, default=1, metavar="N", help="continuations of each prompt [1]")
+    text.add_argument("--checkpoint", metavar="PATH", help="checkpoint or run folder [the newest run in runs/]")
+    text.add_argument("--compare", nargs="+", metavar="PATH", help="answer the prompts with each of these checkpoints")
+    how = parser.add_argument_group("how")
+    how.add_argument("--max_new_tokens", type=int, default=200, metavar="N", help="tokens to generate at most [200]")
+    how.add_argument("--temperature", type=float, default=0.8, metavar="X", help="randomness; 0 is greedy [0.8]")
+    how.add_argument("--top_k", type=int, default=0, metavar="N", help="only the N likeliest tokens, 0 is off [0]")
+    how.add_argument("--top_p", type=float, default=0.9, metavar="X", help="only the likeliest tokens up to X in all [0.9]")
+    how.add_argument("--repetition_penalty", type=float, default=1.0, metavar="X", help="over 1: repeat less [1]")
+    how.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable")
+    how.add_argument("--seed", type=int, default=1337, metavar="N", help="seed of the first continuation [1337]")
+    how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute [auto]")
+    out = parser.add_argument_group("output")
+    streaming = out.add_mutually_exclusive_group()
+    streaming.add_argument("--stream", action="store_true", default=None, help="show text as it is made, in turn")
+    streaming.add_argument("--no_stream", action="store_false", dest="stream", help="show each text when it is done")
+    out.add_argument("--json", action="store_true", help="one JSON object a line")
+    out.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    arguments = parser.parse_args(argv)
+    problems = []
+    if arguments.num_samples < 1:
+        problems.append(f"--num_samples is {arguments.num_samples}; 1 or more is needed")
+    if arguments.interactive and (arguments.prompt or arguments.prompts_file or arguments.json or arguments.compare):
+        problems.append("--interactive asks for prompts itself; leave --prompt, --prompts_file, --json, --compare out")
+    if arguments.compare and arguments.checkpoint:
+        problems.append("--compare names the checkpoints; leave --checkpoint out")
+    if arguments.stream and (arguments.json or arguments.compare):
+        problems.append("--stream shows plain text; leave --json and --compare out")
+    if problems:
+        raise ConfigError("; ".join(problems) + ".")
+    return arguments
+
+
+def read_prompts(arguments) -> list[str]:
+    """All prompts; without any, one empty prompt: text from scratch."""
+    prompts = list(arguments.prompt or [])
+    if arguments.prompts_file:
+        try:
+            lines = Path(arguments.prompts_file).read_text(encoding="utf-8").splitlines()
+        except FileNotFoundError:
+            raise DataError(f"There is no file {arguments.prompts_file} (--prompts_file).") from None
+        except UnicodeDecodeError as problem:
+            raise DataError(f"{arguments.prompts_file} is not UTF-8 text (byte {problem.start}).") from None
+        prompts += [line for line in lines if line.strip()]
+        if not prompts:
+            raise DataError(f"{arguments.prompts_file} holds no prompts.")
+    return prompts or [""]
+
+
+def rows_as_dicts(
+    model: TransformerLanguageModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling
+) -> list[dict[str, Any]]:
+    """Complete all prompts in batches. `tokens_per_second` is that of the whole batch."""
+    from training.generation import generate
+
+    started = time.perf_counter()
+    completions = generate(model, tokenizer, prompts, sampling)
+    seconds = time.perf_counter() - started
+    speed = sum(completion.tokens for completion in completions) / seconds
+    return [
+        {
+            "prompt": prompt,
+            "completion": completion.text,
+            "tokens": completion.tokens,
+            "tokens_per_second": round(speed, 1),
+            "checkpoint": str(model.checkpoint_path),
+            "seed": completion.seed,
+        }
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+
+
+def stream_one(model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: str, sampling: Sampling) -> Completion:
+    """Print the prompt and its continuation as it is made."""
+    from training.generation import generate
+    from training.report import printable
+
+    print(printable(prompt), end="", flush=True)
+    show: Callable[[int, str], None] = lambda _, piece: print(printable(piece), end="", flush=True)  # noqa: E731
+    completion = generate(model, tokenizer, [prompt], sampling, on_text=show)[0]
+    print(flush=True)
+    return completion
+
+
+def compare(arguments, sampling: Sampling) -> None:
+    """One table a prompt: what each checkpoint makes of it."""
+    from training.checkpoint import open_checkpoint
+
+    prompts = read_prompts(arguments)
+    paths = [open_checkpoint(path).path for path in arguments.compare]  # all of them, before the first is used
+    answers: list[list[dict[str, Any]]] = []
+    for path in paths:
+        model, tokenizer = load_model(path, arguments.device)
+        repeated = [prompt for prompt in prompts for _ in range(arguments.num_samples)]
+        answers.append(rows_as_dicts(model, tokenizer, repeated, sampling))
+    if arguments.json:
+        for row in (row for rows in answers for row in rows):
+            print(json.dumps(row, ensure_ascii=False))
+        return
+    from training.report import cell, table_row
+
+    for i, prompt in enumerate(prompts):
+        separate(i)
+        print(table_row(["checkpoint", cell(prompt) or "(no prompt)"]))
+        print(table_row(["---", "---"]))
+        for path, rows in zip(paths, answers, strict=True):
+            for row in rows[i * arguments.num_samples : (i + 1) * arguments.num_samples]:
+                print(table_row([str(path), cell(row["completion"])]))
+
+
+def interact(model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sampling) -> None:
+    """A prompt loop: each line is continued on its own; /name value changes a setting."""
+    import contextlib
+
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (line editing and history; not on Windows)
+
+    settings = [field.name for field in dataclasses.fields(sampling) if field.name != "stop"]
+    help_text = f"Type a text to continue. Settings: {', '.join('/' + name for name in settings)} VALUE. /quit ends."
+    print(f"{model.checkpoint_path}: {model.num_parameters():,} parameters. {help_text}")
+    while True:
+        try:
+            line = input("> ")
+        except (EOFError, KeyboardInterrupt):
+            print()
+            return
+        if line.strip() in ("/quit", "/exit"):
+            return
+        if line.startswith("/"):
+            sampling = change_setting(line[1:], sampling, settings, help_text)
+        elif line.strip():
+            try:
+                stream_one(model, tokenizer, line, sampling)
+            except KeyboardInterrupt:  # stops this text, not the program
+                print()
+            except ValueError as problem:  # characters the tokenizer does not know
+                print(problem)
+            sampling = dataclasses.replace(sampling, seed=sampling.seed + 1)  # the same line again: another text
+
+
+def change_setting(command: str, sampling: Sampling, settings: list[str], help_text: str) -> Sampling:
+    name, _, value = command.strip().partition(" ")
+    if name not in settings:
+        print(help_text + suggest(name, settings))
+        return sampling
+    if not value:
+        print(f"{name} is {getattr(sampling, name)}")
+        return sampling
+    try:
+        changed = dataclasses.replace(sampling, **{name: type(getattr(sampling, name))(value)})
+    except ValueError as problem:
+        print(problem)
+        return sampling
+    print(f"{name} is now {getattr(changed, name)}")
+    return changed
+
+
+def separate(index: int) -> None:
+    if index:
+        print("---")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,354 @@
+"""A decoder-only Transformer language model (Radford et al. 2019, "GPT-2"), one class for every size.
+
+Shapes in comments: B sequences in a batch, T tokens in a sequence, C = embed_dim, H = num_heads, D = C / H,
+V = vocab_size, S = tokens held in a key/value cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu2")
+NORMS = ("layernorm", "rmsnorm")
+POSITIONS = ("learned", "rope")
+ROPE_BASE = 10_000.0
+IGNORE_INDEX = -100  # a target with this value adds nothing to the loss
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model. Plain values only, so that it goes to JSON and back unchanged.
+
+    Raises ValueError listing every value that is out of range.
+    """
+
+    vocab_size: int
+    embed_dim: int = 768
+    num_heads: int = 12
+    num_layers: int = 12
+    ff_dim: int | None = None  # None: 4 * embed_dim
+    max_seq_len: int = 512
+    dropout: float = 0.0
+    bias: bool = True
+    tie_embeddings: bool = False
+    activation: str = "gelu"
+    norm: str = "layernorm"
+    position: str = "learned"
+    qk_norm: bool = False
+    logit_softcap: float = 0.0  # 0: off
+
+    def __post_init__(self) -> None:
+        if self.ff_dim is None:
+            object.__setattr__(self, "ff_dim", 4 * self.embed_dim)
+        problems = [
+            f"{name} is {getattr(self, name)!r}; a whole number of at least 1 is needed"
+            for name in ("vocab_size", "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len")
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1
+        ]
+        problems += [
+            f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}"
+            for name, allowed in (("activation", ACTIVATIONS), ("norm", NORMS), ("position", POSITIONS))
+            if getattr(self, name) not in allowed
+        ]
+        if not 0.0 <= self.dropout < 1.0:
+            problems.append(f"dropout is {self.dropout!r}; allowed: 0 up to, not including, 1")
+        if not 0.0 <= self.logit_softcap < math.inf:
+            problems.append(f"logit_softcap is {self.logit_softcap!r}; allowed: 0 (off) or more")
+        if not problems and self.embed_dim % self.num_heads:
+            fitting = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
+            nearest = sorted(sorted(fitting, key=lambda n: abs(n - self.num_heads))[:3])
+            problems.append(
+                f"num_heads is {self.num_heads}, which does not divide embed_dim {self.embed_dim}; "
+                f"near it these do: {', '.join(map(str, nearest))}"
+            )
+        elif not problems and self.position == "rope" and self.head_dim % 2:
+            problems.append(f"embed_dim / num_heads is {self.head_dim}; position 'rope' needs an even number")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+    @property
+    def head_dim(self) -> int:
+        return self.embed_dim // self.num_heads
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
+        """Build from a config.json. Returns the config and the names of keys this version does not know.
+
+        Missing keys take their defaults, which are the GPT-2 form. Raises ValueError without a vocab_size.
+        """
+        if "vocab_size" not in values:
+            raise ValueError("vocab_size is missing")
+        known = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{k: v for k, v in values.items() if k in known}), sorted(set(values) - known)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+class KVCache:
+    """Keys and values of the tokens a model has read, so that each new token costs one position, not T.
+
+    Rows may hold texts of different lengths: a row's `length` is the position its next token takes. What lies beyond
+    it is left over from padding and hidden from attention until it is overwritten.
+    """
+
+    def __init__(self, config: ModelConfig, batch_size: int, device: torch.device, dtype: torch.dtype):
+        shape = (config.num_layers, batch_size, config.num_heads, config.max_seq_len, config.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (layers, B, H, max_seq_len, D)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.lengths = [0] * batch_size
+
+    @property
+    def uniform(self) -> bool:
+        return min(self.lengths) == max(self.lengths)
+
+    def positions(self, T: int, device: torch.device) -> torch.Tensor:
+        """Positions the next T tokens of each row take: (T,) where all rows are equally long, else (B, T)."""
+        steps = torch.arange(T, device=device)
+        if self.uniform:
+            return self.lengths[0] + steps
+        return torch.tensor(self.lengths, device=device)[:, None] + steps
+
+    def write(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+        """Store k and v, each (B, H, T, D), and return all keys and values up to the longest row: (B, H, S, D)."""
+        keys, values = self.keys[layer], self.values[layer]
+        end = max(self.lengths) + k.size(2)
+        if positions.dim() == 1:
+            start = self.lengths[0]
+            keys[:, :, start:end] = k
+            values[:, :, start:end] = v
+        else:
+            rows = torch.arange(k.size(0), device=k.device)[:, None]
+            keys[rows, :, positions] = k.transpose(1, 2).to(keys.dtype)  # indexed (B, T), the slice between moves last
+            values[rows, :, positions] = v.transpose(1, 2).to(values.dtype)
+        return keys[:, :, :end].to(k.dtype), values[:, :, :end].to(v.dtype)
+
+    def advance(self, T: int) -> None:
+        self.lengths = [length + T for length in self.lengths]
+
+    def truncate(self, lengths: list[int]) -> None:
+        """Forget what lies beyond each row's length: the padding of a batch of prompts."""
+        self.lengths = list(lengths)
+
+
+def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (Su et al. 2021, eq. 34) in the half-split layout: pairs are (x[i], x[i + D/2]).
+
+    x: (B, H, T, D); positions: (T,) or (B, T).
+    """
+    half = x.size(-1) // 2
+    frequencies = ROPE_BASE ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = positions[..., None].float() * frequencies  # (T, D/2) or (B, T, D/2)
+    if angles.dim() == 3:
+        angles = angles[:, None]  # one for all heads
+    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    x1, x2 = x[..., :half], x[..., half:]
+    return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
+
+
+def build_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.embed_dim, bias=config.bias)
+    return nn.RMSNorm(config.embed_dim, eps=1e-6, elementwise_affine=False)
+
+
+class MultiHeadAttention(nn.Module):
+    """Causal self-attention (Vaswani et al. 2017, eq. 1) with one fused projection for queries, keys and values."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.qkv = nn.Linear(config.embed_dim, 3 * config.embed_dim, bias=config.bias)
+        self.out_proj = nn.Linear(config.embed_dim, config.embed_dim, bias=config.bias)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        cache: KVCache | None = None,
+        layer: int = 0,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        B, T, C = x.shape
+        shape = (B, T, self.config.num_heads, self.config.head_dim)
+        q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(x).split(C, dim=-1))  # each (B, H, T, D)
+        if self.config.position == "rope":
+            q, k = rotate(q, positions), rotate(k, positions)
+        if self.config.qk_norm:  # Henry et al. 2020, with RMSNorm in place of the L2 norm
+            q, k = F.rms_norm(q, q.shape[-1:], eps=1e-6), F.rms_norm(k, k.shape[-1:], eps=1e-6)
+        if cache is not None:
+            k, v = cache.write(layer, positions, k, v)
+        # is_causal, not a mask of ones and zeros: it is what lets PyTorch choose the flash kernel. A single new token
+        # may look at everything in the cache, so it needs neither.
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            dropout_p=self.config.dropout if self.training else 0.0,
+            is_causal=mask is None and T > 1,
+        )
+        return self.out_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class FeedForward(nn.Module):
+    """Position-wise feed-forward network."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.activation = config.activation
+        self.fc1 = nn.Linear(config.embed_dim, config.ff_dim, bias=config.bias)
+        self.fc2 = nn.Linear(config.ff_dim, config.embed_dim, bias=config.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc1(x)
+        if self.activation == "relu2":  # So et al. 2021, "Primer"
+            x = F.relu(x).square()
+        else:
+            x = F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
+        return self.fc2(x)
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm block: x + attention(norm1(x)), then x + feed_forward(norm2(x))."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.attention = MultiHeadAttention(config)
+        self.feed_forward = FeedForward(config)
+        self.norm1 = build_norm(config)
+        self.norm2 = build_norm(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        cache: KVCache | None = None,
+        layer: int = 0,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), positions, cache, layer, mask))
+        return x + self.dropout(self.feed_forward(self.norm2(x)))
+
+
+class TransformerLanguageModel(nn.Module):
+    """Token ids in, next-token logits or the mean loss out; `model.config` is its ModelConfig."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.config = config
+        self.token_embedding = nn.Embedding(config.vocab_size, config.embed_dim)
+        if config.position == "learned":
+            self.positional_embedding = nn.Embedding(config.max_seq_len, config.embed_dim)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
+        self.ln_f = build_norm(config)
+        self.head = nn.Linear(config.embed_dim, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.head.weight = self.token_embedding.weight
+        self.initialize()
+
+    @torch.no_grad()
+    def initialize(self) -> None:
+        """GPT-2's initialisation (Radford et al. 2019, section 2.3): normal(0, 0.02), zero biases, and the projections
+        that write to the residual stream scaled by 1 / sqrt(2 * num_layers), for its variance grows with each of them.
+        """
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
+        for block in self.blocks:
+            for projection in (block.attention.out_proj, block.feed_forward.fc2):
+                nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * self.config.num_layers))
+
+    @property
+    def device(self) -> torch.device:
+        return self.token_embedding.weight.device
+
+    def num_parameters(self) -> int:
+        """Trainable numbers; a tied head counts once."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations of one token forward and backward (Chowdhery et al. 2022, "PaLM", appendix B):
+        6 per weight of a matrix product, 12 * L * T * C for attention. Looking up an embedding costs none."""
+        c = self.config
+        looked_up = self.token_embedding.weight.numel() * (0 if c.tie_embeddings else 1)
+        if c.position == "learned":
+            looked_up += self.positional_embedding.weight.numel()
+        return 6 * (self.num_parameters() - looked_up) + 12 * c.num_layers * c.max_seq_len * c.embed_dim
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        targets: torch.Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> torch.Tensor:
+        """tokens (B, T) -> logits (B, T, V); with `targets` (B, T) -> the mean cross-entropy in nats, a scalar.
+
+        The loss is computed here so that a compiler can fuse it with the head and keep no fp32 logits. Targets equal
+        to IGNORE_INDEX do not count. With a `cache`, `tokens` continue what the cache holds and are added to it.
+        Raises ValueError if the tokens would not fit in max_seq_len.
+        """
+        T = tokens.size(1)
+        held = max(cache.lengths) if cache is not None else 0
+        if held + T > self.config.max_seq_len:
+            raise ValueError(f"{held + T} tokens do not fit in max_seq_len {self.config.max_seq_len}")
+
+        mask = None
+        if cache is None:
+            positions = torch.arange(T, device=tokens.device)
+        else:
+            positions = cache.positions(T, tokens.device)
+            if held and (T > 1 or not cache.uniform):  # is_causal would align the mask with the start of the cache
+                seen = torch.arange(held + T, device=tokens.device) <= positions[..., None]  # (T, S) or (B, T, S)
+                mask = seen if seen.dim() == 2 else seen[:, None]  # broadcast over heads
+
+        x = self.token_embedding(tokens)  # (B, T, C)
+        if self.config.position == "learned":
+            x = x + self.positional_embedding(positions)
+        x = self.dropout(x)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, positions, cache, layer, mask)
+        if cache is not None:
+            cache.advance(T)
+        logits = self.head(self.ln_f(x))  # (B, T, V)
+        if self.config.logit_softcap:  # Gemma Team 2024, section 2
+            logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.reshape(-1), ignore_index=IGNORE_INDEX)
+
+    def load_weights(self, state: dict[str, torch.Tensor]) -> None:
+        """Load a state dict under this class's names, or those of the blog's checkpoints.
+
+        An `_orig_mod.` prefix (left by torch.compile) and a stored `causal_mask` are accepted and dropped.
+        Raises ValueError naming every weight that is missing, unknown or of another shape.
+        """
+        state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
+        state.pop("causal_mask", None)
+        own = self.state_dict()
+        if self.config.tie_embeddings:  # one tensor under two names: either is enough
+            for name, twin in (("head.weight", "token_embedding.weight"), ("token_embedding.weight", "head.weight")):
+                if name not in state and twin in state:
+                    state[name] = state[twin]
+        problems = [f"{name} is missing" for name in own if name not in state]
+        problems += [f"{name} is unknown" for name in state if name not in own]
+        problems += [
+            f"{name} is {tuple(state[name].shape)}, not {tuple(own[name].shape)}"
+            for name in own
+            if name in state and state[name].shape != own[name].shape
+        ]
+        if problems:
+            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+            raise ValueError("the weights do not fit the model: " + "; ".join(problems[:5]) + more)
+        self.load_state_dict(state)

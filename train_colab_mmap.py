@@ -1,0 +1,150 @@
+"""Train a GPT-2 class language model on a token file.
+
+    python train_colab_mmap.py --config quickstart.json      # a model that answers questions, in minutes on a CPU
+    python train_colab_mmap.py --config gpt2_small.json      # 134M parameters on datasets_cache/, on a GPU
+    python train_colab_mmap.py --config gpt2_small.json --dry_run
+
+Every key of the config is a flag. Running the same command again continues the run where it was cut off.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from training.config import TrainConfig, parse_config
+from training.errors import INTERRUPTED, ConfigError, script
+
+
+@script
+def main(argv: Sequence[str] | None = None) -> int:
+    return train(parse_config(argv))
+
+
+def train(config: TrainConfig) -> int:
+    # Imported here, not above: torch takes seconds, and --help and a mistyped flag should not wait for it.
+    import torch
+
+    from model import TransformerLanguageModel
+    from training.checkpoint import open_checkpoint
+    from training.data import TokenData
+    from training.evaluate import answer_prompts, bits_per_byte, read_prompts, validation_loss
+    from training.hardware import detect_hardware
+    from training.optimizer import build_optimizer
+    from training.preflight import dry_run, fit_micro_batch, trial_pass
+    from training.report import Report
+    from training.run import Run, diverged
+    from training.schedule import learning_rate
+    from training.step import train_step
+
+    hardware = detect_hardware(config)
+    print(hardware.describe())
+    config = use_builtin_files(config)
+    if config.input:
+        config = tokenize_input(config)
+    if config.init_from:
+        checkpoint = open_checkpoint(config.init_from)
+        config = config.with_model(checkpoint.model_config(), str(checkpoint.path))
+    prompts = read_prompts(config.eval_prompts) if config.eval_prompts else []
+    data = TokenData.open(config, hardware)
+    print(data.describe())
+
+    torch.manual_seed(config.seed)
+    model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
+    print(
+        f"Model      {model.num_parameters():,} parameters: {config.num_layers} layers x {config.embed_dim}, "
+        f"{config.num_heads} heads, context {config.max_seq_len}"
+    )
+    config = fit_micro_batch(config, model, hardware)
+    optimizer = build_optimizer(model, config)
+    scaler = hardware.grad_scaler()
+    if config.dry_run:
+        dry_run(config, Run(config, model, optimizer, scaler, data), hardware)
+        return 0
+
+    run = Run.start_or_resume(config, model, optimizer, scaler, data)
+    if run.finished and (run.dir / "summary.md").exists():
+        print(
+            f"This run is finished: step {run.step:,} of {run.max_steps:,}, results in {run.dir / 'summary.md'}. "
+            f"To go on, ask for more: --epochs {config.epochs * 2} (or --max_steps {run.max_steps * 2}). "
+            f"To start over: --resume never (the old run is kept aside)."
+        )
+        return 0
+    run.write_config()
+    step_model = hardware.compile(model, lambda compiled: trial_pass(compiled, data, config, hardware))
+    print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
+    report = Report(run.dir, hardware, run.step, run.max_steps, run.elapsed, hardware.units_per_hour(config))
+    report.rewind(run.step)
+    answers = []
+
+    with run.saving_on_signals():
+        while not run.finished and not run.interrupted:
+            lr = learning_rate(run.step, run.max_steps, config)
+            loss, grad_norm = train_step(
+                step_model, optimizer, scaler, data, run.step, run.sequences_seen, lr, config, hardware
+            )
+            run.advance()
+            report.step_done(config.tokens_per_step)
+            row = {"step": run.step, "epoch": run.epoch, "tokens": run.tokens}
+
+            if run.due(config.log_interval):  # nothing waits for the device on the other steps
+                row |= report.training_row(loss, grad_norm, lr, model.flops_per_token())
+                if not math.isfinite(row["train_loss"]):
+                    raise ConfigError(diverged(run.step, run.dir))
+                report.progress(row)
+            if run.due(config.eval_interval):
+                with report.paused():
+                    row["val_loss"] = validation_loss(model, step_model, data, config, hardware)
+                    row["val_bits_per_byte"] = bits_per_byte(row["val_loss"], data)
+                    if prompts:
+                        answers = answer_prompts(model, data, prompts)
+                    run.save_best(row["val_loss"], report.elapsed)
+                report.evaluation(row, answers)
+            if len(row) > 3:
+                report.write(row)
+                if "val_loss" in row:
+                    report.curve()
+            if run.checkpoint_due():
+                with report.paused():
+                    report.say(run.save(report.elapsed))
+
+    report.close()
+    if not run.finished:
+        print("Interrupted and saved. The same command continues from here.")
+        return INTERRUPTED
+    report.summary(config, hardware, data, model, answers)
+    return 0
+
+
+def use_builtin_files(config: TrainConfig) -> TrainConfig:
+    """Replace `builtin:conversations` by the files of the example corpus, written on first use."""
+    if "builtin:conversations" not in (config.input, config.eval_prompts):
+        return config
+    from examples import conversations
+
+    files = {}
+    if config.input == "builtin:conversations":
+        text = Path("datasets_cache") / "conversations" / "conversations.txt"
+        if not text.exists():
+            text.parent.mkdir(parents=True, exist_ok=True)
+            conversations.write(text)
+        files["input"] = str(text)
+    if config.eval_prompts == "builtin:conversations":
+        files["eval_prompts"] = str(conversations.HELD_OUT_FILE)
+    return dataclasses.replace(config, **files)
+
+
+def tokenize_input(config: TrainConfig) -> TrainConfig:
+    """Tokenize `input` on first use, into a folder of its own unless `data_dir` names one."""
+    from tokenize_local_bpe import tokenize
+
+    folder = config.data_dir or str(Path("datasets_cache") / Path(config.input).stem)
+    tokenize([config.input], folder, tokenizer=config.tokenizer, vocab_size=config.vocab_size, quiet=True)
+    return dataclasses.replace(config, data_dir=folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

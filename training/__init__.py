@@ -1,0 +1,1 @@
+"""The chapters of the training story, one concern each."""

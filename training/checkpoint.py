@@ -1,0 +1,288 @@
+"""Checkpoints: written whole or not at all, verified by hash before they are trusted, mirrored to a second folder.
+
+A checkpoint folder alone is enough to generate text and to continue training. It is written under a temporary name,
+flushed, read back, and renamed; `manifest.json`, written last, lists the size and SHA-256 of every file. A folder
+without a manifest, or that disagrees with it, is never loaded silently.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import safetensors.torch
+import torch
+
+from model import ModelConfig, TransformerLanguageModel
+from training.errors import CheckpointError
+from training.files import read_json, sha256_file, sync_directory, write_json
+
+FORMAT_VERSION = 1
+MANIFEST = "manifest.json"
+KEEP = 2  # never one: the newest may be the one that turns out damaged
+STEP_NAME = re.compile(r"step_(\d{8})")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder on disk whose files have been verified."""
+
+    path: Path
+
+    def model_config(self) -> ModelConfig:
+        """Raises CheckpointError naming what config.json lacks. Keys of a newer version are reported and left out."""
+        path = self.path / "config.json"
+        try:
+            config, unknown = ModelConfig.from_dict(read_json(path, CheckpointError))
+        except (ValueError, TypeError) as problem:
+            raise CheckpointError(f"{path} does not describe a model: {problem}.") from None
+        unknown = [key for key in unknown if key not in CONFIG_EXTRAS]
+        if unknown:
+            print(f"Note: {path} has keys this version does not know: {', '.join(unknown)}.")
+        return config
+
+    def load_weights(self, model: TransformerLanguageModel) -> None:
+        try:
+            if (self.path / "model.safetensors").exists():
+                state = safetensors.torch.load_file(self.path / "model.safetensors", device="cpu")
+            else:
+                state = torch.load(self.path / "pytorch_model.bin", map_location="cpu", weights_only=True)
+            model.load_weights(state)
+        except (ValueError, RuntimeError, safetensors.SafetensorError) as problem:
+            raise CheckpointError(f"The weights in {self.path} cannot be loaded: {problem}.") from None
+
+    def training_state(self) -> dict[str, Any]:
+        return read_json(self.path / "training_state.json", CheckpointError)
+
+    def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        try:
+            state = torch.load(self.path / "optimizer_state.bin", map_location="cpu", weights_only=True)
+            optimizer.load_state_dict(state)
+        except (ValueError, RuntimeError) as problem:
+            raise CheckpointError(f"The optimizer state in {self.path} cannot be loaded: {problem}.") from None
+
+
+# What config.json holds besides the ModelConfig: ours, and the blog's.
+CONFIG_EXTRAS = ("tokenizer_type", "total_parameters", "model_type", "architecture")
+
+
+def save_checkpoint(
+    folder: Path,
+    model: TransformerLanguageModel,
+    optimizer: torch.optim.Optimizer,
+    tokenizer_path: Path,
+    tokenizer_type: str,
+    training_state: dict[str, Any],
+) -> None:
+    """Write the checkpoint `folder`, replacing an older one of that name only when the new one is complete.
+
+    Raises CheckpointError (a full disk, say) and leaves every checkpoint there was as it was.
+    """
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_embeddings:
+        del weights["head.weight"]  # the same tensor as token_embedding.weight
+    described = {
+        **model.config.to_dict(),
+        "tokenizer_type": tokenizer_type,
+        "total_parameters": model.num_parameters(),
+    }
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        written = {
+            "model.safetensors": write_verified(
+                temporary / "model.safetensors", lambda file: file.write(safetensors.torch.save(weights))
+            ),
+            "optimizer_state.bin": write_verified(
+                temporary / "optimizer_state.bin", lambda file: torch.save(optimizer.state_dict(), file)
+            ),
+            "tokenizer.json": write_verified(
+                temporary / "tokenizer.json", lambda file: file.write(tokenizer_path.read_bytes())
+            ),
+        }
+        for name, value in (("config.json", described), ("training_state.json", training_state)):
+            write_json(temporary / name, value)
+            written[name] = sha256_file(temporary / name)
+        files = {
+            name: {"size": (temporary / name).stat().st_size, "sha256": sha256} for name, sha256 in written.items()
+        }
+        write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "files": files})
+        publish(temporary, folder)
+    except (OSError, RuntimeError) as problem:
+        shutil.rmtree(temporary, ignore_errors=True)
+        # torch.save answers a failed write with a RuntimeError of its own; the reason hangs on it as its context.
+        reason = problem.__context__ if isinstance(problem.__context__, OSError) else problem
+        raise CheckpointError(
+            f"{folder} could not be saved: {reason}. Checkpoints saved before are whole. Free some space "
+            f"(one takes about {16 * model.num_parameters() / 1e9:.1f} GB) or choose another --output_dir, "
+            "then run the same command to continue."
+        ) from problem
+
+
+class HashingWriter:
+    """A binary file that hashes what is handed to it, so that the disk can be checked against what was meant."""
+
+    def __init__(self, file: BinaryIO):
+        self.file = file
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        self.sha256.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def write_verified(path: Path, write: Callable[[HashingWriter], Any]) -> str:
+    """Write a file, flush it to disk, read it back. Returns its SHA-256. Raises OSError if other bytes come back."""
+    with open(path, "wb") as file:
+        writer = HashingWriter(file)
+        write(writer)
+        file.flush()
+        os.fsync(file.fileno())
+    sha256 = writer.sha256.hexdigest()
+    if sha256_file(path) != sha256:
+        raise OSError(f"{path.name} reads back other than it was written; the disk may be failing")
+    return sha256
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Give a complete folder its name. A folder of that name makes way first, and is back if the machine dies between
+    the two renames (`restore_interrupted`)."""
+    sync_directory(temporary)
+    replaced = folder.with_name(f".old-{folder.name}")
+    if folder.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        os.replace(folder, replaced)
+    os.replace(temporary, folder)
+    sync_directory(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def restore_interrupted(parent: Path) -> None:
+    """Clean up after a process that was killed while saving into `parent`."""
+    for old in parent.glob(".old-*"):
+        folder = old.with_name(old.name.removeprefix(".old-"))
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            os.replace(old, folder)
+    for temporary in parent.glob(".tmp-*"):
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def problems_of(folder: Path) -> list[str]:
+    """What is wrong with a checkpoint folder: files missing, cut short or altered. Empty if it is whole."""
+    if not (folder / MANIFEST).exists():
+        return [f"{MANIFEST} is missing (the folder was never completed)"]
+    files = read_json(folder / MANIFEST, CheckpointError).get("files")
+    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
+        return [f"{MANIFEST} does not list files"]
+    problems = []
+    for name, entry in files.items():
+        path = folder / name
+        if Path(name).name != name:
+            problems.append(f"{name!r} is not a file name")
+        elif not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != entry.get("size"):
+            problems.append(f"{name} has {path.stat().st_size:,} bytes instead of {entry.get('size')}")
+        elif sha256_file(path) != entry.get("sha256"):
+            problems.append(f"{name} was altered (its SHA-256 differs)")
+    return problems
+
+
+def describe_damage(folder: Path, problems: Iterable[str]) -> str:
+    there = ", ".join(sorted(path.name for path in folder.iterdir())) if folder.is_dir() else "nothing"
+    return f"The checkpoint {folder} is damaged: {'; '.join(problems)}. There: {there}."
+
+
+def step_folders(*parents: Path) -> list[Path]:
+    """Published checkpoints below the given folders, newest (highest step) first."""
+    folders = [path for parent in parents if parent.is_dir() for path in parent.iterdir()]
+    steps = [path for path in folders if STEP_NAME.fullmatch(path.name)]
+    return sorted(steps, key=lambda path: path.name, reverse=True)
+
+
+def newest_valid(folders: Iterable[Path]) -> Checkpoint | None:
+    """The first whole checkpoint of `folders`; damaged ones before it are reported and passed over."""
+    for folder in folders:
+        problems = problems_of(folder)
+        if not problems:
+            return Checkpoint(folder)
+        print(f"Warning: {describe_damage(folder, problems)} Trying the one before it.")
+    return None
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """A checkpoint folder (ours, or the blog's without a manifest), or a run folder for its newest whole checkpoint.
+
+    Raises CheckpointError saying what is there instead.
+    """
+    path = Path(path)
+    if not path.is_dir():
+        raise CheckpointError(f"There is no checkpoint folder {path}.{list_checkpoints()}")
+    if (path / "checkpoints").is_dir():
+        checkpoint = newest_valid(step_folders(path / "checkpoints"))
+        if checkpoint is None:
+            raise CheckpointError(f"The run {path} holds no whole checkpoint.{list_checkpoints()}")
+        return checkpoint
+    if not (path / MANIFEST).exists() and (path / "pytorch_model.bin").exists() and (path / "config.json").exists():
+        return Checkpoint(path)
+    problems = problems_of(path)
+    if problems:
+        raise CheckpointError(describe_damage(path, problems) + list_checkpoints())
+    return Checkpoint(path)
+
+
+def newest_run(runs: Path = Path("runs")) -> Path:
+    """The run folder whose newest checkpoint was written last. Raises CheckpointError if there is none."""
+    manifests = [
+        folder / MANIFEST for folder in step_folders(*runs.glob("*/checkpoints")) if (folder / MANIFEST).exists()
+    ]
+    if not manifests:
+        raise CheckpointError(
+            f"There is no trained model in {runs}/. Train one first, for instance: "
+            "python train_colab_mmap.py --config quickstart.json; or name one with --checkpoint PATH."
+        )
+    return max(manifests, key=lambda path: path.stat().st_mtime_ns).parents[2]
+
+
+def list_checkpoints(runs: Path = Path("runs")) -> str:
+    there = [str(path) for path in step_folders(*runs.glob("*/checkpoints"))]
+    return f" Checkpoints in {runs}/: {', '.join(there)}." if there else ""
+
+
+def prune(parent: Path) -> None:
+    """Keep the newest checkpoints of a run. One that cannot be deleted is left: it costs space, not the run."""
+    for folder in step_folders(parent)[KEEP:]:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def mirror(folder: Path, target: Path) -> str | None:
+    """Copy a whole checkpoint to `target` (on Drive, say) and check the copy.
+
+    Returns None, or the reason why it could not be copied: a mirror that fails never stops the training.
+    """
+    temporary = target.with_name(f".tmp-{target.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for path in folder.iterdir():
+            shutil.copyfile(path, temporary / path.name)
+        problems = problems_of(temporary)
+        if problems:
+            raise OSError("; ".join(problems))
+        publish(temporary, target)
+    except OSError as problem:
+        shutil.rmtree(temporary, ignore_errors=True)
+        return str(problem)
+    return None

@@ -1,0 +1,387 @@
+"""TrainConfig: one schema for defaults, config files and flags (later ones win), every problem reported at once.
+
+Nothing here imports torch until a complete configuration is checked, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training.errors import ConfigError
+from training.files import read_json
+
+if TYPE_CHECKING:
+    from model import ModelConfig
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
+MODEL_KEYS = (
+    "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len", "dropout", "bias", "tie_embeddings",
+    "activation", "norm", "position", "qk_norm", "logit_softcap",
+)  # fmt: skip
+
+
+def option(default: Any, group: str, help: str, **allowed: Any) -> Any:
+    """A configuration key. `allowed`: `low`, `high` (inclusive), `below`, `above` (exclusive), `choices`, and `switch`,
+    the values that a bare flag (or JSON true) and JSON false stand for."""
+    return field(default=default, metadata={"group": group, "help": help, **allowed})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Everything a run can be told. Each field is a key of a config JSON and a flag of the same name."""
+
+    # The order of fields is the order of --help.
+    input: str | None = option(None, "data", "text file(s) to tokenize on first use, or builtin:conversations")
+    tokenizer: str = option("bpe", "data", "tokenizer to train on --input", choices=("bpe", "char"))
+    vocab_size: int = option(32_000, "data", "vocabulary to train on --input (bpe)", low=259, high=2**31 - 1)
+    data_dir: str | None = option(None, "data", "token folder written by tokenize_local_bpe.py [datasets_cache]")
+    bin_file: str | None = option(None, "data", "token file, with --tokenizer_file and --metadata_file")
+    tokenizer_file: str | None = option(None, "data", "tokenizer of --bin_file")
+    metadata_file: str | None = option(None, "data", "metadata of --bin_file")
+    placement: str = option(
+        "auto", "data", "where the tokens lie while training", choices=("auto", "gpu", "ram", "mmap")
+    )
+
+    model_size: str | None = option(None, "model", "take the model keys from configs/<model_size>.json")
+    embed_dim: int = option(256, "model", "width of the residual stream", low=1)
+    num_heads: int = option(4, "model", "attention heads; must divide embed_dim", low=1)
+    num_layers: int = option(4, "model", "transformer blocks", low=1)
+    ff_dim: int | None = option(None, "model", "hidden width of the feed-forward [4 * embed_dim]", low=1)
+    max_seq_len: int = option(256, "model", "context length in tokens", low=1)
+    dropout: float = option(0.0, "model", "dropout probability", low=0.0, below=1.0)
+    bias: bool = option(True, "model", "biases in linear layers and norms")
+    tie_embeddings: bool = option(False, "model", "share the token embedding with the head")
+    activation: str = option("gelu", "model", "feed-forward activation", choices=("gelu", "gelu_tanh", "relu2"))
+    norm: str = option("layernorm", "model", "normalisation", choices=("layernorm", "rmsnorm"))
+    position: str = option("learned", "model", "position information", choices=("learned", "rope"))
+    qk_norm: bool = option(False, "model", "normalise queries and keys")
+    logit_softcap: float = option(0.0, "model", "soft limit of the logits, 0 is off", low=0.0)
+
+    epochs: int = option(10, "length", "passes over the training split", low=1)
+    max_steps: int = option(0, "length", "optimizer steps in all; 0: as many as the epochs take", low=0)
+    max_steps_per_epoch: int = option(0, "length", "end an epoch after this many steps, 0 is off", low=0)
+
+    batch_size: int = option(32, "batch", "sequences per batch", low=1)
+    gradient_accumulation_steps: int = option(1, "batch", "batches per optimizer step", low=1)
+    micro_batch_size: int | None = option(
+        None, "batch", "sequences through the model at once: memory only, not the result [batch_size]", low=1
+    )
+
+    learning_rate: float = option(1e-3, "optimizer", "peak learning rate (AdamW)", above=0.0)
+    min_lr: float = option(1e-5, "optimizer", "learning rate at the end of the decay", low=0.0)
+    warmup_steps: int = option(0, "optimizer", "steps of linear warmup", low=0)
+    use_lr_scheduler: str = option(
+        "cosine",
+        "optimizer",
+        "decay of the learning rate to min_lr",
+        choices=("cosine", "linear", "constant"),
+        switch=("cosine", "constant"),
+    )
+    weight_decay: float = option(0.1, "optimizer", "decoupled weight decay, on matrices only", low=0.0)
+    beta1: float = option(0.9, "optimizer", "AdamW: decay of the first moment", low=0.0, below=1.0)
+    beta2: float = option(0.95, "optimizer", "AdamW: decay of the second moment", low=0.0, below=1.0)
+    grad_clip: float = option(1.0, "optimizer", "largest norm of the gradient, 0 is off", low=0.0)
+    seed: int = option(1337, "optimizer", "seed of weights, data order and dropout", low=0, high=2**32 - 1)
+
+    eval_interval: int = option(500, "evaluation", "steps between evaluations, 0 is off", low=0)
+    eval_batches: int = option(50, "evaluation", "validation batches of batch_size; 0: the whole split", low=0)
+    eval_prompts: str | None = option(
+        None, "evaluation", "JSONL of {prompt, answer?} answered at each evaluation, or builtin:conversations"
+    )
+    log_interval: int = option(10, "evaluation", "steps between reports, 0 is off", low=0)
+    units_per_hour: float | None = option(
+        None, "evaluation", "Colab compute units the machine costs an hour, 0 is off [8 on an A100]", low=0.0
+    )
+
+    output_dir: str | None = option(None, "checkpoints", "run folder [runs/<config name>]")
+    checkpoint_steps: int = option(0, "checkpoints", "steps between checkpoints, 0 is off", low=0)
+    checkpoint_interval: int = option(3, "checkpoints", "epochs between checkpoints, 0 is off", low=0)
+    checkpoint_minutes: float = option(15.0, "checkpoints", "minutes between checkpoints, 0 is off", low=0.0)
+    checkpoint_dir: str | None = option(None, "checkpoints", "also copy each checkpoint here, Drive for instance")
+    resume: str = option(
+        "auto", "checkpoints", "auto: continue the run in output_dir; never: start over", choices=("auto", "never")
+    )
+    resume_from: str | None = option(None, "checkpoints", "continue from this checkpoint or run folder")
+    init_from: str | None = option(None, "checkpoints", "start a new run from the weights of this checkpoint")
+
+    device: str = option("auto", "hardware", "where to compute", choices=("auto", "cpu", "cuda"))
+    use_gpu: bool = option(True, "hardware", "use a GPU if there is one")
+    precision: str = option(
+        "auto", "hardware", "arithmetic; weights stay fp32", choices=("auto", "bf16", "fp16", "fp32")
+    )
+    compile: str = option(
+        "auto", "hardware", "torch.compile", choices=("auto", "on", "off"), switch=("on", "off")
+    )
+    dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write nothing")
+    debug: bool = option(False, "hardware", "show the traceback of an error")
+
+    name: str = "default"  # of the config file, or of the model size
+    sources: dict[str, str] = field(default_factory=dict, compare=False)  # where each value came from
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.output_dir or Path("runs") / self.name)
+
+    @property
+    def sequences_per_step(self) -> int:
+        return self.batch_size * self.gradient_accumulation_steps
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.sequences_per_step * self.max_seq_len
+
+    @property
+    def rows_at_once(self) -> int:
+        """Sequences that go through the model at once."""
+        return min(self.micro_batch_size or self.batch_size, self.sequences_per_step)
+
+    def values(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in SCHEMA}
+
+    def with_model(self, model: ModelConfig, source: str) -> TrainConfig:
+        """Take the shape of a trained model. Raises ConfigError where a key was given that says otherwise."""
+        theirs = {key: value for key, value in model.to_dict().items() if key in MODEL_KEYS and key != "dropout"}
+        ours = self.model_config(model.vocab_size).to_dict()
+        clashes = [
+            f"{key} is {ours[key]!r} from {self.sources[key]}, {theirs[key]!r} in {source}"
+            for key in theirs
+            if self.sources[key] != "default" and ours[key] != theirs[key]
+        ]
+        if clashes:
+            raise ConfigError("\n  ".join([f"The weights of {source} are for another model:", *clashes]))
+        return dataclasses.replace(self, **theirs, sources={**self.sources, **dict.fromkeys(theirs, source)})
+
+    def model_config(self, vocab_size: int) -> ModelConfig:
+        from model import ModelConfig
+
+        return ModelConfig(vocab_size, **{key: getattr(self, key) for key in MODEL_KEYS})
+
+
+SCHEMA = {f.name: f for f in dataclasses.fields(TrainConfig) if f.metadata}
+
+
+def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
+    """Defaults <- config file <- flags. Raises ConfigError listing every problem found in any of them."""
+    problems: list[str] = []
+    flags = read_flags(argv, problems)
+    config_name = flags.pop("config", None)
+    layers: list[tuple[str, dict[str, Any]]] = []
+    name = "default"
+    if config_name is not None:
+        path = find_config(config_name)
+        name = path.stem
+        layers.append((str(path), read_json(path, ConfigError)))
+    layers.append(("flag", flags))
+
+    values = {key: f.default for key, f in SCHEMA.items()}
+    sources = dict.fromkeys(SCHEMA, "default")
+    for source, layer in layers:
+        checked = check_values(layer, source, problems)
+        if checked.get("model_size"):
+            size = checked["model_size"]
+            name = size if config_name is None else name
+            for key, value in model_size_keys(size, problems).items():
+                values[key], sources[key] = value, f"model_size {size}"
+        for key, value in checked.items():
+            values[key], sources[key] = value, source
+    problems += cross_check(values, sources)
+    if problems:
+        raise ConfigError("\n  ".join(["The configuration does not hold:", *problems]))
+    return TrainConfig(**values, name=name, sources=sources)
+
+
+def find_config(name: str) -> Path:
+    """A path as it is; a bare name in the current folder, then in configs/, with or without .json."""
+    names = [name] if name.endswith(".json") else [name, f"{name}.json"]
+    folders = [Path(), Path("configs"), REPOSITORY / "configs"]
+    for folder in folders:
+        for candidate in names:
+            if (folder / candidate).is_file():
+                return folder / candidate
+    there = sorted({path.name for folder in folders[1:] for path in folder.glob("*.json")})
+    raise ConfigError(
+        f"There is no config {name} in {Path.cwd()} or in configs/.{suggest(Path(name).name, there)} "
+        f"There are: {', '.join(there)}."
+    )
+
+
+def model_size_keys(size: str, problems: list[str]) -> dict[str, Any]:
+    if size not in MODEL_SIZES:
+        problems.append(f"model_size is {size!r}; allowed: {', '.join(MODEL_SIZES)}.{suggest(size, MODEL_SIZES)}")
+        return {}
+    preset = read_json(REPOSITORY / "configs" / f"{size}.json", ConfigError)
+    return {key: value for key, value in preset.items() if key in MODEL_KEYS}
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {near[0]}?" if near else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without its habit of guessing abbreviated flags and of exiting by itself."""
+
+    def __init__(self, **options: Any):
+        width = min(120, max(80, int(os.environ.get("COLUMNS", "110"))))
+        formatter = lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=width)  # noqa: E731
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
+
+    def parse_args(self, args=None, namespace=None):
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error("; ".join(self.unknown_words(unknown)))
+        return known
+
+    def unknown_words(self, words: Sequence[str]) -> list[str]:
+        """What is wrong with words that no flag took, each with the nearest flag."""
+        flags = [flag.removeprefix("--") for flag in self._option_string_actions if flag.startswith("--")]
+        names = [word.lstrip("-").split("=")[0] if word.startswith("-") else None for word in words]
+        return [
+            f"unknown flag --{name}.{suggest(name, flags)}" if name is not None else f"{word!r} belongs to no flag"
+            for word, name in zip(words, names, strict=True)
+        ]
+
+    def error(self, message: str) -> None:
+        raise ConfigError(f"{message.rstrip('.')}. `python {self.prog} --help` lists all flags.")
+
+
+def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:
+    """The flags that were typed, as strings (True for a flag without a value)."""
+    parser = Parser(
+        prog="train_colab_mmap.py",
+        usage="%(prog)s --config FILE [--KEY VALUE ...]",
+        description="Train a GPT-2 class language model on a token file. Every flag is also a key of the config file; "
+        "flags win. Running the same command again continues the run.",
+        epilog="Example: python train_colab_mmap.py --config gpt2_small.json --batch_size 32",
+    )
+    parser.add_argument("--config", metavar="FILE", help="JSON file of keys, looked up here and in configs/")
+    groups: dict[str, Any] = {}
+    for key, f in SCHEMA.items():
+        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
+        choices = f.metadata.get("choices")
+        metavar = "|".join(choices) if choices else kind_of(f).upper()
+        default = "" if f.default in (None, False) else f" [{f.default}]"
+        text = (f.metadata["help"] + default).replace("%", "%%")
+        group.add_argument(f"--{key}", nargs="?", const=True, default=argparse.SUPPRESS, metavar=metavar, help=text)
+    known, unknown = parser.parse_known_args(argv)
+    problems += parser.unknown_words(unknown)
+    return {key: value for key, value in vars(known).items() if value is not None}
+
+
+def kind_of(f: dataclasses.Field) -> str:
+    return str(f.type).split(" | ")[0]  # annotations are strings here: "int | None" -> "int"
+
+
+def check_values(layer: dict[str, Any], source: str, problems: list[str]) -> dict[str, Any]:
+    """Convert one layer's values to their types; what cannot be converted or is out of range goes to `problems`."""
+    checked = {}
+    for key, value in layer.items():
+        where = f"--{key}" if source == "flag" else f"{key} in {source}"
+        if key not in SCHEMA:
+            problems.append(f"unknown key {where}.{suggest(key, SCHEMA)}")
+            continue
+        try:
+            checked[key] = convert(value, SCHEMA[key], from_flag=source == "flag")
+        except ValueError as problem:
+            shown = "missing" if value is True and source == "flag" else json.dumps(value, ensure_ascii=False)
+            problems.append(f"{where} is {shown}; {problem}")
+    return checked
+
+
+def convert(value: Any, f: dataclasses.Field, from_flag: bool) -> Any:
+    """One value to its field's type. Raises ValueError saying what is allowed."""
+    allowed, kind = f.metadata, kind_of(f)
+    if value is None and f.default is None:
+        return None
+    if from_flag and isinstance(value, str) and kind != "str":
+        value = parse_word(value)
+    if "switch" in allowed and isinstance(value, bool):
+        value = allowed["switch"][0 if value else 1]
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise ValueError("true or false is needed")
+        return value
+    if kind == "str":
+        choices = allowed.get("choices")
+        if not isinstance(value, str):
+            raise ValueError(f"one of {', '.join(choices)} is needed" if choices else "a text is needed")
+        if choices and value not in choices:
+            raise ValueError(f"allowed: {', '.join(choices)}.{suggest(value, choices)}")
+        return value
+    whole = kind == "int"
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError("a whole number is needed" if whole else "a number is needed")
+    if whole and value != int(value):
+        raise ValueError("a whole number is needed")
+    value = int(value) if whole else float(value)
+    limits = {
+        "low": (lambda limit: value >= limit, "at least"),
+        "above": (lambda limit: value > limit, "more than"),
+        "high": (lambda limit: value <= limit, "at most"),
+        "below": (lambda limit: value < limit, "less than"),
+    }
+    if not all(holds(allowed[name]) for name, (holds, _) in limits.items() if name in allowed):
+        said = [f"{words} {allowed[name]:,}" for name, (_, words) in limits.items() if name in allowed]
+        raise ValueError(f"allowed: {' and '.join(said)}")
+    return value
+
+
+def parse_word(word: str) -> Any:
+    """A flag's word as JSON would read it: 64, 3e-4, true; also 1_000. Anything else stays a word."""
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    try:
+        return int(word)
+    except ValueError:
+        try:
+            return float(word)
+        except ValueError:
+            return word
+
+
+def cross_check(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
+    """Values that are fine alone and not together."""
+    problems = []
+    given = {key for key in values if sources[key] != "default"}
+    three = ("bin_file", "tokenizer_file", "metadata_file")
+    named = [key for key in three if values[key]]
+    if named and len(named) < 3:
+        missing = " and ".join(f"--{key}" for key in three if key not in named)
+        problems.append(f"--{named[0]} needs {missing} beside it (or use --data_dir FOLDER for all three)")
+    if named and values["data_dir"]:
+        problems.append("--data_dir and --bin_file both name the tokens; give one of them")
+    if named and values["input"]:
+        problems.append("--input and --bin_file both name the data; give one of them")
+    if not values["input"]:
+        problems += [
+            f"{key} is for --input; token files bring their own" for key in ("tokenizer", "vocab_size") if key in given
+        ]
+    if values["min_lr"] > values["learning_rate"]:
+        problems.append(f"min_lr {values['min_lr']:g} is above learning_rate {values['learning_rate']:g}")
+    if 0 < values["max_steps"] <= values["warmup_steps"]:
+        problems.append(f"warmup_steps {values['warmup_steps']} leaves nothing of max_steps {values['max_steps']}")
+    rows = values["batch_size"] * values["gradient_accumulation_steps"]
+    if (values["micro_batch_size"] or 1) > rows:
+        problems.append(f"micro_batch_size {values['micro_batch_size']} is above the {rows} sequences of a step")
+    if values["device"] == "cuda" and not values["use_gpu"]:
+        problems.append("--device cuda and --use_gpu false contradict each other")
+    if values["resume_from"] and values["resume"] == "never":
+        problems.append("--resume_from and --resume never contradict each other")
+    if values["resume_from"] and values["init_from"]:
+        problems.append("--resume_from continues a run, --init_from starts a new one; give one of them")
+    if not problems:
+        try:
+            TrainConfig(**values).model_config(vocab_size=1)
+        except ValueError as problem:
+            problems.append(str(problem))
+    return problems

@@ -1,0 +1,322 @@
+"""TokenData: a token file that has been checked against its metadata, placed in memory, and batches drawn from it.
+
+A batch is a pure function of (seed, sequences seen so far). Each epoch cuts the training split into non-overlapping
+windows at a fresh phase and visits every window once in a fresh order, so a run resumes exactly from one number, and
+the batch size may change on the way.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import shutil
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from tokenizer import CharacterTokenizer, load_tokenizer
+from training.config import TrainConfig
+from training.errors import ConfigError, DataError
+from training.files import atomic_write, read_json, sha256_file
+from training.hardware import Hardware, available_ram
+
+if TYPE_CHECKING:
+    from tokenizer_bpe import BPETokenizer
+
+DEFAULT_DATA_DIR = "datasets_cache"
+DTYPES = ("uint16", "int16", "int32")
+RAM_SHARE = 0.7  # of the available memory that tokens may take; the rest is for the model and Python
+GPU_SHARE = 0.2  # of the GPU's memory that tokens may take; the rest is for training
+
+
+@dataclass(frozen=True)
+class TokenMetadata:
+    """What the metadata JSON says of a token file. The blog's files lack some fields; their defaults are the blog's."""
+
+    path: Path
+    vocab_size: int
+    total_tokens: int
+    train_tokens: int
+    dtype: str
+    tokenizer_type: str
+    bin_file: str | None
+    tokenizer_file: str | None
+    tokens_sha256: str | None
+    tokenizer_sha256: str | None
+    val_bytes: int | None
+
+    @property
+    def val_tokens(self) -> int:
+        return self.total_tokens - self.train_tokens
+
+    @classmethod
+    def read(cls, path: Path) -> TokenMetadata:
+        """Raises DataError listing everything that is missing or cannot be."""
+        values = read_json(path, DataError)
+        problems = [f"{key} is missing" for key in ("vocab_size", "total_tokens") if key not in values]
+        if "train_split_index" not in values and "train_split" not in values:
+            problems.append("train_split_index is missing")
+        for key in ("vocab_size", "total_tokens", "train_split_index", "val_bytes"):
+            if key in values and (type(values[key]) is not int or values[key] < 0):
+                problems.append(f"{key} is {values[key]!r}; a whole number is needed")
+        split = values.get("train_split", 0.9)
+        if not isinstance(split, int | float) or not 0 < split < 1:
+            problems.append(f"train_split is {split!r}; a number between 0 and 1 is needed")
+        dtype, kind = values.get("dtype", "int16"), values.get("tokenizer_type", "character")
+        if dtype not in DTYPES:
+            problems.append(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
+        if kind not in ("bpe", "character"):
+            problems.append(f"tokenizer_type is {kind!r}; allowed: bpe, character")
+        for key in ("bin_file", "tokenizer_file", "tokens_sha256", "tokenizer_sha256"):
+            if not isinstance(values.get(key), str | None):
+                problems.append(f"{key} is {values[key]!r}; a text is needed")
+        if not problems:
+            train_tokens = values.get("train_split_index", int(values["total_tokens"] * split))
+            if not 0 < train_tokens < values["total_tokens"]:
+                problems.append(f"train_split_index is {train_tokens} of {values['total_tokens']} tokens")
+        if problems:
+            raise DataError(
+                f"{path} is not usable: {'; '.join(problems)}. Run tokenize_local_bpe.py again on your text."
+            )
+        return cls(
+            path=path,
+            vocab_size=values["vocab_size"],
+            total_tokens=values["total_tokens"],
+            train_tokens=train_tokens,
+            dtype=dtype,
+            tokenizer_type=kind,
+            **{key: values.get(key) for key in ("bin_file", "tokenizer_file", "tokens_sha256", "tokenizer_sha256")},
+            val_bytes=values.get("val_bytes"),
+        )
+
+
+class TokenData:
+    """Verified tokens and their tokenizer; `batch` and `validation_batches` are what training needs of them."""
+
+    def __init__(
+        self,
+        metadata: TokenMetadata,
+        tokens: np.ndarray,
+        tokenizer: CharacterTokenizer | BPETokenizer,
+        tokenizer_path: Path,
+        config: TrainConfig,
+        device: torch.device,
+        placement: str,
+    ):
+        self.metadata = metadata
+        self.tokenizer_path = tokenizer_path
+        self.tokenizer = tokenizer
+        self.seq_len = config.max_seq_len
+        self.seed = config.seed
+        self.device = device
+        self.placement = placement
+        self.is_16_bit = tokens.dtype.itemsize == 2
+        # PyTorch has few operations on uint16: ids above 32,767 travel as negative int16 and `widen` restores them.
+        self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
+        if placement == "gpu":
+            self.tokens = self.tokens.to(device)
+        self.windows = count_windows(metadata.train_tokens, self.seq_len)
+        self.val_windows = (metadata.val_tokens - 1) // self.seq_len
+        self.fingerprint = {
+            "tokens_sha256": metadata.tokens_sha256,
+            "tokenizer_sha256": metadata.tokenizer_sha256,
+            "train_tokens": metadata.train_tokens,
+        }
+
+    @classmethod
+    def open(cls, config: TrainConfig, hardware: Hardware) -> TokenData:
+        """Find, check and place the tokens. Raises DataError for bad files, ConfigError for a context too long."""
+        bin_path, tokenizer_path, metadata_path = locate(config)
+        metadata = TokenMetadata.read(metadata_path)
+        bin_path = bin_path or inside(metadata_path, metadata.bin_file, "bin_file")
+        tokenizer_path = tokenizer_path or inside(metadata_path, metadata.tokenizer_file, "tokenizer_file")
+        for split, count in (("training", metadata.train_tokens), ("validation", metadata.val_tokens)):
+            if count <= config.max_seq_len:
+                raise ConfigError(
+                    f"max_seq_len {config.max_seq_len} needs more than {config.max_seq_len} {split} tokens and "
+                    f"{metadata_path} has {count:,}. Lower --max_seq_len, or tokenize more text or with another "
+                    "--train_split."
+                )
+        check_size(bin_path, metadata)
+        placement = choose_placement(bin_path.stat().st_size, config, hardware)
+        dtype = np.dtype(metadata.dtype).newbyteorder("<")
+        # mode "c" maps private pages: PyTorch asks for writable memory, and the file must stay as it is.
+        tokens = np.memmap(bin_path, dtype, mode="c") if placement == "mmap" else np.fromfile(bin_path, dtype)
+        tokens_sha256 = check_tokens(bin_path, tokens, metadata)
+        tokenizer, tokenizer_sha256 = check_tokenizer(tokenizer_path, metadata)
+        metadata = replace(metadata, tokens_sha256=tokens_sha256, tokenizer_sha256=tokenizer_sha256)
+        return cls(metadata, tokens, tokenizer, tokenizer_path, config, hardware.device, placement)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.metadata.vocab_size
+
+    def describe(self) -> str:
+        m = self.metadata
+        place = {"gpu": "GPU memory", "ram": "RAM", "mmap": "a memory map"}[self.placement]
+        return (
+            f"Data       {m.total_tokens:,} tokens, vocabulary {m.vocab_size:,} ({m.tokenizer_type}), in {place}\n"
+            f"Splits     {m.train_tokens:,} training tokens ({self.windows:,} windows of {self.seq_len}), "
+            f"{m.val_tokens:,} validation tokens"
+        )
+
+    def batch(self, sequences_seen: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `rows` sequences that follow the first `sequences_seen`: inputs and targets, each (rows, T) int64."""
+        return self.gather(train_starts(sequences_seen, rows, self.windows, self.spare, self.seq_len, self.seed))
+
+    def validation_batch(self, first: int, rows: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows `first` onwards of a fixed set of `of` windows spread evenly over the validation split."""
+        chosen = np.arange(first, first + rows) * self.val_windows // of
+        return self.gather(self.metadata.train_tokens + chosen * self.seq_len)
+
+    @property
+    def spare(self) -> int:
+        """Training tokens the windows of an epoch leave over: the range of the phase they start at."""
+        return self.metadata.train_tokens - 1 - self.windows * self.seq_len
+
+    def gather(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        # A view of every window there is, and one indexed copy of those wanted: no loop over rows.
+        every_window = self.tokens.unfold(0, self.seq_len + 1, 1)
+        windows = every_window[torch.from_numpy(starts).to(self.tokens.device)]  # (rows, T + 1)
+        if windows.device != self.device:
+            windows = windows.pin_memory().to(self.device, non_blocking=True)
+        windows = windows.long()
+        if self.is_16_bit:
+            windows &= 0xFFFF
+        return windows[:, :-1], windows[:, 1:]
+
+
+def count_windows(tokens: int, seq_len: int) -> int:
+    """Windows of seq_len inputs (and the target after the last) that fit whatever the phase, at least one."""
+    return max(1, (tokens - seq_len) // seq_len)
+
+
+def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, seed: int) -> np.ndarray:
+    """Where sequences first .. first + rows - 1 of the endless shuffled stream begin in the training split: (rows,)."""
+    epochs, places = np.divmod(np.arange(first, first + rows), windows)
+    starts = np.empty(rows, dtype=np.int64)
+    for epoch in range(epochs[0], epochs[-1] + 1):
+        phase, order = epoch_order(seed, epoch, windows, spare, seq_len)
+        here = epochs == epoch
+        starts[here] = phase + order[places[here]] * seq_len
+    return starts
+
+
+@lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
+def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -> tuple[int, np.ndarray]:
+    """Phase of the windows and the order they are visited in.
+
+    RandomState, not Generator: NumPy froze its stream for good (NEP 19), so a run resumed years later, on another
+    NumPy, still sees the same order.
+    """
+    random = np.random.RandomState([seed, epoch])
+    phase = int(random.randint(0, min(spare, seq_len - 1) + 1))
+    return phase, random.permutation(windows)
+
+
+def locate(config: TrainConfig) -> tuple[Path | None, Path | None, Path]:
+    """Paths of the token file, the tokenizer and the metadata; the first two None where the metadata names them."""
+    if config.bin_file:
+        return Path(config.bin_file), Path(config.tokenizer_file), Path(config.metadata_file)
+    folder = Path(config.data_dir or DEFAULT_DATA_DIR)
+    found = sorted(folder.glob("*_metadata.json"))
+    if len(found) == 1:
+        return None, None, found[0]
+    if found:
+        names = ", ".join(path.name for path in found)
+        raise DataError(
+            f"{folder} holds several token files ({names}). Name one with --bin_file, --tokenizer_file and "
+            "--metadata_file, or keep each in a folder of its own and use --data_dir."
+        )
+    partial = list(folder.glob(".*.partial")) if folder.is_dir() else []
+    state = "an unfinished token file: run the same tokenize_local_bpe.py command again" if partial else "no token file"
+    hint = "" if partial else ". Make one: python tokenize_local_bpe.py --input my_text.txt"
+    where = f" --output_dir {folder}" if config.data_dir and not partial else ""
+    raise DataError(f"There is {state} in {folder}/{hint}{where}")
+
+
+def inside(metadata_path: Path, name: str | None, key: str) -> Path:
+    """A file the metadata names, which must lie beside it: a metadata file from elsewhere cannot point anywhere."""
+    if not name:
+        raise DataError(f"{metadata_path} has no {key}; name the file with --{key}.")
+    folder = metadata_path.parent.resolve()
+    path = (folder / name).resolve()
+    if path.parent != folder:
+        raise DataError(f"{key} in {metadata_path} is {name!r}, which is not a file beside it.")
+    return metadata_path.parent / name
+
+
+def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
+    if not bin_path.exists():
+        packed = Path(f"{bin_path}.gz")
+        if not packed.exists():
+            raise DataError(f"There is no file {bin_path} (named by {metadata.path}).")
+        print(f"Unpacking {packed} to {bin_path.name} ...")
+        with gzip.open(packed, "rb") as source, atomic_write(bin_path) as target:
+            try:
+                shutil.copyfileobj(source, target, 2**22)
+            except (EOFError, gzip.BadGzipFile) as problem:
+                raise DataError(f"{packed} is damaged ({problem}); copy it again.") from None
+    size, itemsize = bin_path.stat().st_size, np.dtype(metadata.dtype).itemsize
+    if size != metadata.total_tokens * itemsize:
+        raise DataError(
+            f"{bin_path} has {size:,} bytes; {metadata.path.name} says {metadata.total_tokens:,} tokens of {itemsize} "
+            f"bytes ({metadata.dtype}) = {metadata.total_tokens * itemsize:,}. One of the two is from another run or "
+            "was cut short: copy both again, or run tokenize_local_bpe.py again."
+        )
+
+
+def check_tokens(bin_path: Path, tokens: np.ndarray, metadata: TokenMetadata) -> str:
+    """Hash and range of the ids. Returns the SHA-256. Raises DataError where the metadata says otherwise."""
+    sha256 = hashlib.sha256(tokens).hexdigest()
+    if metadata.tokens_sha256 not in (None, sha256):
+        raise DataError(
+            f"{bin_path} is not the file {metadata.path.name} describes: its SHA-256 is {sha256[:16]}..., expected "
+            f"{metadata.tokens_sha256[:16]}.... Copy both again, or run tokenize_local_bpe.py again."
+        )
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= metadata.vocab_size:
+        raise DataError(
+            f"{bin_path} holds token id {high if low >= 0 else low}, outside the vocabulary of {metadata.vocab_size:,} "
+            f"that {metadata.path.name} gives. The dtype ({metadata.dtype}) or the tokenizer is not the one the file "
+            "was written with: run tokenize_local_bpe.py again."
+        )
+    return sha256
+
+
+def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[CharacterTokenizer | BPETokenizer, str]:
+    """Returns the tokenizer and its SHA-256. Raises DataError if the tokens were made with another one."""
+    tokenizer, sha256 = load_tokenizer(path), sha256_file(path)
+    if metadata.tokenizer_sha256 not in (None, sha256):
+        raise DataError(
+            f"{path} is not the tokenizer the tokens were made with: its SHA-256 is {sha256[:16]}..., "
+            f"{metadata.path.name} says {metadata.tokenizer_sha256[:16]}.... Use the one written beside them."
+        )
+    if (tokenizer.kind, tokenizer.vocab_size) != (metadata.tokenizer_type, metadata.vocab_size):
+        raise DataError(
+            f"{path} is a {tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} ids; {metadata.path.name} describes "
+            f"{metadata.tokenizer_type} tokens of {metadata.vocab_size:,}. Use the tokenizer file written beside them."
+        )
+    return tokenizer, sha256
+
+
+def choose_placement(size: int, config: TrainConfig, hardware: Hardware) -> str:
+    """gpu > ram > mmap: the fastest memory the tokens fit in. Raises ConfigError for a GPU that is not there."""
+    if config.placement == "gpu" and not hardware.is_cuda:
+        raise ConfigError("--placement gpu needs a CUDA GPU; --placement auto uses RAM here.")
+    if config.placement != "auto":
+        return config.placement
+    if hardware.is_cuda and size <= GPU_SHARE * hardware.memory_bytes:
+        return "gpu"
+    free = available_ram()
+    if free is None or size <= RAM_SHARE * free:
+        return "ram"
+    print(
+        f"The tokens ({size / 1e9:.1f} GB) do not fit in the {free / 1e9:.1f} GB of free RAM; they are read from disk "
+        "through a memory map, which is slow on a network drive: keep the file on a local disk."
+    )
+    return "mmap"

@@ -1,0 +1,80 @@
+"""Errors a user can act on, and the exit code each of them ends a script with."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+INTERRUPTED = 130
+
+
+class UserError(Exception):
+    """Something the user can put right; the message says what is wrong and what to type instead."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A flag, a key of a config file, or a combination of them."""
+
+
+class DataError(UserError):
+    """Text, token files, metadata or a tokenizer."""
+
+    exit_code = 3
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be written, found or trusted."""
+
+    exit_code = 4
+
+
+class MemoryExhausted(UserError):
+    """The model, the batch or the data do not fit in memory."""
+
+    exit_code = 5
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for Python's, CUDA's and the CPU allocator's way of saying so (the last is a plain RuntimeError)."""
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+    )
+
+
+def script(main: Callable[[Sequence[str] | None], int | None]) -> Callable[[Sequence[str] | None], int]:
+    """Wrap a script's `main(argv=None)`: returns its exit code, and turns a user's mistake into one message on stderr.
+
+    An exception that carries `exit_code` is a user's mistake. Any other exception is a bug of ours and keeps its
+    traceback; `--debug` shows the traceback of both.
+    """
+
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+        try:
+            return main(argv) or 0
+        except KeyboardInterrupt:
+            print("\nInterrupted.", file=sys.stderr)
+            return INTERRUPTED
+        except BrokenPipeError:
+            # The reader of our output (`| head`) is gone. Point stdout at nothing, or Python complains at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except Exception as error:
+            code, message = getattr(error, "exit_code", None), str(error)
+            if code is None and is_out_of_memory(error):
+                code, message = MemoryExhausted.exit_code, f"Out of memory: {message or 'the allocation failed'}"
+            elif code is None and isinstance(error, OSError):
+                code, message = DataError.exit_code, f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
+            if code is None or debug:
+                raise
+            print(f"error: {message}", file=sys.stderr)
+            return code
+
+    return run

@@ -1,0 +1,113 @@
+"""What a model has learned: validation loss, bits per byte, and prompts with expected answers."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from model import IGNORE_INDEX, TransformerLanguageModel
+from training.config import TrainConfig
+from training.data import TokenData
+from training.errors import DataError
+from training.generation import Sampling, generate
+from training.hardware import Hardware
+
+ANSWER_TOKENS = 64
+
+
+@torch.no_grad()
+def validation_loss(
+    model: TransformerLanguageModel,
+    step_model: Callable[..., torch.Tensor],
+    data: TokenData,
+    config: TrainConfig,
+    hardware: Hardware,
+) -> float:
+    """Mean cross-entropy in nats per token over a fixed set of validation windows; draws no random numbers.
+
+    `step_model` is the model as it trains, compiled or not. Every batch has the same shape, so that it is compiled for
+    evaluation once: the rows missing from the last one repeat the first and do not count.
+    """
+    windows = min(config.eval_batches * config.batch_size, data.val_windows) or data.val_windows
+    rows = config.rows_at_once
+    total = torch.zeros((), device=data.device, dtype=torch.float64)
+    model.eval()
+    for first in range(0, windows, rows):
+        here = min(rows, windows - first)
+        inputs, targets = data.validation_batch(first, here, windows)
+        if here < rows:
+            inputs = torch.cat([inputs, inputs[:1].expand(rows - here, -1)])
+            targets = torch.cat([targets, torch.full_like(targets[:1], IGNORE_INDEX).expand(rows - here, -1)])
+        with hardware.autocast():
+            total += step_model(inputs, targets).double() * here
+    model.train()
+    return total.item() / windows
+
+
+def bits_per_byte(loss: float, data: TokenData) -> float | None:
+    """Loss in bits per byte of text: comparable across tokenizers. None where the metadata does not count the bytes."""
+    if not data.metadata.val_bytes:
+        return None
+    return loss / math.log(2) * data.metadata.val_tokens / data.metadata.val_bytes
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str
+    expected: str | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt: Prompt
+    text: str
+
+    @property
+    def right(self) -> bool | None:
+        """Exact match, white space around it aside; None where no answer is expected."""
+        return None if self.prompt.expected is None else self.text.strip() == self.prompt.expected.strip()
+
+
+def accuracy(answers: list[Answer]) -> tuple[int, int]:
+    """(exactly right, with a known answer)"""
+    judged = [answer.right for answer in answers if answer.right is not None]
+    return sum(judged), len(judged)
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Read a JSONL file of {"prompt": ..., "answer": ... (optional)}. Raises DataError naming the line."""
+    path = Path(path)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise DataError(f"There is no file {path} (--eval_prompts).") from None
+    except UnicodeDecodeError as problem:
+        raise DataError(f"{path} is not UTF-8 text (byte {problem.start}).") from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            prompts.append(Prompt(value["prompt"], value.get("answer")))
+            if not all(isinstance(text, str | None) for text in (value["prompt"], value.get("answer"))):
+                raise TypeError
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            raise DataError(
+                f'{path}, line {number}: {{"prompt": "...", "answer": "..."}} is expected (the answer may be left out).'
+            ) from None
+    if not prompts:
+        raise DataError(f"{path} holds no prompts.")
+    return prompts
+
+
+def answer_prompts(model: TransformerLanguageModel, data: TokenData, prompts: list[Prompt]) -> list[Answer]:
+    """The model's most likely continuation of each prompt."""
+    sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0)
+    completions = generate(model, data.tokenizer, [prompt.text for prompt in prompts], sampling)
+    return [Answer(prompt, completion.text) for prompt, completion in zip(prompts, completions, strict=True)]

@@ -1,0 +1,73 @@
+"""Files that are either whole or absent: atomic writes, hashes, JSON with errors that point at the place."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from training.errors import UserError
+
+
+@contextlib.contextmanager
+def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
+    """Open a temporary sibling of `path` for writing; it takes the name `path` only once it is complete and on disk.
+
+    If the body raises (a full disk included), whatever stood at `path` before still stands there and the temporary
+    file is gone.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make a rename inside `path` durable. Windows cannot open a directory, and needs no such step."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError:  # some network and FUSE file systems (Drive among them) have no fsync for directories
+        pass
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    with atomic_write(path) as file:
+        file.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
+    """Read a JSON object. Raises `error` naming the file, and the line and column of a syntax error."""
+    path = Path(path)
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError:
+        raise error(f"There is no file {path}.") from None
+    except UnicodeDecodeError as problem:
+        raise error(f"{path} is not UTF-8 text (byte {problem.start}); a JSON file was expected.") from None
+    except json.JSONDecodeError as problem:
+        place = f"line {problem.lineno}, column {problem.colno}"
+        raise error(f"{path} is not valid JSON: {problem.msg} at {place}.") from None
+    if not isinstance(value, dict):
+        raise error(f"{path} holds a JSON {type(value).__name__}; an object {{...}} was expected.")
+    return value
+
+
+def sha256_file(path: str | Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,199 @@
+"""What this machine can do and what of it a run uses: device, precision, compilation; each choice with its reason."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from training.config import TrainConfig
+from training.errors import ConfigError, is_out_of_memory
+
+# Dense bf16/fp16 tensor-core peaks in FLOP/s by the vendor's datasheets, SXM parts where there are several. The first
+# name found in the device's name counts. An unknown device has no peak, and no MFU is reported for it.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+
+# Below this width the casts of autocast cost more than the faster matrix products save on a CPU (measured: a step of
+# 4 x 128, context 64, is 1.3 times slower in bf16; 4 x 256, context 256, is 2 times faster).
+CPU_BF16_MIN_WIDTH = 256
+
+A100_UNITS_PER_HOUR = 8.0  # Google Colab's rate, as the blog's author paid it
+
+
+@dataclass(frozen=True)
+class Hardware:
+    device: torch.device
+    name: str
+    precision: str  # "bf16", "fp16" or "fp32"
+    precision_reason: str
+    compiles: bool
+    compile_reason: str
+    peak_flops: float | None
+    memory_bytes: int | None  # of the GPU, else of the machine
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """Weights stay fp32; matrix products inside run in the chosen precision."""
+        if self.precision == "fp32":
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, torch.bfloat16 if self.precision == "bf16" else torch.float16)
+
+    def grad_scaler(self) -> torch.amp.GradScaler:
+        """Loss scaling for fp16, whose gradients would underflow; passes everything through otherwise."""
+        return torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
+
+    def synchronize(self) -> None:
+        if self.is_cuda:
+            torch.cuda.synchronize()
+
+    def peak_memory(self) -> int | None:
+        """Largest amount of memory in use so far, in bytes: allocated on the GPU, else resident in this process."""
+        if self.is_cuda:
+            return torch.cuda.max_memory_allocated()
+        try:
+            import resource
+        except ImportError:  # Windows
+            return None
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if platform.system() == "Darwin" else peak * 1024
+
+    def units_per_hour(self, config: TrainConfig) -> float | None:
+        """Compute units an hour: as configured, else the known rate of an A100, else None."""
+        if config.units_per_hour is not None:
+            return config.units_per_hour or None
+        return A100_UNITS_PER_HOUR if "A100" in self.name else None
+
+    def describe(self) -> str:
+        return (
+            f"Device     {self.name}\n"
+            f"Precision  {self.precision}: {self.precision_reason}\n"
+            f"Compile    {'on' if self.compiles else 'off'}: {self.compile_reason}"
+        )
+
+    def compile(self, model: torch.nn.Module, trial: Callable[[torch.nn.Module], None]) -> torch.nn.Module | Callable:
+        """torch.compile, proven by `trial(compiled)`, a forward and backward pass that leaves no gradients behind.
+
+        A failure to compile is reported once and the model is returned as it is: slower, with the same results.
+        """
+        if not self.compiles:
+            return model
+        started = time.perf_counter()
+        try:
+            compiled = torch.compile(model, dynamic=False)
+            trial(compiled)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            print(f"torch.compile failed ({first_line}); training goes on uncompiled. --compile off skips the attempt.")
+            model.zero_grad(set_to_none=True)
+            return model
+        print(f"Compiled in {time.perf_counter() - started:.0f} s.")
+        return compiled
+
+
+def detect_hardware(config: TrainConfig) -> Hardware:
+    """Choose device, precision and compilation. Raises ConfigError if what is asked for is not there."""
+    has_cuda = torch.cuda.is_available()
+    if config.device == "cuda" and not has_cuda:
+        raise ConfigError(
+            "--device cuda, but PyTorch sees no CUDA GPU. In Colab choose Runtime > Change runtime type > GPU; "
+            "elsewhere check `nvidia-smi` and that this is a CUDA build of torch. --device auto uses what is there."
+        )
+    use_cuda = has_cuda and config.use_gpu and config.device != "cpu"
+    device = torch.device("cuda" if use_cuda else "cpu")
+    name = torch.cuda.get_device_name() if use_cuda else cpu_name()
+    precision, precision_reason = choose_precision(config, device)
+    compiles, compile_reason = choose_compile(config, device)
+    if use_cuda:
+        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = available_ram()
+    peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None) if use_cuda else None
+    return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory)
+
+
+def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, str]:
+    """bf16 where the hardware has it, else fp16 with a gradient scaler on CUDA, else fp32."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        has_bf16 = major >= 8
+        if config.precision == "bf16" and not has_bf16:
+            raise ConfigError(
+                f"--precision bf16 needs CUDA capability 8.0; this GPU has {major}.{minor}. "
+                "Leave --precision auto: it takes fp16 here."
+            )
+        if config.precision != "auto":
+            return config.precision, "as configured"
+        if has_bf16:
+            return "bf16", f"CUDA capability {major}.{minor} has bf16 tensor cores"
+        return "fp16", f"CUDA capability {major}.{minor} has no bf16 tensor cores; gradients are scaled"
+    if config.precision == "fp16":
+        raise ConfigError("--precision fp16 is for CUDA GPUs; on a CPU use bf16 or fp32.")
+    if config.precision != "auto":
+        return config.precision, "as configured"
+    flag = cpu_bf16_flag()
+    if flag is None:
+        return "fp32", "this CPU has neither AMX nor AVX512-BF16"
+    if config.embed_dim < CPU_BF16_MIN_WIDTH:
+        return "fp32", f"at embed_dim {config.embed_dim}, below {CPU_BF16_MIN_WIDTH}, bf16 is slower on a CPU"
+    return "bf16", f"this CPU has {flag}"
+
+
+def choose_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
+    if config.compile != "auto":
+        return config.compile == "on", "as configured"
+    if device.type == "cuda":
+        return True, "on a GPU it pays within minutes"
+    return False, "on a CPU it takes longer to compile than most runs save; --compile on tries it"
+
+
+def cpu_info() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
+def cpu_bf16_flag() -> str | None:
+    """The instruction set that makes bf16 fast on this CPU, None if there is none (or none that can be known)."""
+    flags = next((line.split() for line in cpu_info().splitlines() if line.startswith("flags")), [])
+    return next((name for flag, name in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")) if flag in flags), None)
+
+
+def cpu_name() -> str:
+    lines = (line for line in cpu_info().splitlines() if line.startswith("model name"))
+    model = next(lines, "").partition(":")[2].strip() or platform.processor() or platform.machine()
+    return f"{model} ({os.cpu_count()} cores)"
+
+
+def available_ram() -> int | None:
+    """Bytes of memory a new process could use without swapping; None where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)

@@ -1,0 +1,131 @@
+"""What can be known before the first step: memory, speed, time, cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from model import TransformerLanguageModel
+from training.config import TrainConfig
+from training.data import TokenData
+from training.errors import MemoryExhausted
+from training.hardware import Hardware
+from training.report import clock, si
+from training.run import Run
+from training.step import train_step
+
+MEMORY_SHARE = 0.85  # of what is free; the rest is for kernels' workspaces and fragmentation
+TIMED_SECONDS = 15.0  # a step that takes longer than this is timed on a part of its sequences
+
+
+def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, precision: str) -> int:
+    """Peak bytes of a training step: weights, gradients and AdamW's two moments in fp32 (16 bytes a parameter), and
+    what the backward pass needs of one micro-batch."""
+    c = model.config
+    half = 2 if precision != "fp32" else 4
+    # A block keeps, per token: two norms' inputs (fp32) and outputs, q, k, v, the attention's output, the residual
+    # branch, and both sides of the activation.
+    per_block = 2 * 4 * c.embed_dim + half * (2 + 3 + 1 + 1) * c.embed_dim + half * 2 * c.ff_dim
+    per_head = (half + 4 + 4) * c.vocab_size  # logits, the same in fp32, and their gradient
+    per_token = c.num_layers * per_block + per_head
+    weight_copies = half * model.num_parameters() if precision != "fp32" else 0  # autocast keeps its casts for backward
+    return 16 * model.num_parameters() + weight_copies + per_token * config.rows_at_once * c.max_seq_len
+
+
+def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> TrainConfig:
+    """Halve the micro-batch until the step is expected to fit. The result of training does not depend on it, so this
+    is done without asking unless `micro_batch_size` was given. Raises MemoryExhausted if one sequence does not fit."""
+    if hardware.memory_bytes is None or config.micro_batch_size is not None:
+        return config
+    limit = MEMORY_SHARE * hardware.memory_bytes
+    rows = config.rows_at_once
+    fitted = config
+    while estimate_memory(fitted, model, hardware.precision) > limit:
+        if rows == 1:
+            needed = estimate_memory(fitted, model, hardware.precision)
+            raise MemoryExhausted(
+                f"Training this model takes about {needed / 1e9:.1f} GB even with one sequence at a time; "
+                f"{hardware.memory_bytes / 1e9:.1f} GB are free. Choose a smaller --model_size or --max_seq_len; "
+                "--micro_batch_size 1 tries it anyway."
+            )
+        rows = rows // 2
+        fitted = dataclasses.replace(config, micro_batch_size=rows)
+    if fitted is not config:
+        print(
+            f"Memory     a step of {config.rows_at_once} sequences at once would not fit: micro_batch_size {rows}, "
+            "with the same result"
+        )
+        fitted.sources["micro_batch_size"] = "memory"
+    return fitted
+
+
+def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
+    """Print everything known before the first step, one timed step and a forecast. Writes nothing."""
+    model, data = run.model, run.data
+    estimate = estimate_memory(config, model, hardware.precision)
+    free = f" of {hardware.memory_bytes / 1e9:.1f} GB" if hardware.memory_bytes else ""
+    print(
+        f"Steps      {run.max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} sequences, "
+        f"{config.rows_at_once} at once), {run.max_steps * config.tokens_per_step / 1e6:,.1f}M tokens in all\n"
+        f"Memory     about {estimate / 1e9:.1f} GB{free} (an estimate)\n"
+        f"Disk       about {3 * 12 * model.num_parameters() / 1e9:.1f} GB in {config.run_dir} (two checkpoints and the "
+        "best)"
+    )
+    step_model = hardware.compile(model, lambda compiled: trial_pass(compiled, data, config, hardware))
+    seconds, rows = time_step(step_model, run, config, hardware)
+    whole = config.sequences_per_step
+    part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
+    total = seconds * run.max_steps
+    speed = config.tokens_per_step / seconds
+    mfu = ""
+    if hardware.peak_flops:
+        mfu = f", MFU {speed * model.flops_per_token() / hardware.peak_flops:.0%}"
+    print(
+        f"Speed      {seconds:.3g} s a step{part}, {si(speed)} tokens/s{mfu}\n"
+        f"Time       about {clock(total)} for {run.max_steps:,} steps, evaluation and checkpoints aside"
+    )
+    units = hardware.units_per_hour(config)
+    if units:
+        print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
+    if hardware.is_cuda:
+        print(f"Peak       {hardware.peak_memory() / 1e9:.2f} GB of GPU memory in the timed step")
+    print("Dry run: nothing was written. Leave --dry_run out to train.")
+
+
+def trial_pass(step_model, data: TokenData, config: TrainConfig, hardware: Hardware) -> None:
+    """A forward and backward pass in the shape training uses, which leaves no gradients behind."""
+    inputs, targets = data.batch(0, config.rows_at_once)
+    with hardware.autocast():
+        loss = step_model(inputs, targets)
+    loss.backward()
+    for parameter in step_model.parameters():
+        parameter.grad = None
+
+
+def time_step(step_model, run: Run, config: TrainConfig, hardware: Hardware) -> tuple[float, int]:
+    """Seconds of a training step, and the number of sequences that was measured on (then scaled to the step)."""
+
+    def timed(rows: int) -> float:
+        part = dataclasses.replace(
+            config,
+            batch_size=rows,
+            gradient_accumulation_steps=1,
+            micro_batch_size=min(rows, config.rows_at_once),
+        )
+        hardware.synchronize()
+        started = time.perf_counter()
+        train_step(step_model, run.optimizer, run.scaler, run.data, 0, 0, 0.0, part, hardware)
+        hardware.synchronize()
+        return time.perf_counter() - started
+
+    whole = config.sequences_per_step
+    timed(min(config.rows_at_once, 1 if not hardware.is_cuda else whole))  # first use of every kernel
+    rows = whole if hardware.is_cuda else 1
+    seconds = timed(rows)
+    if rows < whole and seconds * whole <= TIMED_SECONDS:
+        return timed(whole), whole
+    if rows < whole:
+        rows = min(whole, config.rows_at_once, max(1, int(TIMED_SECONDS / seconds)))
+        seconds = timed(rows)
+    return seconds * whole / rows, rows
+

@@ -1,0 +1,34 @@
+"""The learning rate and the length of a run: pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+
+from training.config import TrainConfig
+
+
+def learning_rate(step: int, max_steps: int, config: TrainConfig) -> float:
+    """Learning rate of `step` (from 0): linear warmup to the peak, then cosine (Loshchilov & Hutter 2017, eq. 5),
+    linear or no decay, reaching `min_lr` at the last step."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    if config.use_lr_scheduler == "constant":
+        return config.learning_rate
+    progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - 1 - config.warmup_steps))
+    remaining = (1.0 + math.cos(math.pi * progress)) / 2 if config.use_lr_scheduler == "cosine" else 1.0 - progress
+    return config.min_lr + remaining * (config.learning_rate - config.min_lr)
+
+
+def epoch_sequences(windows: int, config: TrainConfig) -> int:
+    """Sequences in an epoch: all training windows, or fewer with `max_steps_per_epoch`."""
+    if config.max_steps_per_epoch:
+        return min(windows, config.max_steps_per_epoch * config.sequences_per_step)
+    return windows
+
+
+def last_step(step: int, sequences_seen: int, windows: int, config: TrainConfig) -> int:
+    """Steps the run takes in all, given where it stands; the batch size may have changed on the way."""
+    if config.max_steps:
+        return config.max_steps
+    remaining = config.epochs * epoch_sequences(windows, config) - sequences_seen
+    return step + max(0, math.ceil(remaining / config.sequences_per_step))

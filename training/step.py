@@ -1,0 +1,46 @@
+"""One optimizer update over an effective batch, sliced into micro-batches that fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from training.config import TrainConfig
+from training.data import TokenData
+from training.hardware import Hardware
+from training.optimizer import apply_hyperparameters, clip_gradients
+
+
+def train_step(
+    step_model: Callable[..., torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    data: TokenData,
+    step: int,
+    sequences_seen: int,
+    lr: float,
+    config: TrainConfig,
+    hardware: Hardware,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the mean loss over the whole effective batch and the norm of its gradient, both on the device, unread.
+
+    Dropout draws from a stream that belongs to (seed, step), so a resumed run needs no saved random state.
+    """
+    torch.manual_seed(config.seed * 1_000_003 + step)
+    inputs, targets = data.batch(sequences_seen, config.sequences_per_step)
+    total = torch.zeros((), device=data.device)
+    rows = config.rows_at_once
+    for micro_inputs, micro_targets in zip(inputs.split(rows), targets.split(rows), strict=True):
+        with hardware.autocast():
+            loss = step_model(micro_inputs, micro_targets)
+        loss = loss * (len(micro_inputs) / config.sequences_per_step)
+        scaler.scale(loss).backward()
+        total += loss.detach()
+    scaler.unscale_(optimizer)
+    apply_hyperparameters(optimizer, lr, config)
+    grad_norm = clip_gradients(optimizer, config.grad_clip)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    return total, grad_norm
