@@ -137,7 +137,7 @@ def parse_arguments(argv: Sequence[str] | None):
     how.add_argument("--max_new_tokens", type=int, default=200, metavar="N", help="tokens to generate at most [200]")
     how.add_argument("--temperature", type=float, default=0.8, metavar="X", help="randomness; 0 is greedy [0.8]")
     how.add_argument("--top_k", type=int, default=0, metavar="N", help="only the N likeliest tokens, 0 is off [0]")
-    how.add_argument("--top_p", type=float, default=0.9, metavar="X", help="only the likeliest tokens up to X in all [0.9]")
+    how.add_argument("--top_p", type=float, default=0.9, metavar="X", help="only the likeliest tokens, X in all [0.9]")
     how.add_argument("--repetition_penalty", type=float, default=1.0, metavar="X", help="over 1: repeat less [1]")
     how.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable")
     how.add_argument("--seed", type=int, default=1337, metavar="N", help="seed of the first continuation [1337]")

@@ -244,12 +244,15 @@ class Parser(argparse.ArgumentParser):
 
     def unknown_words(self, words: Sequence[str]) -> list[str]:
         """What is wrong with words that no flag took, each with the nearest flag."""
-        flags = [flag.removeprefix("--") for flag in self._option_string_actions if flag.startswith("--")]
-        names = [word.lstrip("-").split("=")[0] if word.startswith("-") else None for word in words]
-        return [
-            f"unknown flag --{name}.{suggest(name, flags)}" if name is not None else f"{word!r} belongs to no flag"
-            for word, name in zip(words, names, strict=True)
-        ]
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        problems = []
+        for before, word in zip(["", *words], words, strict=False):
+            if word.startswith("-"):
+                flag = "--" + word.lstrip("-").split("=")[0]
+                problems.append(f"unknown flag {flag}.{suggest(flag, flags)}")
+            elif not before.startswith("-"):  # after an unknown flag it is that flag's value
+                problems.append(f"{word!r} belongs to no flag")
+        return problems
 
     def error(self, message: str) -> None:
         raise ConfigError(f"{message.rstrip('.')}. `python {self.prog} --help` lists all flags.")
