@@ -34,7 +34,7 @@ def train(config: TrainConfig) -> int:
     from training.evaluate import answer_prompts, bits_per_byte, read_prompts, validation_loss
     from training.hardware import detect_hardware
     from training.optimizer import build_optimizer
-    from training.preflight import dry_run, fit_micro_batch, trial_pass
+    from training.preflight import dry_run, fit_micro_batch, memory_advice, trial_pass
     from training.report import Report
     from training.run import Run, diverged
     from training.schedule import learning_rate
@@ -62,7 +62,8 @@ def train(config: TrainConfig) -> int:
     optimizer = build_optimizer(model, config)
     scaler = hardware.grad_scaler()
     if config.dry_run:
-        dry_run(config, Run(config, model, optimizer, scaler, data), hardware)
+        with memory_advice(config):
+            dry_run(config, Run(config, model, optimizer, scaler, data), hardware)
         return 0
 
     run = Run.start_or_resume(config, model, optimizer, scaler, data)
@@ -74,13 +75,13 @@ def train(config: TrainConfig) -> int:
         )
         return 0
     run.write_config()
-    step_model = hardware.compile(model, lambda compiled: trial_pass(compiled, data, config, hardware))
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
     report = Report(run.dir, hardware, run.step, run.max_steps, run.elapsed, hardware.units_per_hour(config))
     report.rewind(run.step)
     answers = []
 
-    with run.saving_on_signals():
+    with run.saving_on_signals(), memory_advice(config):
+        step_model = hardware.compile(model, lambda compiled: trial_pass(compiled, data, config, hardware))
         while not run.finished and not run.interrupted:
             lr = learning_rate(run.step, run.max_steps, config)
             loss, grad_norm = train_step(

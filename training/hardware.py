@@ -48,7 +48,7 @@ class Hardware:
     compiles: bool
     compile_reason: str
     peak_flops: float | None
-    memory_bytes: int | None  # of the GPU, else of the machine
+    memory_bytes: int | None  # of the GPU, else of the machine; in all, so that it is the same tomorrow
 
     @property
     def is_cuda(self) -> bool:
@@ -131,7 +131,7 @@ def detect_hardware(config: TrainConfig) -> Hardware:
         torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
-        memory = available_ram()
+        memory = memory_info("MemTotal")
     peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None) if use_cuda else None
     return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory)
 
@@ -191,9 +191,14 @@ def cpu_name() -> str:
 
 
 def available_ram() -> int | None:
-    """Bytes of memory a new process could use without swapping; None where the system does not tell."""
+    """Bytes of memory a process could use without swapping; None where the system does not tell."""
+    return memory_info("MemAvailable")
+
+
+def memory_info(name: str) -> int | None:
+    """A line of Linux's /proc/meminfo in bytes."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)

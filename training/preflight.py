@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 
 from model import TransformerLanguageModel
 from training.config import TrainConfig
 from training.data import TokenData
-from training.errors import MemoryExhausted
+from training.errors import MemoryExhausted, is_out_of_memory
 from training.hardware import Hardware
 from training.report import clock, si
 from training.run import Run
 from training.step import train_step
 
-MEMORY_SHARE = 0.85  # of what is free; the rest is for kernels' workspaces and fragmentation
+MEMORY_SHARE = 0.8  # of the memory there is; the rest is for tokens, kernels' workspaces and fragmentation
 TIMED_SECONDS = 15.0  # a step that takes longer than this is timed on a part of its sequences
 
 
@@ -45,7 +47,7 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
             needed = estimate_memory(fitted, model, hardware.precision)
             raise MemoryExhausted(
                 f"Training this model takes about {needed / 1e9:.1f} GB even with one sequence at a time; "
-                f"{hardware.memory_bytes / 1e9:.1f} GB are free. Choose a smaller --model_size or --max_seq_len; "
+                f"there are {hardware.memory_bytes / 1e9:.1f} GB. Choose a smaller --model_size or --max_seq_len; "
                 "--micro_batch_size 1 tries it anyway."
             )
         rows = rows // 2
@@ -57,6 +59,25 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
         )
         fitted.sources["micro_batch_size"] = "memory"
     return fitted
+
+
+@contextlib.contextmanager
+def memory_advice(config: TrainConfig) -> Iterator[None]:
+    """Turn running out of memory into a sentence that says what to type."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        rows = config.rows_at_once
+        advice = (
+            f"Run the same command with --micro_batch_size {rows // 2}: the result stays the same"
+            if rows > 1
+            else "Choose a smaller --model_size or --max_seq_len"
+        )
+        raise MemoryExhausted(
+            f"Out of memory with {rows} sequences of {config.max_seq_len} tokens at once. {advice}."
+        ) from error
 
 
 def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
