@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.config import Parser, suggest
 from training.errors import ConfigError, DataError, script
+from training.flags import Parser, add_debug, suggest
 
 # torch takes seconds to import, and --help should not wait for it: functions import what needs it when they run.
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def parse_arguments(argv: Sequence[str] | None):
     streaming.add_argument("--stream", action="store_true", default=None, help="show text as it is made, in turn")
     streaming.add_argument("--no_stream", action="store_false", dest="stream", help="show each text when it is done")
     out.add_argument("--json", action="store_true", help="one JSON object a line")
-    out.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_debug(out)
     arguments = parser.parse_args(argv)
     problems = []
     if arguments.num_samples < 1:

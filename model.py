@@ -45,7 +45,7 @@ class ModelConfig:
     logit_softcap: float = 0.0  # 0: off
 
     def __post_init__(self) -> None:
-        if self.ff_dim is None:
+        if self.ff_dim is None and type(self.embed_dim) is int:
             object.__setattr__(self, "ff_dim", 4 * self.embed_dim)
         problems = [
             f"{name} is {getattr(self, name)!r}; a whole number of at least 1 is needed"
@@ -57,9 +57,14 @@ class ModelConfig:
             for name, allowed in (("activation", ACTIVATIONS), ("norm", NORMS), ("position", POSITIONS))
             if getattr(self, name) not in allowed
         ]
-        if not 0.0 <= self.dropout < 1.0:
+        problems += [
+            f"{name} is {getattr(self, name)!r}; true or false is needed"
+            for name in ("bias", "tie_embeddings", "qk_norm")
+            if type(getattr(self, name)) is not bool
+        ]
+        if type(self.dropout) not in (int, float) or not 0.0 <= self.dropout < 1.0:
             problems.append(f"dropout is {self.dropout!r}; allowed: 0 up to, not including, 1")
-        if not 0.0 <= self.logit_softcap < math.inf:
+        if type(self.logit_softcap) not in (int, float) or not 0.0 <= self.logit_softcap < math.inf:
             problems.append(f"logit_softcap is {self.logit_softcap!r}; allowed: 0 (off) or more")
         if not problems and self.embed_dim % self.num_heads:
             fitting = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
@@ -341,6 +346,8 @@ class TransformerLanguageModel(nn.Module):
             for name, twin in (("head.weight", "token_embedding.weight"), ("token_embedding.weight", "head.weight")):
                 if name not in state and twin in state:
                     state[name] = state[twin]
+            if "head.weight" in state and not torch.equal(state["head.weight"], state["token_embedding.weight"]):
+                raise ValueError("head.weight and token_embedding.weight differ; the model has tie_embeddings")
         problems = [f"{name} is missing" for name in own if name not in state]
         problems += [f"{name} is unknown" for name in state if name not in own]
         problems += [

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(config: TrainConfig) -> int:
-    # Imported here, not above: torch takes seconds, and --help and a mistyped flag should not wait for it.
+    # Imported here, not above: torch takes seconds, and --help should not wait for it.
     import torch
 
     from model import TransformerLanguageModel
@@ -76,6 +76,8 @@ def train(config: TrainConfig) -> int:
         return 0
     run.write_config()
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
+    if config.warmup_steps >= run.max_steps:
+        print(f"Note       warmup_steps {config.warmup_steps:,} takes the whole run; the learning rate stays below its peak")
     report = Report(run.dir, hardware, run.step, run.max_steps, run.elapsed, hardware.units_per_hour(config))
     report.rewind(run.step)
     answers = []
@@ -114,8 +116,10 @@ def train(config: TrainConfig) -> int:
 
     report.close()
     if not run.finished:
-        print("Interrupted and saved. The same command continues from here.")
+        print(f"Interrupted after step {run.step:,}. The same command continues from there.")
         return INTERRUPTED
+    if prompts and not answers:  # evaluation is off, or the machine went away between the last step and this line
+        answers = answer_prompts(model, data, prompts)
     report.summary(config, hardware, data, model, answers)
     return 0
 

@@ -17,8 +17,8 @@ _STATES_BY_CONTINENT: dict[str, str] = {
         Algeria: Algiers; Angola: Luanda; Benin: Porto-Novo; Botswana: Gaborone; Burkina Faso: Ouagadougou;
         Burundi: Gitega; Cameroon: Yaoundé; Cape Verde: Praia; the Central African Republic: Bangui; Chad: N'Djamena;
         the Comoros: Moroni; the Democratic Republic of the Congo: Kinshasa; Djibouti: Djibouti; Egypt: Cairo;
-        Equatorial Guinea: Ciudad de la Paz; Eritrea: Asmara; Eswatini: Mbabane; Ethiopia: Addis Ababa; Gabon: Libreville;
-        the Gambia: Banjul; Ghana: Accra; Guinea: Conakry; Guinea-Bissau: Bissau; Ivory Coast: Yamoussoukro;
+        Equatorial Guinea: Ciudad de la Paz; Eritrea: Asmara; Eswatini: Mbabane; Ethiopia: Addis Ababa;
+        Gabon: Libreville; the Gambia: Banjul; Ghana: Accra; Guinea: Conakry; Guinea-Bissau: Bissau; Ivory Coast: Yamoussoukro;
         Kenya: Nairobi; Lesotho: Maseru; Liberia: Monrovia; Libya: Tripoli; Madagascar: Antananarivo; Malawi: Lilongwe;
         Mali: Bamako; Mauritania: Nouakchott; Mauritius: Port Louis; Morocco: Rabat; Mozambique: Maputo;
         Namibia: Windhoek; Niger: Niamey; Nigeria: Abuja; the Republic of the Congo: Brazzaville; Rwanda: Kigali;

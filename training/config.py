@@ -1,23 +1,22 @@
 """TrainConfig: one schema for defaults, config files and flags (later ones win), every problem reported at once.
 
-Nothing here imports torch until a complete configuration is checked, so that `--help` answers at once.
+Torch is imported only when the values are checked together, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
-import math
-import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from training.errors import ConfigError
 from training.files import read_json
+from training.flags import Parser, add_debug, suggest
 
 if TYPE_CHECKING:
     from model import ModelConfig
@@ -123,7 +122,6 @@ class TrainConfig:
         "auto", "hardware", "torch.compile", choices=("auto", "on", "off"), switch=("on", "off")
     )
     dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write nothing")
-    debug: bool = option(False, "hardware", "show the traceback of an error")
 
     name: str = "default"  # of the config file, or of the model size
     sources: dict[str, str] = field(default_factory=dict, compare=False)  # where each value came from
@@ -155,7 +153,7 @@ class TrainConfig:
         clashes = [
             f"{key} is {ours[key]!r} from {self.sources[key]}, {theirs[key]!r} in {source}"
             for key in theirs
-            if self.sources[key] != "default" and ours[key] != theirs[key]
+            if self.sources.get(key, "default") != "default" and ours[key] != theirs[key]
         ]
         if clashes:
             raise ConfigError("\n  ".join([f"The weights of {source} are for another model:", *clashes]))
@@ -223,41 +221,6 @@ def model_size_keys(size: str, problems: list[str]) -> dict[str, Any]:
     return {key: value for key, value in preset.items() if key in MODEL_KEYS}
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" Did you mean {near[0]}?" if near else ""
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse without its habit of guessing abbreviated flags and of exiting by itself."""
-
-    def __init__(self, **options: Any):
-        width = min(120, max(80, int(os.environ.get("COLUMNS", "110"))))
-        formatter = lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=width)  # noqa: E731
-        super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
-
-    def parse_args(self, args=None, namespace=None):
-        known, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error("; ".join(self.unknown_words(unknown)))
-        return known
-
-    def unknown_words(self, words: Sequence[str]) -> list[str]:
-        """What is wrong with words that no flag took, each with the nearest flag."""
-        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        problems = []
-        for before, word in zip(["", *words], words, strict=False):
-            if word.startswith("-"):
-                flag = "--" + word.lstrip("-").split("=")[0]
-                problems.append(f"unknown flag {flag}.{suggest(flag, flags)}")
-            elif not before.startswith("-"):  # after an unknown flag it is that flag's value
-                problems.append(f"{word!r} belongs to no flag")
-        return problems
-
-    def error(self, message: str) -> None:
-        raise ConfigError(f"{message.rstrip('.')}. `python {self.prog} --help` lists all flags.")
-
-
 def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:
     """The flags that were typed, as strings (True for a flag without a value)."""
     parser = Parser(
@@ -268,6 +231,7 @@ def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any
         epilog="Example: python train_colab_mmap.py --config gpt2_small.json --batch_size 32",
     )
     parser.add_argument("--config", metavar="FILE", help="JSON file of keys, looked up here and in configs/")
+    add_debug(parser)
     groups: dict[str, Any] = {}
     for key, f in SCHEMA.items():
         group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
@@ -278,7 +242,7 @@ def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any
         group.add_argument(f"--{key}", nargs="?", const=True, default=argparse.SUPPRESS, metavar=metavar, help=text)
     known, unknown = parser.parse_known_args(argv)
     problems += parser.unknown_words(unknown)
-    return {key: value for key, value in vars(known).items() if value is not None}
+    return {key: value for key, value in vars(known).items() if value is not None and key != "debug"}
 
 
 def kind_of(f: dataclasses.Field) -> str:
@@ -306,7 +270,7 @@ def convert(value: Any, f: dataclasses.Field, from_flag: bool) -> Any:
     allowed, kind = f.metadata, kind_of(f)
     if value is None and f.default is None:
         return None
-    if from_flag and isinstance(value, str) and kind != "str":
+    if from_flag and isinstance(value, str) and (kind != "str" or "switch" in allowed):
         value = parse_word(value)
     if "switch" in allowed and isinstance(value, bool):
         value = allowed["switch"][0 if value else 1]
@@ -316,13 +280,13 @@ def convert(value: Any, f: dataclasses.Field, from_flag: bool) -> Any:
         return value
     if kind == "str":
         choices = allowed.get("choices")
-        if not isinstance(value, str):
+        if not isinstance(value, str) or not value:
             raise ValueError(f"one of {', '.join(choices)} is needed" if choices else "a text is needed")
         if choices and value not in choices:
             raise ValueError(f"allowed: {', '.join(choices)}.{suggest(value, choices)}")
         return value
     whole = kind == "int"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:  # or NaN
         raise ValueError("a whole number is needed" if whole else "a number is needed")
     if whole and value != int(value):
         raise ValueError("a whole number is needed")
@@ -369,10 +333,11 @@ def cross_check(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
         problems += [
             f"{key} is for --input; token files bring their own" for key in ("tokenizer", "vocab_size") if key in given
         ]
-    if values["min_lr"] > values["learning_rate"]:
-        problems.append(f"min_lr {values['min_lr']:g} is above learning_rate {values['learning_rate']:g}")
-    if 0 < values["max_steps"] <= values["warmup_steps"]:
-        problems.append(f"warmup_steps {values['warmup_steps']} leaves nothing of max_steps {values['max_steps']}")
+    if values["min_lr"] > values["learning_rate"] and values["use_lr_scheduler"] != "constant":
+        problems.append(
+            f"min_lr {values['min_lr']:g} ({sources['min_lr']}) is above learning_rate {values['learning_rate']:g} "
+            f"({sources['learning_rate']})"
+        )
     rows = values["batch_size"] * values["gradient_accumulation_steps"]
     if (values["micro_batch_size"] or 1) > rows:
         problems.append(f"micro_batch_size {values['micro_batch_size']} is above the {rows} sequences of a step")
@@ -382,9 +347,8 @@ def cross_check(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
         problems.append("--resume_from and --resume never contradict each other")
     if values["resume_from"] and values["init_from"]:
         problems.append("--resume_from continues a run, --init_from starts a new one; give one of them")
-    if not problems:
-        try:
-            TrainConfig(**values).model_config(vocab_size=1)
-        except ValueError as problem:
-            problems.append(str(problem))
+    try:
+        TrainConfig(**values).model_config(vocab_size=1)
+    except ValueError as problem:
+        problems.append(str(problem))
     return problems

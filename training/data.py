@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import shutil
+import zlib
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -254,12 +255,12 @@ def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
     if not bin_path.exists():
         packed = Path(f"{bin_path}.gz")
         if not packed.exists():
-            raise DataError(f"There is no file {bin_path} (named by {metadata.path}).")
+            raise DataError(f"There is no file {bin_path}; {metadata.path} describes it.")
         print(f"Unpacking {packed} to {bin_path.name} ...")
         with gzip.open(packed, "rb") as source, atomic_write(bin_path) as target:
             try:
                 shutil.copyfileobj(source, target, 2**22)
-            except (EOFError, gzip.BadGzipFile) as problem:
+            except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
                 raise DataError(f"{packed} is damaged ({problem}); copy it again.") from None
     size, itemsize = bin_path.stat().st_size, np.dtype(metadata.dtype).itemsize
     if size != metadata.total_tokens * itemsize:

@@ -83,7 +83,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """Read a JSONL file of {"prompt": ..., "answer": ... (optional)}. Raises DataError naming the line."""
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise DataError(f"There is no file {path} (--eval_prompts).") from None
     except UnicodeDecodeError as problem:
@@ -94,9 +94,10 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             continue
         try:
             value = json.loads(line)
-            prompts.append(Prompt(value["prompt"], value.get("answer")))
-            if not all(isinstance(text, str | None) for text in (value["prompt"], value.get("answer"))):
+            prompt = Prompt(value["prompt"], value.get("answer"))
+            if not (isinstance(prompt.text, str) and isinstance(prompt.expected, str | None)):
                 raise TypeError
+            prompts.append(prompt)
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
             raise DataError(
                 f'{path}, line {number}: {{"prompt": "...", "answer": "..."}} is expected (the answer may be left out).'

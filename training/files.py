@@ -63,6 +63,8 @@ def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
     except json.JSONDecodeError as problem:
         place = f"line {problem.lineno}, column {problem.colno}"
         raise error(f"{path} is not valid JSON: {problem.msg} at {place}.") from None
+    except (ValueError, RecursionError) as problem:  # a number of thousands of digits; thousands of open brackets
+        raise error(f"{path} is not usable JSON: {problem}.") from None
     if not isinstance(value, dict):
         raise error(f"{path} holds a JSON {type(value).__name__}; an object {{...}} was expected.")
     return value

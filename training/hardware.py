@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class Hardware:
         """Compute units an hour: as configured, else the known rate of an A100, else None."""
         if config.units_per_hour is not None:
             return config.units_per_hour or None
-        return A100_UNITS_PER_HOUR if "A100" in self.name else None
+        return A100_UNITS_PER_HOUR if names_part(self.name, "A100") else None
 
     def describe(self) -> str:
         return (
@@ -132,8 +133,13 @@ def detect_hardware(config: TrainConfig) -> Hardware:
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = memory_info("MemTotal")
-    peak = next((peak for part, peak in PEAK_FLOPS.items() if part in name), None) if use_cuda else None
+    peak = next((peak for part, peak in PEAK_FLOPS.items() if names_part(name, part)), None) if use_cuda else None
     return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory)
+
+
+def names_part(name: str, part: str) -> bool:
+    """Whether a device's name holds the part's as whole words: an RTX A1000 is no A100, an L40 no L4."""
+    return re.search(rf"\b{part}\b", name) is not None
 
 
 def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, str]:

@@ -51,13 +51,13 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
                 "--micro_batch_size 1 tries it anyway."
             )
         rows = rows // 2
-        fitted = dataclasses.replace(config, micro_batch_size=rows)
+        sources = {**config.sources, "micro_batch_size": "memory"}
+        fitted = dataclasses.replace(config, micro_batch_size=rows, sources=sources)
     if fitted is not config:
         print(
             f"Memory     a step of {config.rows_at_once} sequences at once would not fit: micro_batch_size {rows}, "
             "with the same result"
         )
-        fitted.sources["micro_batch_size"] = "memory"
     return fitted
 
 

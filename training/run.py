@@ -35,7 +35,7 @@ from training.schedule import epoch_sequences, last_step
 # Keys that say where files lie or how to start, not how to train: a change of them is no news.
 UNREPORTED = (
     "input", "tokenizer", "vocab_size", "data_dir", "bin_file", "tokenizer_file", "metadata_file", "placement",
-    "output_dir", "checkpoint_dir", "resume", "resume_from", "init_from", "dry_run", "debug", "model_size",
+    "output_dir", "checkpoint_dir", "resume", "resume_from", "init_from", "dry_run", "model_size",
 )  # fmt: skip
 MIRRORED_FILES = ("config.json", "metrics.jsonl", "samples.md")
 
@@ -273,6 +273,8 @@ class Run:
         for key, value in state["config"].items():
             if key in now and key not in UNREPORTED and now[key] != value:
                 print(f"  changed: {key} {value} -> {now[key]} ({self.config.sources.get(key, '')})")
+        if any(now[key] != state["config"].get(key) for key in ("eval_batches", "batch_size")):
+            self.best_val_loss = None  # another set of validation windows: losses before and after do not compare
 
     def bring_back_files(self, checkpoint: Checkpoint) -> None:
         """A run found in the mirror alone brings its metrics, samples and best weights with it."""

@@ -30,5 +30,7 @@ def last_step(step: int, sequences_seen: int, windows: int, config: TrainConfig)
     """Steps the run takes in all, given where it stands; the batch size may have changed on the way."""
     if config.max_steps:
         return config.max_steps
+    if epoch_sequences(windows, config) < windows:
+        return max(step, config.epochs * config.max_steps_per_epoch)
     remaining = config.epochs * epoch_sequences(windows, config) - sequences_seen
     return step + max(0, math.ceil(remaining / config.sequences_per_step))

@@ -1,0 +1,417 @@
+"""Configuration: which layer wins, what is refused and how that is said, and that no key is without effect."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import ModelConfig, TransformerLanguageModel
+from training.config import MODEL_KEYS, MODEL_SIZES, SCHEMA, TrainConfig, kind_of, parse_config
+from training.errors import ConfigError, DataError
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = sorted((ROOT / "configs").glob("*.json"))
+BLOG_COMMAND = (
+    "--bin_file a.bin --tokenizer_file b.json --metadata_file c.json --model_size gpt2_small --batch_size 64 "
+    "--epochs 10 --use_gpu --checkpoint_dir d"
+)
+
+
+def write(folder: Path, values: object, name: str = "run.json") -> str:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(values if isinstance(values, str) else json.dumps(values), encoding="utf-8")
+    return str(path)
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(argv)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+def example_value(key: str) -> str:
+    """A value the key accepts, as it is typed, and not its default where there is another."""
+    f = SCHEMA[key]
+    if key == "model_size":
+        return "tiny"
+    if "choices" in f.metadata:
+        return next(choice for choice in f.metadata["choices"] if choice != f.default)
+    kind = kind_of(f)
+    if kind == "bool":
+        return str(not f.default).lower()
+    if kind == "float":
+        return "0.0005"
+    return {"vocab_size": "300"}.get(key, "2") if kind == "int" else "somewhere"
+
+
+# Which layer wins
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    path = write(tmp_path, {"batch_size": 7, "epochs": 3})
+    config = parse_config(["--config", path, "--batch_size", "9"])
+    assert (config.batch_size, config.epochs) == (9, 3)
+    assert config.log_interval == SCHEMA["log_interval"].default
+    assert config.sources["batch_size"] == "flag"
+    assert config.sources["epochs"] == path
+    assert config.sources["log_interval"] == "default"
+    assert set(config.sources) == set(SCHEMA)
+
+
+def test_a_preset_in_the_file_lies_below_the_files_own_keys(tmp_path: Path) -> None:
+    preset = json.loads((ROOT / "configs" / "tiny.json").read_text())
+    path = write(tmp_path, {"num_layers": 5, "model_size": "tiny"})
+    config = parse_config(["--config", path])
+    assert config.num_layers == 5
+    assert config.embed_dim == preset["embed_dim"]
+    assert config.sources["num_layers"] == path
+    assert config.sources["embed_dim"] == "model_size tiny"
+
+
+def test_a_preset_named_by_a_flag_lies_above_the_file_and_below_the_flags(tmp_path: Path) -> None:
+    preset = json.loads((ROOT / "configs" / "medium.json").read_text())
+    path = write(tmp_path, {"num_layers": 5, "embed_dim": 64, "model_size": "tiny"})
+    config = parse_config(["--config", path, "--max_seq_len", "16", "--model_size", "medium"])
+    assert (config.num_layers, config.embed_dim) == (preset["num_layers"], preset["embed_dim"])
+    assert config.max_seq_len == 16
+    assert config.sources["num_layers"] == "model_size medium"
+
+
+def test_a_preset_brings_the_shape_alone_and_not_how_to_train() -> None:
+    config = parse_config(["--model_size", "gpt2_small"])
+    assert {key for key in SCHEMA if config.sources[key].startswith("model_size")} <= set(MODEL_KEYS)
+    assert config.batch_size == SCHEMA["batch_size"].default
+
+
+def test_a_run_is_named_after_its_config_else_its_size(tmp_path: Path) -> None:
+    path = write(tmp_path, {"model_size": "tiny"}, "mine.json")
+    assert parse_config(["--config", path]).run_dir == Path("runs/mine")
+    assert parse_config(["--config", path, "--model_size", "small"]).run_dir == Path("runs/mine")
+    assert parse_config(["--model_size", "tiny"]).run_dir == Path("runs/tiny")
+    assert parse_config(["--config", path, "--output_dir", "elsewhere"]).run_dir == Path("elsewhere")
+
+
+# Where a config file is looked up
+
+
+@pytest.mark.parametrize("typed", ["mine", "mine.json"])
+def test_a_bare_name_is_found_here_then_in_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "configs", {"epochs": 3}, "mine.json")
+    assert parse_config(["--config", typed]).epochs == 3
+    write(tmp_path, {"epochs": 4}, "mine.json")
+    assert parse_config(["--config", typed]).epochs == 4
+
+
+@pytest.mark.parametrize("typed", ["gpt2_small", "gpt2_small.json"])
+def test_the_configs_that_come_with_the_project_are_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse_config(["--config", typed]).embed_dim == 768
+
+
+def test_a_missing_config_names_the_nearest_and_lists_what_there_is() -> None:
+    message = refusal("--config", "gpt2_smal.json")
+    assert "gpt2_smal.json" in message and "Did you mean gpt2_small.json?" in message
+    assert all(path.name in message for path in CONFIGS)
+
+
+# What is refused, and how it is said
+
+
+def test_all_problems_of_all_layers_are_reported_together(tmp_path: Path) -> None:
+    path = write(tmp_path, {"batch_sise": 3, "epochs": "many", "dropout": 1.5, "precision": "bf61", "max_seq_len": 2.5})
+    message = refusal("--config", path, "--learning_rate", "-1", "--warmup_stps", "5", "--bin_file", "a.bin")
+    for said in (
+        f"batch_sise in {path}. Did you mean batch_size?",
+        f'epochs in {path} is "many"; a whole number is needed',
+        f"dropout in {path} is 1.5; allowed: at least 0.0 and less than 1.0",
+        f'precision in {path} is "bf61"; allowed: auto, bf16, fp16, fp32. Did you mean bf16?',
+        f"max_seq_len in {path} is 2.5; a whole number is needed",
+        '--learning_rate is "-1"; allowed: more than 0.0',
+        "--warmup_stps. Did you mean --warmup_steps?",
+        "--bin_file needs --tokenizer_file and --metadata_file",
+    ):
+        assert said in message
+
+
+def test_heads_that_do_not_divide_the_width_are_refused_with_heads_that_do() -> None:
+    message = refusal("--embed_dim", "770", "--num_heads", "12")
+    assert "12" in message and "770" in message
+    offered = [int(n) for n in re.search(r"these do: ([\d, ]+)", message)[1].split(",")]
+    assert offered and all(770 % n == 0 for n in offered)
+
+
+def test_the_shape_of_the_model_is_reported_beside_a_contradiction() -> None:
+    message = refusal("--embed_dim", "770", "--num_heads", "12", "--data_dir", "x", "--input", "y", "--bin_file", "z")
+    assert "--data_dir and --bin_file" in message
+    assert "does not divide embed_dim 770" in message
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ("--min_lr 0.1 --learning_rate 0.01", ("min_lr", "0.1", "learning_rate", "0.01")),
+        ("--batch_size 2 --gradient_accumulation_steps 3 --micro_batch_size 7", ("micro_batch_size", "7", "6")),
+        ("--device cuda --use_gpu false", ("--device cuda", "--use_gpu false")),
+        ("--resume_from a --resume never", ("--resume_from", "--resume never")),
+        ("--resume_from a --init_from b", ("--resume_from", "--init_from")),
+        ("--vocab_size 5000", ("vocab_size", "--input")),
+        ("--tokenizer char", ("tokenizer", "--input")),
+        ("--input a --bin_file a --tokenizer_file b --metadata_file c", ("--input", "--bin_file")),
+        ("--data_dir d --bin_file a --tokenizer_file b --metadata_file c", ("--data_dir", "--bin_file")),
+        ("--tokenizer_file b --metadata_file c", ("--bin_file",)),
+        ("--position rope --embed_dim 6 --num_heads 2", ("rope", "3")),
+    ],
+)
+def test_values_that_contradict_each_other_are_both_named(argv: str, named: tuple[str, ...]) -> None:
+    message = refusal(*argv.split())
+    assert all(word in message for word in named)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{\n  "epochs": 3,\n  "batch_size" 4\n}', "line 3, column 16"),
+        ("", "line 1, column 1"),
+        ("[1, 2]", "list"),
+        ("3", "int"),
+    ],
+)
+def test_a_file_that_is_no_json_object_is_refused_with_the_place(tmp_path: Path, text: str, said: str) -> None:
+    path = write(tmp_path, text)
+    message = refusal("--config", path)
+    assert path in message and said in message
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.json"
+    path.write_bytes('{"name": "é"}'.encode("latin-1"))
+    assert "byte 10" in refusal("--config", str(path))
+
+
+@pytest.mark.parametrize("number", ["1" + "0" * 400, "-1" + "0" * 400, "1e999", "nan"])
+@pytest.mark.parametrize("key", ["batch_size", "learning_rate"])
+def test_absurd_numbers_are_refused_like_any_other(key: str, number: str) -> None:
+    assert f"--{key}" in refusal(f"--{key}", number)
+
+
+def test_words_in_a_file_are_not_read_as_numbers(tmp_path: Path) -> None:
+    message = refusal("--config", write(tmp_path, {"batch_size": "64", "use_gpu": "true", "epochs": None, "bias": 1}))
+    assert all(key in message for key in ("batch_size", "use_gpu", "epochs", "bias"))
+
+
+def test_null_in_a_file_leaves_an_optional_key_out(tmp_path: Path) -> None:
+    config = parse_config(["--config", write(tmp_path, {"ff_dim": None, "data_dir": None})])
+    assert config.ff_dim is None and config.data_dir is None
+
+
+# Flags
+
+
+@pytest.mark.parametrize("key", SCHEMA)
+def test_every_key_is_a_flag_and_a_file_key_with_the_same_effect(tmp_path: Path, key: str) -> None:
+    typed = example_value(key)
+    beside = {
+        "tokenizer": {"input": "x"},
+        "vocab_size": {"input": "x"},
+        "bin_file": {"tokenizer_file": "x", "metadata_file": "x"},
+        "tokenizer_file": {"bin_file": "x", "metadata_file": "x"},
+        "metadata_file": {"bin_file": "x", "tokenizer_file": "x"},
+        "embed_dim": {"num_heads": 1},
+    }.get(key, {})
+    as_flag = parse_config(["--config", write(tmp_path, beside), f"--{key}", typed])
+    kind = kind_of(SCHEMA[key])
+    value = typed if kind == "str" else json.loads(typed)
+    as_key = parse_config(["--config", write(tmp_path, {**beside, key: value})])
+    assert getattr(as_flag, key) == getattr(as_key, key) == value
+    assert getattr(as_flag, key) != SCHEMA[key].default
+    assert as_flag.values() == as_key.values()
+
+
+@pytest.mark.parametrize("key", SCHEMA)
+def test_a_flag_without_a_value_is_refused_unless_it_is_a_switch(key: str) -> None:
+    metadata = SCHEMA[key].metadata
+    if kind_of(SCHEMA[key]) == "bool":
+        assert getattr(parse_config([f"--{key}"]), key) is True
+    elif "switch" in metadata:
+        assert getattr(parse_config([f"--{key}"]), key) == metadata["switch"][0]
+    else:
+        message = refusal(f"--{key}")
+        assert f"--{key}" in message and "missing" in message
+
+
+@pytest.mark.parametrize("word", ["false", "False"])
+def test_switches_can_be_turned_off_in_a_file_and_by_a_flag(tmp_path: Path, word: str) -> None:
+    off = {"use_gpu": False, "dry_run": False, "use_lr_scheduler": "constant", "compile": "off"}
+    from_file = parse_config(["--config", write(tmp_path, dict.fromkeys(off, False))])
+    from_flags = parse_config([part for key in off for part in (f"--{key}", word)])
+    for config in (from_file, from_flags):
+        assert {key: getattr(config, key) for key in off} == off
+
+
+def test_true_in_a_file_is_the_bare_switch(tmp_path: Path) -> None:
+    switches = ("use_gpu", "dry_run", "use_lr_scheduler", "compile")
+    from_file = parse_config(["--config", write(tmp_path, dict.fromkeys(switches, True))])
+    assert from_file.values() == parse_config([f"--{key}" for key in switches]).values()
+    assert from_file.compile == "on" and from_file.use_lr_scheduler == "cosine"
+
+
+@pytest.mark.parametrize(("typed", "number"), [("1e3", 1000), ("1_000", 1000), ("64.0", 64)])
+def test_whole_numbers_may_be_written_in_any_form(typed: str, number: int) -> None:
+    batch_size = parse_config(["--batch_size", typed]).batch_size
+    assert batch_size == number and type(batch_size) is int
+
+
+def test_a_number_stays_a_text_where_a_text_is_meant() -> None:
+    assert parse_config(["--output_dir", "1e3"]).output_dir == "1e3"
+    assert parse_config(["--data_dir=true"]).data_dir == "true"
+
+
+@pytest.mark.parametrize(
+    ("typed", "near"),
+    [
+        (("--batchsize", "3"), "--batch_size"),
+        (("--learning-rate=3",), "--learning_rate"),
+        (("--warm", "3"), None),
+        (("--epoch", "3"), "--epochs"),
+    ],
+)
+def test_unknown_and_abbreviated_flags_are_refused(typed: tuple[str, ...], near: str | None) -> None:
+    message = refusal(*typed)
+    assert f"unknown flag {typed[0].split('=')[0]}" in message
+    assert near is None or f"Did you mean {near}?" in message
+
+
+def test_a_word_that_belongs_to_no_flag_is_refused() -> None:
+    assert "'stray'" in refusal("--batch_size", "3", "stray")
+
+
+def test_the_blogs_command_line_means_what_it_says() -> None:
+    config = parse_config(BLOG_COMMAND.split())
+    assert (config.bin_file, config.tokenizer_file, config.metadata_file) == ("a.bin", "b.json", "c.json")
+    assert (config.batch_size, config.epochs, config.use_gpu, config.checkpoint_dir) == (64, 10, True, "d")
+    assert config.model_config(32_000).embed_dim == 768
+
+
+def test_the_blogs_other_flags_work() -> None:
+    argv = BLOG_COMMAND + (
+        " --use_lr_scheduler --min_lr 1e-6 --warmup_steps 2000 --gradient_accumulation_steps 4 --eval_batches 100"
+        " --max_steps_per_epoch 500 --checkpoint_interval 1 --output_dir out --learning_rate 3e-4 --resume_from old"
+    )
+    config = parse_config(argv.split())
+    assert (config.use_lr_scheduler, config.min_lr, config.warmup_steps) == ("cosine", 1e-6, 2000)
+    assert (config.gradient_accumulation_steps, config.eval_batches, config.max_steps_per_epoch) == (4, 100, 500)
+    assert (config.checkpoint_interval, config.run_dir, config.resume_from) == (1, Path("out"), "old")
+    assert config.sequences_per_step == 64 * 4
+
+
+def test_help_names_every_key_without_importing_torch() -> None:
+    code = (
+        "import sys, train_colab_mmap\n"
+        "try: train_colab_mmap.main(['--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'\n"
+    )
+    environment = {**os.environ, "COLUMNS": "110"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert not [key for key in SCHEMA if not re.search(rf"^  --{key} ", done.stdout, re.MULTILINE)]
+
+
+# The schema and the code it steers
+
+
+def test_model_keys_are_those_of_the_model_config() -> None:
+    assert [*MODEL_KEYS] == [f.name for f in dataclasses.fields(ModelConfig) if f.name != "vocab_size"]
+    assert set(MODEL_KEYS) <= set(SCHEMA)
+
+
+def test_every_key_says_what_it_is_for() -> None:
+    assert all(f.metadata["help"] and f.metadata["group"] for f in SCHEMA.values())
+    assert set(SCHEMA) == {f.name for f in dataclasses.fields(TrainConfig)} - {"name", "sources"}
+
+
+@pytest.mark.parametrize("key", SCHEMA)
+def test_every_key_is_used(key: str) -> None:
+    """No accepted flag is ever ignored: each is read somewhere beyond its declaration."""
+    config_source = (ROOT / "training" / "config.py").read_text(encoding="utf-8")
+    reads = [rf"\b(config|c)\.{key}\b", rf"[\"'](--)?{key}[\"']"]
+    listed_only = re.compile(r"^UNREPORTED = \(.*?^\)", re.MULTILINE | re.DOTALL)  # naming a key is no use of it
+    elsewhere = [path for path in [*ROOT.glob("*.py"), *(ROOT / "training").glob("*.py")] if path.name != "config.py"]
+    sources = [listed_only.sub("", path.read_text(encoding="utf-8")) for path in elsewhere]
+    used = any(re.search(pattern, text) for pattern in reads for text in sources)
+    after_fields = config_source.partition("def run_dir")[2]
+    assert used or re.search(rf"\bself\.{key}\b|get\(\"{key}\"\)", after_fields)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_that_comes_with_the_project_holds(path: Path) -> None:
+    config = parse_config(["--config", str(path)])
+    assert config.name == path.stem
+    config.model_config(32_000)
+
+
+def test_every_model_size_has_a_config() -> None:
+    assert set(MODEL_SIZES) <= {path.stem for path in CONFIGS}
+
+
+@pytest.mark.parametrize(
+    ("size", "vocab_size", "parameters"),
+    [("gpt2_small", 32_000, 134_601_216), ("small", 65, 3_258_368), ("small", 190, 3_322_368)],
+)
+def test_the_sizes_have_the_documented_parameter_counts(size: str, vocab_size: int, parameters: int) -> None:
+    with torch.device("meta"):
+        model = TransformerLanguageModel(parse_config(["--config", size]).model_config(vocab_size))
+    assert model.num_parameters() == parameters
+    assert parse_config(["--model_size", size]).model_config(vocab_size) == model.config
+
+
+def test_gpt2_medium_is_of_the_355m_class() -> None:
+    config = parse_config(["--config", "gpt2_medium"])
+    shape = dataclasses.replace(config.model_config(50_257), tie_embeddings=True, max_seq_len=1024)
+    with torch.device("meta"):
+        assert TransformerLanguageModel(shape).num_parameters() == 354_823_168  # Hugging Face's gpt2-medium
+
+
+# Taking the shape of trained weights
+
+
+def test_with_model_takes_the_shape_of_trained_weights() -> None:
+    trained = ModelConfig(100, 48, 3, 2, ff_dim=80, max_seq_len=24, dropout=0.3, norm="rmsnorm", bias=False)
+    config = parse_config(["--batch_size", "5", "--dropout", "0.1", "--num_layers", "2"])
+    taken = config.with_model(trained, "weights")
+    assert taken.model_config(100) == dataclasses.replace(trained, dropout=0.1)
+    assert taken.batch_size == 5
+    assert taken.sources["embed_dim"] == "weights" and taken.sources["dropout"] == "flag"
+
+
+def test_with_model_refuses_keys_that_say_otherwise_and_shows_both_values() -> None:
+    config = parse_config(["--embed_dim", "64", "--ff_dim", "128", "--num_heads", "3", "--embed_dim", "48"])
+    with pytest.raises(ConfigError) as caught:
+        config.with_model(ModelConfig(100, 64, 4, 2), "weights")
+    message = str(caught.value)
+    for said in ("embed_dim is 48 from flag, 64 in weights", "ff_dim is 128", "num_heads is 3 from flag, 4 in weights"):
+        assert said in message
+
+
+def test_steps_count_sequences_and_tokens_of_the_whole_effective_batch() -> None:
+    config = parse_config(["--batch_size", "6", "--gradient_accumulation_steps", "4", "--max_seq_len", "10"])
+    assert (config.sequences_per_step, config.tokens_per_step, config.rows_at_once) == (24, 240, 6)
+    assert dataclasses.replace(config, micro_batch_size=5).rows_at_once == 5
+    assert dataclasses.replace(config, micro_batch_size=24).rows_at_once == 24

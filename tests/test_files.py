@@ -1,0 +1,114 @@
+"""Files are whole or absent, and JSON that cannot be read says where."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+from training.errors import CheckpointError, ConfigError, DataError, UserError
+from training.files import atomic_write, read_json, sha256_file, write_json
+
+
+def test_a_complete_write_replaces_the_file_and_leaves_nothing_beside(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+    with atomic_write(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"  # until it is complete
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["a.bin"]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt(), ValueError("x")])
+@pytest.mark.parametrize("existed", [True, False])
+def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing_beside(
+    tmp_path: Path, error: BaseException, existed: bool
+) -> None:
+    path = tmp_path / "a.bin"
+    if existed:
+        path.write_bytes(b"old")
+    with pytest.raises(type(error)), atomic_write(path) as file:
+        file.write(b"half of the new")
+        raise error
+    assert os.listdir(tmp_path) == (["a.bin"] if existed else [])
+    assert not existed or path.read_bytes() == b"old"
+
+
+def test_a_write_whose_flush_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that is full is often noticed only when the buffers are written out."""
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"old")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"), atomic_write(path) as file:
+        file.write(b"new")
+    assert os.listdir(tmp_path) == ["a.bin"] and path.read_bytes() == b"old"
+
+
+def test_a_file_system_without_directory_sync_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def no_directories(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(22, "Invalid argument")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", no_directories)
+    with atomic_write(tmp_path / "a.bin") as file:
+        file.write(b"new")
+    assert (tmp_path / "a.bin").read_bytes() == b"new"
+
+
+def test_json_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    value = {"text": "Zoë, 東京", "numbers": [1, 2.5, None, True]}
+    write_json(tmp_path / "a.json", value)
+    assert read_json(tmp_path / "a.json", DataError) == value
+    assert "東京" in (tmp_path / "a.json").read_text(encoding="utf-8")
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')  # as Windows editors save it
+    assert read_json(tmp_path / "a.json", DataError) == {"a": 1}
+
+
+@pytest.mark.parametrize("error", [ConfigError, DataError, CheckpointError])
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{\n "a": 1,\n}', "line 3, column 1"),
+        (b'{"a": 1', "line 1, column 8"),
+        (b"", "line 1, column 1"),
+        (b"[1]", "list"),
+        (b'"text"', "str"),
+        (b"null", "NoneType"),
+        (b'{"a": "\xe9"}', "byte 7"),
+        (b'{"a": 1' + b"0" * 5000 + b"}", "digits"),
+        (b'{"a": ' * 100_000, "recursion"),
+    ],
+)
+def test_json_that_cannot_be_read_names_the_file_and_the_place(
+    tmp_path: Path, error: type[UserError], content: bytes, said: str
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(error) as caught:
+        read_json(path, error)
+    assert str(path) in str(caught.value) and said in str(caught.value)
+
+
+def test_json_that_is_not_there_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as caught:
+        read_json(tmp_path / "a.json", DataError)
+    assert str(tmp_path / "a.json") in str(caught.value)
+
+
+def test_the_hash_is_that_of_the_whole_file(tmp_path: Path) -> None:
+    content = os.urandom(300_000)
+    (tmp_path / "a").write_bytes(content)
+    assert sha256_file(tmp_path / "a") == hashlib.sha256(content).hexdigest()

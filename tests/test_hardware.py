@@ -1,0 +1,287 @@
+"""Device, precision and compilation: what is chosen on which machine, why, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import training.hardware
+from model import ModelConfig, TransformerLanguageModel
+from training.config import TrainConfig
+from training.errors import ConfigError
+from training.hardware import Hardware, detect_hardware
+
+CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 2.0GHz\nflags\t\t: fpu sse2 {}\n\nprocessor\t: 1\nflags\t\t: fpu\n"
+WIDE = TrainConfig(embed_dim=768)
+SHAPE = ModelConfig(11, 8, 2, 1, max_seq_len=4)
+
+FakeCuda = Callable[[str, tuple[int, int]], None]
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A machine without a GPU whose CPU has the given flags."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return lambda flags: monkeypatch.setattr(training.hardware, "cpu_info", lambda: CPUINFO.format(flags))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """A machine with a GPU of the given name and compute capability, as far as PyTorch is asked about it."""
+
+    def fake(name: str, capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *d: SimpleNamespace(total_memory=80 * 2**30))
+
+    before = torch.get_float32_matmul_precision()
+    yield fake
+    torch.set_float32_matmul_precision(before)
+
+
+def cpu_hardware(**values: object) -> Hardware:
+    fields = {"precision": "fp32", "compiles": True, "peak_flops": None, "memory_bytes": None, "name": "a CPU"}
+    return Hardware(torch.device("cpu"), precision_reason="", compile_reason="", **{**fields, **values})
+
+
+# Precision
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "said"),
+    [
+        ("avx2 avx512f amx_tile amx_bf16", "bf16", "AMX"),
+        ("avx2 avx512f avx512_bf16", "bf16", "AVX512-BF16"),
+        ("avx2 avx512f amx_tile", "fp32", "neither AMX nor AVX512-BF16"),
+        ("", "fp32", "neither"),
+    ],
+)
+def test_a_cpu_computes_in_bf16_where_it_has_it(cpu: Callable, flags: str, precision: str, said: str) -> None:
+    cpu(flags)
+    hardware = detect_hardware(WIDE)
+    assert hardware.precision == precision and said in hardware.precision_reason
+    assert hardware.device.type == "cpu" and not hardware.is_cuda
+    assert "Some CPU @ 2.0GHz" in hardware.name
+    assert hardware.peak_flops is None
+
+
+def test_a_small_model_stays_in_fp32_on_a_cpu(cpu: Callable) -> None:
+    cpu("amx_bf16")
+    hardware = detect_hardware(TrainConfig(embed_dim=128))
+    assert hardware.precision == "fp32" and "128" in hardware.precision_reason
+
+
+def test_a_cpu_that_tells_nothing_computes_in_fp32(cpu: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu("")
+    monkeypatch.setattr(training.hardware, "cpu_info", lambda: "")
+    hardware = detect_hardware(WIDE)
+    assert hardware.precision == "fp32" and hardware.name
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"), [((8, 0), "bf16"), ((9, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16")]
+)
+def test_a_gpu_computes_in_bf16_from_capability_8(cuda: FakeCuda, capability: tuple, precision: str) -> None:
+    cuda("NVIDIA Something", capability)
+    hardware = detect_hardware(TrainConfig())
+    assert hardware.is_cuda and hardware.precision == precision
+    assert "{}.{}".format(*capability) in hardware.precision_reason
+    assert hardware.grad_scaler().is_enabled() == (precision == "fp16")
+    assert hardware.compiles and hardware.compile_reason
+    assert hardware.memory_bytes == 80 * 2**30
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_bf16_on_a_gpu_without_it_is_refused(cuda: FakeCuda) -> None:
+    cuda("Tesla T4", (7, 5))
+    with pytest.raises(ConfigError) as caught:
+        detect_hardware(TrainConfig(precision="bf16"))
+    assert "--precision bf16" in str(caught.value) and "7.5" in str(caught.value)
+    assert detect_hardware(TrainConfig(precision="fp32")).precision == "fp32"
+
+
+def test_fp16_on_a_cpu_is_refused(cpu: Callable) -> None:
+    cpu("amx_bf16")
+    with pytest.raises(ConfigError, match="--precision fp16"):
+        detect_hardware(TrainConfig(precision="fp16"))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_precision_that_is_asked_for_is_taken(cpu: Callable, precision: str) -> None:
+    cpu("")
+    hardware = detect_hardware(TrainConfig(precision=precision))
+    assert hardware.precision == precision and "configured" in hardware.precision_reason
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_products_run_in_the_chosen_precision_and_weights_stay_fp32(precision: str, dtype: torch.dtype) -> None:
+    hardware = cpu_hardware(precision=precision)
+    model = TransformerLanguageModel(SHAPE)
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    with hardware.autocast():
+        assert model(tokens).dtype == dtype
+        loss = model(tokens, tokens)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert not hardware.grad_scaler().is_enabled()
+
+
+# Device
+
+
+def test_cuda_without_a_gpu_is_refused_with_what_to_do(cpu: Callable) -> None:
+    cpu("")
+    with pytest.raises(ConfigError) as caught:
+        detect_hardware(TrainConfig(device="cuda"))
+    assert all(said in str(caught.value) for said in ("--device cuda", "Change runtime type", "--device auto"))
+
+
+@pytest.mark.parametrize("config", [TrainConfig(use_gpu=False), TrainConfig(device="cpu")])
+def test_a_gpu_that_is_not_wanted_is_left_alone(cuda: FakeCuda, config: TrainConfig) -> None:
+    cuda("NVIDIA A100-SXM4-80GB", (8, 0))
+    before = torch.get_float32_matmul_precision()
+    hardware = detect_hardware(config)
+    assert hardware.device.type == "cpu" and hardware.peak_flops is None
+    assert hardware.units_per_hour(config) is None
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_use_gpu_without_a_gpu_is_no_error(cpu: Callable) -> None:
+    cpu("")
+    assert detect_hardware(TrainConfig(use_gpu=True)).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("Tesla T4", 65),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("NVIDIA GeForce RTX 4090", 165),
+        # Names that contain those of other parts:
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_the_peak_is_that_of_the_part_or_unknown(cuda: FakeCuda, name: str, tera: int | None) -> None:
+    """Dense tensor-core peaks of the vendor's datasheets."""
+    cuda(name, (8, 0))
+    peak = detect_hardware(TrainConfig()).peak_flops
+    assert peak == (None if tera is None else pytest.approx(tera * 1e12, rel=0.01))
+
+
+@pytest.mark.parametrize(
+    ("name", "configured", "units"),
+    [
+        ("NVIDIA A100-SXM4-40GB", None, 8.0),
+        ("NVIDIA A100-SXM4-40GB", 11.5, 11.5),
+        ("NVIDIA A100-SXM4-40GB", 0.0, None),
+        ("Tesla T4", None, None),
+        ("Tesla T4", 1.8, 1.8),
+        ("NVIDIA RTX A1000", None, None),
+    ],
+)
+def test_units_are_known_on_an_a100_or_as_configured(
+    cuda: FakeCuda, name: str, configured: float | None, units: float | None
+) -> None:
+    cuda(name, (8, 0))
+    config = TrainConfig(units_per_hour=configured)
+    assert detect_hardware(config).units_per_hour(config) == units
+
+
+def test_the_description_gives_every_choice_with_its_reason(cpu: Callable) -> None:
+    cpu("amx_bf16")
+    hardware = detect_hardware(WIDE)
+    lines = hardware.describe().splitlines()
+    assert len(lines) == 3 and hardware.name in lines[0]
+    assert "bf16" in lines[1] and hardware.precision_reason in lines[1]
+    assert "off" in lines[2] and hardware.compile_reason in lines[2]
+
+
+def test_memory_is_that_of_this_machine() -> None:
+    hardware = detect_hardware(TrainConfig(device="cpu"))
+    assert hardware.memory_bytes is None or hardware.memory_bytes >= training.hardware.available_ram() > 2**20
+    assert hardware.peak_memory() is None or hardware.peak_memory() > 2**20
+
+
+# Compilation
+
+
+def backward_pass(model: torch.nn.Module) -> None:
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    model(tokens, tokens).backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@pytest.mark.parametrize(("choice", "compiles"), [("on", True), ("off", False), ("auto", False)])
+def test_a_cpu_compiles_only_when_asked_to(cpu: Callable, choice: str, compiles: bool) -> None:
+    cpu("")
+    assert detect_hardware(TrainConfig(compile=choice)).compiles is compiles
+
+
+def test_compile_off_does_not_try() -> None:
+    model = TransformerLanguageModel(SHAPE)
+
+    def trial(compiled: torch.nn.Module) -> None:
+        raise AssertionError("tried")
+
+    assert cpu_hardware(compiles=False).compile(model, trial) is model
+
+
+def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """torch.compile fails at the first call, and may do so in the backward pass, when gradients are half there."""
+    model = TransformerLanguageModel(SHAPE)
+    before = copy.deepcopy(model.state_dict())
+
+    def lazy(model: torch.nn.Module, **options: object) -> Callable:
+        def compiled(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            model(tokens, targets).backward()
+            raise RuntimeError("no compiler found\nand a long tail of lines")
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", lazy)
+    assert cpu_hardware().compile(model, backward_pass) is model
+    printed = capsys.readouterr().out
+    assert printed.count("torch.compile failed") == 1 and "no compiler found" in printed
+    assert "long tail" not in printed and "--compile off" in printed
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_running_out_of_memory_is_not_taken_for_a_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
+
+    def trial(compiled: torch.nn.Module) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        cpu_hardware().compile(TransformerLanguageModel(SHAPE), trial)
+
+
+def test_a_compiled_model_has_the_same_loss(capsys: pytest.CaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = TransformerLanguageModel(SHAPE)
+    compiled = cpu_hardware().compile(model, backward_pass)
+    assert compiled is not model, capsys.readouterr().out
+    assert all(parameter.grad is None for parameter in model.parameters())
+    tokens = torch.randint(11, (2, 4))
+    assert compiled(tokens, tokens).item() == pytest.approx(model(tokens, tokens).item(), rel=1e-5)
+    assert "Compiled in" in capsys.readouterr().out

@@ -1,0 +1,198 @@
+"""What is known before the first step: memory, the micro-batch that fits, and a dry run that writes nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import train_colab_mmap
+from model import TransformerLanguageModel
+from tokenizer import CharacterTokenizer
+from training.config import TrainConfig
+from training.errors import MemoryExhausted
+from training.hardware import Hardware
+from training.preflight import MEMORY_SHARE, estimate_memory, fit_micro_batch
+
+CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Threads cost more than they save at these sizes."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def machine(memory_bytes: int | None, precision: str = "fp32") -> Hardware:
+    return Hardware(torch.device("cpu"), "a machine", precision, "", False, "", None, memory_bytes)
+
+
+def config_of(**values: Any) -> TrainConfig:
+    config = dataclasses.replace(CONFIG, **values)
+    return dataclasses.replace(config, sources=dict.fromkeys(config.values(), "default"))
+
+
+def estimate(vocab_size: int = 1000, precision: str = "fp32", **values: Any) -> int:
+    config = config_of(**values)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(vocab_size))
+    return estimate_memory(config, model, precision)
+
+
+# The estimate
+
+
+def test_the_estimate_grows_with_all_that_takes_memory() -> None:
+    base = estimate()
+    for more in (
+        {"batch_size": 64},
+        {"vocab_size": 2000},
+        {"max_seq_len": 64},
+        {"num_layers": 4},
+        {"embed_dim": 128},
+        {"ff_dim": 1024},
+    ):
+        assert estimate(**more) > base, more
+
+
+def test_the_estimate_is_of_what_goes_through_the_model_at_once() -> None:
+    assert estimate(batch_size=64, micro_batch_size=32) == estimate(batch_size=32)
+    assert estimate(gradient_accumulation_steps=8) == estimate()
+
+
+def test_weights_gradients_and_moments_take_16_bytes_a_parameter() -> None:
+    config = config_of(num_layers=1, batch_size=1, max_seq_len=1)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(200_000))
+    least = 16 * model.num_parameters()
+    assert least < estimate_memory(config, model, "fp32") < 1.2 * least
+
+
+def test_half_precision_saves_activations() -> None:
+    assert estimate(precision="bf16", batch_size=512) < estimate(precision="fp32", batch_size=512)
+
+
+# The micro-batch that fits
+
+
+@pytest.mark.parametrize("rows_that_fit", [16, 4, 1])
+def test_the_micro_batch_is_halved_until_it_fits(rows_that_fit: int, capsys: pytest.CaptureFixture) -> None:
+    config = config_of()
+    model = TransformerLanguageModel(config.model_config(1000))
+    needed, too_much = (
+        estimate_memory(dataclasses.replace(config, micro_batch_size=rows), model, "fp32")
+        for rows in (rows_that_fit, 2 * rows_that_fit)
+    )
+    fitted = fit_micro_batch(config, model, machine(int((needed + too_much) / 2 / MEMORY_SHARE)))
+    assert fitted.rows_at_once == rows_that_fit
+    assert fitted.sequences_per_step == config.sequences_per_step  # the result does not change
+    printed = capsys.readouterr().out
+    assert f"micro_batch_size {rows_that_fit}" in printed and "32 sequences" in printed
+    assert fitted.sources["micro_batch_size"] == "memory"
+    assert config.sources["micro_batch_size"] == "default"  # the configuration that was given stays as it was
+
+
+def test_a_step_that_fits_is_left_as_it_is(capsys: pytest.CaptureFixture) -> None:
+    config = config_of()
+    model = TransformerLanguageModel(config.model_config(1000))
+    assert fit_micro_batch(config, model, machine(10**12)) is config
+    assert fit_micro_batch(config, model, machine(None)) is config  # a machine that does not tell
+    assert not capsys.readouterr().out
+
+
+def test_a_micro_batch_that_was_given_is_respected() -> None:
+    config = config_of(micro_batch_size=32)
+    model = TransformerLanguageModel(config.model_config(1000))
+    assert fit_micro_batch(config, model, machine(1)) is config
+
+
+def test_a_model_that_cannot_fit_ends_with_exit_code_5() -> None:
+    config = config_of()
+    model = TransformerLanguageModel(config.model_config(1000))
+    with pytest.raises(MemoryExhausted) as caught:
+        fit_micro_batch(config, model, machine(10**6))
+    assert caught.value.exit_code == 5
+    assert all(said in str(caught.value) for said in ("one sequence", "--max_seq_len", "--micro_batch_size 1"))
+
+
+# The dry run
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    np.random.default_rng(0).integers(0, 30, 4000).astype("<u2").tofile(folder / "tokens.bin")
+    CharacterTokenizer([chr(97 + i) for i in range(30)]).save(folder / "tokenizer.json")
+    metadata = {"vocab_size": 30, "dtype": "uint16", "total_tokens": 4000, "train_split_index": 3600}
+    files = {"bin_file": "tokens.bin", "tokenizer_file": "tokenizer.json", "tokenizer_type": "character"}
+    (folder / "tokens_metadata.json").write_text(json.dumps({**metadata, **files}))
+    return folder
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(folder.rglob("*"))}
+
+
+SHAPE = ("--embed_dim", "16", "--num_heads", "2", "--num_layers", "1", "--max_seq_len", "8", "--device", "cpu")
+
+
+def test_a_dry_run_tells_all_and_writes_nothing(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = listing(tmp_path)
+    argv = ["--data_dir", str(tokens), *SHAPE, "--batch_size", "6", "--epochs", "3", "--units_per_hour", "12"]
+    assert train_colab_mmap.main([*argv, "--gradient_accumulation_steps", "2", "--dry_run"]) == 0
+    assert listing(tmp_path) == before
+    printed = capsys.readouterr().out
+    config = TrainConfig(embed_dim=16, num_heads=2, num_layers=1, max_seq_len=8)
+    parameters = TransformerLanguageModel(config.model_config(30)).num_parameters()
+    windows = int(re.search(r"([\d,]+) windows", printed)[1].replace(",", ""))
+    steps = -(-3 * windows // 12)
+    assert f"{parameters:,} parameters" in printed
+    assert f"Steps      {steps:,} of 96 tokens" in printed
+    for line in (
+        r"^Data .*4,000 tokens",
+        r"^Splits .*3,600 training tokens.* 400 validation",
+        r"^Memory .*about [\d.]+ GB",
+        r"^Speed .*s a step.* tokens/s",
+        rf"^Time .*{steps:,} steps",
+        r"^Cost .*at 12 an hour",
+        r"nothing was written",
+    ):
+        assert re.search(line, printed, re.MULTILINE), line
+
+
+def test_a_dry_run_leaves_a_run_that_is_there_alone(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    before = listing(tmp_path)
+    argv = ["--data_dir", str(tokens), *SHAPE, "--output_dir", str(run), "--resume", "never", "--dry_run"]
+    assert train_colab_mmap.main(argv) == 0
+    assert listing(tmp_path) == before
+
+
+def test_a_dry_run_of_a_model_that_does_not_fit_ends_with_exit_code_5(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("training.hardware.memory_info", lambda name: 10**5)
+    before = listing(tmp_path)
+    assert train_colab_mmap.main(["--data_dir", str(tokens), *SHAPE, "--dry_run", "--placement", "ram"]) == 5
+    assert capsys.readouterr().err.startswith("error: ")
+    assert listing(tmp_path) == before

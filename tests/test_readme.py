@@ -1,0 +1,92 @@
+"""Every command of the README is run as it is typed, on small text and with a small model."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+import generate
+import tokenize_local_bpe
+import train_colab_mmap
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SCRIPTS = {
+    "tokenize_local_bpe.py": tokenize_local_bpe.main,
+    "train_colab_mmap.py": train_colab_mmap.main,
+    "generate.py": generate.main,
+}
+# What makes the trainer small enough for a test; the continuous integration runs the quickstart as it is.
+SMALL = (
+    "--num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 32 --max_steps 4 --warmup_steps 0 --batch_size 2 "
+    "--eval_interval 2 --eval_batches 1 --device cpu"
+)
+
+
+def commands(language: str) -> list[str]:
+    """The command lines in the README's code blocks of one language."""
+    blocks = re.findall(rf"^ *```{language}\n(.*?)^ *```", README, flags=re.MULTILINE | re.DOTALL)
+    return [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
+
+
+def run(command: str) -> int:
+    words = shlex.split(command)
+    assert words[0] == "python", command
+    extra = shlex.split(SMALL) if words[1] == "train_colab_mmap.py" else []
+    return SCRIPTS[words[1]]([*words[2:], *extra])
+
+
+def test_two_commands_install_and_run_everything():
+    """The first two `pip install` lines are what a new user, and the continuous integration, types."""
+    installs = [command for command in commands("bash") if command.startswith("pip")]
+    assert installs == [
+        "pip install -r requirements.txt -c constraints.txt && python train_colab_mmap.py --config quickstart.json",
+        "pip install -r requirements-dev.txt -c constraints.txt && pytest",
+    ]
+
+
+def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
+    """From the quickstart to fine-tuning, in one folder, each command ends with exit code 0."""
+    monkeypatch.chdir(tmp_path)
+    sentence = "The quick brown fox number {} jumps over the lazy dog {} and sleeps.\n"
+    for name in ("my_text.txt", "more_text.txt"):
+        Path(name).write_text("".join(sentence.format(i, i * 7) for i in range(600)))
+
+    def no_more_input(prompt: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", no_more_input)
+    ran = []
+    for command in commands("bash"):
+        command = command.partition("&& ")[2] or command
+        if command != "pytest":
+            assert run(command) == 0, (command, capsys.readouterr())
+            ran.append(command)
+    assert {shlex.split(command)[1] for command in ran} == set(SCRIPTS)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_colab_cell_runs(tmp_path, monkeypatch, capsys):
+    """The scripts' lines of the Colab cell, with its folders moved below a temporary one."""
+    monkeypatch.chdir(tmp_path)
+    drive = tmp_path / "content" / "drive" / "MyDrive"
+    drive.mkdir(parents=True)
+    (tmp_path / "content" / "my_text.txt").write_text("".join(f"Line {i} of a text about {i * i}.\n" for i in range(900)))
+    lines = [line.removeprefix("!") for line in commands("python") if line.startswith("!python")]
+    assert len(lines) == 3
+    for line in lines:
+        assert run(line.replace("/content/", f"{tmp_path}/content/")) == 0, (line, capsys.readouterr())
+    assert list(drive.glob("checkpoints/gpt2_small/checkpoints/step_*/manifest.json"))
+
+
+@pytest.mark.parametrize("path", re.findall(r"\]\(([^)#]+)\)", README))
+def test_links_lead_somewhere(path):
+    assert (ROOT / path).exists()
+
+
+def test_every_config_is_in_the_table():
+    listed = set(re.findall(r"^\| `(\w+)\.json` \|", README, flags=re.MULTILINE))
+    assert listed == {path.stem for path in (ROOT / "configs").glob("*.json")}

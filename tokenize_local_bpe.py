@@ -1,0 +1,430 @@
+"""Turn text into a token folder: a binary token file, its tokenizer, and the metadata that describes both.
+
+python tokenize_local_bpe.py --input my_text.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import errno
+import hashlib
+import json
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from training.errors import INTERRUPTED, ConfigError, DataError, script
+from training.files import atomic_write, sha256_file
+from training.token_folder import TokenFolder, open_writer, pack
+
+if TYPE_CHECKING:
+    from tokenizer import CharacterTokenizer
+    from tokenizer_bpe import BPETokenizer
+    from training.corpus import Source
+
+    Tokenizer = CharacterTokenizer | BPETokenizer
+
+FORMAT_VERSION = 1
+OUTPUT_DIR = "datasets_cache"
+BAR = {"unit": "B", "unit_scale": True, "mininterval": 0.5}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How text becomes tokens; every field is a flag of the same name."""
+
+    output_name: str | None = None  # None: tokens_bpe, or tokens for characters
+    tokenizer: str | None = None  # "bpe" or "char"; None: the kind of tokenizer_file, else "bpe"
+    tokenizer_file: str | None = None
+    vocab_size: int = 32000
+    min_frequency: int = 2
+    vocab_sample_mb: float = 500
+    train_split: float = 0.9
+    text_key: str = "text"
+    document_separator: str = "<|endoftext|>"
+    unknown: str = "error"
+    compress: bool = False
+    chunk_size_mb: float = 4
+    num_workers: int = 0  # 0: one per core
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError that lists every value out of range."""
+        problems = []
+        if self.tokenizer not in (None, "bpe", "char"):
+            problems.append(f"--tokenizer is {self.tokenizer!r}; use bpe or char")
+        if self.unknown not in ("error", "drop"):
+            problems.append(f"--unknown is {self.unknown!r}; use error or drop")
+        if self.tokenizer != "char" and not self.tokenizer_file:
+            from tokenizer_bpe import SMALLEST_VOCABULARY
+
+            if self.vocab_size < SMALLEST_VOCABULARY:
+                problems.append(
+                    f"--vocab_size is {self.vocab_size}; at least {SMALLEST_VOCABULARY} are needed "
+                    f"for the 256 bytes and the special tokens"
+                )
+        if self.min_frequency < 1:
+            problems.append(f"--min_frequency is {self.min_frequency}; use 1 or more")
+        if not 0 < self.train_split < 1:
+            problems.append(f"--train_split is {self.train_split}; use a share between 0 and 1, such as 0.9")
+        if not self.chunk_size_mb > 0:
+            problems.append(f"--chunk_size_mb is {self.chunk_size_mb}; use more than 0")
+        if not self.vocab_sample_mb > 0:
+            problems.append(f"--vocab_sample_mb is {self.vocab_sample_mb}; use more than 0")
+        if self.num_workers < 0:
+            problems.append(f"--num_workers is {self.num_workers}; use 1 or more, or 0 for one per core")
+        if "\n" in self.document_separator or "\r" in self.document_separator:
+            problems.append('--document_separator has to be a single line ("" is a blank line)')
+        if self.output_name is not None and (not self.output_name or Path(self.output_name).name != self.output_name):
+            problems.append(f"--output_name is {self.output_name!r}; use a file name without folders or suffix")
+        if problems:
+            raise ConfigError("\n".join(problems))
+
+
+def tokenize(
+    inputs: Sequence[str], output_dir: str | Path = OUTPUT_DIR, *, quiet: bool = False, **settings: Any
+) -> Path:
+    """Tokenize text files into `output_dir`; returns the path of the metadata. `settings` are the fields of Settings.
+
+    What an interrupted call has done is kept beside the result and used by the next call with the same inputs and
+    settings; a folder that is already complete for them is left as it is. Files from an earlier tokenization are
+    replaced only at the very end.
+
+    Raises ConfigError, DataError or TokenizerError.
+    """
+    options = Settings(**settings)
+    try:
+        return _tokenize(inputs, output_dir, options, quiet)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise DataError(
+            f"The disk is full: nothing more can be written in {output_dir}. Free some space and run the same command "
+            f"again; it continues where this one stopped."
+        ) from None
+
+
+def _tokenize(inputs: Sequence[str], output_dir: str | Path, options: Settings, quiet: bool) -> Path:
+    from tokenizer import TokenizerError, load_tokenizer
+    from training.corpus import find_sources, unpacked_bytes
+
+    say = _say_nothing if quiet else print
+    sources = find_sources(inputs)
+    kind = "character" if options.tokenizer == "char" else "bpe"
+    if options.tokenizer_file:
+        kind = load_tokenizer(options.tokenizer_file).kind
+        if options.tokenizer and not kind.startswith(options.tokenizer):
+            raise ConfigError(
+                f"--tokenizer is {options.tokenizer}, but {options.tokenizer_file} is a {kind} tokenizer."
+            )
+    if kind == "bpe" and options.unknown == "drop":
+        raise ConfigError("--unknown drop is for character tokenizers; a BPE tokenizer encodes any text.")
+
+    folder = TokenFolder.of(output_dir, kind, options.output_name)
+    fingerprint = _fingerprint(sources, options, kind)
+    metadata = folder.complete_metadata(fingerprint)
+    if metadata:
+        say(f"{folder.folder} is already complete for this text and these settings.")
+        if options.compress and not folder.packed.exists():
+            pack(folder.bin, folder.packed)
+    else:
+        total_bytes = unpacked_bytes(sources)
+        if total_bytes == 0:
+            raise DataError(f"The input is empty: {', '.join(map(str, inputs))}.")
+        folder.open_work(_digest([fingerprint, options.chunk_size_mb]), say)
+        try:
+            if not folder.awaits_publishing:
+                tokenizer = _prepare_tokenizer(folder, sources, options, kind, total_bytes, quiet)
+                if kind == "bpe" and tokenizer.encoder_name != "tiktoken":
+                    say(tokenizer.encoder_note)
+                _encode(folder, tokenizer, sources, options, total_bytes, quiet)
+                folder.prepare_publishing(_metadata(folder, tokenizer, sources, options, fingerprint), options.compress)
+        except (DataError, TokenizerError):
+            folder.discard_work()  # the text has to change before another run can end better
+            raise
+        metadata = folder.publish()
+    if not quiet:
+        _report(folder, metadata)
+    return folder.metadata
+
+
+def _say_nothing(message: str) -> None:
+    pass
+
+
+def _fingerprint(sources: Sequence[Source], options: Settings, kind: str) -> str:
+    """Identifies everything the token file depends on: the files as they are now, and the settings that matter."""
+    settings = [FORMAT_VERSION, kind, options.train_split, options.text_key, options.document_separator]
+    if options.tokenizer_file:
+        settings += [sha256_file(options.tokenizer_file), options.unknown]
+    elif kind == "bpe":
+        settings += [options.vocab_size, options.min_frequency, options.vocab_sample_mb]
+    return _digest([settings, [[str(source.path), source.size, source.modified_ns] for source in sources]])
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def _prepare_tokenizer(
+    folder: TokenFolder,
+    sources: Sequence[Source],
+    options: Settings,
+    kind: str,
+    total_bytes: int,
+    quiet: bool,
+) -> Tokenizer:
+    """The tokenizer in the work folder: kept from before, copied from `tokenizer_file`, or trained."""
+    from tqdm import tqdm
+
+    from tokenizer import CharacterTokenizer, load_tokenizer
+    from tokenizer_bpe import BPETokenizer
+    from training.corpus import read_pieces
+    from training.encoding import sample_evenly
+
+    path = folder.in_work(folder.tokenizer)
+    if not path.exists():
+        if options.tokenizer_file:
+            with atomic_write(path) as file:
+                file.write(Path(options.tokenizer_file).read_bytes())
+        else:
+            with tqdm(total=total_bytes, **BAR, desc="Learning the vocabulary", disable=quiet) as bar:
+                pieces = read_pieces(sources, options.document_separator, options.text_key, bar.update)
+                if kind == "character":
+                    trained = CharacterTokenizer.train(piece.text for piece in pieces)
+                else:
+                    texts = sample_evenly((piece.text for piece in pieces), options.vocab_sample_mb * 1e6 / total_bytes)
+                    trained = _in_background(
+                        lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency), bar.refresh
+                    )
+            trained.save(path)
+    return load_tokenizer(path)
+
+
+def _in_background(function: Callable[[], Any], while_waiting: Callable[[], Any]) -> Any:
+    """Call `function` in a thread of its own: learning merges is one long native call that Ctrl-C cannot interrupt.
+
+    `while_waiting` is called about once a second.
+    """
+    result: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # handed on to the caller below
+            result.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    while not result.done():
+        try:
+            result.exception(timeout=1)  # Windows delivers Ctrl-C only between waits
+        except TimeoutError:
+            while_waiting()
+    return result.result()
+
+
+def _encode(
+    folder: TokenFolder,
+    tokenizer: Tokenizer,
+    sources: Sequence[Source],
+    options: Settings,
+    total_bytes: int,
+    quiet: bool,
+) -> None:
+    """Encode, in order, what the work folder does not hold yet."""
+    from tqdm import tqdm
+
+    from training.encoding import encode_in_order, read_chunks, token_dtype
+
+    dtype = token_dtype(tokenizer.vocab_size)
+    workers = options.num_workers or os.cpu_count() or 1
+    chunks = read_chunks(sources, options.document_separator, options.text_key, options.chunk_size_mb * 1e6)
+    with (
+        open_writer(folder, dtype) as writer,
+        tqdm(total=total_bytes, **BAR, desc="Encoding", disable=quiet) as bar,
+    ):
+        for chunk in islice(chunks, writer.chunks):
+            bar.update(chunk.bytes_read - bar.n)
+        bar.unpause()
+        for chunk, tokens, document_ends in encode_in_order(tokenizer, chunks, options.unknown, dtype, workers):
+            writer.append(tokens, document_ends)
+            bar.update(chunk.bytes_read - bar.n)
+
+
+def _metadata(
+    folder: TokenFolder, tokenizer: Tokenizer, sources: Sequence[Source], options: Settings, fingerprint: str
+) -> dict[str, Any]:
+    """The metadata of what the work folder holds (design section 4)."""
+    import numpy as np
+
+    from training.encoding import split_index, text_bytes, token_dtype
+
+    dtype = token_dtype(tokenizer.vocab_size)
+    with open_writer(folder, dtype) as writer:
+        total, documents = writer.tokens, writer.documents
+    bin_path = folder.in_work(folder.bin)
+    ends = np.memmap(folder.document_ends, "<i8", "r") if documents else np.zeros(0, np.int64)
+    split = split_index(total, ends, options.train_split)
+    byte_lengths = tokenizer.byte_lengths
+    return {
+        "format_version": FORMAT_VERSION,
+        "tokenizer_type": tokenizer.kind,
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": "uint16" if dtype.itemsize == 2 else "int32",
+        "bytes_per_token": dtype.itemsize,
+        "total_tokens": total,
+        "train_split": options.train_split,
+        "train_split_index": split,
+        "train_tokens": split,
+        "val_tokens": total - split,
+        "train_bytes": text_bytes(bin_path, dtype, 0, split, byte_lengths),
+        "val_bytes": text_bytes(bin_path, dtype, split, total, byte_lengths),
+        "documents": documents,
+        "source_files": [{"name": source.name, "size": source.size} for source in sources],
+        "bin_file": folder.bin.name,
+        "tokenizer_file": folder.tokenizer.name,
+        "tokens_sha256": sha256_file(bin_path),
+        "tokenizer_sha256": sha256_file(folder.in_work(folder.tokenizer)),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "fingerprint": fingerprint,
+    }
+
+
+def _report(folder: TokenFolder, metadata: dict[str, Any]) -> None:
+    import numpy as np
+
+    from tokenizer import load_tokenizer
+    from training.encoding import token_dtype
+
+    tokenizer = load_tokenizer(folder.tokenizer)
+    total, text_bytes = metadata["total_tokens"], metadata["train_bytes"] + metadata["val_bytes"]
+    print(
+        f"\n{total:,} tokens from {text_bytes:,} bytes of text in {metadata['documents']:,} documents: "
+        f"{text_bytes / total:.2f} bytes per token\n"
+        f"Vocabulary: {tokenizer.vocab_size:,} ({tokenizer.kind})\n"
+        f"Training: {metadata['train_tokens']:,} tokens; validation: {metadata['val_tokens']:,} tokens"
+    )
+    if tokenizer.kind == "bpe":
+        lengths = tokenizer.byte_lengths
+        longest = np.argsort(-lengths, kind="stable")[:10]
+        print("Longest tokens:", ", ".join(f'"{_printable(tokenizer.decode([i]))}"' for i in longest))
+    sample = np.fromfile(folder.bin, token_dtype(tokenizer.vocab_size), count=60)
+    print(f'The text begins: "{_printable(tokenizer.decode(sample))}"')
+    print("Files:")
+    for path in (folder.bin, folder.packed, folder.tokenizer, folder.metadata):
+        if path.exists():
+            print(f"  {path}  {path.stat().st_size:,} bytes")
+    print(f"\nTrain on it:\n  {training_command(folder, tokenizer.kind)}")
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
+
+
+def training_command(folder: TokenFolder, kind: str) -> str:
+    """The command that trains on these files; it names each of them where the folder holds other tokens as well."""
+    data = ""
+    if len(list(folder.folder.glob("*_metadata.json"))) > 1:
+        named = (("bin_file", folder.bin), ("tokenizer_file", folder.tokenizer), ("metadata_file", folder.metadata))
+        data = "".join(f" --{flag} {shlex.quote(str(path))}" for flag, path in named)
+    elif folder.folder != Path(OUTPUT_DIR):
+        data = f" --data_dir {shlex.quote(str(folder.folder))}"
+    config = "gpt2_small.json" if kind == "bpe" else "shakespeare_char.json"
+    return f"python train_colab_mmap.py{data} --config {config}"
+
+
+HELP = {
+    "output_name": "name of the token file, without .bin (default: tokens_bpe, or tokens for characters)",
+    "tokenizer": "bpe: byte-level BPE; char: one token per character (default: bpe)",
+    "tokenizer_file": "use this vocabulary, of either kind, instead of learning one",
+    "vocab_size": "tokens in the vocabulary to learn",
+    "min_frequency": "learn only pairs that occur this often",
+    "vocab_sample_mb": "learn from at most this much text, spread evenly over the whole input",
+    "train_split": "share of the tokens to train on, the rest validates; moved to the nearest end of a document",
+    "text_key": "key that holds the text in a .jsonl file",
+    "document_separator": 'line that stands between documents; "" is a blank line',
+    "unknown": "what to do with characters that the character vocabulary lacks: error or drop",
+    "compress": "write a .bin.gz beside the .bin",
+    "chunk_size_mb": "text that a thread encodes at a time; the result does not depend on it",
+    "num_workers": "threads that encode; 0: one per core",
+}
+TYPES = {"int": int, "float": float, "bool": bool}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ConfigError(f"{message}. `python {self.prog} --help` lists all flags.")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        "tokenize_local_bpe.py",
+        description=__doc__,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--input", nargs="+", metavar="PATH", help="files, folders or patterns: .txt, .md, .jsonl, each also as .gz"
+    )
+    parser.add_argument("--output_dir", metavar="FOLDER", help=f"where the files go (default: {OUTPUT_DIR})")
+    for field in fields(Settings):
+        kind = TYPES.get(str(field.type), str)
+        if kind is bool:
+            parser.add_argument(f"--{field.name}", action="store_true", help=HELP[field.name])
+            continue
+        default = "" if field.default is None else f" (default: {field.default})"
+        metavar = {int: "N", float: "X", str: "TEXT"}[kind]
+        parser.add_argument(f"--{field.name}", type=kind, metavar=metavar, help=HELP[field.name] + default)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> dict[str, Any]:
+    """The flags that were given. Raises ConfigError for unknown ones and for ones that would have no effect."""
+    parser = _parser()
+    known, unknown = parser.parse_known_args(argv)
+    given = vars(known)
+    names = ["input", "output_dir", "debug", *(field.name for field in fields(Settings))]
+    problems = []
+    for argument in unknown:
+        flag = argument.split("=")[0]
+        if flag.startswith("-"):
+            nearest = difflib.get_close_matches(flag.lstrip("-"), names, 1)
+            problems.append(f"there is no flag {flag}" + (f"; did you mean --{nearest[0]}?" if nearest else ""))
+    if unknown and not problems:
+        problems.append(f"{' '.join(unknown)} belongs to no flag")
+    if "input" not in given:
+        problems.append("--input is missing: name the text to tokenize, as in --input my_text.txt")
+    if "tokenizer_file" in given or given.get("tokenizer") == "char":
+        reason = "with --tokenizer_file" if "tokenizer_file" in given else "with --tokenizer char"
+        for name in ("vocab_size", "min_frequency", "vocab_sample_mb"):
+            if name in given:
+                problems.append(f"--{name} has no effect {reason}; leave it out")
+    if problems:
+        raise ConfigError("\n".join(problems) + f"\n`python {parser.prog} --help` lists all flags.")
+    return given
+
+
+@script
+def main(argv: Sequence[str] | None = None) -> int:
+    given = parse_arguments(argv)
+    given.pop("debug", None)
+    try:
+        tokenize(given.pop("input"), given.pop("output_dir", OUTPUT_DIR), **given)
+    except KeyboardInterrupt:
+        print("\nInterrupted. The same command continues where this one stopped.", file=sys.stderr)
+        return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

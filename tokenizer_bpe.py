@@ -1,0 +1,264 @@
+"""Byte-level BPE: vocabulary and file format by Hugging Face `tokenizers`, fast encoding by `tiktoken`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tokenizer import END_OF_TEXT, IncrementalDecoder, TokenIds, TokenizerError, check_ids
+
+if TYPE_CHECKING:
+    import tiktoken
+    import tokenizers
+
+SPECIAL_TOKENS = (END_OF_TEXT, "<|pad|>", "<|unk|>")  # ids 0, 1, 2
+SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
+
+# GPT-2's pre-tokenizer. The possessive quantifiers match what GPT-2's own pattern matches, without backtracking.
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+
+# `\s+(?!\S)` gives its last character back by backtracking, with one stack entry per character: tiktoken panics on
+# runs of some 500,000 whitespace characters that something follows. Such a run is cut where the match would end.
+LONGEST_WHITESPACE = 100_000
+_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # \s above; Python's own has more
+# Tried only where a run begins: anywhere else it would take time quadratic in the length of the run.
+LONG_WHITESPACE = re.compile(rf"(?<!{_SPACE}){_SPACE}{{{LONGEST_WHITESPACE},}}+")
+
+PROBE = (
+    "The quick brown fox didn't jump; it's 12,345.67 o'clock -- we'll see they've I'M you'RE ''s 'sa.\n\n\n"
+    "  two   spaces \t\ttabs\r\n\r\n  trailing   \n def f(x):\n    return x**2 != 0x1F  # comment\n"
+    "naïve façade Übergröße ÀÉÎ þórr Ελληνικά кириллица 中文字符測試 日本語テキスト かな 한국어 עברית العربية\n"
+    "हिन्दी ไทย ½²³ Ⅷ ٣٤٥ 😀👩\u200d👩\u200d👧\u200d👦🇫🇷 e\u0301\n"
+    "\u00a0nbsp\u2003em\u3000ideographic \x00\x1c\x7f\u200b\ufeff\ufffd<|endoftext|><|pad|>"
+    " aaaaaaaaaaaaaaaa           x "
+)
+
+
+class VocabularySizeError(TokenizerError):
+    """A vocabulary too small to hold the byte alphabet."""
+
+    exit_code = 2
+
+
+class BPETokenizer:
+    """Byte-level BPE in which any text round-trips.
+
+    `encode` treats everything as ordinary text, the characters "<|endoftext|>" included: special tokens enter a
+    sequence by their id alone, so no document can forge one. `decode` gives a special token's name as text.
+    """
+
+    kind = "bpe"
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        """Raises TokenizerError if the tokenizer is not a byte-level BPE."""
+        content = json.loads(tokenizer.to_str())
+        self._tokenizer = tokenizer
+        self._tokenizer.encode_special_tokens = True  # as ordinary text
+        self._bytes = _token_table(content)
+        self._special_ids = {
+            token["content"]: token["id"] for token in content.get("added_tokens") or [] if token.get("special")
+        }
+        self._fast, self.encoder_note = _fast_encoder(tokenizer, content, self._bytes)
+        self.encoder_name = "tiktoken" if self._fast else "tokenizers"
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int = 32000, min_frequency: int = 2) -> BPETokenizer:
+        """Learn merges from a stream of texts; only the counts of its words are kept in memory.
+
+        Raises VocabularySizeError if `vocab_size` cannot hold the 256 bytes and the special tokens. The vocabulary
+        comes out smaller than asked for when the texts have too few pairs that occur `min_frequency` times.
+        """
+        if vocab_size < SMALLEST_VOCABULARY:
+            raise VocabularySizeError(
+                f"A vocabulary of {vocab_size} cannot hold the 256 bytes and {len(SPECIAL_TOKENS)} special tokens; "
+                f"use a vocab_size of {SMALLEST_VOCABULARY} or more."
+            )
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=min_frequency,
+            special_tokens=list(SPECIAL_TOKENS),
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator((_valid_unicode(text) for text in texts), trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def load(cls, path: str | Path) -> BPETokenizer:
+        """Load a Hugging Face `tokenizers` JSON file. Raises TokenizerError naming the file."""
+        from tokenizers import Tokenizer
+
+        try:
+            text = Path(path).read_bytes().decode()
+        except FileNotFoundError:
+            raise TokenizerError(f"There is no tokenizer file {path}.") from None
+        except UnicodeDecodeError as error:
+            raise TokenizerError(f"The tokenizer file {path} is not UTF-8 text ({error}).") from None
+        except OSError as error:
+            raise TokenizerError(f"The tokenizer file {path} cannot be read: {error.strerror or error}.") from None
+        try:
+            tokenizer = Tokenizer.from_str(text)
+        except Exception as error:  # `tokenizers` raises a bare Exception
+            raise TokenizerError(f"{path} is not a file that `tokenizers` can read: {error}.") from None
+        try:
+            return cls(tokenizer)
+        except TokenizerError as error:
+            raise TokenizerError(f"{path}: {error}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write the Hugging Face `tokenizers` JSON, which `PreTrainedTokenizerFast(tokenizer_file=...)` loads."""
+        from training.files import atomic_write
+
+        with atomic_write(path) as file:
+            file.write(self._tokenizer.to_str(pretty=True).encode())
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self._bytes)
+
+    @property
+    def end_of_text_id(self) -> int | None:
+        return self._special_ids.get(END_OF_TEXT)
+
+    @property
+    def unused_ids(self) -> list[int]:
+        """Ids that are never to be sampled: special tokens but end-of-text, and ids that no token has."""
+        special = {i for name, i in self._special_ids.items() if name != END_OF_TEXT}
+        return sorted(special | {i for i, token in enumerate(self._bytes) if not token})
+
+    @property
+    def byte_lengths(self) -> np.ndarray:
+        """(vocab_size,) int32: UTF-8 bytes of text that each id stands for; 0 for special tokens."""
+        lengths = np.array([len(token) for token in self._bytes], dtype=np.int32)
+        lengths[list(self._special_ids.values())] = 0
+        return lengths
+
+    def encode(self, text: str) -> np.ndarray:
+        """Ids of the text, (tokens,) int32. A lone surrogate, which UTF-8 cannot express, becomes U+FFFD."""
+        text = _valid_unicode(text)
+        if self._fast is None:
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        pieces = [self._fast.encode_to_numpy(piece, disallowed_special=()) for piece in _cut_whitespace(text)]
+        return (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(np.int32)
+
+    def decode(self, ids: TokenIds) -> str:
+        """Text of the ids; bytes that are not UTF-8 become U+FFFD. Raises TokenizerError for an id out of range."""
+        return self.decode_bytes(ids).decode("utf-8", "replace")
+
+    def decode_bytes(self, ids: TokenIds) -> bytes:
+        return b"".join([self._bytes[i] for i in check_ids(ids, self.vocab_size).tolist()])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.decode_bytes([token_id])
+
+    def decoder(self) -> IncrementalDecoder:
+        return IncrementalDecoder(self.decode_bytes, "utf-8")
+
+
+def byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-in for each byte (Radford et al. 2019, `bytes_to_unicode`): character -> byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+def _token_table(content: dict[str, Any]) -> list[bytes]:
+    """The bytes of each id, b"" for an id that no token has."""
+    stages = [content.get("pre_tokenizer") or {}, content.get("decoder") or {}]
+    stages += [inner for stage in stages for inner in stage.get("pretokenizers", []) + stage.get("decoders", [])]
+    if content["model"].get("type") != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in stages):
+        raise TokenizerError("not a byte-level BPE tokenizer, the only kind of `tokenizers` file used here.")
+    added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
+    vocab = content["model"]["vocab"] | added
+    if not vocab:
+        raise TokenizerError("the vocabulary is empty.")
+    table = [b""] * (max(vocab.values()) + 1)
+    alphabet = byte_alphabet()
+    for token, token_id in vocab.items():
+        byte_level = token not in added and all(character in alphabet for character in token)
+        table[token_id] = bytes(alphabet[character] for character in token) if byte_level else token.encode()
+    return table
+
+
+def _fast_encoder(
+    tokenizer: tokenizers.Tokenizer, content: dict[str, Any], table: list[bytes]
+) -> tuple[tiktoken.Encoding | None, str]:
+    """A tiktoken encoder that gives the same ids, or None; and a sentence that says which encoder is used and why."""
+    obstacle = _obstacle(content)
+    if not obstacle:
+        import tiktoken
+
+        special = {token["content"]: token["id"] for token in content["added_tokens"]}
+        ranks = {table[i]: i for token, i in content["model"]["vocab"].items() if token not in special}
+        fast = tiktoken.Encoding(
+            "bpe", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special or {END_OF_TEXT: len(table)}
+        )
+        # Beside text of many kinds, some four thousand of the vocabulary's own tokens.
+        words = b" ".join(table[:: len(table) // 4000 + 1]).decode("utf-8", "replace")
+        if all(
+            fast.encode_to_numpy(text, disallowed_special=()).tolist()
+            == tokenizer.encode(text, add_special_tokens=False).ids
+            for text in (PROBE, words)
+        ):
+            return fast, "Encoding with tiktoken."
+        obstacle = "tiktoken gives other ids on the probe text"
+    return None, f"Encoding with `tokenizers`, several times slower than tiktoken: {obstacle}."
+
+
+def _obstacle(content: dict[str, Any]) -> str:
+    """Why tiktoken cannot stand in for this tokenizer; "" if it may."""
+    model, pre_tokenizer = content["model"], content.get("pre_tokenizer") or {}
+    if pre_tokenizer.get("type") != "ByteLevel" or content.get("normalizer"):
+        return "the text is prepared in another way than GPT-2's"
+    if pre_tokenizer.get("add_prefix_space") or not pre_tokenizer.get("use_regex", True):
+        return "the pre-tokenizer has other options than GPT-2's"
+    if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")):
+        return "the BPE model has options that tiktoken lacks"
+    if not all(token.get("special") for token in content.get("added_tokens") or []):
+        return "the file has added tokens that are matched inside text"
+    vocab, alphabet = model["vocab"], byte_alphabet()
+    if any(character not in vocab for character in alphabet):
+        return "the vocabulary lacks some of the 256 bytes, so text with them does not round-trip"
+    # tiktoken merges in the order of the ids, `tokenizers` in the order of the list: they have to be one order.
+    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+    merged = [vocab.get("".join(pair), -1) for pair in pairs]
+    first = max(vocab[character] for character in alphabet)
+    special = {token["content"] for token in content.get("added_tokens") or []}
+    if any(later <= earlier for earlier, later in zip([first, *merged], merged, strict=False)):
+        return "its ids are not in the order of its merges"
+    if len(merged) + len(alphabet) != sum(token not in special for token in vocab):
+        return "it has tokens that no merge makes"
+    return ""
+
+
+def _valid_unicode(text: str) -> str:
+    """The text with lone surrogates, which can come from JSON escapes, replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def _cut_whitespace(text: str) -> Iterator[str]:
+    """The text in pieces whose ids, joined, are those of the whole, none with a run that overflows tiktoken's stack."""
+    half = LONGEST_WHITESPACE // 2  # a longer run covers at least one of these blocks, which is quick to see
+    start = 0
+    if len(text) > LONGEST_WHITESPACE and any(text[i : i + half].isspace() for i in range(0, len(text), half)):
+        for match in LONG_WHITESPACE.finditer(text):
+            if match.end() < len(text):
+                yield text[start : match.end() - 1]
+                start = match.end() - 1
+    yield text[start:]

@@ -1,0 +1,275 @@
+"""Text files as a stream of documents: memory stays the same whatever the size of a file, a document or a line."""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import json
+import os
+import re
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+from training.errors import DataError
+
+DOCUMENT_SEPARATOR = "<|endoftext|>"
+SUFFIXES = (".txt", ".md", ".jsonl")
+BLOCK_BYTES = 1 << 18
+PIECE_CHARACTERS = 1 << 18
+# Text with no place to cut it (no whitespace) is cut anyway at this length: one token in a million may differ.
+LONGEST_PIECE = 1 << 20
+# Between a character that is not whitespace and one that is, GPT-2's pre-tokenizer always starts anew.
+CUT = re.compile(r"(?<=\S)[ \n\r\t]")
+
+
+@dataclass(frozen=True)
+class Source:
+    """An input file as it was found; `name` is its path below the folder that was given, or its own name."""
+
+    path: Path
+    name: str
+    size: int  # bytes on disk
+    modified_ns: int
+
+    @property
+    def is_compressed(self) -> bool:
+        return self.path.suffix.lower() == ".gz"
+
+    @property
+    def is_jsonl(self) -> bool:
+        return [suffix.lower() for suffix in self.path.suffixes if suffix.lower() != ".gz"][-1:] == [".jsonl"]
+
+
+class Piece(NamedTuple):
+    """A document, or a part of a long one."""
+
+    text: str
+    ends_document: bool
+    source: Source
+    line: int  # in the file, from 1, of the piece's first character
+
+
+def find_sources(inputs: Sequence[str]) -> list[Source]:
+    """The files that files, folders (searched recursively, in sorted order) and glob patterns stand for, each once.
+
+    Raises DataError for an input that stands for nothing.
+    """
+    found: dict[Path, Source] = {}
+    for given in inputs:
+        for path, name in _expand(given):
+            status = path.stat()
+            found.setdefault(path.resolve(), Source(path.resolve(), name, status.st_size, status.st_mtime_ns))
+    return list(found.values())
+
+
+def unpacked_bytes(sources: Iterable[Source]) -> int:
+    """Bytes of all sources, those in `.gz` files unpacked (which has to read them)."""
+    return sum(sum(map(len, _blocks(source))) if source.is_compressed else source.size for source in sources)
+
+
+def read_pieces(
+    sources: Iterable[Source],
+    separator: str = DOCUMENT_SEPARATOR,
+    text_key: str = "text",
+    on_read: Callable[[int], None] = lambda count: None,
+) -> Iterator[Piece]:
+    """Stream the documents of all sources, long ones in pieces that do not change how they are tokenized.
+
+    A document's text is what the file holds between two lines that are exactly `separator` ("" is a blank line),
+    line endings included and untranslated; in JSONL it is the value of `text_key` of each line. Empty documents and a
+    byte order mark are left out. `on_read` is called with the number of unpacked bytes as they are read.
+
+    Raises DataError naming the file and the place: not UTF-8, not JSON, no such key, a damaged `.gz`, or a file that
+    has changed since it was found.
+    """
+    for source in sources:
+        if source.is_jsonl:
+            yield from _jsonl_pieces(source, text_key, on_read)
+        else:
+            line = 1
+            for text, ends_document, lines_before in split_documents(_decoded(source, on_read), separator):
+                line += lines_before
+                yield Piece(text, ends_document, source, line)
+                line += text.count("\n")
+        status = source.path.stat()
+        if (status.st_size, status.st_mtime_ns) != (source.size, source.modified_ns):
+            raise DataError(f"{source.path} changed while it was read. Run the same command again once it is at rest.")
+
+
+def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str, bool, int]]:
+    """Split a stream of text at its separator lines, and long documents into pieces.
+
+    Yields (text, whether it ends its document, separator lines left out just before it).
+    """
+    # The stream is looked at with a newline put in front, so that the first line is like any other: a separator is
+    # what stands between two newlines, and the newline after it is the one in front of the next document (`fresh`).
+    separator_line = re.compile("\n" + re.escape(separator) + r"\r?(?=\n)")
+    last_line = re.compile("\n" + re.escape(separator) + r"\r?\Z")
+    rest, fresh, skipped = "\n", True, 0
+    for block in blocks:
+        rest += block
+        start = 0
+        for match in separator_line.finditer(rest):
+            if match.start() > start or not fresh:
+                yield rest[start + fresh : match.start() + 1], True, skipped
+                skipped = 0
+            start, fresh = match.end(), True
+            skipped += 1
+        rest = rest[start:]
+        if len(rest) > PIECE_CHARACTERS:
+            newline = rest.rfind("\n")  # what follows may be the beginning of a separator
+            end = newline if len(rest) - newline <= len(separator) + 2 else len(rest) - 1
+            cut = cut_point(rest, end) or (end if len(rest) > LONGEST_PIECE else 0)
+            if cut:
+                yield rest[fresh:cut], False, skipped
+                rest, fresh, skipped = rest[cut:], False, 0
+    match = last_line.search(rest)
+    if match:
+        rest = rest[: match.start() + (match.start() > 0 or not fresh)]
+    text = rest[fresh:]
+    if text:
+        yield text, True, skipped
+
+
+def cut_point(text: str, limit: int) -> int:
+    """The last place up to `limit` where cutting changes no token: the index of the whitespace that follows; 0 if none.
+
+    `limit` < len(text), so both parts have text.
+    """
+    for window in (4096, limit):
+        if cuts := deque(CUT.finditer(text, max(limit - window, 0), limit + 1), maxlen=1):
+            return cuts[0].start()
+    return 0
+
+
+def _expand(given: str) -> list[tuple[Path, str]]:
+    """(path, name) of the files that one input stands for."""
+    path = Path(given).expanduser()
+    if path.is_dir():
+        files = []
+        for folder, folders, names in os.walk(path):
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            files += [Path(folder, name) for name in names if not name.startswith(".") and _is_text_name(name)]
+        if not files:
+            raise DataError(f"The folder {given} holds no file whose name ends in {_suffix_list()}.")
+        return [(file, file.relative_to(path).as_posix()) for file in sorted(files)]
+    if path.is_file():
+        return [(path, path.name)]
+    if path.exists():
+        raise DataError(f"{given} is not a regular file. Text is read twice, so write it to a file first.")
+    if glob.has_magic(given):
+        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
+        if matches:
+            return [(match, match.name) for match in matches]
+        raise DataError(f"No file matches {given} (looked for from {Path.cwd()}).")
+    raise DataError(f"There is no file or folder {given} (looked for from {Path.cwd()}).")
+
+
+def _is_text_name(name: str) -> bool:
+    return name.lower().removesuffix(".gz").endswith(SUFFIXES)
+
+
+def _suffix_list() -> str:
+    return f"{', '.join(SUFFIXES)} (or these with .gz)"
+
+
+def _open(source: Source) -> BinaryIO:
+    return gzip.open(source.path, "rb") if source.is_compressed else open(source.path, "rb")
+
+
+def _blocks(source: Source) -> Iterator[bytes]:
+    """The unpacked bytes of a file."""
+    try:
+        with _open(source) as file:
+            while block := file.read(BLOCK_BYTES):
+                yield block
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{source.path} is not a whole gzip file ({error}). Fetch or pack it again.") from None
+
+
+def _decoded(source: Source, on_read: Callable[[int], None]) -> Iterator[str]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    position = 0
+    for block in _blocks(source):
+        waiting = len(decoder.getstate()[0])  # bytes of a character that the block before began
+        try:
+            text = decoder.decode(block)
+        except UnicodeDecodeError as error:
+            raise _not_utf8(source, position - waiting + error.start, error) from None
+        if position == 0:
+            text = text.removeprefix("\ufeff")
+        position += len(block)
+        on_read(len(block))
+        yield text
+    try:
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError as error:
+        raise _not_utf8(source, position - len(error.object) + error.start, error) from None
+
+
+def _not_utf8(source: Source, position: int, error: UnicodeDecodeError) -> DataError:
+    where = f"byte {position}{' of the unpacked text' if source.is_compressed else ''}"
+    byte = error.object[error.start]
+    encoding = "UTF-16" if position == 0 and byte in b"\xff\xfe" else "WINDOWS-1252"
+    return DataError(
+        f"{source.path} is not UTF-8 text: {error.reason} at {where} (0x{byte:02x}). Convert it first, for example: "
+        f"iconv -f {encoding} -t UTF-8 {source.path.name} > converted.txt"
+    )
+
+
+def _jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) -> Iterator[Piece]:
+    position = 0
+    for number, line in enumerate(_lines(source), start=1):
+        on_read(len(line))
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)
+        if line.strip():
+            text = _jsonl_text(source, number, position, line, text_key)
+            # Escapes can spell half of a surrogate pair, which is no character and cannot be written as UTF-8.
+            text = text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+            start = 0
+            while len(text) - start > LONGEST_PIECE:
+                end = start + (cut_point(text[start : start + LONGEST_PIECE], PIECE_CHARACTERS) or LONGEST_PIECE)
+                yield Piece(text[start:end], False, source, number)
+                start = end
+            if text:
+                yield Piece(text[start:], True, source, number)
+        position += len(line)
+
+
+def _lines(source: Source) -> Iterator[bytes]:
+    rest: list[bytes] = []
+    for block in _blocks(source):
+        *lines, last = block.split(b"\n")
+        for line in lines:
+            yield b"".join([*rest, line, b"\n"])
+            rest.clear()
+        rest.append(last)
+    if last_line := b"".join(rest):
+        yield last_line
+
+
+def _jsonl_text(source: Source, number: int, position: int, line: bytes, text_key: str) -> str:
+    try:
+        record = json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise _not_utf8(source, position + error.start, error) from None
+    except json.JSONDecodeError as error:
+        raise DataError(f"{source.path}, line {number}, column {error.colno}: not valid JSON ({error.msg}).") from None
+    if not isinstance(record, dict):
+        raise DataError(
+            f"{source.path}, line {number}: a JSON {type(record).__name__}; an object {{...}} was expected."
+        )
+    if text_key not in record:
+        raise DataError(
+            f'{source.path}, line {number} has no key "{text_key}"; it has {", ".join(map(repr, record)) or "none"}. '
+            f"Name the one that holds the text with --text_key."
+        )
+    if not isinstance(record[text_key], str):
+        raise DataError(f'{source.path}, line {number}: "{text_key}" is not a string.')
+    return record[text_key]

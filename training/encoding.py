@@ -1,0 +1,143 @@
+"""Pieces of text to arrays of token ids: what the pre-tokenizer's threads do, and how it samples and splits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tokenizer import CharacterTokenizer, UnknownCharacterError
+from training.corpus import Piece, Source, read_pieces
+from training.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizer_bpe import BPETokenizer
+
+    Tokenizer = CharacterTokenizer | BPETokenizer
+
+LARGEST_UINT16_VOCABULARY = 1 << 16
+SPLIT_TOLERANCE = 0.05  # share of all tokens by which the split may move to reach the end of a document
+
+
+def sample_evenly(texts: Iterable[str], share: float) -> Iterator[str]:
+    """Those of the texts that make up `share` of their length, evenly spread; all of them if it is 1 or more."""
+    credit = 0.0
+    for text in texts:
+        credit += len(text) * min(share, 1)
+        if credit >= len(text):
+            credit -= len(text)
+            yield text
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The text that one thread encodes at a time."""
+
+    pieces: list[Piece]
+    bytes_read: int  # of all input, once this chunk was read
+
+
+def read_chunks(
+    sources: Sequence[Source], separator: str, text_key: str, characters_per_chunk: float
+) -> Iterator[Chunk]:
+    """Group the pieces of the input into chunks of about the same size."""
+    bytes_read = 0
+
+    def on_read(count: int) -> None:
+        nonlocal bytes_read
+        bytes_read += count
+
+    pieces: list[Piece] = []
+    characters = 0
+    for piece in read_pieces(sources, separator, text_key, on_read):
+        pieces.append(piece)
+        characters += len(piece.text)
+        if characters >= characters_per_chunk:
+            yield Chunk(pieces, bytes_read)
+            pieces, characters = [], 0
+    if pieces:
+        yield Chunk(pieces, bytes_read)
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    return np.dtype("<u2" if vocab_size <= LARGEST_UINT16_VOCABULARY else "<i4")
+
+
+def encode_in_order(
+    tokenizer: Tokenizer, chunks: Iterable[Chunk], unknown: str, dtype: np.dtype, workers: int
+) -> Iterator[tuple[Chunk, np.ndarray, np.ndarray]]:
+    """(chunk, its tokens, its document ends) of all chunks in order; `workers` + 1 of them are in memory at a time.
+
+    Threads suffice: tiktoken, `tokenizers` and NumPy release the interpreter lock while they work.
+    """
+    waiting: deque[tuple[Chunk, Future[tuple[np.ndarray, np.ndarray]]]] = deque()
+    pool = ThreadPoolExecutor(workers)
+    try:
+        for chunk in chunks:
+            waiting.append((chunk, pool.submit(encode_chunk, tokenizer, chunk.pieces, unknown, dtype)))
+            if len(waiting) > workers:
+                oldest, encoded = waiting.popleft()
+                yield oldest, *encoded.result()
+        for chunk, encoded in waiting:
+            yield chunk, *encoded.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def encode_chunk(
+    tokenizer: Tokenizer, pieces: Sequence[Piece], unknown: str, dtype: np.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens,) of the pieces, an end-of-text token after each document, and (documents,) int64 where these end."""
+    end_of_text = np.array([] if tokenizer.end_of_text_id is None else [tokenizer.end_of_text_id], dtype=np.int32)
+    arrays, ends, count = [], [], 0
+    for piece in pieces:
+        ids = (
+            _encode_characters(tokenizer, piece, unknown)
+            if tokenizer.kind == "character"
+            else tokenizer.encode(piece.text)
+        )
+        arrays.append(ids)
+        count += len(ids)
+        if piece.ends_document:
+            arrays.append(end_of_text)
+            count += len(end_of_text)
+            ends.append(count)
+    return np.concatenate(arrays).astype(dtype), np.array(ends, dtype=np.int64)
+
+
+def _encode_characters(tokenizer: CharacterTokenizer, piece: Piece, unknown: str) -> np.ndarray:
+    try:
+        return tokenizer.encode(piece.text, unknown)
+    except UnknownCharacterError as error:
+        # Escapes hide where a line of JSONL holds the character, and a piece may begin in the middle of a line.
+        line = piece.line if piece.source.is_jsonl else piece.line + error.line - 1
+        column = 0 if piece.source.is_jsonl or error.line == 1 else error.column
+        raise UnknownCharacterError(error.characters, line, column, str(piece.source.path)) from None
+
+
+def split_index(total: int, document_ends: np.ndarray, train_split: float) -> int:
+    """Where the training tokens end: the document end nearest to `train_split`, or exactly there if none is near.
+
+    Raises DataError if there are too few tokens for two splits.
+    """
+    if total < 2:
+        raise DataError(f"The text gives {total} tokens; training and validation need at least one each.")
+    target = min(max(int(total * train_split), 1), total - 1)
+    after = int(np.searchsorted(document_ends, target))
+    near = [int(end) for end in document_ends[max(after - 1, 0) : after + 1] if 0 < end < total]
+    best = min(near, key=lambda end: abs(end - target), default=target)
+    return best if abs(best - target) <= SPLIT_TOLERANCE * total else target
+
+
+def text_bytes(path: Path, dtype: np.dtype, start: int, stop: int, byte_lengths: np.ndarray) -> int:
+    """UTF-8 bytes of text that tokens start .. stop - 1 of a token file stand for; reads a block at a time."""
+    block = 1 << 22
+    return sum(
+        int(byte_lengths[np.fromfile(path, dtype, min(block, stop - i), offset=i * dtype.itemsize)].sum())
+        for i in range(start, stop, block)
+    )

@@ -1,0 +1,52 @@
+"""Command lines: argparse without its surprises, and the nearest name for one that is not known."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from training.errors import ConfigError
+
+
+def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A question that ends a message: the known name nearest to `name`; empty if none is near."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" Did you mean {prefix}{near[0]}?" if near else ""
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without its habit of guessing abbreviated flags and of exiting by itself."""
+
+    def __init__(self, **options: Any):
+        width = min(120, max(80, int(os.environ.get("COLUMNS", "110"))))
+        formatter = lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=width)  # noqa: E731
+        super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
+
+    def parse_args(self, args=None, namespace=None):
+        known, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error("; ".join(self.unknown_words(unknown)))
+        return known
+
+    def unknown_words(self, words: Sequence[str]) -> list[str]:
+        """What is wrong with words that no flag took, each with the nearest flag."""
+        flags = [flag.removeprefix("--") for flag in self._option_string_actions if flag.startswith("--")]
+        problems = []
+        for before, word in zip(["", *words], words, strict=False):
+            if word.startswith("-"):
+                name = word.lstrip("-").split("=")[0]
+                problems.append(f"unknown flag --{name}.{suggest(name, flags, prefix='--')}")
+            elif not before.startswith("-"):  # after an unknown flag it is that flag's value
+                problems.append(f"{word!r} belongs to no flag")
+        return problems
+
+    def error(self, message: str) -> None:
+        raise ConfigError(f"{message.rstrip('.')}. `python {self.prog} --help` lists all flags.")
+
+
+def add_debug(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """`--debug` is read by `training.errors.script`, which wraps every script's main."""
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -1,0 +1,196 @@
+"""The token folder on disk: its file names, and how it comes to hold either a whole tokenization or none.
+
+Everything unfinished stands in a work folder beside the result. Tokens are appended there chunk by chunk, each noted in
+a journal, so that a process killed at any moment loses at most the chunk it was writing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from training.errors import DataError
+from training.files import atomic_write, read_json, sha256_file, sync_directory, write_json
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class TokenFolder:
+    """The files of one tokenization. `work` is there as long as it is unfinished."""
+
+    folder: Path
+    name: str
+    tokenizer_name: str
+
+    @classmethod
+    def of(cls, folder: str | Path, kind: str, name: str | None = None) -> TokenFolder:
+        default, tokenizer_name = ("tokens_bpe", "bpe_tokenizer") if kind == "bpe" else ("tokens", "tokenizer")
+        name = name or default
+        return cls(Path(folder), name, tokenizer_name if name == default else f"{name}_tokenizer")
+
+    @property
+    def bin(self) -> Path:
+        return self.folder / f"{self.name}.bin"
+
+    @property
+    def packed(self) -> Path:
+        return self.folder / f"{self.name}.bin.gz"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.folder / f"{self.tokenizer_name}.json"
+
+    @property
+    def metadata(self) -> Path:
+        return self.folder / f"{self.name}_metadata.json"
+
+    @property
+    def work(self) -> Path:
+        return self.folder / f".{self.name}.partial"
+
+    @property
+    def document_ends(self) -> Path:
+        """Little-endian int64: where each document ends, in tokens."""
+        return self.work / "document_ends.bin"
+
+    def in_work(self, path: Path) -> Path:
+        """Where the unfinished form of one of the files stands."""
+        return self.work / path.name
+
+    def complete_metadata(self, fingerprint: str) -> dict[str, Any] | None:
+        """The metadata if it has this fingerprint and the files it describes are whole, else None."""
+        try:
+            metadata = read_json(self.metadata, DataError)
+            if metadata.get("fingerprint") != fingerprint:
+                return None
+            whole = (
+                sha256_file(self.bin) == metadata["tokens_sha256"]
+                and sha256_file(self.tokenizer) == metadata["tokenizer_sha256"]
+            )
+        except (DataError, OSError, KeyError):
+            return None
+        return metadata if whole else None
+
+    def open_work(self, fingerprint: str, say: Callable[[str], None]) -> None:
+        """Make the work folder, keeping what an interrupted run left there if it did the same work."""
+        marker = self.work / "settings.json"
+        if self.work.exists():
+            try:
+                kept = read_json(marker, DataError).get("fingerprint") == fingerprint
+            except DataError:
+                kept = False
+            if kept:
+                say(f"Continuing the tokenization that was interrupted (its work is in {self.work}).")
+                return
+            say("The text or the settings have changed since the tokenization that was interrupted: starting over.")
+            shutil.rmtree(self.work)
+        self.work.mkdir(parents=True)
+        write_json(marker, {"fingerprint": fingerprint})
+
+    def discard_work(self) -> None:
+        """Remove the work folder, and the folder around it if that leaves it empty."""
+        shutil.rmtree(self.work)
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+    @property
+    def awaits_publishing(self) -> bool:
+        return self.in_work(self.metadata).exists()
+
+    def prepare_publishing(self, metadata: dict[str, Any], compress: bool) -> None:
+        """Note that the work is done: from here on `publish` has only to move files."""
+        if compress:
+            pack(self.in_work(self.bin), self.in_work(self.packed))
+        write_json(self.in_work(self.metadata), metadata)
+
+    def publish(self) -> dict[str, Any]:
+        """Move the finished files to their names and return the metadata; killed midway, the next call completes it.
+
+        The old metadata goes first and the new comes last, so at no moment does metadata describe other bytes.
+        """
+        metadata = read_json(self.in_work(self.metadata), DataError)
+        self.metadata.unlink(missing_ok=True)
+        sync_directory(self.folder)
+        if self.in_work(self.bin).exists():
+            self.packed.unlink(missing_ok=True)  # it packs the old tokens
+        for path in (self.bin, self.packed, self.tokenizer):
+            if self.in_work(path).exists():
+                os.replace(self.in_work(path), path)
+        sync_directory(self.folder)
+        write_json(self.metadata, metadata)
+        shutil.rmtree(self.work)
+        return metadata
+
+
+class TokenWriter:
+    """Appends chunks of tokens to the work folder's token file. Opened again, it goes on after the last whole chunk.
+
+    A chunk counts once its line is in the journal and its checksum holds; whatever stands beyond is cut off.
+    """
+
+    def __init__(self, tokens: BinaryIO, document_ends: BinaryIO, journal: BinaryIO, dtype: np.dtype) -> None:
+        self._tokens, self._ends, self._journal = tokens, document_ends, journal
+        self.chunks = self.tokens = self.documents = 0
+        journal_end = 0
+        for line in self._journal:
+            if not line.endswith(b"\n"):  # it was being written
+                break
+            entry = json.loads(line)
+            checksum = zlib.crc32(self._tokens.read(entry["tokens"] * dtype.itemsize))
+            if zlib.crc32(self._ends.read(entry["documents"] * 8), checksum) != entry["crc32"]:
+                break
+            journal_end += len(line)
+            self.chunks += 1
+            self.tokens += entry["tokens"]
+            self.documents += entry["documents"]
+        sizes = (self.tokens * dtype.itemsize, self.documents * 8, journal_end)
+        for file, size in zip((self._tokens, self._ends, self._journal), sizes, strict=True):
+            file.truncate(size)
+            file.seek(size)
+
+    def append(self, tokens: np.ndarray, document_ends: np.ndarray) -> None:
+        """Add a chunk's tokens and the ends of its documents, (documents,) int64 counted from the chunk's start."""
+        token_bytes, end_bytes = tokens.tobytes(), (document_ends + self.tokens).astype("<i8").tobytes()
+        entry = {
+            "tokens": len(tokens),
+            "documents": len(document_ends),
+            "crc32": zlib.crc32(end_bytes, zlib.crc32(token_bytes)),
+        }
+        line = (json.dumps(entry) + "\n").encode()
+        for file, content in ((self._tokens, token_bytes), (self._ends, end_bytes), (self._journal, line)):
+            file.write(content)
+            file.flush()
+        self.chunks += 1
+        self.tokens += len(tokens)
+        self.documents += len(document_ends)
+
+
+@contextlib.contextmanager
+def open_writer(folder: TokenFolder, dtype: np.dtype) -> Iterator[TokenWriter]:
+    """A TokenWriter on the work folder; what it has appended is on disk when the block ends well."""
+    paths = (folder.in_work(folder.bin), folder.document_ends, folder.work / "chunks.jsonl")
+    for path in paths:
+        path.touch()
+    with open(paths[0], "r+b") as tokens, open(paths[1], "r+b") as document_ends, open(paths[2], "r+b") as journal:
+        yield TokenWriter(tokens, document_ends, journal, dtype)
+        os.fsync(tokens.fileno())
+
+
+def pack(path: Path, packed: Path) -> None:
+    """Compress `path` into `packed`; the same content gives the same bytes."""
+    with (
+        open(path, "rb") as source,
+        atomic_write(packed) as target,
+        gzip.GzipFile(filename="", mode="wb", fileobj=target, compresslevel=6, mtime=0) as file,
+    ):
+        shutil.copyfileobj(source, file, 1 << 20)
