@@ -10,6 +10,8 @@ Importable: `load_model`, `generate_text`.
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import dataclasses
 import json
 import sys
@@ -44,6 +46,8 @@ def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[Tr
     from training.checkpoint import newest_run, open_checkpoint
     from training.errors import CheckpointError
 
+    if device not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device is {device!r}; allowed: auto, cpu, cuda.")
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but PyTorch sees no CUDA GPU; --device auto uses what is there.")
     on_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
@@ -91,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     fields = {field.name for field in dataclasses.fields(Sampling)}
     given = {key: value for key, value in vars(arguments).items() if key in fields}
-    given["stop"] = tuple(word.replace("\\n", "\n").replace("\\t", "\t") for word in given["stop"])
+    given["stop"] = tuple(unescape(word) for word in given.get("stop", ()))
     try:
         sampling = Sampling(**given)
     except ValueError as problem:
@@ -133,14 +137,14 @@ def parse_arguments(argv: Sequence[str] | None):
     text.add_argument("--num_samples", type=int, default=1, metavar="N", help="continuations of each prompt [1]")
     text.add_argument("--checkpoint", metavar="PATH", help="checkpoint or run folder [the newest run in runs/]")
     text.add_argument("--compare", nargs="+", metavar="PATH", help="answer the prompts with each of these checkpoints")
-    how = parser.add_argument_group("how")
-    how.add_argument("--max_new_tokens", type=int, default=200, metavar="N", help="tokens to generate at most [200]")
-    how.add_argument("--temperature", type=float, default=0.8, metavar="X", help="randomness; 0 is greedy [0.8]")
-    how.add_argument("--top_k", type=int, default=0, metavar="N", help="only the N likeliest tokens, 0 is off [0]")
-    how.add_argument("--top_p", type=float, default=0.9, metavar="X", help="only the likeliest tokens, X in all [0.9]")
-    how.add_argument("--repetition_penalty", type=float, default=1.0, metavar="X", help="over 1: repeat less [1]")
-    how.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop before this text; repeatable")
-    how.add_argument("--seed", type=int, default=1337, metavar="N", help="seed of the first continuation [1337]")
+    how = parser.add_argument_group("how", argument_default=argparse.SUPPRESS)  # Sampling has the defaults
+    how.add_argument("--max_new_tokens", type=int, metavar="N", help="tokens to generate at most [200]")
+    how.add_argument("--temperature", type=float, metavar="X", help="randomness; 0 is greedy [0.8]")
+    how.add_argument("--top_k", type=int, metavar="N", help="only the N likeliest tokens, 0 is off [0]")
+    how.add_argument("--top_p", type=float, metavar="X", help="only the likeliest tokens, X in all [0.9]")
+    how.add_argument("--repetition_penalty", type=float, metavar="X", help="over 1: repeat less [1]")
+    how.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; repeatable")
+    how.add_argument("--seed", type=int, metavar="N", help="seed of the first continuation [1337]")
     how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute [auto]")
     out = parser.add_argument_group("output")
     streaming = out.add_mutually_exclusive_group()
@@ -154,6 +158,10 @@ def parse_arguments(argv: Sequence[str] | None):
         problems.append(f"--num_samples is {arguments.num_samples}; 1 or more is needed")
     if arguments.interactive and (arguments.prompt or arguments.prompts_file or arguments.json or arguments.compare):
         problems.append("--interactive asks for prompts itself; leave --prompt, --prompts_file, --json, --compare out")
+    if arguments.interactive and arguments.num_samples > 1:
+        problems.append("--interactive makes one text a prompt; leave --num_samples out")
+    if arguments.interactive and arguments.stream is False:
+        problems.append("--interactive shows text as it is made; leave --no_stream out")
     if arguments.compare and arguments.checkpoint:
         problems.append("--compare names the checkpoints; leave --checkpoint out")
     if arguments.stream and (arguments.json or arguments.compare):
@@ -168,12 +176,12 @@ def read_prompts(arguments) -> list[str]:
     prompts = list(arguments.prompt or [])
     if arguments.prompts_file:
         try:
-            lines = Path(arguments.prompts_file).read_text(encoding="utf-8").splitlines()
+            lines = Path(arguments.prompts_file).read_text(encoding="utf-8-sig").split("\n")
         except FileNotFoundError:
             raise DataError(f"There is no file {arguments.prompts_file} (--prompts_file).") from None
         except UnicodeDecodeError as problem:
             raise DataError(f"{arguments.prompts_file} is not UTF-8 text (byte {problem.start}).") from None
-        prompts += [line for line in lines if line.strip()]
+        prompts += [line.rstrip("\r") for line in lines if line.strip()]
         if not prompts:
             raise DataError(f"{arguments.prompts_file} holds no prompts.")
     return prompts or [""]
@@ -242,12 +250,12 @@ def compare(arguments, sampling: Sampling) -> None:
 
 def interact(model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sampling) -> None:
     """A prompt loop: each line is continued on its own; /name value changes a setting."""
-    import contextlib
+    from tokenizer import TokenizerError
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history; not on Windows)
 
-    settings = [field.name for field in dataclasses.fields(sampling) if field.name != "stop"]
+    settings = [field.name for field in dataclasses.fields(sampling)]
     help_text = f"Type a text to continue. Settings: {', '.join('/' + name for name in settings)} VALUE. /quit ends."
     print(f"{model.checkpoint_path}: {model.num_parameters():,} parameters. {help_text}")
     while True:
@@ -265,7 +273,7 @@ def interact(model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sa
                 stream_one(model, tokenizer, line, sampling)
             except KeyboardInterrupt:  # stops this text, not the program
                 print()
-            except ValueError as problem:  # characters the tokenizer does not know
+            except TokenizerError as problem:  # characters it does not know
                 print(problem)
             sampling = dataclasses.replace(sampling, seed=sampling.seed + 1)  # the same line again: another text
 
@@ -278,13 +286,24 @@ def change_setting(command: str, sampling: Sampling, settings: list[str], help_t
     if not value:
         print(f"{name} is {getattr(sampling, name)}")
         return sampling
+    kind = type(getattr(sampling, name))
     try:
-        changed = dataclasses.replace(sampling, **{name: type(getattr(sampling, name))(value)})
+        converted = (unescape(value),) if name == "stop" else kind(value)
+    except ValueError:
+        print(f"{name} is {value}; a {'whole ' if kind is int else ''}number is needed")
+        return sampling
+    try:
+        changed = dataclasses.replace(sampling, **{name: converted})
     except ValueError as problem:
         print(problem)
         return sampling
     print(f"{name} is now {getattr(changed, name)}")
     return changed
+
+
+def unescape(word: str) -> str:
+    """A stop string as typed: shells pass \\n on as two characters."""
+    return word.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def separate(index: int) -> None:

@@ -285,7 +285,7 @@ class TransformerLanguageModel(nn.Module):
 
     def flops_per_token(self) -> int:
         """Floating-point operations of one token forward and backward (Chowdhery et al. 2022, "PaLM", appendix B):
-        6 per weight of a matrix product, 12 * L * T * C for attention. Looking up an embedding costs none."""
+        6 per parameter, 12 * L * T * C for attention. Looking up an embedding costs none."""
         c = self.config
         looked_up = self.token_embedding.weight.numel() * (0 if c.tie_embeddings else 1)
         if c.position == "learned":
@@ -300,9 +300,19 @@ class TransformerLanguageModel(nn.Module):
     ) -> torch.Tensor:
         """tokens (B, T) -> logits (B, T, V); with `targets` (B, T) -> the mean cross-entropy in nats, a scalar.
 
-        The loss is computed here so that a compiler can fuse it with the head and keep no fp32 logits. Targets equal
-        to IGNORE_INDEX do not count. With a `cache`, `tokens` continue what the cache holds and are added to it.
-        Raises ValueError if the tokens would not fit in max_seq_len.
+        The loss is computed here so that a compiler can fuse it with the head and keep no fp32 logits. Targets equal to
+        IGNORE_INDEX do not count. `cache` and the error raised are those of `hidden`.
+        """
+        logits = self.logits(self.hidden(tokens, cache))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.reshape(-1), ignore_index=IGNORE_INDEX)
+
+    def hidden(self, tokens: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+        """tokens (B, T) -> what the head reads, (B, T, C).
+
+        With a `cache`, `tokens` continue what the cache holds and are added to it. Raises ValueError if they would
+        not fit in max_seq_len.
         """
         T = tokens.size(1)
         held = max(cache.lengths) if cache is not None else 0
@@ -326,18 +336,20 @@ class TransformerLanguageModel(nn.Module):
             x = block(x, positions, cache, layer, mask)
         if cache is not None:
             cache.advance(T)
-        logits = self.head(self.ln_f(x))  # (B, T, V)
+        return self.ln_f(x)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., C) -> (..., V)"""
+        logits = self.head(hidden)
         if self.config.logit_softcap:  # Gemma Team 2024, section 2
             logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.reshape(-1), ignore_index=IGNORE_INDEX)
+        return logits
 
     def load_weights(self, state: dict[str, torch.Tensor]) -> None:
         """Load a state dict under this class's names, or those of the blog's checkpoints.
 
-        An `_orig_mod.` prefix (left by torch.compile) and a stored `causal_mask` are accepted and dropped.
-        Raises ValueError naming every weight that is missing, unknown or of another shape.
+        An `_orig_mod.` prefix (left by torch.compile) and a stored `causal_mask` are accepted and dropped. Raises
+        ValueError naming weights that are missing, unknown or of another shape.
         """
         state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
         state.pop("causal_mask", None)

@@ -36,10 +36,10 @@ class UnknownCharacterError(TokenizerError):
         more = f" and {len(characters) - 5} more" if len(characters) > 5 else ""
         place = f"line {line}, column {column}" if column else f"line {line}"
         noun = "character is" if len(characters) == 1 else "characters are"
+        self.finding = f"{len(characters)} {noun} not in the vocabulary: {named}{more}; the first stands at {place}"
         self.message = (
-            f"{source + ': ' if source else ''}{len(characters)} {noun} not in the vocabulary: {named}{more}; the "
-            f"first stands at {place}. Take it out of the text, or add `--unknown drop` to drop "
-            f"what is unknown."
+            f"{source + ': ' if source else ''}{self.finding}. Take it out of the text, or add `--unknown drop` to "
+            "drop what is unknown."
         )
 
     def __str__(self) -> str:

@@ -77,7 +77,7 @@ def train(config: TrainConfig) -> int:
     run.write_config()
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
     if config.warmup_steps >= run.max_steps:
-        print(f"Note       warmup_steps {config.warmup_steps:,} takes the whole run; the learning rate stays below its peak")
+        print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run")
     report = Report(run.dir, hardware, run.step, run.max_steps, run.elapsed, hardware.units_per_hour(config))
     report.rewind(run.step)
     answers = []

@@ -18,9 +18,10 @@ _STATES_BY_CONTINENT: dict[str, str] = {
         Burundi: Gitega; Cameroon: Yaoundé; Cape Verde: Praia; the Central African Republic: Bangui; Chad: N'Djamena;
         the Comoros: Moroni; the Democratic Republic of the Congo: Kinshasa; Djibouti: Djibouti; Egypt: Cairo;
         Equatorial Guinea: Ciudad de la Paz; Eritrea: Asmara; Eswatini: Mbabane; Ethiopia: Addis Ababa;
-        Gabon: Libreville; the Gambia: Banjul; Ghana: Accra; Guinea: Conakry; Guinea-Bissau: Bissau; Ivory Coast: Yamoussoukro;
-        Kenya: Nairobi; Lesotho: Maseru; Liberia: Monrovia; Libya: Tripoli; Madagascar: Antananarivo; Malawi: Lilongwe;
-        Mali: Bamako; Mauritania: Nouakchott; Mauritius: Port Louis; Morocco: Rabat; Mozambique: Maputo;
+        Gabon: Libreville; the Gambia: Banjul; Ghana: Accra; Guinea: Conakry; Guinea-Bissau: Bissau;
+        Ivory Coast: Yamoussoukro; Kenya: Nairobi; Lesotho: Maseru; Liberia: Monrovia; Libya: Tripoli;
+        Madagascar: Antananarivo; Malawi: Lilongwe; Mali: Bamako; Mauritania: Nouakchott; Mauritius: Port Louis;
+        Morocco: Rabat; Mozambique: Maputo;
         Namibia: Windhoek; Niger: Niamey; Nigeria: Abuja; the Republic of the Congo: Brazzaville; Rwanda: Kigali;
         São Tomé and Príncipe: São Tomé; Senegal: Dakar; Seychelles: Victoria; Sierra Leone: Freetown;
         Somalia: Mogadishu; South Africa: Pretoria; South Sudan: Juba; Sudan: Khartoum; Tanzania: Dodoma; Togo: Lomé;

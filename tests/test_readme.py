@@ -74,7 +74,8 @@ def test_colab_cell_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     drive = tmp_path / "content" / "drive" / "MyDrive"
     drive.mkdir(parents=True)
-    (tmp_path / "content" / "my_text.txt").write_text("".join(f"Line {i} of a text about {i * i}.\n" for i in range(900)))
+    text = "".join(f"Line {i} of a text about {i * i}.\n" for i in range(900))
+    (tmp_path / "content" / "my_text.txt").write_text(text)
     lines = [line.removeprefix("!") for line in commands("python") if line.startswith("!python")]
     assert len(lines) == 3
     for line in lines:

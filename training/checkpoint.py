@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,7 +46,7 @@ class Checkpoint:
             raise CheckpointError(f"{path} does not describe a model: {problem}.") from None
         unknown = [key for key in unknown if key not in CONFIG_EXTRAS]
         if unknown:
-            print(f"Note: {path} has keys this version does not know: {', '.join(unknown)}.")
+            print(f"Note: {path} has keys this version does not know: {', '.join(unknown)}.", file=sys.stderr)
         return config
 
     def load_weights(self, model: TransformerLanguageModel) -> None:
@@ -52,9 +54,9 @@ class Checkpoint:
             if (self.path / "model.safetensors").exists():
                 state = safetensors.torch.load_file(self.path / "model.safetensors", device="cpu")
             else:
-                state = torch.load(self.path / "pytorch_model.bin", map_location="cpu", weights_only=True)
+                state = load_tensors(self.path / "pytorch_model.bin")
             model.load_weights(state)
-        except (ValueError, RuntimeError, safetensors.SafetensorError) as problem:
+        except (ValueError, AttributeError, safetensors.SafetensorError) as problem:
             raise CheckpointError(f"The weights in {self.path} cannot be loaded: {problem}.") from None
 
     def training_state(self) -> dict[str, Any]:
@@ -62,10 +64,23 @@ class Checkpoint:
 
     def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         try:
-            state = torch.load(self.path / "optimizer_state.bin", map_location="cpu", weights_only=True)
-            optimizer.load_state_dict(state)
-        except (ValueError, RuntimeError) as problem:
+            optimizer.load_state_dict(load_tensors(self.path / "optimizer_state.bin"))
+        except (ValueError, KeyError, AttributeError) as problem:
             raise CheckpointError(f"The optimizer state in {self.path} cannot be loaded: {problem}.") from None
+
+
+def load_tensors(path: Path) -> dict[str, Any]:
+    """Read what torch.save wrote, without running code it may hold. Raises ValueError for anything but a dict.
+
+    PyTorch's own message is not passed on: it advises to load the file with the protection off.
+    """
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (EOFError, pickle.UnpicklingError, RuntimeError):
+        raise ValueError(f"{path.name} is cut short or holds something other than tensors") from None
+    if not isinstance(state, dict):
+        raise ValueError(f"{path.name} holds something other than named tensors")
+    return state
 
 
 # What config.json holds besides the ModelConfig: ours, and the blog's.
@@ -218,7 +233,7 @@ def newest_valid(folders: Iterable[Path]) -> Checkpoint | None:
         problems = problems_of(folder)
         if not problems:
             return Checkpoint(folder)
-        print(f"Warning: {describe_damage(folder, problems)} Trying the one before it.")
+        print(f"Warning: {describe_damage(folder, problems)} Trying the one before it.", file=sys.stderr)
     return None
 
 
@@ -235,8 +250,13 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         if checkpoint is None:
             raise CheckpointError(f"The run {path} holds no whole checkpoint.{list_checkpoints()}")
         return checkpoint
-    if not (path / MANIFEST).exists() and (path / "pytorch_model.bin").exists() and (path / "config.json").exists():
-        return Checkpoint(path)
+    if not (path / MANIFEST).exists():
+        if (path / "pytorch_model.bin").exists():
+            if not (path / "config.json").exists():
+                raise CheckpointError(describe_damage(path, ["config.json is missing"]))
+            return Checkpoint(path)
+        if not any((path / name).exists() for name in ("model.safetensors", "config.json")):
+            raise CheckpointError(f"{path} is not a checkpoint or run folder.{list_checkpoints()}")
     problems = problems_of(path)
     if problems:
         raise CheckpointError(describe_damage(path, problems) + list_checkpoints())

@@ -13,7 +13,8 @@ from training.errors import ConfigError
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
     """A question that ends a message: the known name nearest to `name`; empty if none is near."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    known = list(known)
+    near = [word for word in known if word.startswith(name)] or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean {prefix}{near[0]}?" if near else ""
 
 
@@ -44,7 +45,8 @@ class Parser(argparse.ArgumentParser):
         return problems
 
     def error(self, message: str) -> None:
-        raise ConfigError(f"{message.rstrip('.')}. `python {self.prog} --help` lists all flags.")
+        end = "" if message.endswith((".", "?")) else "."
+        raise ConfigError(f"{message}{end} `python {self.prog} --help` lists all flags.")
 
 
 def add_debug(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:

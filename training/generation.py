@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from model import KVCache, TransformerLanguageModel
-from tokenizer import CharacterTokenizer
+from tokenizer import CharacterTokenizer, TokenizerError, UnknownCharacterError
 
 if TYPE_CHECKING:
     from tokenizer_bpe import BPETokenizer
@@ -30,18 +31,20 @@ class Sampling:
     top_p: float = 0.9  # 1: off
     repetition_penalty: float = 1.0  # 1: off
     stop: tuple[str, ...] = ()
-    seed: int = 0
+    seed: int = 1337
 
     def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
         problems = [
             f"{name} is {getattr(self, name)}; {allowed}"
             for name, holds, allowed in (
                 ("max_new_tokens", self.max_new_tokens >= 0, "0 or more is needed"),
-                ("temperature", self.temperature >= 0, "0 (greedy) or more is needed"),
+                ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more is needed"),
                 ("top_k", self.top_k >= 0, "0 (off) or more is needed"),
                 ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 is needed"),
-                ("repetition_penalty", self.repetition_penalty > 0, "more than 0 is needed"),
-                ("seed", 0 <= self.seed < 2**63, "0 or more is needed"),
+                ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0 is needed"),
+                ("seed", self.seed >= 0, "0 or more is needed"),
             )
             if not holds
         ]
@@ -82,9 +85,9 @@ class TextStream:
         # A stop string may begin in text that came before this piece.
         search_from = max(0, len(self.text) - max(map(len, self.stop), default=1) + 1)
         self.text += piece
-        hits = [at for at in (self.text.find(word, search_from) for word in self.stop) if at >= 0]
-        if hits:
-            self.text = self.text[: min(hits)]
+        hits = [(at + len(word), at) for word in self.stop if (at := self.text.find(word, search_from)) >= 0]
+        if hits:  # the one completed first, so that it does not matter how the text is cut into tokens
+            self.text = self.text[: min(hits)[1]]
             self.stopped = True
         end = len(self.text) if final or self.stopped else len(self.text) - self.held_back()
         fresh, self.shown = self.text[self.shown : end], max(end, self.shown)
@@ -124,7 +127,10 @@ def generate(
 
 def prompt_ids(tokenizer: CharacterTokenizer | BPETokenizer, prompt: str) -> list[int]:
     """A model needs something to continue: nothing is read as the beginning of a document."""
-    ids = tokenizer.encode(prompt).tolist()
+    try:
+        ids = tokenizer.encode(prompt).tolist()
+    except UnknownCharacterError as error:
+        raise TokenizerError(f"The prompt {prompt!r} cannot be read: {error.finding}.") from None
     if ids:
         return ids
     return [tokenizer.end_of_text_id] if tokenizer.end_of_text_id is not None else [0]
@@ -144,7 +150,8 @@ def generate_rows(
     counts = [0] * len(rows)
     active = set(range(len(rows)))
     uniforms = torch.stack([draws(sampling, first + i) for i in range(len(rows))]).to(model.device)  # (B, new)
-    forbidden = torch.tensor(tokenizer.unused_ids, dtype=torch.long, device=model.device)
+    unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
+    forbidden = torch.tensor(unused, dtype=torch.long, device=model.device)
 
     cache, logits = read(model, rows, model.config.max_seq_len)
     for t in range(sampling.max_new_tokens):
@@ -163,12 +170,8 @@ def generate_rows(
                 active.remove(i)
         if not active or t + 1 == sampling.max_new_tokens:
             break
-        if max(cache.lengths) < model.config.max_seq_len:
-            logits = model(tokens[:, None], cache=cache)[:, -1].float()  # (B, V)
-        else:
-            # The context is full: read the second half of it again and go on. Sliding by one token instead would
-            # change every position and cost a full pass a token.
-            cache, logits = read(model, rows, max(1, model.config.max_seq_len // 2))
+        make_room(model, cache, rows)
+        logits = model(tokens[:, None], cache=cache)[:, -1].float()  # (B, V)
     for i, stream in enumerate(streams):
         on_text(first + i, stream.finish())
     seed = sampling.seed + first
@@ -186,16 +189,36 @@ def read(model: TransformerLanguageModel, rows: list[list[int]], keep: int) -> t
     lengths = [len(row) for row in rows]
     padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in rows], device=model.device)
     cache = KVCache(model.config, len(rows), model.device, model.token_embedding.weight.dtype)
-    logits = model(padded, cache=cache)  # (B, T, V)
+    hidden = model.hidden(padded, cache)  # (B, T, C)
     cache.truncate(lengths)
     last = torch.tensor(lengths, device=model.device) - 1
-    return cache, logits[torch.arange(len(rows), device=model.device), last].float()
+    # The head on one position a row only: all logits of a long prompt would take more memory than the model.
+    return cache, model.logits(hidden[torch.arange(len(rows), device=model.device), last]).float()
+
+
+def make_room(model: TransformerLanguageModel, cache: KVCache, rows: list[list[int]]) -> None:
+    """Where a row fills the context, read its second half again, all but the last token, which comes next.
+
+    Sliding by one token instead would change every position and cost a full pass a token. Only full rows are read:
+    a row's text must not depend on the rows it is batched with.
+    """
+    full = [i for i, length in enumerate(cache.lengths) if length == model.config.max_seq_len]
+    if not full:
+        return
+    keep = max(1, model.config.max_seq_len // 2)
+    lengths = list(cache.lengths)
+    if keep > 1:
+        fresh, _ = read(model, [rows[i][-keep:-1] for i in full], keep)
+        cache.keys[:, full], cache.values[:, full] = fresh.keys, fresh.values
+    for i in full:
+        lengths[i] = keep - 1
+    cache.truncate(lengths)
 
 
 def draws(sampling: Sampling, index: int) -> torch.Tensor:
     """The random numbers of one prompt, (max_new_tokens,): its own stream, on the CPU, so that neither the batch nor
     the device changes them."""
-    generator = torch.Generator().manual_seed(sampling.seed + index)
+    generator = torch.Generator().manual_seed((sampling.seed + index) % 2**63)
     return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
 
 
@@ -214,7 +237,8 @@ def choose(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> 
     """
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    values, order = (logits.double() / sampling.temperature).sort(dim=-1, descending=True, stable=True)
+    values, order = logits.double().sort(dim=-1, descending=True, stable=True)
+    values = (values - values[:, :1]) / sampling.temperature  # at most 0, so that no temperature overflows to inf - inf
     if sampling.top_k:
         values[:, sampling.top_k :] = -torch.inf
     probabilities = values.softmax(dim=-1)

@@ -1,0 +1,525 @@
+"""Checkpoints are whole or absent: whatever the disk does, what can be loaded is what was saved."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model import ModelConfig, TransformerLanguageModel
+from tokenizer import CharacterTokenizer
+from training import checkpoint, files
+from training.checkpoint import (
+    newest_run,
+    newest_valid,
+    open_checkpoint,
+    problems_of,
+    prune,
+    restore_interrupted,
+    save_checkpoint,
+    step_folders,
+)
+from training.errors import CheckpointError
+
+ROOT = Path(__file__).parents[1]
+CONTRACT = {
+    "model.safetensors", "config.json", "tokenizer.json", "optimizer_state.bin", "training_state.json", "manifest.json",
+}  # fmt: skip
+HASHED = sorted(CONTRACT - {"manifest.json"})
+
+
+class Killed(BaseException):
+    """The process is gone: nothing of ours catches this, no clean-up of ours runs because of it."""
+
+
+def trained(seed: int = 0, steps: int = 1, **options: Any) -> tuple[TransformerLanguageModel, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    shape = {"embed_dim": 16, "num_heads": 2, "num_layers": 1, "max_seq_len": 8}
+    model = TransformerLanguageModel(ModelConfig(vocab_size=13, **shape, **options))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    take_steps(model, optimizer, steps)
+    return model, optimizer
+
+
+def take_steps(model: TransformerLanguageModel, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    tokens = torch.arange(16).view(2, 8) % 13
+    for _ in range(steps):
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture
+def save(tmp_path: Path) -> Callable[..., Path]:
+    """`save(folder, seed=...)` saves a model of its own there, below tmp_path."""
+    tokenizer = tmp_path / "tokenizer.json"
+    CharacterTokenizer.from_characters("abcdefghijklm").save(tokenizer)
+
+    def write(name: str, seed: int = 0) -> Path:
+        model, optimizer = trained(seed)
+        folder = tmp_path / name
+        save_checkpoint(folder, model, optimizer, tokenizer, "character", {"step": seed})
+        return folder
+
+    return write
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def reseal(folder: Path) -> None:
+    """Make the manifest agree with the files that are there, as someone who tampers with them would."""
+    entries = {
+        path.name: {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in folder.iterdir()
+        if path.name != "manifest.json"
+    }
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps({**manifest, "files": entries}))
+
+
+def test_weights_and_optimizer_come_back_bit_for_bit(tmp_path: Path, save: Callable[..., Path]) -> None:
+    for tied in (False, True):
+        model, optimizer = trained(steps=3, tie_embeddings=tied, position="rope" if tied else "learned")
+        folder = tmp_path / f"tied_{tied}"
+        save("any")  # for its tokenizer
+        save_checkpoint(folder, model, optimizer, tmp_path / "tokenizer.json", "character", {"step": 3, "x": [1.5]})
+
+        loaded = open_checkpoint(folder)
+        assert loaded.model_config() == model.config
+        assert loaded.training_state() == {"step": 3, "x": [1.5]}
+        other, other_optimizer = trained(seed=9, tie_embeddings=tied, position=model.config.position)
+        loaded.load_weights(other)
+        loaded.load_optimizer(other_optimizer)
+        assert (other.head.weight is other.token_embedding.weight) is tied
+        # The next steps agree only if the moments and the step counts came back as well.
+        for steps in (0, 2):
+            take_steps(model, optimizer, steps)
+            take_steps(other, other_optimizer, steps)
+            for name, tensor in model.state_dict().items():
+                assert torch.equal(tensor, other.state_dict()[name]), name
+        for ours, theirs in zip(optimizer.state.values(), other_optimizer.state.values(), strict=True):
+            assert all(torch.equal(ours[key], theirs[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_the_folder_holds_the_contracts_files_and_the_manifest_describes_them(save: Callable[..., Path]) -> None:
+    folder = save("c")
+    assert {path.name for path in folder.iterdir()} == CONTRACT
+    entries = json.loads((folder / "manifest.json").read_text())["files"]
+    assert sorted(entries) == HASHED
+    for name, entry in entries.items():
+        data = (folder / name).read_bytes()
+        assert entry == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    described = json.loads((folder / "config.json").read_text())
+    assert (described["tokenizer_type"], described["vocab_size"]) == ("character", 13)
+    assert described["total_parameters"] == trained()[0].num_parameters()
+    assert problems_of(folder) == []
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, cut, flip], ids=["missing", "truncated", "altered"])
+@pytest.mark.parametrize("name", sorted(CONTRACT))
+def test_damage_to_any_file_is_found_and_named(name: str, damage: Callable, save: Callable[..., Path]) -> None:
+    folder = save("c")
+    if name == "manifest.json" and damage is flip:
+        manifest = (folder / name).read_text()
+        (folder / name).write_text(manifest.replace('"sha256": "', '"sha256": "0', 1))  # still JSON, one hash wrong
+        name = ""
+    else:
+        damage(folder / name)
+        if name == "manifest.json" and damage is cut:  # a final newline is no loss
+            cut(folder / name)
+    assert any(name in problem for problem in problems_of(folder))
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(folder)
+    message = str(caught.value)
+    assert caught.value.exit_code == 4
+    assert name in message and str(folder) in message
+    assert all(path.name in message for path in folder.iterdir())  # what is there instead
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    ['{"files": [1]}', "{}", "[]", '{"files": {"model.safetensors": 3}}', '{"files": {}}', "\x00" * 9, "", "\xe9"],
+    ids=["list", "empty", "no object", "no entries", "no files", "zeros", "nothing", "not UTF-8"],
+)
+def test_a_manifest_that_vouches_for_nothing_is_a_problem_not_a_crash(
+    manifest: str, save: Callable[..., Path]
+) -> None:
+    folder = save("c")
+    (folder / "manifest.json").write_text(manifest, encoding="latin-1")
+    assert problems_of(folder)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", HASHED)
+def test_a_file_that_the_manifest_does_not_list_is_not_vouched_for(name: str, save: Callable[..., Path]) -> None:
+    """Dropped from the list, a file could be anything: the weights of another run, say."""
+    folder = save("c")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"][name]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert any(name in problem for problem in problems_of(folder))
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/hostname", "a/b", ".."])
+def test_a_manifest_cannot_point_outside_its_folder(name: str, save: Callable[..., Path]) -> None:
+    folder = save("c")
+    (folder.parent / "x").write_bytes(b"")
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"][name] = {"size": 0, "sha256": hashlib.sha256(b"").hexdigest()}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert any(name in problem for problem in problems_of(folder))
+
+
+def test_a_checkpoint_is_replaced_by_the_new_one_and_nothing_is_left_over(save: Callable[..., Path]) -> None:
+    folder = save("runs/a/best", seed=1)
+    before = contents(folder)
+    save("runs/a/best", seed=2)
+    assert open_checkpoint(folder).training_state() == {"step": 2}
+    assert contents(folder)["model.safetensors"] != before["model.safetensors"]
+    assert os.listdir(folder.parent) == ["best"]
+
+
+@pytest.mark.parametrize(("renames", "left"), [(0, 1), (1, 1), (2, 2)])
+def test_a_kill_at_either_rename_leaves_one_whole_checkpoint(
+    renames: int, left: int, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`left` is the step of the checkpoint that is there when the process comes back."""
+    folder = save("run/best", seed=1)
+    replace, done = os.replace, []
+
+    def dying_replace(source: Path, target: Path) -> None:
+        if Path(target).parent == folder.parent:
+            if len(done) == renames:
+                raise Killed
+            done.append(target)
+        replace(source, target)
+
+    def dying_sync(path: Path) -> None:
+        if len(done) == renames == 2:  # both renames done, the old folder not yet removed
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", dying_replace)
+        patch.setattr(checkpoint, "sync_directory", dying_sync)
+        with pytest.raises(Killed):
+            save("run/best", seed=2)
+    assert len(done) == renames
+    assert os.listdir(folder.parent) != ["best"]  # there is something to clean up
+    restore_interrupted(folder.parent)
+    assert os.listdir(folder.parent) == ["best"]
+    assert open_checkpoint(folder).training_state() == {"step": left}
+
+
+def test_a_rename_that_fails_puts_the_old_checkpoint_back(
+    save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No new start is needed for it: generate.py may look for best/ at any time."""
+    folder = save("run/best", seed=1)
+    before = contents(folder)
+    replace = os.replace
+
+    def failing(source: Path, target: Path) -> None:
+        if Path(source).name.startswith(".tmp-"):
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", failing)
+        with pytest.raises(CheckpointError, match="Input/output error"):
+            save("run/best", seed=2)
+    assert contents(folder) == before
+    assert os.listdir(folder.parent) == ["best"]
+
+
+class SmallDisk:
+    """`open` on a disk with room for `free` bytes: the write that crosses it stores what fits and fails."""
+
+    def __init__(self, free: int):
+        self.free = free
+        self.written = 0
+
+    def open(self, path: str | Path, mode: str = "r", *args: Any, **options: Any) -> Any:
+        file = open(path, mode, *args, **options)  # noqa: SIM115
+        return LimitedFile(file, self) if "w" in mode else file
+
+
+class LimitedFile:
+    def __init__(self, file: Any, disk: SmallDisk):
+        self.file, self.disk = file, disk
+
+    def write(self, data: bytes) -> int:
+        size = len(memoryview(data).cast("B"))
+        self.disk.written += size
+        if self.disk.written > self.disk.free:
+            self.file.write(bytes(memoryview(data).cast("B")[: size // 2]))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return self.file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def __enter__(self) -> LimitedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+
+@contextlib.contextmanager
+def disk_of(free: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]:
+    disk = SmallDisk(free)
+    with monkeypatch.context() as patch:
+        for module in (checkpoint, files):
+            patch.setattr(module, "open", disk.open, raising=False)
+        yield disk
+
+
+def test_a_full_disk_at_any_write_leaves_the_checkpoints_as_they_were(
+    save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disk_of(10**9, monkeypatch) as disk:
+        save("run/checkpoints/step_00000001", seed=1)
+        best = save("run/best", seed=1)
+    needed = disk.written // 2
+    assert needed > 10_000  # the disk saw the weights and the moments
+    run = best.parent
+    before = contents(run)
+    for free in [*range(0, needed, needed // 14), needed - 1]:
+        for target in ("run/best", "run/checkpoints/step_00000002"):
+            with disk_of(free, monkeypatch), pytest.raises(CheckpointError, match="No space left") as caught:
+                save(target, seed=2)
+            assert caught.value.exit_code == 4
+            assert contents(run) == before, f"{free} bytes free"
+            assert sorted(os.listdir(run / "checkpoints")) == ["step_00000001"]
+    assert problems_of(best) == []
+
+
+@pytest.mark.parametrize("name", HASHED)
+def test_a_disk_that_gives_back_other_bytes_is_found_out(
+    name: str, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save("run/best", seed=1)
+    before = contents(folder)
+    fsync = os.fsync
+
+    def failing_disk(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+        if name in path.name:
+            flip(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing_disk)
+        with pytest.raises(CheckpointError, match=name):
+            save("run/best", seed=2)
+    assert contents(folder) == before
+    assert os.listdir(folder.parent) == ["best"]
+
+
+def test_prune_keeps_the_two_newest_steps_and_touches_nothing_else(tmp_path: Path) -> None:
+    steps = [f"step_{step:08d}" for step in (5, 10, 99, 100)]
+    for name in [*steps, "damaged_step_00000007", "best", ".tmp-step_00000101"]:
+        (tmp_path / name).mkdir()
+    prune(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted([*steps[2:], "damaged_step_00000007", "best", ".tmp-step_00000101"])
+
+
+@pytest.mark.parametrize("broken", ["model.safetensors", "manifest.json"])
+def test_the_newest_whole_checkpoint_is_found_and_the_damage_told(
+    broken: str, save: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    good, bad = save("run/checkpoints/step_00000009"), save("run/checkpoints/step_00000010")
+    (bad / broken).write_bytes((bad / broken).read_bytes()[:50])
+    found = newest_valid(step_folders(bad.parent))
+    assert found is not None and found.path == good
+    told = capsys.readouterr().out
+    assert str(bad) in told and broken in told and "optimizer_state.bin" in told
+    assert open_checkpoint(bad.parents[1]).path == good  # a run folder stands for its newest whole checkpoint
+    shutil.rmtree(good)
+    assert newest_valid(step_folders(bad.parent)) is None
+    with pytest.raises(CheckpointError, match="no whole checkpoint"):
+        open_checkpoint(bad.parents[1])
+
+
+def test_newest_run_is_the_one_written_last(save: Callable[..., Path], tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"train_colab_mmap\.py") as caught:
+        newest_run(tmp_path / "runs")
+    assert caught.value.exit_code == 4
+    older, newer = save("runs/b/checkpoints/step_00000900"), save("runs/a/checkpoints/step_00000003")
+    os.utime(older / "manifest.json", (1_000, 1_000))
+    os.utime(newer / "manifest.json", (2_000, 2_000))
+    assert newest_run(tmp_path / "runs") == tmp_path / "runs" / "a"
+    os.utime(older / "manifest.json", (3_000, 3_000))
+    assert newest_run(tmp_path / "runs") == tmp_path / "runs" / "b"
+
+
+def test_a_path_without_a_checkpoint_is_refused_with_its_name(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(CheckpointError, match=str(path)):
+            open_checkpoint(path)
+
+
+def test_a_mirror_is_a_verified_copy_that_replaces_the_one_before(save: Callable[..., Path], tmp_path: Path) -> None:
+    folder, target = save("best", seed=1), tmp_path / "drive" / "run" / "best"
+    for seed in (1, 2):
+        folder = save("best", seed=seed)
+        assert checkpoint.mirror(folder, target) is None
+        assert contents(target) == contents(folder)
+        assert os.listdir(target.parent) == ["best"]
+
+
+@pytest.mark.parametrize("cause", ["file in the way", "read-only", "altered on the way", "manifest cut on the way"])
+def test_a_mirror_that_fails_gives_a_reason_and_keeps_the_copy_it_had(
+    cause: str, save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "drive" / "best"
+    if cause == "file in the way":
+        target.parent.write_text("a file, not a folder")
+    else:
+        assert checkpoint.mirror(save("best", seed=1), target) is None
+    before = contents(target) if target.exists() else {}
+    folder = save("best", seed=2)
+    copyfile = shutil.copyfile
+
+    def copy(source: Path, copied: Path) -> None:
+        if cause == "read-only":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(copied))
+        copyfile(source, copied)
+        if cause == "altered on the way" and source.name == "model.safetensors":
+            flip(copied)
+        if cause == "manifest cut on the way" and source.name == "manifest.json":
+            copied.write_bytes(copied.read_bytes()[:40])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", copy)
+        reason = checkpoint.mirror(folder, target)
+    assert reason
+    assert (contents(target) if target.exists() else {}) == before
+    assert sorted(os.listdir(tmp_path)) == ["best", "drive", "tokenizer.json"]
+    assert target.parent.is_file() or os.listdir(target.parent) == ["best"]
+
+
+def test_no_source_loads_a_pickle_it_does_not_trust() -> None:
+    """torch.load runs code that is in the file unless weights_only=True; np.load with allow_pickle likewise."""
+    sources = [*ROOT.glob("*.py"), *(ROOT / "training").glob("*.py"), *(ROOT / "tools").glob("*.py")]
+    found = 0
+    for source in sources:
+        for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [getattr(node, "module", None), *(alias.name for alias in node.names)]
+                assert not {"dill", "joblib", "shelve"} & set(names), source
+            if not isinstance(node, ast.Call):
+                continue
+            called, keywords = ast.unparse(node.func), {k.arg: ast.unparse(k.value) for k in node.keywords}
+            if called == "torch.load":
+                found += 1
+                assert keywords.get("weights_only") == "True", f"{source}:{node.lineno}"
+            assert keywords.get("allow_pickle", "False") == "False", f"{source}:{node.lineno}"
+            assert called not in ("pickle.load", "pickle.loads"), f"{source}:{node.lineno}"
+    assert found
+
+
+class Bomb:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_a_pickle_that_would_run_code_is_refused_without_running_it(save: Callable[..., Path], tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    folder = save("c")
+    torch.save(Bomb(marker), folder / "optimizer_state.bin")
+    reseal(folder)
+    model, optimizer = trained()
+    with pytest.raises(CheckpointError, match="optimizer state") as caught:
+        open_checkpoint(folder).load_optimizer(optimizer)
+    assert caught.value.exit_code == 4
+
+    blog = tmp_path / "blog"
+    blog.mkdir()
+    shutil.copy(folder / "config.json", blog)
+    torch.save({"token_embedding.weight": Bomb(marker)}, blog / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match="weights"):
+        open_checkpoint(blog).load_weights(model)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"not a pickle", {"state": {}}, [1, 2], "cut"], ids=["empty", "text", "half", "list", "cut"]
+)
+def test_state_files_of_any_other_content_are_refused_with_a_message(
+    content: Any, save: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The manifest may agree with them: a converter wrote them so. It is a user's matter all the same."""
+    folder = save("c")
+    blog = tmp_path / "blog"
+    blog.mkdir()
+    shutil.copy(folder / "config.json", blog)
+    for path in (folder / "optimizer_state.bin", blog / "pytorch_model.bin"):
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif content == "cut":
+            path.write_bytes((folder / "optimizer_state.bin").read_bytes()[:500])
+        else:
+            torch.save(content, path)
+    reseal(folder)
+    model, optimizer = trained()
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        open_checkpoint(folder).load_optimizer(optimizer)
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        open_checkpoint(blog).load_weights(model)
+
+
+def test_the_blogs_checkpoint_form_loads(tmp_path: Path) -> None:
+    model, _ = trained(seed=3)
+    blog = tmp_path / "blog"
+    blog.mkdir()
+    described = {**model.config.to_dict(), "model_type": "transformer", "total_parameters": 1}
+    (blog / "config.json").write_text(json.dumps(described))
+    state = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    torch.save({**state, "causal_mask": torch.ones(8, 8)}, blog / "pytorch_model.bin")
+    other, _ = trained(seed=4)
+    open_checkpoint(blog).load_weights(other)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_unknown_keys_are_told_and_a_config_that_is_none_is_refused(
+    save: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = save("c")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "experts": 8}))
+    assert checkpoint.Checkpoint(folder).model_config() == trained()[0].config
+    told = capsys.readouterr().out
+    assert "experts" in told and "tokenizer_type" not in told
+    for broken in ({**described, "vocab_size": None}, {"embed_dim": 4}, {**described, "num_heads": 3}):
+        (folder / "config.json").write_text(json.dumps(broken))
+        with pytest.raises(CheckpointError, match=r"config\.json"):
+            checkpoint.Checkpoint(folder).model_config()

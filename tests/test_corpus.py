@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import tracemalloc
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tokenizer_bpe import BPETokenizer
+from training import corpus
+from training.corpus import cut_point, find_sources, read_pieces, split_documents, unpacked_bytes
+from training.errors import DataError
+
+SEPARATOR = "<|endoftext|>"
+
+
+def documents(*inputs: str | Path, **options: str) -> list[str]:
+    """The whole documents, their pieces joined."""
+    result, parts = [], []
+    for piece in read_pieces(find_sources([str(path) for path in inputs]), **options):
+        parts.append(piece.text)
+        if piece.ends_document:
+            result.append("".join(parts))
+            parts = []
+    assert not parts, "the last piece has to end its document"
+    return result
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = text.encode()
+    path.write_bytes(gzip.compress(content) if path.suffix.lower() == ".gz" else content)
+    return path
+
+
+def split_by_lines(text: str, separator: str) -> list[str]:
+    """The definition, line by line: what stands between lines that are the separator."""
+    parts = [""]
+    for line in text.split("\n"):
+        if line.removesuffix("\r") == separator:
+            parts.append("")
+        else:
+            parts[-1] += line + "\n"
+    if text.split("\n")[-1].removesuffix("\r") != separator:
+        parts[-1] = parts[-1][:-1]  # no newline ended the last line
+    return [part for part in parts if part]
+
+
+text_with_separators = st.lists(st.sampled_from(["a", "bc d", "\n", "\r", " ", "|", "#", "##", "\n##\n", "é"])).map(
+    "".join
+)
+
+
+@given(text_with_separators, st.integers(1, 5), st.sampled_from(["##", "", "#"]))
+@settings(max_examples=500)
+def test_documents_are_what_stands_between_separator_lines(text: str, block: int, separator: str) -> None:
+    pieces = split_documents((text[i : i + block] for i in range(0, len(text), block)), separator)
+    assert [piece for piece, _, _ in pieces] == split_by_lines(text, separator)
+
+
+@given(text_with_separators, st.integers(1, 5), st.sampled_from(["##", ""]), st.integers(3, 9))
+@settings(max_examples=500)
+def test_long_documents_come_in_pieces(text: str, block: int, separator: str, size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "PIECE_CHARACTERS", size)
+        patch.setattr(corpus, "LONGEST_PIECE", 2 * size)
+        pieces = list(split_documents((text[i : i + block] for i in range(0, len(text), block)), separator))
+    joined = [""]
+    for piece, ends_document, _ in pieces:
+        joined[-1] += piece
+        joined += [""] if ends_document else []
+    assert joined == [*split_by_lines(text, separator), ""]
+    assert max((len(piece) for piece, _, _ in pieces), default=0) <= 2 * size + block + len(separator) + 2
+
+
+BPE = BPETokenizer.train(
+    ["it's a test  of\n\nwords 12 345 -- don't, we'll; they're\t\tés  日本 \n x"] * 5, vocab_size=320
+)
+
+
+@given(st.text(st.sampled_from(" \n\t\r\u00a0\u3000\x1c'sdlt019.,aéл日") | st.characters(codec="utf-8")), st.data())
+@settings(max_examples=500)
+def test_a_cut_changes_no_token(text: str, data: st.DataObject) -> None:
+    cut = cut_point(text, data.draw(st.integers(0, max(len(text) - 1, 0))))
+    pieces = [text[:cut], text[cut:]]
+    assert [i for piece in pieces for i in BPE.encode(piece).tolist()] == BPE.encode(text).tolist()
+
+
+def test_a_cut_is_found_far_back() -> None:
+    text = "word " + "x" * 100_000
+    assert cut_point(text, len(text) - 1) == 4
+    assert cut_point("x" * 100_000, 99_999) == 0
+    assert cut_point("\n" * 100_000 + "x", 100_000) == 0
+
+
+def test_text_comes_as_it_stands_in_the_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "a.txt", f"\ufeffone\r\ntwo\n{SEPARATOR}\r\n three{SEPARATOR}\n{SEPARATOR} \n\n{SEPARATOR}\nend"
+    )
+    assert documents(path) == ["one\r\ntwo\n", f" three{SEPARATOR}\n{SEPARATOR} \n\n", "end"]
+
+
+def test_blank_lines_can_separate(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "\n\none\nline\n\n\ntwo\r\n\r\nthree\n\n")
+    assert documents(path, separator="") == ["one\nline\n", "two\r\n", "three\n"]
+
+
+def test_a_document_ends_with_its_file(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "one")
+    write(tmp_path / "b.txt", "two\n")
+    assert documents(tmp_path) == ["one", "two\n"]
+
+
+def test_every_form_of_file_is_read(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md", "c.txt.gz", "d.MD.GZ", "sub/e.txt"):
+        write(tmp_path / name, name)
+    for name in ("f.jsonl", "g.jsonl.gz"):
+        write(tmp_path / name, json.dumps({"text": name}) + "\n\n" + json.dumps({"text": "é\n"}))
+    for name in ("skipped.csv", ".hidden.txt", ".git/h.txt"):
+        write(tmp_path / name, "not me")
+    expected = ["a.txt", "b.md", "c.txt.gz"]
+    assert documents(tmp_path)[:3] == expected
+    assert sorted(documents(tmp_path)) == sorted(
+        [*expected, "d.MD.GZ", "sub/e.txt", "f.jsonl", "é\n", "g.jsonl.gz", "é\n"]
+    )
+    assert documents(f"{tmp_path}/*.txt*") == ["a.txt", "c.txt.gz"]
+    assert documents(f"{tmp_path}/**/*.txt") == ["a.txt", "sub/e.txt"]
+    assert documents(tmp_path / "skipped.csv") == ["not me"]
+
+
+def test_a_file_given_twice_is_read_once(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "one")
+    assert documents(path, tmp_path, f"{tmp_path}/*") == ["one"]
+
+
+def test_names_do_not_tell_where_the_files_stand(tmp_path: Path) -> None:
+    write(tmp_path / "sub" / "a.txt", "one")
+    assert [source.name for source in find_sources([str(tmp_path)])] == ["sub/a.txt"]
+    assert [source.name for source in find_sources([str(tmp_path / "sub" / "a.txt")])] == ["a.txt"]
+
+
+def test_a_file_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
+    assert documents(write(tmp_path / "a[1].txt", "one")) == ["one"]
+
+
+def test_unpacked_bytes_and_progress_agree(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt.gz", "é" * 1000)
+    write(tmp_path / "b.jsonl", '{"text": "x"}\n\n')
+    read: list[int] = []
+    assert len(list(read_pieces(find_sources([str(tmp_path)]), on_read=read.append))) == 2
+    assert sum(read) == unpacked_bytes(find_sources([str(tmp_path)])) == 2015
+
+
+def test_pieces_know_their_line(tmp_path: Path) -> None:
+    words = "some words\n" * 60_000
+    path = write(tmp_path / "a.txt", f"one\n{SEPARATOR}\n{SEPARATOR}\nfour\n{words}{SEPARATOR}\nlast")
+    lines = [piece.line for piece in read_pieces(find_sources([str(path)]))]
+    assert len(lines) > 3
+    assert (lines[:2], lines[-1]) == ([1, 4], 60_006)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("nowhere.txt", "There is no file or folder"),
+        ("*.txt", "No file matches"),
+        ("", r"no file whose name ends in \.txt"),
+    ],
+)
+def test_an_input_that_is_not_there_is_an_error(tmp_path: Path, name: str, complaint: str) -> None:
+    with pytest.raises(DataError, match=complaint):
+        find_sources([str(tmp_path / name)])
+
+
+@pytest.mark.parametrize("position", [0, 3, corpus.BLOCK_BYTES - 1, corpus.BLOCK_BYTES, 3 * corpus.BLOCK_BYTES + 7])
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_bytes_that_are_not_utf8_are_located(tmp_path: Path, name: str, position: int) -> None:
+    content = b"x" * position + b"\xe9 caf\xe9"
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(DataError, match=rf"{name} is not UTF-8 text: .* at byte {position}\b.*iconv"):
+        documents(tmp_path)
+
+
+@pytest.mark.parametrize("position", [0, 5, corpus.BLOCK_BYTES - 2, corpus.BLOCK_BYTES - 1, corpus.BLOCK_BYTES])
+def test_a_character_cut_off_by_the_end_is_located(tmp_path: Path, position: int) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * position + "€".encode()[:2])
+    with pytest.raises(DataError, match=rf"at byte {position} "):
+        documents(tmp_path)
+
+
+def test_utf16_is_recognised(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
+    with pytest.raises(DataError, match="iconv -f UTF-16"):
+        documents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b'{"text": }', r"a\.jsonl, line 3, column 10: not valid JSON"),
+        (b"[1]", "line 3: a JSON list"),
+        (b'{"content": "x"}', "line 3 has no key \"text\"; it has 'content'.*--text_key"),
+        (b'{"text": 5}', 'line 3: "text" is not a string'),
+        (b'{"text": "\xff"}', "not UTF-8 text: .* at byte 28 "),
+    ],
+)
+def test_a_bad_line_of_jsonl_is_located(tmp_path: Path, line: bytes, complaint: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    with pytest.raises(DataError, match=complaint):
+        documents(tmp_path)
+
+
+def test_another_key_of_jsonl(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"body": "one", "text": "no"}\n{"body": "\\ud800", "n": 1}')
+    assert documents(path, text_key="body") == ["one", "\ufffd"]
+
+
+def test_a_long_text_of_jsonl_comes_in_pieces(tmp_path: Path) -> None:
+    text = " ".join(random.Random(0).choices(["some", "words", "x" * 50], k=200_000))
+    path = write(tmp_path / "a.jsonl", json.dumps({"text": text}) + "\n" + json.dumps({"text": "y" * 3_000_000}))
+    assert documents(path) == [text, "y" * 3_000_000]
+    assert max(len(piece.text) for piece in read_pieces(find_sources([str(path)]))) <= corpus.LONGEST_PIECE
+
+
+def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt.gz", "text " * 1000)
+    whole = path.read_bytes()
+    for content in (whole[:-20], b"not gzip", whole[:30] + b"\0\0\0\0" + whole[34:]):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"a\.txt\.gz is not a whole gzip file"):
+            unpacked_bytes(find_sources([str(path)]))
+
+
+def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt", "text")
+    sources = find_sources([str(path)])
+    write(path, "other text")
+    with pytest.raises(DataError, match="changed while it was read"):
+        list(read_pieces(sources))
+
+
+@pytest.mark.parametrize("unit", ["words and lines\n", "x", " ", "\n"])
+def test_memory_does_not_grow_with_the_document(unit: str) -> None:
+    def blocks(count: int) -> Iterator[str]:
+        return ((unit * corpus.BLOCK_BYTES)[: corpus.BLOCK_BYTES] for _ in range(count))
+
+    def peak(pieces: Iterable[tuple[str, bool, int]]) -> int:
+        tracemalloc.start()
+        for _ in pieces:
+            pass
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return peak
+
+    small, large = (peak(split_documents(blocks(count), SEPARATOR)) for count in (8, 64))
+    assert large < 1.2 * small + 1e6

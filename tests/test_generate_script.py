@@ -1,0 +1,613 @@
+"""generate.py as its users meet it: flags, output, settings, and one clear message for each mistake."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import generate as script
+from model import ModelConfig, TransformerLanguageModel
+from tokenizer import CharacterTokenizer
+from tokenizer_bpe import BPETokenizer
+from training.checkpoint import save_checkpoint
+from training.errors import CheckpointError, ConfigError
+
+ROOT = Path(__file__).parents[1]
+ALPHABET = "\n abcdefgh?"
+SHORT = ("--max_new_tokens", "12")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Models this small lose time to threads waiting for each other, a lot of it on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def empty_folder_without_gpu(tmp_path, monkeypatch):
+    """The script's defaults look at the current folder and at the machine: here, an empty one without a GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def random_model(vocab_size: int, seed: int = 0) -> TransformerLanguageModel:
+    torch.manual_seed(seed)
+    model = TransformerLanguageModel(ModelConfig(vocab_size, 16, 2, 1, max_seq_len=32))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.4)
+    return model
+
+
+@pytest.fixture(scope="module")
+def make_checkpoint(tmp_path_factory) -> Callable[..., Path]:
+    """`make_checkpoint(folder, kind, seed=...)` saves a checkpoint of a tiny random model."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    tokenizers = {
+        "character": CharacterTokenizer.from_characters(ALPHABET),
+        "bpe": BPETokenizer.train(["the cat and the dog"] * 4, vocab_size=265),
+        "control": CharacterTokenizer.from_characters("\x07\x1b\x9b\x7f[ab"),
+    }
+    for kind, tokenizer in tokenizers.items():
+        tokenizer.save(folder / kind)
+
+    def save(path: Path, kind: str = "character", seed: int = 0) -> Path:
+        model = random_model(tokenizers[kind].vocab_size, seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        save_checkpoint(path, model, optimizer, folder / kind, tokenizers[kind].kind, {"step": 1})
+        return path
+
+    return save
+
+
+@pytest.fixture
+def checkpoint(make_checkpoint, tmp_path) -> Path:
+    return make_checkpoint(tmp_path / "elsewhere" / "step_00000001")
+
+
+@pytest.fixture
+def run(capsys) -> Callable[..., tuple[int, str, str]]:
+    """Call the script in this process. Returns its exit code, stdout and stderr; an escaping exception fails."""
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = script.main([str(word) for word in argv])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def fails(run) -> Callable[..., str]:
+    """Call the script with a mistake; returns its one message after checking the exit code."""
+
+    def call(expected_code: int, *argv: object) -> str:
+        code, _, err = run(*argv)
+        assert code == expected_code, err
+        assert err.startswith("error: ") and "Traceback" not in err
+        assert err.count("error:") == 1
+        return err
+
+    return call
+
+
+@pytest.fixture
+def rows(run) -> Callable[..., list[dict]]:
+    """Call the script with --json; every line it prints has to be an object."""
+
+    def call(*argv: object) -> list[dict]:
+        code, out, err = run("--json", *argv)
+        assert code == 0, err
+        return [json.loads(line) for line in out.splitlines()]
+
+    return call
+
+
+# Which checkpoint
+
+
+def test_the_newest_run_is_the_default(make_checkpoint, rows, tmp_path):
+    """The run saved to last, at its highest step; names and folder times do not matter."""
+    saved = [make_checkpoint(tmp_path / "runs" / name) for name in (
+        "zebra/checkpoints/step_00000900", "apple/checkpoints/step_00000010", "apple/checkpoints/step_00000020",
+    )]  # fmt: skip
+    for seconds, path in enumerate(saved):
+        os.utime(path / "manifest.json", (1e9 + seconds, 1e9 + seconds))
+    assert rows(*SHORT)[0]["checkpoint"] == "runs/apple/checkpoints/step_00000020"
+    os.utime(saved[0] / "manifest.json", (2e9, 2e9))
+    assert rows(*SHORT)[0]["checkpoint"] == "runs/zebra/checkpoints/step_00000900"
+
+
+@pytest.mark.parametrize("kind", ["character", "bpe"])
+def test_a_run_folder_and_a_checkpoint_folder_of_either_tokenizer(make_checkpoint, run, tmp_path, kind):
+    make_checkpoint(tmp_path / "my_run/checkpoints/step_00000002", kind, seed=2)
+    make_checkpoint(tmp_path / "my_run/checkpoints/step_00000001", kind, seed=1)
+    make_checkpoint(tmp_path / "my_run/best", kind, seed=1)
+    flags = ("--prompt", "bad", *SHORT)
+    code, newest, err = run("--checkpoint", "my_run", *flags)
+    assert (code, err) == (0, "")
+    assert newest.startswith("bad") and len(newest) > len("bad\n")
+    older = run("--checkpoint", "my_run/checkpoints/step_00000001", *flags)[1]
+    assert run("--checkpoint", "my_run/checkpoints/step_00000002", *flags)[1] == newest != older
+    assert run("--checkpoint", tmp_path / "my_run/best/", *flags)[1] == older
+
+
+@pytest.fixture
+def blog_checkpoint(tmp_path) -> Path:
+    """A folder as the blog's trainer left it: compiled names, a stored mask, its own config keys, no manifest."""
+    folder = tmp_path / "blog_model"
+    folder.mkdir()
+    tokenizer = CharacterTokenizer.from_characters(ALPHABET)
+    model = random_model(tokenizer.vocab_size)
+    state = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    state["_orig_mod.causal_mask"] = torch.ones(32, 32).triu(1).bool()
+    torch.save(state, folder / "pytorch_model.bin")
+    config = {
+        "vocab_size": tokenizer.vocab_size,
+        "embed_dim": 16,
+        "num_heads": 2,
+        "num_layers": 1,
+        "ff_dim": 64,
+        "max_seq_len": 32,
+        "dropout": 0.1,
+        "model_type": "gpt2_small",
+        "architecture": "TransformerLanguageModel",
+        "total_parameters": model.num_parameters(),
+        "tokenizer_type": "character",
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    characters = sorted(ALPHABET)
+    content = {
+        "type": "character",
+        "vocab_size": len(characters),
+        "char_to_idx": {character: i for i, character in enumerate(characters)},
+        "idx_to_char": {str(i): character for i, character in enumerate(characters)},
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_the_blogs_checkpoints_load(blog_checkpoint, checkpoint, run):
+    flags = ("--prompt", "bad", *SHORT)
+    code, out, err = run("--checkpoint", blog_checkpoint, *flags)
+    assert (code, err) == (0, "")
+    assert "know" not in out and out == run("--checkpoint", checkpoint, *flags)[1]  # the same weights
+
+
+def test_keys_of_a_newer_version_are_reported_beside_the_output(blog_checkpoint, run):
+    path = blog_checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"mixture_of_experts": 8}))
+    code, out, err = run("--checkpoint", blog_checkpoint, "--json", *SHORT)
+    assert code == 0
+    assert "mixture_of_experts" in err
+    assert [json.loads(line) for line in out.splitlines()]
+
+
+# What is printed
+
+
+def test_prompts_from_flags_and_a_file(checkpoint, rows, tmp_path):
+    (tmp_path / "prompts.txt").write_text("\ufeffdad \n\n  \nfed?\n", encoding="utf-8")
+    made = rows(
+        "--checkpoint", checkpoint, "--prompt", "a", "--prompt", "bee", "--prompts_file", "prompts.txt",
+        "--num_samples", 2, "--seed", 7, *SHORT,
+    )  # fmt: skip
+    assert [row["prompt"] for row in made] == ["a", "a", "bee", "bee", "dad ", "dad ", "fed?", "fed?"]
+    assert [row["seed"] for row in made] == list(range(7, 15))
+    assert len({row["completion"] for row in made}) == 8
+
+
+def test_json_rows_hold_what_is_promised_and_each_can_be_made_again(checkpoint, rows):
+    flags = ("--checkpoint", checkpoint, *SHORT)
+    made = rows(*flags, "--prompt", "a", "--prompt", "bad cafe", "--num_samples", 3, "--seed", 100)
+    assert len(made) == 6
+    for row in made:
+        assert set(row) == {"prompt", "completion", "tokens", "tokens_per_second", "checkpoint", "seed"}
+        assert row["checkpoint"] == str(checkpoint)
+        assert row["tokens"] == len(row["completion"]) == 12 and row["tokens_per_second"] > 0
+        again = rows(*flags, "--prompt", row["prompt"], "--seed", row["seed"])[0]
+        assert again["completion"] == row["completion"]
+
+
+def test_a_sample_past_the_context_can_be_made_again_alone(checkpoint, rows):
+    flags = ("--checkpoint", checkpoint, "--max_new_tokens", 80)
+    for row in rows(*flags, "--prompt", "a", "--prompt", "bad cafe", "--seed", 5):
+        assert rows(*flags, "--prompt", row["prompt"], "--seed", row["seed"])[0]["completion"] == row["completion"]
+
+
+def test_streamed_and_whole_output_are_the_same(checkpoint, run, rows):
+    flags = ("--checkpoint", checkpoint, "--prompt", "a", "--prompt", "bad", "--num_samples", 2, *SHORT)
+    streamed, whole = (run(*flags, way)[1] for way in ("--stream", "--no_stream"))
+    assert streamed == whole == run(*flags)[1]
+    assert whole == "---\n".join(row["prompt"] + row["completion"] + "\n" for row in rows(*flags))
+
+
+def test_one_prompt_is_streamed_unless_told_otherwise(checkpoint, run, monkeypatch):
+    streamed = []
+    real = script.stream_one
+    monkeypatch.setattr(script, "stream_one", lambda *given: streamed.append(given) or real(*given))
+    one = ("--checkpoint", checkpoint, "--prompt", "a", *SHORT)
+    for flags, expected in (((), 1), (("--no_stream",), 0), (("--json",), 0), (("--prompt", "b"), 0)):
+        streamed.clear()
+        run(*one, *flags)
+        assert len(streamed) == expected, flags
+
+
+def test_without_a_prompt_text_starts_from_nothing(checkpoint, rows):
+    (row,) = rows("--checkpoint", checkpoint, *SHORT)
+    assert row["prompt"] == "" and len(row["completion"]) == 12
+
+
+def test_stop_strings_may_hold_a_newline(checkpoint, rows):
+    flags = ("--checkpoint", checkpoint, "--prompt", "a", "--max_new_tokens", 60, "--temperature", 2, "--top_p", 1)
+    free = rows(*flags, "--num_samples", 4)
+    assert any("\n" in row["completion"] for row in free)
+    for word, character in (("\\n", "\n"), ("e", "e")):
+        stopped = rows(*flags, "--num_samples", 4, "--stop", word, "--stop", "zz")
+        assert [row["completion"] for row in stopped] == [row["completion"].split(character)[0] for row in free]
+
+
+def test_sampling_flags_have_their_effect(checkpoint, rows):
+    flags = ("--checkpoint", checkpoint, "--prompt", "a", "--max_new_tokens", 20)
+
+    def text(*more: object) -> str:
+        return rows(*flags, *more)[0]["completion"]
+
+    greedy = text("--temperature", 0)
+    assert greedy == text("--top_k", 1) == text("--top_p", 1e-9) != text()
+    assert text("--seed", 1) == text("--seed", 1) != text("--seed", 2)
+    assert text("--temperature", 0, "--repetition_penalty", 5) != greedy
+
+
+def test_control_characters_do_not_reach_the_terminal(make_checkpoint, run, rows, tmp_path):
+    path = make_checkpoint(tmp_path / "control", "control")
+    flags = ("--checkpoint", path, "--prompt", "a", "--max_new_tokens", 60, "--temperature", 3, "--top_p", 1)
+    controls = set("\x07\x1b\x9b\x7f")
+    assert controls & set(rows(*flags)[0]["completion"])  # the model does make them
+    for way in ("--stream", "--no_stream"):
+        out = run(*flags, way)[1]
+        assert out.startswith("a") and not controls & set(out)
+    out = run("--compare", path, *flags[2:])[1]
+    assert "[" in out and not controls & set(out)
+
+
+def table(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines()]
+
+
+def test_compare_answers_each_prompt_with_each_checkpoint(make_checkpoint, run, rows, tmp_path):
+    paths = [make_checkpoint(tmp_path / f"runs/r/checkpoints/step_0000000{n}", seed=n) for n in (1, 2)]
+    flags = ("--prompt", "bad", "--prompt", "cafe", *SHORT)
+    code, out, err = run("--compare", *paths, *flags)
+    assert (code, err) == (0, "")
+    for prompt, part in zip(("bad", "cafe"), out.split("---\n|"), strict=True):
+        header, rule, *answers = table(part)
+        assert header[-1] == prompt and set("".join(rule)) == {"-"}
+        for path, (name, answer) in zip(paths, answers, strict=True):
+            alone = rows("--checkpoint", path, *flags)[("bad", "cafe").index(prompt)]
+            assert (name, answer) == (str(path), " ".join(alone["completion"].split()))
+    made = rows("--compare", *paths, *flags)
+    assert [(row["checkpoint"], row["prompt"]) for row in made] == [
+        (str(path), prompt) for path in paths for prompt in ("bad", "cafe")
+    ]
+
+
+def test_compare_checks_all_checkpoints_before_it_uses_one(checkpoint, run):
+    code, out, err = run("--compare", checkpoint, "nowhere", *SHORT)
+    assert (code, out) == (4, "") and "nowhere" in err
+
+
+# Interactive
+
+
+@pytest.fixture
+def talk(run, checkpoint, monkeypatch) -> Callable[..., str]:
+    """What the prompt loop says to the given lines, after its greeting."""
+
+    def call(*lines: str, flags: tuple = SHORT) -> list[str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+        code, out, err = run("--interactive", "--checkpoint", checkpoint, *flags)
+        assert (code, err) == (0, "")
+        greeting, *answers = out.split("> ")
+        assert str(checkpoint) in greeting
+        return [answer.rstrip("\n") for answer in answers]
+
+    return call
+
+
+def test_interactive_continues_each_line_and_another_way_each_time(talk, checkpoint):
+    model, tokenizer = script.load_model(checkpoint)
+    expected = [
+        script.generate_text(model, tokenizer, "bad", 12, seed=seed).rstrip("\n") for seed in (1337, 1338, 5)
+    ]
+    first, second, said, third, end = talk("bad", "bad", "/seed 5", "bad")
+    assert [first, second, third] == expected and len(set(expected)) == 3
+    assert "5" in said and end == ""
+
+
+def test_interactive_settings_change(talk, checkpoint):
+    model, tokenizer = script.load_model(checkpoint)
+    answers = talk("/temperature 0", "/max_new_tokens 5", "bad", "/top_k", "/quit", "never read")
+    assert answers[2] == script.generate_text(model, tokenizer, "bad", 5, temperature=0).rstrip("\n")
+    assert "top_k" in answers[3] and "0" in answers[3]
+    assert len(answers) == 5
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/top_k abc", ("top_k", "abc", "whole number")),
+        ("/temperature warm", ("temperature", "warm", "number")),
+        ("/temperature -1", ("temperature", "-1")),
+        ("/tempature 1", ("temperature",)),
+        ("/help", ("/temperature", "/quit")),
+        ("z9", ("'9'", "'z'")),
+    ],
+)
+def test_interactive_survives_mistakes(talk, line, said):
+    """A message that says what is wrong, no words of Python's, and the next line is answered."""
+    answer, after, _ = talk(line, "bad")
+    assert all(word in answer for word in said), answer
+    assert "invalid literal" not in answer and "could not convert" not in answer
+    assert after.startswith("bad")
+
+
+@pytest.mark.parametrize("flags", [("--num_samples", "2"), ("--no_stream",)], ids=" ".join)
+def test_interactive_refuses_flags_it_would_ignore(fails, checkpoint, monkeypatch, flags):
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert flags[0] in fails(2, "--interactive", "--checkpoint", checkpoint, *flags)
+
+
+# Importable
+
+
+def test_load_model_and_generate_text(checkpoint, rows):
+    model, tokenizer = script.load_model(str(checkpoint))
+    assert not model.training and model.device.type == "cpu"
+    assert next(model.parameters()).dtype == torch.float32
+    text = script.generate_text(model, tokenizer, "bad", max_new_tokens=12, seed=9, stop=("zz",))
+    assert text == "bad" + rows("--checkpoint", checkpoint, "--prompt", "bad", "--seed", 9, *SHORT)[0]["completion"]
+    assert script.generate_text(model, tokenizer, "bad", max_new_tokens=0) == "bad"
+    with pytest.raises(ValueError, match="top_p"):
+        script.generate_text(model, tokenizer, "bad", top_p=3.0)
+
+
+def test_load_model_refuses_what_is_not_there(checkpoint):
+    with pytest.raises(CheckpointError, match="nowhere"):
+        script.load_model("nowhere")
+    with pytest.raises(ConfigError, match="CUDA"):
+        script.load_model(checkpoint, device="cuda")
+    with pytest.raises(ConfigError, match="gpu"):  # not the CPU without a word
+        script.load_model(checkpoint, device="gpu")
+
+
+def test_help_does_not_wait_for_torch():
+    code = (
+        "import sys, generate\n"
+        "try: generate.main(['--help'])\n"
+        "except SystemExit as end: code = end.code\n"
+        "sys.exit(code or ('torch' in sys.modules and 'torch was imported') or 0)"
+    )
+    imported = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert imported.returncode == 0, imported.stderr
+    for flag in ("--prompt ", "--checkpoint ", "--stop ", "--compare ", "--interactive", "--no_stream", "--json"):
+        assert flag in imported.stdout
+    as_typed = subprocess.run([sys.executable, "generate.py", "--help"], cwd=ROOT, capture_output=True, text=True)
+    assert (as_typed.returncode, as_typed.stdout) == (0, imported.stdout)
+
+
+# Damaged and missing checkpoints
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-10])
+
+
+def alter(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+damages = pytest.mark.parametrize("damage", [remove, truncate, alter])
+
+
+@damages
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_a_damaged_checkpoint_is_refused_and_what_is_there_is_listed(checkpoint, fails, damage, name):
+    damage(checkpoint / name)
+    before = sorted(path.name for path in checkpoint.iterdir())
+    message = fails(4, "--checkpoint", checkpoint, "--prompt", "a")
+    assert str(checkpoint) in message and name in message
+    assert all(path in message for path in before)
+    assert sorted(path.name for path in checkpoint.iterdir()) == before
+
+
+@damages
+def test_a_run_falls_back_to_its_older_checkpoint_with_a_warning(make_checkpoint, run, tmp_path, damage):
+    older, newer = (make_checkpoint(tmp_path / f"runs/r/checkpoints/step_0000000{n}", seed=n) for n in (1, 2))
+    expected = run("--checkpoint", older, "--prompt", "bad", "--json", *SHORT)[1]
+    damage(newer / "model.safetensors")
+    code, out, err = run("--checkpoint", "runs/r", "--prompt", "bad", "--json", *SHORT)
+    assert code == 0
+    assert "Warning" in err and "step_00000002" in err and "model.safetensors" in err
+    (row,) = [json.loads(line) for line in out.splitlines()]  # the warning is not among the answers
+    assert row["completion"] == json.loads(expected)["completion"]
+
+
+def test_a_checkpoint_that_was_never_completed(checkpoint, fails):
+    (checkpoint / "manifest.json").unlink()
+    message = fails(4, "--checkpoint", checkpoint)
+    assert "manifest.json" in message and "model.safetensors" in message
+
+
+def test_a_run_with_no_whole_checkpoint(make_checkpoint, run, tmp_path):
+    path = make_checkpoint(tmp_path / "runs/r/checkpoints/step_00000001")
+    truncate(path / "model.safetensors")
+    code, _, err = run("--checkpoint", "runs/r")
+    assert code == 4
+    assert "no whole checkpoint" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("content", [b"", b"no weights", b"PK\x03\x04 cut"], ids=["empty", "other", "cut short"])
+def test_blog_weights_that_cannot_be_read(blog_checkpoint, fails, content):
+    (blog_checkpoint / "pytorch_model.bin").write_bytes(content)
+    message = fails(4, "--checkpoint", blog_checkpoint)
+    assert str(blog_checkpoint) in message
+    assert "weights_only" not in message  # PyTorch's advice is to run whatever code the file holds
+
+
+def test_blog_weights_of_another_kind_of_object(blog_checkpoint, fails):
+    torch.save([torch.zeros(2)], blog_checkpoint / "pytorch_model.bin")
+    assert str(blog_checkpoint) in fails(4, "--checkpoint", blog_checkpoint)
+
+
+def test_blog_weights_of_another_shape(blog_checkpoint, fails):
+    path = blog_checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 2}))
+    message = fails(4, "--checkpoint", blog_checkpoint)
+    assert str(blog_checkpoint) in message and "blocks.1." in message and "missing" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": None}, "vocab_size"),
+        ({"num_heads": 3}, "num_heads is 3"),
+        ({"dropout": "high"}, "dropout is 'high'"),
+    ],
+)
+def test_a_config_that_describes_no_model(blog_checkpoint, fails, changes, said):
+    path = blog_checkpoint / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    message = fails(4, "--checkpoint", blog_checkpoint)
+    assert str(path) in message and said in message
+
+
+def test_a_blog_folder_names_the_file_it_lacks(blog_checkpoint, fails):
+    (blog_checkpoint / "tokenizer.json").rename(blog_checkpoint / "elsewhere.json")
+    assert "tokenizer.json" in fails(4, "--checkpoint", blog_checkpoint)
+    (blog_checkpoint / "config.json").unlink()
+    assert "config.json is missing" in fails(4, "--checkpoint", blog_checkpoint)
+
+
+def test_the_tokenizer_of_a_larger_vocabulary_is_refused(blog_checkpoint, fails):
+    CharacterTokenizer.from_characters(ALPHABET + "xyz").save(blog_checkpoint / "tokenizer.json")
+    message = fails(4, "--checkpoint", blog_checkpoint)
+    assert str(len(ALPHABET)) in message and str(len(ALPHABET) + 3) in message
+
+
+def test_no_such_checkpoint_lists_those_there_are(make_checkpoint, fails, tmp_path):
+    make_checkpoint(tmp_path / "runs/r/checkpoints/step_00000001")
+    message = fails(4, "--checkpoint", "runs/typo")
+    assert "runs/typo" in message and "runs/r/checkpoints/step_00000001" in message
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_called_damaged(make_checkpoint, fails, tmp_path):
+    """The folder above the checkpoints, say, or that of the data: what it is not, and where checkpoints are."""
+    make_checkpoint(tmp_path / "runs/r/checkpoints/step_00000001")
+    message = fails(4, "--checkpoint", "runs/r/checkpoints")
+    assert "step_00000001" in message and "damaged" not in message
+
+
+def test_no_run_at_all(fails, tmp_path):
+    for _ in range(2):
+        message = fails(4, "--prompt", "a")
+        assert "train_colab_mmap.py" in message and "--checkpoint" in message
+        (tmp_path / "runs/empty/checkpoints").mkdir(parents=True, exist_ok=True)
+    assert not list(tmp_path.glob("runs/*/*/*"))
+
+
+# Mistakes in what was typed
+
+
+@pytest.mark.parametrize("way", ["--no_stream", "--json", "--stream"])
+def test_a_character_the_vocabulary_lacks(checkpoint, fails, way):
+    message = fails(3, "--checkpoint", checkpoint, "--prompt", "bad", "--prompt", "a Zebra", way)
+    assert "'Z'" in message
+    assert "--unknown" not in message  # a flag of the pre-tokenizer's, which this script does not have
+
+
+def test_any_character_will_do_for_bpe(make_checkpoint, rows, tmp_path):
+    (row,) = rows("--checkpoint", make_checkpoint(tmp_path / "bpe", "bpe"), "--prompt", "Ünïcödé 😀", *SHORT)
+    assert row["prompt"] == "Ünïcödé 😀"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--tempature", "0.5"], ["--tempature", "--temperature"]),
+        (["--promt=hello"], ["--promt", "--prompt"]),
+        (["--temperatur", "0.5"], ["--temperatur.", "--temperature?"]),  # no guessing
+        (["hello"], ["hello"]),
+        (["--temperature", "warm"], ["--temperature", "warm"]),
+        (["--top_k", "2.5"], ["--top_k", "2.5"]),
+        (["--seed"], ["--seed"]),
+        (["--device", "tpu"], ["--device", "tpu", "cuda"]),
+        (["--temperature", "-1", "--top_p", "2", "--top_k", "-3"], ["temperature is -1", "top_p is 2", "top_k is -3"]),
+        (["--max_new_tokens", "-1", "--repetition_penalty", "0"], ["max_new_tokens is -1", "repetition_penalty is 0"]),
+        (["--stop", ""], ["stop"]),
+        (["--num_samples", "0", "--json", "--stream"], ["--num_samples is 0", "--stream"]),
+        (["--interactive", "--json"], ["--interactive", "--json"]),
+        (["--interactive", "--prompt", "a"], ["--interactive", "--prompt"]),
+        (["--compare", "a", "--checkpoint", "b"], ["--compare", "--checkpoint"]),
+        (["--stream", "--no_stream"], ["--stream", "--no_stream"]),
+    ],
+    ids=" ".join,
+)
+def test_what_was_typed_wrong_is_named(fails, argv, said):
+    message = fails(2, *argv)
+    assert all(word in message for word in said), message
+
+
+def test_cuda_without_cuda(checkpoint, fails):
+    message = fails(2, "--checkpoint", checkpoint, "--device", "cuda")
+    assert "--device cuda" in message and "--device auto" in message
+
+
+@pytest.mark.parametrize("way", ["--stream", "--no_stream"])
+@pytest.mark.parametrize("seed", [2**63 - 1, 2**64 - 1, 10**30])
+def test_a_huge_seed_works_or_is_told_its_limit(checkpoint, run, seed, way):
+    flags = ("--checkpoint", checkpoint, "--seed", seed, "--num_samples", 2, "--max_new_tokens", 1)
+    code, _, err = run(*flags, way)
+    assert code == 0 or (code == 2 and "seed is" in err and "0 or more is needed" not in err)
+
+
+def test_prompts_files_that_cannot_be_used(checkpoint, fails, tmp_path):
+    (tmp_path / "latin1.txt").write_bytes("café".encode("latin-1"))
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "folder").mkdir()
+    expected = {"absent.txt": "no file", "latin1.txt": "byte 3", "empty.txt": "no prompts", "folder": "directory"}
+    for name, said in expected.items():
+        message = fails(3, "--checkpoint", checkpoint, "--prompts_file", name)
+        assert name in message and said in message
+
+
+def test_debug_shows_where_an_error_came_from():
+    with pytest.raises(CheckpointError):
+        script.main(["--checkpoint", "nowhere", "--debug"])
+
+
+def test_a_checkpoint_folder_alone_is_enough(checkpoint, rows, tmp_path):
+    """Copied to another place, without the run, the data or the tokenizer it came from."""
+    moved = tmp_path / "copy of it"
+    shutil.copytree(checkpoint, moved)
+    shutil.rmtree(checkpoint.parent)
+    assert len(rows("--checkpoint", moved, "--prompt", "a", *SHORT)[0]["completion"]) == 12

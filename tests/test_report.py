@@ -1,0 +1,161 @@
+"""What a run tells stays readable and true: no torn rows, no broken tables, no plot that stops a training."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from training import report as report_module
+from training.config import parse_config
+from training.evaluate import Answer, Prompt
+from training.hardware import Hardware, detect_hardware
+from training.report import Report, cell, clock, read_metrics, si
+
+CONTRACT_FIELDS = {
+    "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
+    "tokens_per_second", "mfu", "peak_memory_gb", "elapsed_seconds", "compute_units",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    return detect_hardware(parse_config(["--device", "cpu"]))
+
+
+@pytest.fixture
+def report(tmp_path: Path, hardware: Hardware) -> Report:
+    return Report(tmp_path, hardware, step=0, max_steps=100, elapsed=0.0, units_per_hour=None)
+
+
+def columns(row: str) -> list[str]:
+    """The cells of a Markdown table row, split at the bars that are not escaped."""
+    return [part.strip() for part in re.split(r"(?<!\\)\|", row.strip())[1:-1]]
+
+
+def training_row(report: Report, step: int) -> dict:
+    report.step_done(512)
+    row = report.training_row(torch.tensor(2.5), torch.tensor(0.7), 1e-3, flops_per_token=1_000_000)
+    return {"step": step, "epoch": 0.1, "tokens": 512 * step, **row}
+
+
+def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: Report, tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"step": step, "train_loss": 1 / step}) + "\n" for step in range(1, 8))
+    table = "| step | exactly right | a 12 |\n| --- | --- | --- |\n| expected |  | 9 |\n| 2 | 0 of 1 | x |\n"
+    (tmp_path / "metrics.jsonl").write_text(rows + '{"step": 3, "train_lo')
+    (tmp_path / "samples.md").write_text(table + "| 6 | 1 of 1 | y |\n| 1")
+    report.rewind(5)
+    assert read_metrics(tmp_path) == [json.loads(line) for line in rows.splitlines()[:5]]
+    assert (tmp_path / "samples.md").read_text() == table
+    report.write({"step": 6, "train_loss": 0.5})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    report.rewind(0)
+    assert read_metrics(tmp_path) == []
+
+
+def test_rewind_survives_a_character_cut_in_half(report: Report, tmp_path: Path) -> None:
+    """A process killed in the middle of writing an answer in another script leaves half of a character."""
+    whole = "| step | exactly right | q |\n| --- | --- | --- |\n| 1 |  | größer |\n".encode()
+    (tmp_path / "samples.md").write_bytes(whole + "| 2 |  | grö".encode()[:-1])
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe')
+    report.rewind(1)
+    assert (tmp_path / "samples.md").read_bytes() == whole
+    assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path, hardware: Hardware) -> None:
+    report.write(training_row(report, 1) | {"val_loss": 2.0, "val_bits_per_byte": None})
+    (row,) = read_metrics(tmp_path)
+    assert set(row) == CONTRACT_FIELDS - {"mfu", "compute_units", "val_bits_per_byte"}
+    assert row["train_loss"] == 2.5
+
+    fast = dataclasses.replace(hardware, peak_flops=1e12)
+    paid = Report(tmp_path, fast, step=0, max_steps=100, elapsed=3600.0, units_per_hour=8.0)
+    row = training_row(paid, 1)
+    assert row["mfu"] == pytest.approx(row["tokens_per_second"] * 1e6 / 1e12)
+    assert row["compute_units"] == pytest.approx(8.0, abs=0.1)
+    assert row["elapsed_seconds"] >= 3600  # the clock of the run goes on where the last session stopped it
+
+
+def test_speed_leaves_out_what_happens_while_paused(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [report.interval_started]
+    monkeypatch.setattr(report_module.time, "perf_counter", lambda: now[0])
+    for _ in range(4):
+        now[0] += 0.5
+        report.step_done(100)
+    with report.paused():
+        now[0] += 1000.0
+    row = report.training_row(torch.tensor(1.0), torch.tensor(1.0), 1e-3, flops_per_token=1)
+    assert row["ms_per_step"] == pytest.approx(500.0)
+    assert row["tokens_per_second"] == pytest.approx(200.0)
+
+
+def test_progress_in_a_log_file_is_a_line_now_and_then_and_always_at_the_end(
+    report: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not report.interactive
+    clock_now = [1000.0]
+    monkeypatch.setattr(report_module.time, "perf_counter", lambda: clock_now[0])
+    row = {"train_loss": 2.345678, "tokens_per_second": 12_345.0, "lr": 0.001, "ms_per_step": 1000.0}
+    for step in range(1, 101):
+        clock_now[0] += 1.0
+        report.progress({"step": step, **row})
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert 100 / report_module.LOG_LINE_SECONDS <= len(lines) <= 100 / report_module.LOG_LINE_SECONDS + 2
+    assert "step 100/100" in lines[-1] and "2.346" in lines[-1] and "12.3k tok/s" in lines[-1]
+    assert "1:39 left" in lines[0]
+    assert "\r" not in captured.out + captured.err and "\x1b" not in captured.out + captured.err
+    assert "MFU" not in captured.out and "units" not in captured.out  # neither is known here
+
+
+def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Path) -> None:
+    nasty = ["a | b", "line\nbreak\r\nand\ttab", "\x1b[31mred\x07", "back\\slash \\| pipe", "", "\u2028sep\x85"]
+    for text in nasty:
+        row = report_module.table_row([cell(text), "end"])
+        assert len(columns(row)) == 2 and len(row.splitlines()) == 1, repr(text)
+        assert all(character.isprintable() for character in row), repr(text)
+    answers = [Answer(Prompt(text, text), text) for text in nasty]
+    for step in (10, 20):
+        report.samples(step, answers)
+    rows = (tmp_path / "samples.md").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 2 + 1 + 2  # header, rule, expected answers, one row an evaluation
+    assert {len(columns(row)) for row in rows} == {2 + len(nasty)}
+    assert [columns(row)[:2] for row in rows[3:]] == [[step, f"{len(nasty)} of {len(nasty)}"] for step in ("10", "20")]
+    report.rewind(10)
+    assert len((tmp_path / "samples.md").read_text(encoding="utf-8").splitlines()) == 4
+
+
+def test_a_curve_that_cannot_be_drawn_is_told_and_raises_nothing(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.write({"step": 1, "train_loss": 2.0})
+    report.write({"step": 2, "train_loss": 1.0, "val_loss": 1.5})
+    report.curve()
+    drawn = (tmp_path / "loss_curve.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG\r\n\x1a\n")
+    assert capsys.readouterr().out == ""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no fonts here")
+
+    monkeypatch.setattr(report_module, "draw_curve", fail)
+    report.curve()
+    assert "no fonts here" in capsys.readouterr().out
+    monkeypatch.undo()
+    (tmp_path / "metrics.jsonl").write_text("{torn")
+    report.curve()
+    assert "loss_curve.png" in capsys.readouterr().out
+    assert (tmp_path / "loss_curve.png").read_bytes() == drawn
+
+
+def test_durations_and_large_numbers_are_readable() -> None:
+    assert [clock(seconds) for seconds in (0, 59.6, 61, 3600)] == ["0:00", "1:00", "1:01", "1:00:00"]
+    assert clock(36_061) == "10:01:01"
+    assert [si(number) for number in (3.14159, 1234, 2_500_000)] == ["3.14", "1.23k", "2.5M"]
+    assert all(math.isfinite(float(si(number).rstrip("kM"))) for number in (0, 999.9, 999_999, 1e12))

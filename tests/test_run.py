@@ -1,0 +1,634 @@
+"""A run survives what happens to it: kills, signals, damaged files, a lost disk, other settings, another start."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from training import run as run_module
+from training import step as step_module
+from training.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
+from training.data import TokenData
+from training.report import read_metrics
+from training.run import Run
+
+ROOT = Path(__file__).parents[1]
+# One thread: on cores that other tests keep busy, threads that wait for each other take ten times as long.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # what differs between two runs
+
+
+class Killed(BaseException):
+    """The process is gone: nothing of ours catches this."""
+
+
+def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
+    """Do `action` in the middle of the step that follows `step` finished ones."""
+    original = step_module.train_step
+
+    def train_step(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        result = original(*args)
+        if args[4] == step:
+            action()
+        return result
+
+    patch.setattr(step_module, "train_step", train_step)
+
+
+def die() -> None:
+    raise Killed
+
+
+@pytest.fixture
+def interrupt(train: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`interrupt(output_dir, after=10, ...)`: a run whose process is gone once `after` steps are done."""
+
+    def run(folder: Path, after: int, **changes: Any) -> None:
+        with monkeypatch.context() as patch:
+            at_step(patch, after, die)
+            with pytest.raises(Killed):
+                train(folder, **changes)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def unbroken(train: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of the standard flags. Not to be changed by a test."""
+    folder = tmp_path_factory.mktemp("unbroken") / "run"
+    assert train(folder).code == 0
+    return folder
+
+
+@pytest.fixture
+def copy_of(unbroken: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run that a test may do with as it likes."""
+    shutil.copytree(unbroken, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in step_folders(run_dir / "checkpoints")]
+
+
+def final_weights(run_dir: Path, step: int = 24) -> bytes:
+    return (run_dir / "checkpoints" / f"step_{step:08d}" / "model.safetensors").read_bytes()
+
+
+def measured(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl without the clock's fields."""
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in read_metrics(run_dir)]
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# Resuming exactly
+
+
+@pytest.mark.parametrize("after", [3, 6, 13, 23])
+def test_an_interrupted_run_ends_as_if_it_had_not_been(
+    after: int, interrupt: Callable, train: Callable, unbroken: Path, tmp_path: Path
+) -> None:
+    """Before the first checkpoint, at one, after an evaluation and in the last step."""
+    interrupt(tmp_path / "run", after)
+    assert len(read_metrics(tmp_path / "run")) == after
+    assert train(tmp_path / "run").code == 0
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+    assert [row["step"] for row in measured(tmp_path / "run")] == list(range(1, 25))
+    assert measured(tmp_path / "run") == measured(unbroken)
+    best = [(folder / "best" / "model.safetensors").read_bytes() for folder in (tmp_path / "run", unbroken)]
+    assert best[0] == best[1]
+
+
+def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_path: Path) -> None:
+    """Real processes, killed while they train, save, evaluate or write; then the same command once more."""
+    flags = {"max_steps": 300, "checkpoint_steps": 7, "eval_interval": 60, "tie_embeddings": "true"}
+    command, unbroken_command = (
+        [sys.executable, "-u", str(ROOT / "train_colab_mmap.py"), *train_flags(tmp_path / name, **flags)]
+        for name in ("killed", "unbroken")
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path, "env": ENVIRONMENT}
+    unbroken = subprocess.Popen(unbroken_command, **pipes)
+    moments = random.Random(5)
+    reached = []
+    for session in range(5):
+        process = subprocess.Popen(command, **pipes)
+        assert process.stdout is not None
+        said = []
+        for line in iter(process.stdout.readline, ""):
+            said.append(line)
+            if line.startswith("Saved " if session else "Training "):  # the first session may end without a checkpoint
+                break
+        else:
+            pytest.fail("".join(said))
+        time.sleep(moments.uniform(0.0, 0.3))
+        process.kill()
+        process.stdout.close()
+        assert process.wait() == -signal.SIGKILL
+        reached.append(max(steps_of(tmp_path / "killed"), default=0))
+    assert reached == sorted(reached)
+    assert 0 < reached[-1] < 300, "the kills did not land in the middle of the run"
+    last = subprocess.run(command, check=False, **pipes)
+    assert last.returncode == 0, last.stdout
+    assert "Continuing from" in last.stdout
+
+    output, _ = unbroken.communicate(timeout=60)
+    assert unbroken.returncode == 0, output
+    assert final_weights(tmp_path / "killed", 300) == final_weights(tmp_path / "unbroken", 300)
+    assert measured(tmp_path / "killed") == measured(tmp_path / "unbroken")
+    assert sorted(os.listdir(tmp_path / "killed")) == sorted(os.listdir(tmp_path / "unbroken"))
+    assert sorted(os.listdir(tmp_path / "killed/checkpoints")) == sorted(os.listdir(tmp_path / "unbroken/checkpoints"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_same_command_finishes(
+    number: int, train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        at_step(patch, 8, lambda: os.kill(os.getpid(), number))
+        result = train(tmp_path / "run")
+    assert result.code == 130
+    assert "same command continues" in result.out
+    assert steps_of(tmp_path / "run")[0] == 9  # the step in hand is finished first
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
+    assert train(tmp_path / "run").code == 0
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+    assert measured(tmp_path / "run") == measured(unbroken)
+
+
+def test_sigterm_to_a_real_process_saves_within_moments(train_flags: Callable, tmp_path: Path) -> None:
+    flags = train_flags(tmp_path / "run", max_steps=100_000, checkpoint_steps=0, eval_interval=0)
+    command = [sys.executable, "-u", str(ROOT / "train_colab_mmap.py"), *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path, "env": ENVIRONMENT}
+    process = subprocess.Popen(command, **pipes)
+    assert process.stdout is not None
+    assert any(line.startswith("step ") for line in iter(process.stdout.readline, ""))
+    process.terminate()
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "same command continues" in out and err == ""
+    (step,) = steps_of(tmp_path / "run")
+    assert step == read_metrics(tmp_path / "run")[-1]["step"]
+
+
+def test_a_signal_between_two_steps_is_saved_too(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also when it arrives right after this step's question whether a checkpoint is due was answered with no."""
+    checkpoint_due = Run.checkpoint_due
+
+    def asked(run: Run) -> bool:
+        due = checkpoint_due(run)
+        if run.step == 8:
+            os.kill(os.getpid(), signal.SIGINT)
+        return due
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "checkpoint_due", asked)
+        result = train(tmp_path / "run")
+    assert result.code == 130
+    assert steps_of(tmp_path / "run")[0] in (8, 9)
+
+
+def test_a_second_signal_stops_at_once(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 8, twice)
+        result = train(tmp_path / "run")
+    assert result.code == 130
+    assert steps_of(tmp_path / "run") == [6]
+
+
+# Going on, starting over
+
+
+def test_a_finished_run_says_so_and_names_ways_on_that_work(train: Callable, copy_of: Path) -> None:
+    before = snapshot(copy_of)
+    again = train(copy_of)
+    assert again.code == 0
+    assert "finished" in again.out and "--resume never" in again.out
+    assert snapshot(copy_of) == before
+
+    advised = re.findall(r"--(epochs|max_steps) (\d+)", again.out)
+    assert advised
+    for number, (flag, value) in enumerate(advised):
+        other = copy_of.with_name(f"copy_{number}")
+        shutil.copytree(copy_of, other)
+        assert train(other, **{flag: value}).code == 0
+        assert steps_of(other)[0] > 24, f"--{flag} {value} was advised and does not go on"
+
+
+def test_more_epochs_continue_a_finished_run(train: Callable, short_token_folder: Path, tmp_path: Path) -> None:
+    flags = {"data_dir": short_token_folder, "max_steps": None, "checkpoint_steps": 0}
+    assert train(tmp_path / "run", epochs=1, **flags).code == 0
+    (first,) = steps_of(tmp_path / "run")
+    advised = re.findall(r"--epochs (\d+)", train(tmp_path / "run", epochs=1, **flags).out)
+    assert advised == ["2"]
+    result = train(tmp_path / "run", epochs=2, **flags)
+    assert result.code == 0 and f"step {first:,}" in result.out
+    assert max(steps_of(tmp_path / "run")) == pytest.approx(2 * first, abs=1)
+    assert read_metrics(tmp_path / "run")[-1]["epoch"] == pytest.approx(2, abs=0.05)
+
+
+def test_resume_never_keeps_every_old_run_aside(train: Callable, copy_of: Path) -> None:
+    """Also several times within the same second."""
+    before = snapshot(copy_of)
+    flags = {"resume": "never", "max_steps": 2, "checkpoint_steps": 1}
+    for already in (1, 2, 3):
+        result = train(copy_of, **flags)
+        assert result.code == 0
+        assert steps_of(copy_of) == [2, 1], "it continued the old run"
+        aside = sorted(path for path in copy_of.parent.iterdir() if path != copy_of)
+        assert len(aside) == already
+        assert str(max(aside, key=lambda path: path.stat().st_mtime_ns)).rsplit(".")[0] in result.out
+    assert before in [snapshot(path) for path in aside]
+
+
+def test_resume_never_also_keeps_the_mirror_aside(train: Callable, tmp_path: Path) -> None:
+    flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 4, "checkpoint_steps": 2}
+    assert train(tmp_path / "run", **flags).code == 0
+    before = snapshot(tmp_path / "drive" / "run")
+    assert train(tmp_path / "run", resume="never", **{**flags, "max_steps": 2}).code == 0
+    assert steps_of(tmp_path / "run") == [2]
+    assert steps_of(tmp_path / "drive" / "run") == [2]
+    assert before in [snapshot(path) for path in (tmp_path / "drive").iterdir()]
+
+
+# What may change, what may not
+
+
+def test_another_architecture_is_refused_with_both_values(train: Callable, copy_of: Path) -> None:
+    before = snapshot(copy_of)
+    result = train(copy_of, embed_dim=16, num_layers=2, max_steps=30)
+    assert result.code == 4
+    assert result.err.startswith("error: ")
+    assert re.search(r"embed_dim: 32 .* 16 now", result.err) and re.search(r"num_layers: 1 .* 2 now", result.err)
+    assert "num_heads" not in result.err
+    assert snapshot(copy_of) == before
+
+
+@pytest.mark.parametrize("other", ["tokens", "tokenizer"])
+def test_other_data_is_refused_with_both_hashes(
+    other: str, train: Callable, make_tokens: Callable, token_folder: Path, copy_of: Path, tmp_path: Path
+) -> None:
+    text = "a mat and a cat on a hill.\n" * 60
+    if other == "tokens":
+        folder = make_tokens(tmp_path / "other", text)
+    else:  # the same ids and another meaning: only the tokenizer's own hash can tell
+        folder = tmp_path / "other"
+        shutil.copytree(token_folder, folder)
+        tokenizer = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        swapped = tokenizer.replace('"y"', '"?"').replace('"z"', '"y"').replace('"?"', '"z"')
+        (folder / "tokenizer.json").write_text(swapped, encoding="utf-8")
+        metadata = json.loads((folder / "tokens_metadata.json").read_text())
+        metadata["tokenizer_sha256"] = hashlib.sha256(swapped.encode()).hexdigest()
+        (folder / "tokens_metadata.json").write_text(json.dumps(metadata))
+    before = snapshot(copy_of)
+    result = train(copy_of, data_dir=folder, max_steps=30)
+    assert result.code == 4
+    key = f"{other}_sha256"
+    old, new = (json.loads((path / "tokens_metadata.json").read_text())[key][:16] for path in (token_folder, folder))
+    assert old != new
+    assert old in result.err and new in result.err and key in result.err
+    assert snapshot(copy_of) == before
+
+
+def test_what_may_change_takes_effect_and_is_told(train: Callable, copy_of: Path) -> None:
+    changes = {"learning_rate": 0.002, "batch_size": 8, "eval_interval": 3, "dropout": 0.0, "max_steps": 27}
+    result = train(copy_of, **changes)
+    assert result.code == 0
+    told = {line.split()[1]: line for line in result.out.splitlines() if line.startswith("  changed: ")}
+    assert set(told) == set(changes)
+    for key, old in {"learning_rate": 0.005, "batch_size": 4, "eval_interval": 12, "dropout": 0.1}.items():
+        assert f"{old} -> {changes[key]} (flag)" in told[key]
+    rows = read_metrics(copy_of)
+    assert rows[-1]["tokens"] - rows[-2]["tokens"] == 8 * 2 * 16
+    assert rows[-1]["lr"] <= 0.002 and "val_loss" in rows[-1]
+    saved = json.loads((copy_of / "checkpoints/step_00000027/config.json").read_text())
+    assert saved["dropout"] == 0.0
+    again = train(copy_of, **{**changes, "max_steps": 30})
+    assert "dropout" not in again.out and "max_steps 27 -> 30" in again.out
+
+
+def test_every_window_comes_once_an_epoch_though_the_batch_size_changes(
+    interrupt: Callable, train: Callable, short_token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"data_dir": short_token_folder, "max_steps": None, "epochs": 1, "eval_interval": 0}
+    seen: list[int] = []
+    gather, opened = TokenData.gather, []
+
+    def noted(data: TokenData, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        opened.append(data)
+        seen.extend(starts.tolist())
+        return gather(data, starts)
+
+    monkeypatch.setattr(TokenData, "gather", noted)
+    interrupt(tmp_path / "run", after=12, **flags)  # its last checkpoint has 12 of the 13 steps it took
+    del seen[12 * 8 :]
+    assert train(tmp_path / "run", batch_size=3, **flags).code == 0
+    windows = opened[0].windows
+    first_epoch = sorted(seen[:windows])
+    assert windows > 12 * 8 and len(seen) < windows + 6
+    assert np.unique(np.diff(first_epoch)).tolist() == [16], "a window twice, or one left out, or two that overlap"
+
+
+# Damaged checkpoints
+
+
+@pytest.mark.parametrize("damage", ["altered", "missing", "manifest cut"])
+def test_a_damaged_newest_checkpoint_is_passed_over_and_told(
+    damage: str, train: Callable, unbroken: Path, copy_of: Path
+) -> None:
+    newest = copy_of / "checkpoints" / "step_00000024"
+    if damage == "altered":
+        flip(newest / "model.safetensors")
+    elif damage == "missing":
+        (newest / "optimizer_state.bin").unlink()
+    else:
+        (newest / "manifest.json").write_bytes((newest / "manifest.json").read_bytes()[:99])
+    result = train(copy_of)
+    assert result.code == 0, result.err
+    named = {"altered": "model.safetensors", "missing": "optimizer_state.bin", "manifest cut": "manifest.json"}[damage]
+    assert named in result.out and "training_state.json" in result.out and "step_00000018" in result.out
+    assert final_weights(copy_of) == final_weights(unbroken)
+    assert measured(copy_of) == measured(unbroken)
+    assert problems_of(newest) == []
+
+
+def test_with_every_checkpoint_damaged_nothing_is_trained_and_nothing_deleted(train: Callable, copy_of: Path) -> None:
+    for folder in step_folders(copy_of / "checkpoints"):
+        flip(folder / "training_state.json")
+    before = snapshot(copy_of)
+    result = train(copy_of)
+    assert result.code == 4
+    assert result.err.startswith("error: ") and "--resume never" in result.err
+    assert all(str(folder) in result.err for folder in step_folders(copy_of / "checkpoints"))
+    assert snapshot(copy_of) == before
+    assert train(copy_of, resume="never", max_steps=2).code == 0  # what the message says works
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_refused(train: Callable, copy_of: Path, tmp_path: Path) -> None:
+    asked = copy_of / "checkpoints" / "step_00000018"
+    flip(asked / "optimizer_state.bin")
+    result = train(tmp_path / "other", resume_from=asked)
+    assert result.code == 4
+    assert str(asked) in result.err and "optimizer_state.bin" in result.err and "model.safetensors" in result.err
+    assert not (tmp_path / "other" / "checkpoints").exists()
+    missing = train(tmp_path / "other", resume_from=tmp_path / "nowhere")
+    assert missing.code == 4 and str(tmp_path / "nowhere") in missing.err
+
+
+# Starting from a checkpoint elsewhere
+
+
+def test_resume_from_continues_in_another_folder_and_then_from_there(
+    train: Callable, interrupt: Callable, unbroken: Path, tmp_path: Path
+) -> None:
+    source, other = unbroken / "checkpoints" / "step_00000018", tmp_path / "other"
+    before = snapshot(unbroken)
+    interrupt(other, after=22, resume_from=source, checkpoint_steps=2)
+    assert steps_of(other) == [22, 20]
+    again = train(other, resume_from=source, checkpoint_steps=2)
+    assert again.code == 0 and "step_00000022" in again.out
+    assert final_weights(other) == final_weights(unbroken)
+    assert [row["step"] for row in measured(other)] == list(range(1, 25))
+    assert snapshot(unbroken) == before
+    finished = train(other, resume_from=source, checkpoint_steps=2)
+    assert finished.code == 0 and "finished" in finished.out
+
+
+def test_resume_from_takes_a_run_folder_or_best_and_paths_of_any_form(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = train(tmp_path / "from_run", resume_from=unbroken, max_steps=26)
+    assert result.code == 0 and "step_00000024" in result.out
+    assert [row["step"] for row in read_metrics(tmp_path / "from_run")] == list(range(1, 27))
+
+    best = train(tmp_path / "from_best", resume_from=unbroken / "best", max_steps=26)
+    assert best.code == 0, best.err
+    assert [row["step"] for row in read_metrics(tmp_path / "from_best")] == list(range(1, 27))
+
+    # A folder that was copied by itself to where the user stands, named without any path.
+    shutil.copytree(unbroken / "checkpoints" / "step_00000024", tmp_path / "alone" / "ckpt")
+    monkeypatch.chdir(tmp_path / "alone")
+    alone = train(tmp_path / "from_alone", resume_from="ckpt", max_steps=26)
+    assert alone.code == 0, alone.err
+    assert steps_of(tmp_path / "from_alone")[0] == 26
+
+
+def test_resume_from_another_place_than_a_run_in_progress_is_refused(
+    train: Callable, unbroken: Path, copy_of: Path
+) -> None:
+    before = snapshot(copy_of)
+    result = train(copy_of, resume_from=unbroken / "checkpoints" / "step_00000018", max_steps=30)
+    assert result.code == 4
+    assert "--output_dir" in result.err and "step_00000024" in result.err
+    assert snapshot(copy_of) == before
+
+
+def test_init_from_takes_weights_and_shape_and_starts_at_zero(
+    train: Callable, unbroken: Path, make_tokens: Callable, tmp_path: Path
+) -> None:
+    data = make_tokens(tmp_path / "new_data", "the old hill and a red mat. " * 60)
+    source = unbroken / "checkpoints" / "step_00000024"
+    flags = dict.fromkeys(("num_layers", "embed_dim", "num_heads", "max_seq_len"))  # adopted from the weights
+    flags |= {"data_dir": data, "init_from": source, "learning_rate": 1e-12, "min_lr": 0, "weight_decay": 0}
+    result = train(tmp_path / "tuned", max_steps=2, **flags)
+    assert result.code == 0, result.err
+    assert [row["step"] for row in read_metrics(tmp_path / "tuned")] == [1, 2]
+    trained, before = (
+        safetensors.torch.load_file(folder / "model.safetensors")
+        for folder in (tmp_path / "tuned/checkpoints/step_00000002", source)
+    )
+    for name, tensor in before.items():  # at this learning rate the weights are still those of the checkpoint
+        torch.testing.assert_close(trained[name], tensor, atol=1e-7, rtol=0)
+    more = train(tmp_path / "tuned", max_steps=4, **flags)
+    assert more.code == 0 and "step_00000002" in more.out
+    assert [row["step"] for row in read_metrics(tmp_path / "tuned")] == [1, 2, 3, 4]
+
+
+def test_init_from_refuses_another_tokenizer_or_shape(
+    train: Callable, unbroken: Path, make_tokens: Callable, tmp_path: Path
+) -> None:
+    data = make_tokens(tmp_path / "digits", "0123456789 " * 200, alphabet="0123456789 ")
+    other = train(tmp_path / "a", data_dir=data, init_from=unbroken)
+    assert other.code == 4
+    command = re.search(r"python tokenize_local_bpe\.py .*--tokenizer_file (\S+)", other.err)
+    assert command and Path(command[1]).is_file()
+    shape = train(tmp_path / "b", embed_dim=16, init_from=unbroken)
+    assert shape.code == 2
+    assert re.search(r"embed_dim is 16 from flag, 32 in ", shape.err)
+    assert "num_layers" not in shape.err
+    assert not (tmp_path / "a" / "checkpoints").exists() and not (tmp_path / "b").exists()
+
+
+def test_starting_over_from_the_weights_of_the_run_itself(train: Callable, copy_of: Path) -> None:
+    """--resume never moves the old run aside; the weights asked for must not move away before they are read."""
+    result = train(copy_of, init_from=copy_of / "best", resume="never", max_steps=2)
+    assert result.code == 0, result.err
+    assert steps_of(copy_of) == [2]
+
+
+# The mirror
+
+
+def test_a_run_continues_from_the_mirror_when_its_folder_is_gone(
+    train: Callable, interrupt: Callable, unbroken: Path, tmp_path: Path
+) -> None:
+    flags = {"checkpoint_dir": tmp_path / "drive"}
+    interrupt(tmp_path / "run", after=20, **flags)
+    mirrored = tmp_path / "drive" / "run"
+    assert steps_of(mirrored) == [18, 12]
+    assert snapshot(mirrored / "checkpoints") == snapshot(tmp_path / "run" / "checkpoints")
+    assert problems_of(mirrored / "best") == []
+    shutil.rmtree(tmp_path / "run")
+    result = train(tmp_path / "run", **flags)
+    assert result.code == 0 and str(mirrored / "checkpoints") in result.out
+    assert final_weights(tmp_path / "run") == final_weights(mirrored) == final_weights(unbroken)
+    assert measured(tmp_path / "run") == measured(unbroken)
+    assert problems_of(tmp_path / "run" / "best") == []
+    assert len(steps_of(mirrored)) == KEEP
+
+
+def test_a_damaged_local_checkpoint_is_replaced_by_the_mirrors(train: Callable, tmp_path: Path) -> None:
+    flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 12}
+    assert train(tmp_path / "run", **flags).code == 0
+    flip(tmp_path / "run" / "checkpoints" / "step_00000012" / "model.safetensors")
+    result = train(tmp_path / "run", **{**flags, "max_steps": 14})
+    assert result.code == 0
+    assert f"Continuing from {tmp_path / 'drive' / 'run' / 'checkpoints' / 'step_00000012'}" in result.out
+
+
+@pytest.mark.parametrize("cause", ["a file", "full"])
+def test_a_mirror_that_fails_is_told_and_the_training_goes_on(
+    cause: str, train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive = tmp_path / "drive"
+    if cause == "a file":
+        drive.write_text("not a folder")
+    copyfile = shutil.copyfile
+
+    def copy(source: Path, target: Path) -> None:
+        if drive in Path(target).parents:
+            raise OSError(28, os.strerror(28), str(target))
+        copyfile(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", copy)
+        result = train(tmp_path / "run", checkpoint_dir=drive)
+    assert result.code == 0 and result.err == ""
+    warnings = [line for line in result.out.splitlines() if "Warning" in line and str(drive) in line]
+    assert len(warnings) == 4  # one a checkpoint
+    assert cause == "a file" or "No space left" in warnings[0]
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+
+
+# When checkpoints are due
+
+
+@pytest.fixture
+def saved_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The steps at which runs of this test save."""
+    steps: list[int] = []
+    save = Run.save
+
+    def noted(run: Run, elapsed: float) -> str:
+        steps.append(run.step)
+        return save(run, elapsed)
+
+    monkeypatch.setattr(Run, "save", noted)
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({}, [26]),
+        ({"checkpoint_steps": 10}, [10, 20, 26]),
+        ({"checkpoint_minutes": 1e-9}, list(range(1, 27))),
+        ({"checkpoint_minutes": 60}, [26]),
+        ({"checkpoint_interval": 1}, "epochs"),
+        ({"checkpoint_interval": 2}, [26]),
+    ],
+    ids=str,
+)
+def test_each_interval_saves_and_zero_is_off(
+    flags: dict[str, Any],
+    expected: Any,
+    train: Callable,
+    saved_steps: list[int],
+    short_token_folder: Path,
+    tmp_path: Path,
+) -> None:
+    off = {"checkpoint_steps": 0, "checkpoint_interval": 0, "checkpoint_minutes": 0, "eval_interval": 0}
+    result = train(tmp_path / "run", data_dir=short_token_folder, max_steps=26, **{**off, **flags})
+    assert result.code == 0
+    if expected == "epochs":  # the first step after which an epoch is complete
+        rows = read_metrics(tmp_path / "run")
+        expected = [next(row["step"] for row in rows if row["epoch"] >= 1), 26]
+        assert 0 < expected[0] < 26
+    assert saved_steps == expected
+    assert len(steps_of(tmp_path / "run")) == min(KEEP, len(expected))
+
+
+def test_a_full_disk_ends_the_run_and_the_same_command_continues(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_checkpoint = run_module.save_checkpoint
+
+    def on_a_full_disk(folder: Path, *args: Any) -> None:
+        if folder.name != "step_00000018":
+            return save_checkpoint(folder, *args)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
+            return save_checkpoint(folder, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "save_checkpoint", on_a_full_disk)
+        result = train(tmp_path / "run")
+    assert result.code == 4
+    assert result.err.startswith("error: ") and "No space left" in result.err and "step_00000018" in result.err
+    assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == ["step_00000006", "step_00000012"]
+    assert all(problems_of(folder) == [] for folder in step_folders(tmp_path / "run" / "checkpoints"))
+    assert train(tmp_path / "run").code == 0
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+
+
+def test_divergence_stops_with_advice_and_keeps_finite_checkpoints(train: Callable, copy_of: Path) -> None:
+    flags = {"max_steps": 60, "checkpoint_steps": 6, "use_lr_scheduler": "constant"}
+    result = train(copy_of, learning_rate=1e30, **flags)
+    assert result.code == 2
+    assert result.err.startswith("error: ") and "--learning_rate" in result.err and "finite" in result.err
+    for folder in [*step_folders(copy_of / "checkpoints"), copy_of / "best"]:
+        weights = safetensors.torch.load_file(open_checkpoint(folder).path / "model.safetensors")
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+    assert train(copy_of, **{**flags, "max_steps": 26}).code == 0  # as the message says

@@ -1,0 +1,390 @@
+"""The trainer as a user meets it: the files of a run, what it prints, and one clear message for each mistake."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import train_colab_mmap
+from training import evaluate as evaluate_module
+from training import step as step_module
+from training.errors import ConfigError
+from training.report import Report, read_metrics
+
+PNG = b"\x89PNG\r\n\x1a\n"
+ALWAYS = {"step", "epoch", "tokens"}
+TRAINING = {"train_loss", "lr", "grad_norm", "ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}
+EVALUATION = {"val_loss", "val_bits_per_byte"}
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def cells(row: str) -> list[str]:
+    return [part.strip() for part in re.split(r"(?<!\\)\|", row.strip())[1:-1]]
+
+
+@pytest.fixture
+def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The steps that were trained in this test."""
+    taken: list[int] = []
+    train_step = step_module.train_step
+
+    def noted(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        taken.append(args[4])
+        return train_step(*args)
+
+    monkeypatch.setattr(step_module, "train_step", noted)
+    return taken
+
+
+@pytest.fixture(scope="module")
+def finished(train: Callable, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A finished run with prompts, and how its command ended. Not to be changed by a test."""
+    folder = tmp_path_factory.mktemp("finished")
+    prompts = [{"prompt": "the cat ", "answer": "sat on a mat."}, {"prompt": "a|b"}, {"prompt": "one big"}]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    flags = {"max_steps": 60, "log_interval": 5, "eval_interval": 20, "checkpoint_steps": 30, "warmup_steps": 4}
+    flags |= {"eval_prompts": folder / "prompts.jsonl", "units_per_hour": 8, "learning_rate": 0.02}
+    return folder / "run", train(folder / "run", **flags)
+
+
+def test_a_run_leaves_the_files_of_the_contract(finished: tuple[Path, Any]) -> None:
+    run, result = finished
+    assert result.code == 0 and result.err == ""
+    assert sorted(os.listdir(run)) == [
+        "best", "checkpoints", "config.json", "loss_curve.png", "metrics.jsonl", "samples.md", "summary.md",
+    ]  # fmt: skip
+    assert sorted(os.listdir(run / "checkpoints")) == ["step_00000030", "step_00000060"]
+    assert (run / "loss_curve.png").read_bytes().startswith(PNG)
+    for folder in (run / "best", run / "checkpoints" / "step_00000060"):
+        assert sorted(os.listdir(folder)) == [
+            "config.json", "manifest.json", "model.safetensors", "optimizer_state.bin", "tokenizer.json",
+            "training_state.json",
+        ]  # fmt: skip
+
+
+def test_config_json_says_every_value_and_where_it_came_from(finished: tuple[Path, Any], token_folder: Path) -> None:
+    saved = json.loads((finished[0] / "config.json").read_text())
+    config, sources = saved["config"], saved["sources"]
+    assert set(config) == set(sources)
+    assert (config["embed_dim"], sources["embed_dim"]) == (32, "flag")
+    assert (config["weight_decay"], sources["weight_decay"]) == (0.1, "default")
+    assert config["data_dir"] == str(token_folder)
+
+
+def test_metrics_hold_what_was_measured_and_nothing_else(finished: tuple[Path, Any]) -> None:
+    rows = read_metrics(finished[0])
+    assert [row["step"] for row in rows] == list(range(5, 61, 5))
+    for row in rows:
+        evaluated = EVALUATION if row["step"] % 20 == 0 else set()
+        assert set(row) == ALWAYS | TRAINING | {"compute_units"} | evaluated  # no mfu: this CPU's peak is not known
+        assert row["tokens"] == row["step"] * 4 * 2 * 16
+        assert all(math.isfinite(value) for value in row.values())
+        assert row["compute_units"] == pytest.approx(row["elapsed_seconds"] / 3600 * 8, rel=0.05)
+    epochs = [row["epoch"] for row in rows]
+    windows = 27_000 // 16
+    assert epochs[-1] == pytest.approx(60 * 8 / windows, rel=0.01)
+    assert [row["elapsed_seconds"] for row in rows] == sorted(row["elapsed_seconds"] for row in rows)
+
+
+def test_bits_per_byte_are_per_byte_of_the_validation_text(finished: tuple[Path, Any]) -> None:
+    """A character tokenizer on ASCII text has one token a byte, so only the unit differs."""
+    for row in read_metrics(finished[0]):
+        if "val_loss" in row:
+            assert row["val_bits_per_byte"] == pytest.approx(row["val_loss"] / math.log(2), rel=1e-4)
+
+
+def test_the_loss_falls_on_text_that_can_be_learned(finished: tuple[Path, Any]) -> None:
+    rows = read_metrics(finished[0])
+    assert rows[0]["train_loss"] < math.log(31) + 0.3  # about that of a guess among the vocabulary's 31 characters
+    assert rows[-1]["train_loss"] < rows[0]["train_loss"] - 0.5
+    losses = [row["val_loss"] for row in rows if "val_loss" in row]
+    assert losses == sorted(losses, reverse=True)
+
+
+def test_best_holds_the_weights_with_the_lowest_validation_loss(finished: tuple[Path, Any]) -> None:
+    rows = [row for row in read_metrics(finished[0]) if "val_loss" in row]
+    lowest = min(rows, key=lambda row: row["val_loss"])
+    state = json.loads((finished[0] / "best" / "training_state.json").read_text())
+    assert state["step"] == lowest["step"]
+    assert state["best_val_loss"] == pytest.approx(lowest["val_loss"], rel=1e-5)
+
+
+def test_samples_have_a_row_for_each_evaluation_and_a_column_for_each_prompt(finished: tuple[Path, Any]) -> None:
+    table = [cells(row) for row in (finished[0] / "samples.md").read_text().splitlines()]
+    assert table[0] == ["step", "exactly right", "the cat", "a\\|b", "one big"]
+    assert {len(row) for row in table} == {5}
+    assert table[2][2] == "sat on a mat."
+    assert [row[0] for row in table[3:]] == ["20", "40", "60"]
+    for row in table[3:]:
+        assert re.fullmatch(r"[01] of 1", row[1])  # one prompt has a known answer
+        assert row[1].startswith("1") is (row[2] == "sat on a mat.")
+        assert row[4]  # an answer without a known right one is shown all the same
+
+
+def test_the_summary_and_the_last_lines_tell_what_was_reached(finished: tuple[Path, Any]) -> None:
+    run, result = finished
+    summary = (run / "summary.md").read_text()
+    last = read_metrics(run)[-1]
+    for told in (summary, result.out):
+        assert f"{last['val_loss']:.4f}" in told
+        assert f"{math.exp(last['val_loss']):.2f}" in told
+        assert "Compute units" in told and "of 1 exactly right" in told
+    assert "| learning_rate | 0.02 | flag |" in summary
+    assert "weight_decay" not in summary  # it has its default
+    assert "generate.py" in result.out
+    assert "step 60/60" in result.out and "\r" not in result.out
+
+
+def test_a_run_killed_before_its_summary_writes_it_at_the_next_start(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an earlier, shorter run left a summary: that one is out of date."""
+    assert train(tmp_path / "run", max_steps=6).code == 0
+
+    class Killed(BaseException):
+        pass
+
+    def die(*_: Any) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Report, "summary", die)
+        with pytest.raises(Killed):
+            train(tmp_path / "run", max_steps=12)
+    assert train(tmp_path / "run", max_steps=12).code == 0
+    assert re.search(r"\b12 steps", (tmp_path / "run" / "summary.md").read_text())
+
+
+def test_intervals_of_zero_are_off_and_validation_can_read_the_whole_split(train: Callable, tmp_path: Path) -> None:
+    quiet = train(tmp_path / "quiet", max_steps=4, log_interval=0, eval_interval=0, checkpoint_steps=0)
+    assert quiet.code == 0
+    assert read_metrics(tmp_path / "quiet") == []
+    assert not (tmp_path / "quiet" / "best").exists()
+    whole = train(tmp_path / "whole", max_steps=4, eval_batches=0, eval_interval=4, checkpoint_steps=0)
+    assert whole.code == 0
+    assert "val_loss" in read_metrics(tmp_path / "whole")[-1]
+
+
+def test_evaluating_does_not_change_the_training(train: Callable, tmp_path: Path) -> None:
+    weights = []
+    for name, interval in (("often", 3), ("never", 0)):
+        assert train(tmp_path / name, max_steps=9, eval_interval=interval, checkpoint_steps=0).code == 0
+        weights.append((tmp_path / name / "checkpoints/step_00000009/model.safetensors").read_bytes())
+    assert weights[0] == weights[1]
+
+
+def test_compiled_training_gives_nearly_the_same_losses(train: Callable, tmp_path: Path) -> None:
+    flags = {"max_steps": 4, "eval_interval": 4, "dropout": 0, "embed_dim": 16, "gradient_accumulation_steps": 1}
+    assert train(tmp_path / "eager", **flags).code == 0
+    compiled = train(tmp_path / "compiled", compile="on", **flags)
+    assert compiled.code == 0
+    assert "Compiled in" in compiled.out, compiled.out  # and not: failed, going on without
+    for ours, theirs in zip(read_metrics(tmp_path / "compiled"), read_metrics(tmp_path / "eager"), strict=True):
+        assert set(ours) == set(theirs)
+        for key in {"train_loss", "val_loss", "grad_norm"} & set(theirs):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3)
+    # A compiler must leave no trace in the files: the checkpoint continues uncompiled.
+    weights = safetensors.torch.load_file(tmp_path / "compiled/checkpoints/step_00000004/model.safetensors")
+    assert not any("_orig_mod" in name for name in weights)
+    assert train(tmp_path / "compiled", **{**flags, "max_steps": 5}).code == 0
+
+
+def test_a_loss_too_large_for_its_perplexity_is_still_summed_up(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """exp(710) is more than a float can hold; a run that learned nonsense still ends in order."""
+    monkeypatch.setattr(evaluate_module, "validation_loss", lambda *_: 1234.5)
+    result = train(tmp_path / "run", max_steps=2, eval_interval=2, checkpoint_steps=0)
+    assert result.code == 0, result.err
+    assert "1234.5" in (tmp_path / "run" / "summary.md").read_text()
+
+
+def test_dry_run_writes_nothing_and_trains_nothing(train: Callable, token_folder: Path, tmp_path: Path) -> None:
+    before = snapshot(token_folder)
+    result = train(tmp_path / "run", extra=("--dry_run",), units_per_hour=8)
+    assert result.code == 0
+    assert not (tmp_path / "run").exists() and list(tmp_path.iterdir()) == []
+    assert snapshot(token_folder) == before
+    assert "24 of 128 tokens" in result.out and "compute units" in result.out
+
+
+# Mistakes
+
+
+def assert_refused(result: Any, code: int, *named: str) -> None:
+    """One message, on stderr, without a traceback, with what is wrong in it."""
+    assert result.code == code, result.err
+    assert result.err.startswith("error: ") and result.err.count("error:") == 1
+    assert "Traceback" not in result.err + result.out
+    for part in named:
+        assert re.search(part, result.err), f"{part!r} is not in {result.err!r}"
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ('{"epochs": 3,\n  "batch_size": 4,,}', [r"line 2, column \d+"]),
+        ('{"batchsize": 4}', ["batchsize", "Did you mean batch_size"]),
+        ('{"batch_size": "four", "dropout": 1.5}', ["batch_size", '"four"', "dropout", r"1\.5", "less than 1"]),
+        ('{"embed_dim": 32, "num_heads": 5}', ["num_heads is 5", "embed_dim 32", "4, 8"]),
+        ("[1, 2]", ["list"]),
+        ("{'epochs': 3}", ["line 1, column 2"]),
+    ],
+    ids=["syntax", "unknown key", "two values", "heads", "a list", "quotes"],
+)
+def test_a_mistake_in_a_config_file_is_told_with_its_place(
+    config: str, named: list[str], train: Callable, tmp_path: Path, steps_taken: list[int]
+) -> None:
+    (tmp_path / "mine.json").write_text(config)
+    before = snapshot(tmp_path)
+    shape = {"embed_dim": None, "num_heads": None, "batch_size": None, "dropout": None}
+    result = train(tmp_path / "run", config=tmp_path / "mine.json", **shape)
+    assert_refused(result, 2, "mine.json" if "heads" not in config else "num_heads", *named)
+    assert snapshot(tmp_path) == before and not (tmp_path / "run").exists()
+    assert steps_taken == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"batchsize": 4}, ["--batchsize", "--batch_size"]),
+        ({"learning_rate": "fast"}, ["learning_rate", "fast"]),
+        ({"config": "nowhere.json"}, [r"nowhere\.json", r"gpt2_small\.json"]),
+        ({"max_seq_len": 5000}, ["5000", "3,000", "validation", "--max_seq_len"]),
+        ({"device": "cuda"}, ["CUDA", "--device auto"]),
+        ({"precision": "fp16"}, ["fp16", "bf16 or fp32"]),
+        ({"placement": "gpu"}, ["--placement auto"]),
+    ],
+    ids=str,
+)
+def test_a_mistaken_flag_is_told_before_anything_is_written(
+    flags: dict[str, Any], named: list[str], train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert_refused(train(tmp_path / "run", **flags), 2, *named)
+    assert list(tmp_path.iterdir()) == []
+
+
+def cut_tokens(folder: Path) -> None:
+    (folder / "tokens.bin").write_bytes((folder / "tokens.bin").read_bytes()[:-7])
+
+
+def alter_tokens(folder: Path) -> None:
+    data = bytearray((folder / "tokens.bin").read_bytes())
+    data[100] ^= 1
+    (folder / "tokens.bin").write_bytes(data)
+
+
+def edit_metadata(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "tokens_metadata.json"
+        metadata = {**json.loads(path.read_text()), **changes}
+        path.write_text(json.dumps({key: value for key, value in metadata.items() if value is not None}))
+
+    return edit
+
+
+def other_tokenizer(folder: Path) -> None:
+    path = folder / "tokenizer.json"
+    path.write_text(path.read_text().replace('"z"', '"Z"'))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (cut_tokens, [r"tokens\.bin has 59,993 bytes", "60,000"]),
+        (alter_tokens, [r"tokens\.bin", "SHA-256"]),
+        (edit_metadata(total_tokens=None, vocab_size=None), ["total_tokens is missing", "vocab_size is missing"]),
+        (edit_metadata(dtype="int32"), ["int32", "120,000"]),
+        (edit_metadata(vocab_size=20), ["vocabulary of 20"]),
+        (edit_metadata(bin_file="../../etc/passwd"), ["bin_file", "not a file beside it"]),
+        (lambda folder: (folder / "tokens_metadata.json").write_text("{,}"), ["line 1, column 2"]),
+        (lambda folder: (folder / "tokens.bin").unlink(), [r"no file .*tokens\.bin"]),
+        (lambda folder: (folder / "tokenizer.json").unlink(), [r"tokenizer\.json"]),
+        (lambda folder: (folder / "tokens_metadata.json").unlink(), ["no token file", r"tokenize_local_bpe\.py"]),
+        (other_tokenizer, [r"tokenizer\.json", "SHA-256"]),
+    ],
+    ids=["cut", "altered", "fields", "dtype", "id", "path", "JSON", "no tokens", "no tokenizer", "empty", "tokenizer"],
+)
+def test_spoiled_data_is_refused_and_left_as_it_is(
+    spoil: Callable[[Path], Any], named: list[str], train: Callable, token_folder: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(token_folder, data)
+    spoil(data)
+    before = snapshot(tmp_path)
+    assert_refused(train(tmp_path / "run", data_dir=data), 3, *named)
+    assert snapshot(tmp_path) == before
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "named"),
+    [
+        ('{"prompt": "the cat"}\n{"prompt": 3}\n', ["line 2", "prompt"]),
+        ('{"prompt": "the cat"}\nthe dog\n', ["line 2"]),
+        ("\n\n", ["no prompts"]),
+        (None, [r"prompts\.jsonl", "--eval_prompts"]),
+        ('{"prompt": "the cat 7"}\n', ["'7'", "the cat 7|prompts.jsonl"]),
+    ],
+    ids=["number", "not JSON", "empty", "no file", "unknown character"],
+)
+def test_prompts_that_cannot_be_asked_are_told_before_the_first_step(
+    prompts: str | None, named: list[str], train: Callable, tmp_path: Path, steps_taken: list[int]
+) -> None:
+    """Not at the first evaluation, which may be hours of training later."""
+    path = tmp_path / "prompts.jsonl"
+    if prompts is not None:
+        path.write_text(prompts)
+    result = train(tmp_path / "run", eval_prompts=path, max_steps=2, eval_interval=2)
+    assert steps_taken == []
+    assert_refused(result, 3, *named)
+    assert "--unknown" not in result.err  # that is a flag of the pre-tokenizer
+
+
+def test_an_expected_answer_may_hold_characters_the_tokenizer_does_not_know(train: Callable, tmp_path: Path) -> None:
+    """It is only compared, never encoded: such an answer is wrong, not an error."""
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat", "answer": "The cat: 7"}\n')
+    result = train(tmp_path / "run", eval_prompts=tmp_path / "prompts.jsonl", max_steps=2, eval_interval=2)
+    assert result.code == 0 and "0 of 1" in result.out
+
+
+def test_debug_shows_the_traceback(train: Callable, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="num_heads"):
+        train(tmp_path / "run", num_heads=5, extra=("--debug",))
+
+
+def test_running_out_of_memory_is_exit_code_5(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(step_module, "train_step", full)
+    assert_refused(train(tmp_path / "run"), 5, "--micro_batch_size 2")
+
+
+def test_a_bug_of_ours_keeps_its_traceback(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(step_module, "train_step", bug)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "run")
+
+
+def test_the_script_stays_short_enough_to_read_in_one_sitting() -> None:
+    assert len(Path(train_colab_mmap.__file__).read_text(encoding="utf-8").splitlines()) < 300

@@ -1,0 +1,142 @@
+"""Time the pre-tokenizer on this machine: learning the vocabulary, encoding alone, and the whole command.
+
+python tools/benchmark_tokenizing.py --input my_text.txt
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from training.corpus import Source
+
+ROOT = Path(__file__).resolve().parents[1]
+MEGABYTE = 1_000_000
+
+
+class Row(NamedTuple):
+    what: str
+    megabytes: float
+    seconds: float
+
+
+def generated_text(megabytes: float) -> str:
+    """Text whose words follow Zipf's law, as those of natural language do, in documents of some 20 KB."""
+    generator = random.Random(0)
+    syllables = ["ka", "to", "mi", "re", "shu", "lon", "est", "ing", "a", "per", "tra", "ou"]
+    words = ["".join(generator.choices(syllables, k=generator.randint(1, 5))) for _ in range(30_000)]
+    weights = [1 / rank for rank in range(1, len(words) + 1)]
+    document = 4000
+    count = int(megabytes * MEGABYTE / 27_000) + 1
+    texts = (" ".join(generator.choices(words, weights, k=document)) for _ in range(count))
+    return "\n<|endoftext|>\n".join(texts)
+
+
+def timed(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def peak_memory_of_children() -> float | None:
+    """Largest resident set of any finished child process, in MB; None on Windows, which does not tell."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit / MEGABYTE
+
+
+def encode_all(sources: Sequence[Source], vocabulary: Path, workers: int) -> None:
+    from tokenizer import load_tokenizer
+    from training.corpus import DOCUMENT_SEPARATOR
+    from training.encoding import encode_in_order, read_chunks, token_dtype
+
+    tokenizer = load_tokenizer(vocabulary)
+    chunks = read_chunks(sources, DOCUMENT_SEPARATOR, "text", 4 * MEGABYTE)
+    for _ in encode_in_order(tokenizer, chunks, "error", token_dtype(tokenizer.vocab_size), workers):
+        pass
+
+
+def measure(sources: Sequence[Source], inputs: Sequence[str], vocab_size: int, slice_mb: float) -> list[Row]:
+    from tokenizers import Tokenizer
+
+    from tokenizer_bpe import BPETokenizer
+    from training.corpus import read_pieces, unpacked_bytes
+
+    megabytes = unpacked_bytes(sources) / MEGABYTE
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "tokens"
+        command = [sys.executable, str(ROOT / "tokenize_local_bpe.py"), "--input", *inputs]
+        command += ["--output_dir", str(output), "--vocab_size", str(vocab_size)]
+        whole = timed(lambda: subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        vocabulary = output / "bpe_tokenizer.json"
+        texts = (piece.text for piece in read_pieces(sources))
+        rows.append(Row("learning the vocabulary", megabytes, timed(lambda: BPETokenizer.train(texts, vocab_size))))
+        for workers in dict.fromkeys((os.cpu_count() or 1, 1)):
+            seconds = timed(lambda workers=workers: encode_all(sources, vocabulary, workers))
+            rows.append(Row(f"encoding alone, {workers} thread{'s' * (workers > 1)}", megabytes, seconds))
+        rows.append(Row("the whole command", megabytes, whole))
+
+        pieces, size = [], 0
+        for piece in read_pieces(sources):
+            pieces.append(piece.text)
+            size += len(piece.text.encode())
+            if size > slice_mb * MEGABYTE:
+                break
+        slow = Tokenizer.from_file(str(vocabulary))
+        slow.encode_special_tokens = True
+        seconds = timed(lambda: slow.encode_batch_fast(pieces, add_special_tokens=False))
+        rows.append(Row("`tokenizers` alone, all cores, on a slice", size / MEGABYTE, seconds))
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--input", nargs="+", metavar="PATH", help="text to tokenize (default: generated text)")
+    parser.add_argument("--generate_mb", type=float, default=20, help="size of the generated text (default: 20)")
+    parser.add_argument("--vocab_size", type=int, default=32000, help="(default: 32000)")
+    parser.add_argument("--slice_mb", type=float, default=10, help="text for `tokenizers` alone (default: 10)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    flags = parser.parse_args(argv)
+
+    from training.corpus import find_sources
+
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = flags.input
+        if not inputs:
+            path = Path(folder) / "generated.txt"
+            path.write_text(generated_text(flags.generate_mb), encoding="utf-8")
+            inputs = [str(path)]
+        rows = measure(find_sources(inputs), inputs, flags.vocab_size, flags.slice_mb)
+
+    versions = ", ".join(f"{name} {version(name)}" for name in ("tiktoken", "tokenizers"))
+    print(f"{platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}")
+    print(f"vocabulary of {flags.vocab_size:,}\n")
+    print("| what | MB | s | MB/s |\n|---|---:|---:|---:|")
+    for row in rows:
+        print(f"| {row.what} | {row.megabytes:.1f} | {row.seconds:.1f} | {row.megabytes / row.seconds:.1f} |")
+    peak = peak_memory_of_children()
+    if peak:
+        print(f"\nPeak memory of the whole command: {peak:,.0f} MB")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from training.errors import script
+
+    sys.exit(script(main)())
