@@ -6,7 +6,6 @@ python tokenize_local_bpe.py --input my_text.txt
 from __future__ import annotations
 
 import argparse
-import difflib
 import errno
 import hashlib
 import json
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from training.errors import INTERRUPTED, ConfigError, DataError, script
 from training.files import atomic_write, sha256_file
+from training.flags import Parser, add_debug
 from training.token_folder import TokenFolder, open_writer, pack
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def _prepare_tokenizer(
             with tqdm(total=total_bytes, **BAR, desc="Learning the vocabulary", disable=quiet) as bar:
                 pieces = read_pieces(sources, options.document_separator, options.text_key, bar.update)
                 if kind == "character":
-                    trained = CharacterTokenizer.train(piece.text for piece in pieces)
+                    trained = CharacterTokenizer.train(piece.text + piece.line_break for piece in pieces)
                 else:
                     texts = sample_evenly((piece.text for piece in pieces), options.vocab_sample_mb * 1e6 / total_bytes)
                     trained = _in_background(
@@ -315,9 +315,9 @@ def _report(folder: TokenFolder, metadata: dict[str, Any]) -> None:
     if tokenizer.kind == "bpe":
         lengths = tokenizer.byte_lengths
         longest = np.argsort(-lengths, kind="stable")[:10]
-        print("Longest tokens:", ", ".join(f'"{_printable(tokenizer.decode([i]))}"' for i in longest))
+        print("Longest tokens:", ", ".join(f'"{_escaped(tokenizer.decode([i]))}"' for i in longest))
     sample = np.fromfile(folder.bin, token_dtype(tokenizer.vocab_size), count=60)
-    print(f'The text begins: "{_printable(tokenizer.decode(sample))}"')
+    print(f'The text begins: "{_escaped(tokenizer.decode(sample))}"')
     print("Files:")
     for path in (folder.bin, folder.packed, folder.tokenizer, folder.metadata):
         if path.exists():
@@ -325,7 +325,7 @@ def _report(folder: TokenFolder, metadata: dict[str, Any]) -> None:
     print(f"\nTrain on it:\n  {training_command(folder, tokenizer.kind)}")
 
 
-def _printable(text: str) -> str:
+def _escaped(text: str) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
@@ -359,18 +359,11 @@ HELP = {
 TYPES = {"int": int, "float": float, "bool": bool}
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise ConfigError(f"{message}. `python {self.prog} --help` lists all flags.")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        "tokenize_local_bpe.py",
+def _parser() -> Parser:
+    parser = Parser(
+        prog="tokenize_local_bpe.py",
         description=__doc__,
         argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--input", nargs="+", metavar="PATH", help="files, folders or patterns: .txt, .md, .jsonl, each also as .gz"
@@ -384,7 +377,7 @@ def _parser() -> _Parser:
         default = "" if field.default is None else f" (default: {field.default})"
         metavar = {int: "N", float: "X", str: "TEXT"}[kind]
         parser.add_argument(f"--{field.name}", type=kind, metavar=metavar, help=HELP[field.name] + default)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_debug(parser)
     return parser
 
 
@@ -393,15 +386,7 @@ def parse_arguments(argv: Sequence[str] | None) -> dict[str, Any]:
     parser = _parser()
     known, unknown = parser.parse_known_args(argv)
     given = vars(known)
-    names = ["input", "output_dir", "debug", *(field.name for field in fields(Settings))]
-    problems = []
-    for argument in unknown:
-        flag = argument.split("=")[0]
-        if flag.startswith("-"):
-            nearest = difflib.get_close_matches(flag.lstrip("-"), names, 1)
-            problems.append(f"there is no flag {flag}" + (f"; did you mean --{nearest[0]}?" if nearest else ""))
-    if unknown and not problems:
-        problems.append(f"{' '.join(unknown)} belongs to no flag")
+    problems = parser.unknown_words(unknown)
     if "input" not in given:
         problems.append("--input is missing: name the text to tokenize, as in --input my_text.txt")
     if "tokenizer_file" in given or given.get("tokenizer") == "char":

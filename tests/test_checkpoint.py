@@ -355,7 +355,7 @@ def test_the_newest_whole_checkpoint_is_found_and_the_damage_told(
     (bad / broken).write_bytes((bad / broken).read_bytes()[:50])
     found = newest_valid(step_folders(bad.parent))
     assert found is not None and found.path == good
-    told = capsys.readouterr().out
+    told = capsys.readouterr().err
     assert str(bad) in told and broken in told and "optimizer_state.bin" in told
     assert open_checkpoint(bad.parents[1]).path == good  # a run folder stands for its newest whole checkpoint
     shutil.rmtree(good)
@@ -517,7 +517,7 @@ def test_unknown_keys_are_told_and_a_config_that_is_none_is_refused(
     described = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**described, "experts": 8}))
     assert checkpoint.Checkpoint(folder).model_config() == trained()[0].config
-    told = capsys.readouterr().out
+    told = capsys.readouterr().err
     assert "experts" in told and "tokenizer_type" not in told
     for broken in ({**described, "vocab_size": None}, {"embed_dim": 4}, {**described, "num_heads": 3}):
         (folder / "config.json").write_text(json.dumps(broken))

@@ -38,8 +38,8 @@ def story(characters: int, seed: int = 0) -> str:
 
 def corpus(path: Path, documents: int = 20, characters: int = 3000) -> list[str]:
     """Write some documents to a file, and return them."""
-    texts = [story(characters, seed) + "\n" for seed in range(documents)]
-    path.write_text(f"{SEPARATOR}\n".join(texts), encoding="utf-8", newline="")
+    texts = [story(characters, seed) for seed in range(documents)]
+    path.write_text(f"\n{SEPARATOR}\n".join(texts), encoding="utf-8", newline="")
     return texts
 
 
@@ -97,10 +97,11 @@ def test_characters_are_the_text_without_separators(tmp_path: Path, capsys: pyte
     texts = corpus(tmp_path / "text.txt", documents=3)
     assert run("--input", tmp_path / "text.txt", "--output_dir", tmp_path / "out", "--tokenizer", "char") == 0
     metadata, tokens, tokenizer = read(tmp_path / "out", "tokens")
-    assert tokenizer.decode(tokens) == "".join(texts)
-    assert metadata["tokenizer_type"] == "character" and metadata["vocab_size"] == len(set("".join(texts)))
+    text = "\n".join(texts)
+    assert tokenizer.decode(tokens) == text
+    assert metadata["tokenizer_type"] == "character" and metadata["vocab_size"] == len(set(text))
     assert (metadata["bin_file"], metadata["tokenizer_file"]) == ("tokens.bin", "tokenizer.json")
-    assert metadata["train_bytes"] + metadata["val_bytes"] == len("".join(texts).encode())
+    assert metadata["train_bytes"] + metadata["val_bytes"] == len(text.encode())
     assert "shakespeare_char.json" in capsys.readouterr().out
 
 
@@ -265,8 +266,8 @@ def test_the_vocabulary_sample_is_spread_over_the_whole_input(tmp_path: Path) ->
         (["--input", "text.txt", "--tokenizer_file", "broken.json"], 3, "broken.json is not valid JSON"),
         (["--input", "text.txt", "--tokenizer_file", "none.json"], 3, "no tokenizer file none.json"),
         (["--input", "text.txt", "--vocab_size", "258"], 2, "at least 259"),
-        (["--input", "text.txt", "--vocabsize", "300"], 2, "did you mean --vocab_size?"),
-        (["--input", "text.txt", "--vocab", "300"], 2, "no flag --vocab"),
+        (["--input", "text.txt", "--vocabsize", "300"], 2, "Did you mean --vocab_size?"),
+        (["--input", "text.txt", "--vocab", "300"], 2, "unknown flag --vocab"),
         (["--input", "text.txt", "--vocab_size", "many"], 2, "invalid int value"),
         (["--vocab_size", "300"], 2, "--input is missing"),
         (["--input", "text.txt", "--tokenizer", "word"], 2, "use bpe or char"),

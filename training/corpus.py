@@ -50,6 +50,7 @@ class Piece(NamedTuple):
 
     text: str
     ends_document: bool
+    line_break: str  # between this document and the next; not part of either, but characters are told apart by it
     source: Source
     line: int  # in the file, from 1, of the piece's first character
 
@@ -80,9 +81,10 @@ def read_pieces(
 ) -> Iterator[Piece]:
     """Stream the documents of all sources, long ones in pieces that do not change how they are tokenized.
 
-    A document's text is what the file holds between two lines that are exactly `separator` ("" is a blank line),
-    line endings included and untranslated; in JSONL it is the value of `text_key` of each line. Empty documents and a
-    byte order mark are left out. `on_read` is called with the number of unpacked bytes as they are read.
+    A document's text is what the file holds between two lines that are exactly `separator` ("" is a blank line), line
+    endings untranslated; the line break before the separator belongs to the separator. In JSONL it is the value of
+    `text_key` of each line. Empty documents and a byte order mark are left out. `on_read` is called with the number of
+    unpacked bytes as they are read.
 
     Raises DataError naming the file and the place: not UTF-8, not JSON, no such key, a damaged `.gz`, or a file that
     has changed since it was found.
@@ -92,48 +94,49 @@ def read_pieces(
             yield from _jsonl_pieces(source, text_key, on_read)
         else:
             line = 1
-            for text, ends_document, lines_before in split_documents(_decoded(source, on_read), separator):
+            for text, ends_document, line_break, lines_before in split_documents(_decoded(source, on_read), separator):
                 line += lines_before
-                yield Piece(text, ends_document, source, line)
+                yield Piece(text, ends_document, line_break, source, line)
                 line += text.count("\n")
         status = source.path.stat()
         if (status.st_size, status.st_mtime_ns) != (source.size, source.modified_ns):
             raise DataError(f"{source.path} changed while it was read. Run the same command again once it is at rest.")
 
 
-def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str, bool, int]]:
+def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str, bool, str, int]]:
     """Split a stream of text at its separator lines, and long documents into pieces.
 
-    Yields (text, whether it ends its document, separator lines left out just before it).
+    Yields (text, whether it ends its document, the line break it ends with if a separator follows, line breaks left out
+    just before it).
     """
     # The stream is looked at with a newline put in front, so that the first line is like any other: a separator is
     # what stands between two newlines, and the newline after it is the one in front of the next document (`fresh`).
-    separator_line = re.compile("\n" + re.escape(separator) + r"\r?(?=\n)")
-    last_line = re.compile("\n" + re.escape(separator) + r"\r?\Z")
+    separator_line = re.compile(r"(\r?\n)" + re.escape(separator) + r"\r?(?=\n)")
+    last_line = re.compile(r"(\r?\n)" + re.escape(separator) + r"\r?\Z")
     rest, fresh, skipped = "\n", True, 0
     for block in blocks:
         rest += block
         start = 0
         for match in separator_line.finditer(rest):
-            if match.start() > start or not fresh:
-                yield rest[start + fresh : match.start() + 1], True, skipped
+            text = rest[start + fresh : match.start()]
+            if text or not fresh:
+                yield text, True, match[1], skipped
                 skipped = 0
+            skipped += 1 + (match.start() > start or not fresh)
             start, fresh = match.end(), True
-            skipped += 1
         rest = rest[start:]
         if len(rest) > PIECE_CHARACTERS:
             newline = rest.rfind("\n")  # what follows may be the beginning of a separator
-            end = newline if len(rest) - newline <= len(separator) + 2 else len(rest) - 1
+            newline -= rest[newline - 1 : newline] == "\r"
+            end = newline if len(rest) - newline <= len(separator) + 3 else len(rest) - 1
             cut = cut_point(rest, end) or (end if len(rest) > LONGEST_PIECE else 0)
-            if cut:
-                yield rest[fresh:cut], False, skipped
+            if cut > fresh:
+                yield rest[fresh:cut], False, "", skipped
                 rest, fresh, skipped = rest[cut:], False, 0
     match = last_line.search(rest)
-    if match:
-        rest = rest[: match.start() + (match.start() > 0 or not fresh)]
-    text = rest[fresh:]
-    if text:
-        yield text, True, skipped
+    text = rest[fresh : match.start()] if match else rest[fresh:]
+    if text or not fresh:
+        yield text, True, match[1] if match else "", skipped
 
 
 def cut_point(text: str, limit: int) -> int:
@@ -235,10 +238,10 @@ def _jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None])
             start = 0
             while len(text) - start > LONGEST_PIECE:
                 end = start + (cut_point(text[start : start + LONGEST_PIECE], PIECE_CHARACTERS) or LONGEST_PIECE)
-                yield Piece(text[start:end], False, source, number)
+                yield Piece(text[start:end], False, "", source, number)
                 start = end
             if text:
-                yield Piece(text[start:], True, source, number)
+                yield Piece(text[start:], True, "\n", source, number)
         position += len(line)
 
 

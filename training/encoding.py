@@ -92,7 +92,8 @@ def encode_in_order(
 def encode_chunk(
     tokenizer: Tokenizer, pieces: Sequence[Piece], unknown: str, dtype: np.dtype
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens,) of the pieces, an end-of-text token after each document, and (documents,) int64 where these end."""
+    """(tokens,) of the pieces and (documents,) int64 where documents end. A BPE document ends with the end-of-text
+    token; a character vocabulary has none, and keeps the line break that stood before the separator."""
     end_of_text = np.array([] if tokenizer.end_of_text_id is None else [tokenizer.end_of_text_id], dtype=np.int32)
     arrays, ends, count = [], [], 0
     for piece in pieces:
@@ -112,7 +113,7 @@ def encode_chunk(
 
 def _encode_characters(tokenizer: CharacterTokenizer, piece: Piece, unknown: str) -> np.ndarray:
     try:
-        return tokenizer.encode(piece.text, unknown)
+        return tokenizer.encode(piece.text + piece.line_break, unknown)
     except UnknownCharacterError as error:
         # Escapes hide where a line of JSONL holds the character, and a piece may begin in the middle of a line.
         line = piece.line if piece.source.is_jsonl else piece.line + error.line - 1
