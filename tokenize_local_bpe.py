@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ from training.errors import INTERRUPTED, ConfigError, DataError, script
 from training.files import atomic_write, sha256_file
 from training.flags import Parser, add_debug
 from training.token_folder import TokenFolder, open_writer, pack
+from training.token_settings import HELP, Settings
 
 if TYPE_CHECKING:
     from tokenizer import CharacterTokenizer
@@ -36,57 +37,6 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 OUTPUT_DIR = "datasets_cache"
 BAR = {"unit": "B", "unit_scale": True, "mininterval": 0.5}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How text becomes tokens; every field is a flag of the same name."""
-
-    output_name: str | None = None  # None: tokens_bpe, or tokens for characters
-    tokenizer: str | None = None  # "bpe" or "char"; None: the kind of tokenizer_file, else "bpe"
-    tokenizer_file: str | None = None
-    vocab_size: int = 32000
-    min_frequency: int = 2
-    vocab_sample_mb: float = 500
-    train_split: float = 0.9
-    text_key: str = "text"
-    document_separator: str = "<|endoftext|>"
-    unknown: str = "error"
-    compress: bool = False
-    chunk_size_mb: float = 4
-    num_workers: int = 0  # 0: one per core
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError that lists every value out of range."""
-        problems = []
-        if self.tokenizer not in (None, "bpe", "char"):
-            problems.append(f"--tokenizer is {self.tokenizer!r}; use bpe or char")
-        if self.unknown not in ("error", "drop"):
-            problems.append(f"--unknown is {self.unknown!r}; use error or drop")
-        if self.tokenizer != "char" and not self.tokenizer_file:
-            from tokenizer_bpe import SMALLEST_VOCABULARY
-
-            if self.vocab_size < SMALLEST_VOCABULARY:
-                problems.append(
-                    f"--vocab_size is {self.vocab_size}; at least {SMALLEST_VOCABULARY} are needed "
-                    f"for the 256 bytes and the special tokens"
-                )
-        if self.min_frequency < 1:
-            problems.append(f"--min_frequency is {self.min_frequency}; use 1 or more")
-        if not 0 < self.train_split < 1:
-            problems.append(f"--train_split is {self.train_split}; use a share between 0 and 1, such as 0.9")
-        if not self.chunk_size_mb > 0:
-            problems.append(f"--chunk_size_mb is {self.chunk_size_mb}; use more than 0")
-        if not self.vocab_sample_mb > 0:
-            problems.append(f"--vocab_sample_mb is {self.vocab_sample_mb}; use more than 0")
-        if self.num_workers < 0:
-            problems.append(f"--num_workers is {self.num_workers}; use 1 or more, or 0 for one per core")
-        if "\n" in self.document_separator or "\r" in self.document_separator:
-            problems.append('--document_separator has to be a single line ("" is a blank line)')
-        if self.output_name is not None and (not self.output_name or Path(self.output_name).name != self.output_name):
-            problems.append(f"--output_name is {self.output_name!r}; use a file name without folders or suffix")
-        if problems:
-            raise ConfigError("\n".join(problems))
 
 
 def tokenize(
@@ -341,21 +291,6 @@ def training_command(folder: TokenFolder, kind: str) -> str:
     return f"python train_colab_mmap.py{data} --config {config}"
 
 
-HELP = {
-    "output_name": "name of the token file, without .bin (default: tokens_bpe, or tokens for characters)",
-    "tokenizer": "bpe: byte-level BPE; char: one token per character (default: bpe)",
-    "tokenizer_file": "use this vocabulary, of either kind, instead of learning one",
-    "vocab_size": "tokens in the vocabulary to learn",
-    "min_frequency": "learn only pairs that occur this often",
-    "vocab_sample_mb": "learn from at most this much text, spread evenly over the whole input",
-    "train_split": "share of the tokens to train on, the rest validates; moved to the nearest end of a document",
-    "text_key": "key that holds the text in a .jsonl file",
-    "document_separator": 'line that stands between documents; "" is a blank line',
-    "unknown": "what to do with characters that the character vocabulary lacks: error or drop",
-    "compress": "write a .bin.gz beside the .bin",
-    "chunk_size_mb": "text that a thread encodes at a time; the result does not depend on it",
-    "num_workers": "threads that encode; 0: one per core",
-}
 TYPES = {"int": int, "float": float, "bool": bool}
 
 

@@ -10,13 +10,12 @@ Every key of the config is a flag. Running the same command again continues the 
 from __future__ import annotations
 
 import dataclasses
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from training.config import TrainConfig, parse_config
-from training.errors import INTERRUPTED, ConfigError, script
+from training.errors import INTERRUPTED, script
 
 
 @script
@@ -31,12 +30,12 @@ def train(config: TrainConfig) -> int:
     from model import TransformerLanguageModel
     from training.checkpoint import open_checkpoint
     from training.data import TokenData
-    from training.evaluate import answer_prompts, bits_per_byte, read_prompts, validation_loss
+    from training.evaluate import answer_prompts, bits_per_byte, check_prompts, read_prompts, validation_loss
     from training.hardware import detect_hardware
     from training.optimizer import build_optimizer
     from training.preflight import dry_run, fit_micro_batch, memory_advice, trial_pass
     from training.report import Report
-    from training.run import Run, diverged
+    from training.run import Run
     from training.schedule import learning_rate
     from training.step import train_step
 
@@ -51,6 +50,7 @@ def train(config: TrainConfig) -> int:
     prompts = read_prompts(config.eval_prompts) if config.eval_prompts else []
     data = TokenData.open(config, hardware)
     print(data.describe())
+    check_prompts(prompts, data)
 
     torch.manual_seed(config.seed)
     model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
@@ -70,11 +70,12 @@ def train(config: TrainConfig) -> int:
     if run.finished and (run.dir / "summary.md").exists():
         print(
             f"This run is finished: step {run.step:,} of {run.max_steps:,}, results in {run.dir / 'summary.md'}. "
-            f"To go on, ask for more: --epochs {config.epochs * 2} (or --max_steps {run.max_steps * 2}). "
+            f"To go on, ask for more: {run.more()}. "
             f"To start over: --resume never (the old run is kept aside)."
         )
         return 0
     run.write_config()
+    (run.dir / "summary.md").unlink(missing_ok=True)  # of a shorter run that this one continues
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
     if config.warmup_steps >= run.max_steps:
         print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run")
@@ -84,7 +85,7 @@ def train(config: TrainConfig) -> int:
 
     with run.saving_on_signals(), memory_advice(config):
         step_model = hardware.compile(model, lambda compiled: trial_pass(compiled, data, config, hardware))
-        while not run.finished and not run.interrupted:
+        while not run.finished:
             lr = learning_rate(run.step, run.max_steps, config)
             loss, grad_norm = train_step(
                 step_model, optimizer, scaler, data, run.step, run.sequences_seen, lr, config, hardware
@@ -92,27 +93,31 @@ def train(config: TrainConfig) -> int:
             run.advance()
             report.step_done(config.tokens_per_step)
             row = {"step": run.step, "epoch": run.epoch, "tokens": run.tokens}
+            reporting, evaluating = run.due(config.log_interval), run.due(config.eval_interval)
 
-            if run.due(config.log_interval):  # nothing waits for the device on the other steps
+            if reporting:  # nothing waits for the device on the other steps
                 row |= report.training_row(loss, grad_norm, lr, model.flops_per_token())
-                if not math.isfinite(row["train_loss"]):
-                    raise ConfigError(diverged(run.step, run.dir))
+                run.require_finite(row["train_loss"])
                 report.progress(row)
-            if run.due(config.eval_interval):
+            if evaluating:
                 with report.paused():
                     row["val_loss"] = validation_loss(model, step_model, data, config, hardware)
                     row["val_bits_per_byte"] = bits_per_byte(row["val_loss"], data)
+                    run.require_finite(row["val_loss"])
                     if prompts:
                         answers = answer_prompts(model, data, prompts)
                     run.save_best(row["val_loss"], report.elapsed)
                 report.evaluation(row, answers)
-            if len(row) > 3:
+            if reporting or evaluating:
                 report.write(row)
-                if "val_loss" in row:
-                    report.curve()
-            if run.checkpoint_due():
+            if evaluating:
+                report.curve()
+            stopping = run.interrupted  # read once: a signal from here on waits for the end of the next step
+            if stopping or run.checkpoint_due():
                 with report.paused():
                     report.say(run.save(report.elapsed))
+            if stopping:
+                break
 
     report.close()
     if not run.finished:

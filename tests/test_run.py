@@ -21,6 +21,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from training import evaluate as evaluate_module
 from training import run as run_module
 from training import step as step_module
 from training.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
@@ -123,6 +124,18 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
     assert measured(tmp_path / "run") == measured(unbroken)
     best = [(folder / "best" / "model.safetensors").read_bytes() for folder in (tmp_path / "run", unbroken)]
     assert best[0] == best[1]
+    seconds = [row["elapsed_seconds"] for row in read_metrics(tmp_path / "run")]
+    assert seconds == sorted(seconds), "the clock of the run started again"
+
+
+def test_best_stays_the_best_of_all_sessions(
+    interrupt: Callable, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([3.0, 2.0, 2.5, 2.2])
+    monkeypatch.setattr(evaluate_module, "validation_loss", lambda *_: next(losses))
+    interrupt(tmp_path / "run", after=13, eval_interval=6)
+    assert train(tmp_path / "run", eval_interval=6).code == 0
+    assert json.loads((tmp_path / "run" / "best" / "training_state.json").read_text())["step"] == 12
 
 
 def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_path: Path) -> None:
@@ -386,6 +399,16 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_told(
     assert problems_of(newest) == []
 
 
+def test_a_damaged_checkpoint_does_not_count_as_one_of_those_kept(
+    train: Callable, interrupt: Callable, copy_of: Path
+) -> None:
+    flip(copy_of / "checkpoints" / "step_00000024" / "model.safetensors")
+    interrupt(copy_of, after=23, checkpoint_steps=2)
+    assert steps_of(copy_of) == [22, 20]
+    damaged = [path for path in (copy_of / "checkpoints").iterdir() if "00000024" in path.name]
+    assert len(damaged) == 1 and problems_of(damaged[0])  # kept, to be looked at
+
+
 def test_with_every_checkpoint_damaged_nothing_is_trained_and_nothing_deleted(train: Callable, copy_of: Path) -> None:
     for folder in step_folders(copy_of / "checkpoints"):
         flip(folder / "training_state.json")
@@ -626,8 +649,12 @@ def test_a_full_disk_ends_the_run_and_the_same_command_continues(
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
 
 
-def test_divergence_stops_with_advice_and_keeps_finite_checkpoints(train: Callable, copy_of: Path) -> None:
-    flags = {"max_steps": 60, "checkpoint_steps": 6, "use_lr_scheduler": "constant"}
+@pytest.mark.parametrize("log_interval", [1, 0])
+def test_divergence_stops_with_advice_and_keeps_finite_checkpoints(
+    log_interval: int, train: Callable, copy_of: Path
+) -> None:
+    """Seen in the loss; or, where that is never read, in the weights before they are saved."""
+    flags = {"log_interval": log_interval, "max_steps": 60, "checkpoint_steps": 6, "use_lr_scheduler": "constant"}
     result = train(copy_of, learning_rate=1e30, **flags)
     assert result.code == 2
     assert result.err.startswith("error: ") and "--learning_rate" in result.err and "finite" in result.err

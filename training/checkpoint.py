@@ -8,6 +8,7 @@ without a manifest, or that disagrees with it, is never loaded silently.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pickle
 import re
@@ -27,6 +28,7 @@ from training.files import read_json, sha256_file, sync_directory, write_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+FILES = ("model.safetensors", "config.json", "tokenizer.json", "optimizer_state.bin", "training_state.json")
 KEEP = 2  # never one: the newest may be the one that turns out damaged
 STEP_NAME = re.compile(r"step_(\d{8})")
 
@@ -123,8 +125,8 @@ def save_checkpoint(
             ),
         }
         for name, value in (("config.json", described), ("training_state.json", training_state)):
-            write_json(temporary / name, value)
-            written[name] = sha256_file(temporary / name)
+            text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+            written[name] = write_verified(temporary / name, lambda file, text=text: file.write(text.encode()))
         files = {
             name: {"size": (temporary / name).stat().st_size, "sha256": sha256} for name, sha256 in written.items()
         }
@@ -136,7 +138,7 @@ def save_checkpoint(
         reason = problem.__context__ if isinstance(problem.__context__, OSError) else problem
         raise CheckpointError(
             f"{folder} could not be saved: {reason}. Checkpoints saved before are whole. Free some space "
-            f"(one takes about {16 * model.num_parameters() / 1e9:.1f} GB) or choose another --output_dir, "
+            f"(one takes about {12 * model.num_parameters() / 1e9:.1f} GB) or choose another --output_dir, "
             "then run the same command to continue."
         ) from problem
 
@@ -177,7 +179,12 @@ def publish(temporary: Path, folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         os.replace(folder, replaced)
-    os.replace(temporary, folder)
+    try:
+        os.replace(temporary, folder)
+    except OSError:
+        if replaced.exists():
+            os.replace(replaced, folder)
+        raise
     sync_directory(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -192,16 +199,21 @@ def restore_interrupted(parent: Path) -> None:
             os.replace(old, folder)
     for temporary in parent.glob(".tmp-*"):
         shutil.rmtree(temporary, ignore_errors=True)
+    for temporary in parent.glob(".*.tmp"):  # of atomic_write
+        temporary.unlink(missing_ok=True)
 
 
 def problems_of(folder: Path) -> list[str]:
     """What is wrong with a checkpoint folder: files missing, cut short or altered. Empty if it is whole."""
     if not (folder / MANIFEST).exists():
         return [f"{MANIFEST} is missing (the folder was never completed)"]
-    files = read_json(folder / MANIFEST, CheckpointError).get("files")
+    try:
+        files = read_json(folder / MANIFEST, CheckpointError).get("files")
+    except CheckpointError as problem:
+        return [str(problem).rstrip(".")]
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
         return [f"{MANIFEST} does not list files"]
-    problems = []
+    problems = [f"{MANIFEST} does not list {name}" for name in FILES if name not in files]
     for name, entry in files.items():
         path = folder / name
         if Path(name).name != name:

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from model import IGNORE_INDEX, TransformerLanguageModel
+from tokenizer import UnknownCharacterError
 from training.config import TrainConfig
 from training.data import TokenData
 from training.errors import DataError
@@ -105,6 +106,18 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     if not prompts:
         raise DataError(f"{path} holds no prompts.")
     return prompts
+
+
+def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
+    """Raises DataError for a prompt the tokenizer cannot express: now, not at the first evaluation."""
+    for prompt in prompts:
+        try:
+            data.tokenizer.encode(prompt.text)
+        except UnknownCharacterError as problem:
+            named = ", ".join(map(repr, problem.characters))
+            raise DataError(
+                f"--eval_prompts: the prompt {prompt.text!r} has characters the tokenizer does not know: {named}."
+            ) from None
 
 
 def answer_prompts(model: TransformerLanguageModel, data: TokenData, prompts: list[Prompt]) -> list[Answer]:

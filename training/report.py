@@ -104,8 +104,11 @@ class Report:
             for key, value in row.items()
             if value is not None
         }
-        with open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-            file.write(json.dumps(rounded) + "\n")
+        try:
+            with open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(rounded) + "\n")
+        except OSError as problem:  # a log that cannot be written is no reason to lose the training
+            self.say(f"metrics.jsonl was not written: {problem}")
 
     def progress(self, row: dict[str, Any]) -> None:
         """Refresh the progress line; in a log file, where it cannot be redrawn, write one now and then."""
@@ -133,7 +136,7 @@ class Report:
     def evaluation(self, row: dict[str, Any], answers: list[Answer]) -> None:
         """Tell how an evaluation went, and keep its answers."""
         parts = [f"step {row['step']:,}: validation loss {row['val_loss']:.4f}"]
-        parts.append(f"perplexity {math.exp(min(row['val_loss'], 700)):.2f}")
+        parts.append(f"perplexity {perplexity(row['val_loss']):.2f}")
         if row["val_bits_per_byte"] is not None:
             parts.append(f"{row['val_bits_per_byte']:.3f} bits per byte")
         right, judged = accuracy(answers)
@@ -165,11 +168,11 @@ class Report:
             path = self.run_dir / name
             if not path.exists():
                 continue
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and row_step(line) <= step]
+            lines = path.read_bytes().splitlines(keepends=True)  # bytes: the last may end inside a character
+            kept = [line for line in lines if line.endswith(b"\n") and row_step(line.decode(errors="replace")) <= step]
             if kept != lines:
                 with atomic_write(path) as file:
-                    file.write("".join(kept).encode())
+                    file.write(b"".join(kept))
 
     def curve(self) -> None:
         """Redraw loss_curve.png from metrics.jsonl. A plot that fails is no reason to stop a training."""
@@ -206,7 +209,8 @@ class Report:
         if evaluated := [row for row in rows if "val_loss" in row]:
             best, last = min(evaluated, key=lambda row: row["val_loss"]), evaluated[-1]
             per_byte = f", {last['val_bits_per_byte']:.3f} bits per byte" if "val_bits_per_byte" in last else ""
-            facts["Validation loss"] = f"{last['val_loss']:.4f} (perplexity {math.exp(last['val_loss']):.2f}{per_byte})"
+            told = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
+            facts["Validation loss"] = told
             facts["Best"] = f"{best['val_loss']:.4f} at step {best['step']:,}"
         right, judged = accuracy(answers)
         if judged:
@@ -286,6 +290,10 @@ def cell(text: str) -> str:
 
 def table_row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def clock(seconds: float) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import itertools
+import math
 import os
 import shutil
 import signal
@@ -66,6 +68,7 @@ class Run:
         self.resumed_from: str | None = None
         self.interrupted = False
         self.best_unmirrored = False
+        self.damaged: list[Path] = []  # newer than the checkpoint the run continues from
         self.last_saved = time.monotonic()
         self.max_steps = self.plan()
 
@@ -88,13 +91,14 @@ class Run:
             with contextlib.suppress(OSError):  # a Drive that is not there is reported when a copy fails
                 restore_interrupted(folder)
                 restore_interrupted(folder / "checkpoints")
-                if config.resume == "never":
-                    set_aside(folder)
-        checkpoint = run.find()
+        checkpoint = None if config.resume == "never" else run.find()
         if checkpoint is not None:
             run.restore(checkpoint)
         elif config.init_from:
             run.initialize_from(open_checkpoint(config.init_from))
+        if config.resume == "never":  # last: the weights may come from the very run that makes way
+            for folder in folders:
+                set_aside(folder)
         run.max_steps = run.plan()
         return run
 
@@ -109,6 +113,12 @@ class Run:
     @property
     def finished(self) -> bool:
         return self.step >= self.max_steps
+
+    def more(self) -> str:
+        """The flag that makes a finished run longer."""
+        if self.config.max_steps:
+            return f"--max_steps {self.step * 2}"
+        return f"--epochs {2 * max(self.config.epochs, int(self.epoch))}"
 
     def advance(self) -> None:
         """One more step is done."""
@@ -127,7 +137,7 @@ class Run:
         epochs_passed = bool(size) and self.sequences_seen // size > before // size
         steps_passed = bool(c.checkpoint_steps) and self.step % c.checkpoint_steps == 0
         minutes_passed = bool(c.checkpoint_minutes) and time.monotonic() - self.last_saved >= 60 * c.checkpoint_minutes
-        return steps_passed or epochs_passed or minutes_passed or self.interrupted or self.finished
+        return steps_passed or epochs_passed or minutes_passed or self.finished
 
     @contextlib.contextmanager
     def saving_on_signals(self) -> Iterator[None]:
@@ -177,9 +187,18 @@ class Run:
             self.write(self.dir / "best", elapsed)
             self.best_unmirrored = True
 
+    def require_finite(self, *values: float) -> None:
+        """Raises ConfigError if the training diverged: from here on it would only burn time."""
+        if not all(map(math.isfinite, values)):
+            raise ConfigError(
+                f"The training diverged: the loss or the weights are no longer finite at step {self.step:,}. "
+                f"Checkpoints saved before are whole. Run the same command with a lower --learning_rate, more "
+                "--warmup_steps, or --precision fp32 to continue from there."
+            )
+
     def write(self, folder: Path, elapsed: float) -> None:
-        if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
-            raise ConfigError(diverged(self.step, self.dir))
+        """A good checkpoint must not make way for one that is of no use."""
+        self.require_finite(*(parameter.detach().sum().item() for parameter in self.model.parameters()))
         m = self.data.metadata
         save_checkpoint(
             folder, self.model, self.optimizer, self.data.tokenizer_path, m.tokenizer_type, self.state(elapsed)
@@ -214,8 +233,7 @@ class Run:
                 "--resume never starts over and keeps them aside."
             )
         if newest is not None:
-            for damaged in folders[: folders.index(newest.path)]:
-                quarantine(damaged)
+            self.damaged = folders[: folders.index(newest.path)]
         if self.config.resume_from is None:
             return newest
         self.resumed_from = str(Path(self.config.resume_from).resolve())
@@ -257,6 +275,8 @@ class Run:
                              *clashes])
                 + f"\nGive the old values, or another --output_dir, or --resume never ({self.dir} is kept aside)."
             )
+        for folder in self.damaged:
+            quarantine(folder)
         checkpoint.load_weights(self.model)
         checkpoint.load_optimizer(self.optimizer)
         if state["scaler"] and self.scaler.is_enabled():
@@ -278,7 +298,9 @@ class Run:
 
     def bring_back_files(self, checkpoint: Checkpoint) -> None:
         """A run found in the mirror alone brings its metrics, samples and best weights with it."""
-        source = checkpoint.path.parents[1]
+        source = checkpoint.path.resolve().parent  # of best/, or of a folder of checkpoints
+        if source.name == "checkpoints":
+            source = source.parent
         if source.resolve() == self.dir.resolve():
             return
         self.dir.mkdir(parents=True, exist_ok=True)
@@ -304,19 +326,13 @@ class Run:
         write_json(self.dir / "config.json", {"config": self.config.values(), "sources": self.config.sources})
 
 
-def diverged(step: int, run_dir: Path) -> str:
-    return (
-        f"The training diverged: the loss or the weights are no longer finite at step {step:,}. The checkpoints in "
-        f"{run_dir / 'checkpoints'} are from before. Run the same command with a lower --learning_rate, more "
-        "--warmup_steps, or --precision fp32 to continue from there."
-    )
-
-
 def set_aside(run_dir: Path) -> None:
     """Rename an old run, so that starting over loses nothing."""
     if run_dir.exists():
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        old = run_dir.with_name(f"{run_dir.name}.{stamp}")
+        names = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+        candidates = (run_dir.with_name(f"{run_dir.name}.{stamp}{name}") for name in names)
+        old = next(path for path in candidates if not path.exists())
         os.replace(run_dir, old)
         print(f"The run that was in {run_dir} is now {old}.")
 
