@@ -138,7 +138,7 @@ def save_checkpoint(
         reason = problem.__context__ if isinstance(problem.__context__, OSError) else problem
         raise CheckpointError(
             f"{folder} could not be saved: {reason}. Checkpoints saved before are whole. Free some space "
-            f"(one takes about {12 * model.num_parameters() / 1e9:.1f} GB) or choose another --output_dir, "
+            f"(one takes about {12 * model.num_parameters() / 1e6:,.0f} MB) or choose another --output_dir, "
             "then run the same command to continue."
         ) from problem
 

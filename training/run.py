@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -150,6 +151,7 @@ class Run:
             if self.interrupted:
                 raise KeyboardInterrupt
             self.interrupted = True
+            print("\nStopping after this step, then saving. Once more stops at once.", file=sys.stderr, flush=True)
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
