@@ -53,10 +53,7 @@ def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[Tr
     on_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
     checkpoint = open_checkpoint(newest_run() if path is None else path)
     config = checkpoint.model_config()
-    names = ("tokenizer.json", "bpe_tokenizer.json")  # the second is the blog's
-    tokenizer_path = next((checkpoint.path / name for name in names if (checkpoint.path / name).exists()), None)
-    if tokenizer_path is None:
-        raise CheckpointError(f"{checkpoint.path} has no tokenizer.json; put the tokenizer of its data there.")
+    tokenizer_path = checkpoint.tokenizer_path()
     tokenizer = load_tokenizer(tokenizer_path)
     if tokenizer.vocab_size > config.vocab_size:
         raise CheckpointError(

@@ -101,12 +101,20 @@ class KVCache:
     """Keys and values of the tokens a model has read, so that each new token costs one position, not T.
 
     Rows may hold texts of different lengths: a row's `length` is the position its next token takes. What lies beyond
-    it is left over from padding and hidden from attention until it is overwritten.
+    it is left over from padding and hidden from attention until it is overwritten. `capacity` is the number of tokens
+    a row has room for (max_seq_len by default).
     """
 
-    def __init__(self, config: ModelConfig, batch_size: int, device: torch.device, dtype: torch.dtype):
-        shape = (config.num_layers, batch_size, config.num_heads, config.max_seq_len, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (layers, B, H, max_seq_len, D)
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        capacity: int | None = None,
+    ):
+        shape = (config.num_layers, batch_size, config.num_heads, capacity or config.max_seq_len, config.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (layers, B, H, capacity, D)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = [0] * batch_size
 
@@ -352,7 +360,7 @@ class TransformerLanguageModel(nn.Module):
         ValueError naming weights that are missing, unknown or of another shape.
         """
         state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
-        state.pop("causal_mask", None)
+        state = {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != "causal_mask"}
         own = self.state_dict()
         if self.config.tie_embeddings:  # one tensor under two names: either is enough
             for name, twin in (("head.weight", "token_embedding.weight"), ("token_embedding.weight", "head.weight")):

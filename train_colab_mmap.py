@@ -33,7 +33,7 @@ def train(config: TrainConfig) -> int:
     from training.evaluate import answer_prompts, bits_per_byte, check_prompts, read_prompts, validation_loss
     from training.hardware import detect_hardware
     from training.optimizer import build_optimizer
-    from training.preflight import dry_run, fit_micro_batch, memory_advice, trial_pass
+    from training.preflight import dry_run, fit_micro_batch, memory_advice
     from training.report import Report
     from training.run import Run
     from training.schedule import learning_rate
@@ -82,9 +82,11 @@ def train(config: TrainConfig) -> int:
     report = Report(run.dir, hardware, run.step, run.max_steps, run.elapsed, hardware.units_per_hour(config))
     report.rewind(run.step)
     answers = []
+    first_step = run.step
 
     with run.saving_on_signals(), memory_advice(config):
-        step_model = hardware.compile(model, lambda compiled: trial_pass(compiled, data, config, hardware))
+        with report.paused():
+            step_model = hardware.compile(model, lambda: data.batch(0, config.rows_at_once))
         while not run.finished:
             lr = learning_rate(run.step, run.max_steps, config)
             loss, grad_norm = train_step(
@@ -94,6 +96,8 @@ def train(config: TrainConfig) -> int:
             report.step_done(config.tokens_per_step)
             row = {"step": run.step, "epoch": run.epoch, "tokens": run.tokens}
             reporting, evaluating = run.due(config.log_interval), run.due(config.eval_interval)
+            if run.step == first_step + 1:
+                reporting = bool(config.log_interval)  # on a slow machine the first sign of life should not take hours
 
             if reporting:  # nothing waits for the device on the other steps
                 row |= report.training_row(loss, grad_norm, lr, model.flops_per_token())

@@ -221,11 +221,9 @@ def test_memory_is_that_of_this_machine() -> None:
 # Compilation
 
 
-def backward_pass(model: torch.nn.Module) -> None:
+def example() -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.zeros(2, 4, dtype=torch.long)
-    model(tokens, tokens).backward()
-    for parameter in model.parameters():
-        parameter.grad = None
+    return tokens, tokens
 
 
 @pytest.mark.parametrize(("choice", "compiles"), [("on", True), ("off", False), ("auto", False)])
@@ -237,10 +235,10 @@ def test_a_cpu_compiles_only_when_asked_to(cpu: Callable, choice: str, compiles:
 def test_compile_off_does_not_try() -> None:
     model = TransformerLanguageModel(SHAPE)
 
-    def trial(compiled: torch.nn.Module) -> None:
+    def tried() -> tuple[torch.Tensor, torch.Tensor]:
         raise AssertionError("tried")
 
-    assert cpu_hardware(compiles=False).compile(model, trial) is model
+    assert cpu_hardware(compiles=False).compile(model, tried) is model
 
 
 def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
@@ -258,7 +256,7 @@ def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
         return compiled
 
     monkeypatch.setattr(torch, "compile", lazy)
-    assert cpu_hardware().compile(model, backward_pass) is model
+    assert cpu_hardware().compile(model, example) is model
     printed = capsys.readouterr().out
     assert printed.count("torch.compile failed") == 1 and "no compiler found" in printed
     assert "long tail" not in printed and "--compile off" in printed
@@ -267,19 +265,26 @@ def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
 
 
 def test_running_out_of_memory_is_not_taken_for_a_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda model, **options: model)
-
-    def trial(compiled: torch.nn.Module) -> None:
+    def compiled(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
     with pytest.raises(torch.OutOfMemoryError):
-        cpu_hardware().compile(TransformerLanguageModel(SHAPE), trial)
+        cpu_hardware().compile(TransformerLanguageModel(SHAPE), example)
+
+
+def test_bad_data_is_not_taken_for_a_failure_to_compile() -> None:
+    def broken() -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("cannot pin")
+
+    with pytest.raises(RuntimeError, match="cannot pin"):
+        cpu_hardware().compile(TransformerLanguageModel(SHAPE), broken)
 
 
 def test_a_compiled_model_has_the_same_loss(capsys: pytest.CaptureFixture) -> None:
     torch.manual_seed(0)
     model = TransformerLanguageModel(SHAPE)
-    compiled = cpu_hardware().compile(model, backward_pass)
+    compiled = cpu_hardware().compile(model, example)
     assert compiled is not model, capsys.readouterr().out
     assert all(parameter.grad is None for parameter in model.parameters())
     tokens = torch.randint(11, (2, 4))

@@ -61,6 +61,13 @@ class Checkpoint:
         except (ValueError, AttributeError, safetensors.SafetensorError) as problem:
             raise CheckpointError(f"The weights in {self.path} cannot be loaded: {problem}.") from None
 
+    def tokenizer_path(self) -> Path:
+        """Raises CheckpointError if the folder lacks a tokenizer."""
+        for name in ("tokenizer.json", "bpe_tokenizer.json"):  # the second is the blog's
+            if (self.path / name).exists():
+                return self.path / name
+        raise CheckpointError(f"{self.path} has no tokenizer.json; put the tokenizer of its data there.")
+
     def training_state(self) -> dict[str, Any]:
         return read_json(self.path / "training_state.json", CheckpointError)
 

@@ -121,7 +121,7 @@ class TrainConfig:
     compile: str = option(
         "auto", "hardware", "torch.compile", choices=("auto", "on", "off"), switch=("on", "off")
     )
-    dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write nothing")
+    dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write no run")
 
     name: str = "default"  # of the config file, or of the model size
     sources: dict[str, str] = field(default_factory=dict, compare=False)  # where each value came from
@@ -190,8 +190,12 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
             name = size if config_name is None else name
             for key, value in model_size_keys(size, problems).items():
                 values[key], sources[key] = value, f"model_size {size}"
+        if "epochs" in checked and "max_steps" not in checked:  # the later of two ways to say how long a run is
+            values["max_steps"], sources["max_steps"] = 0, source
         for key, value in checked.items():
             values[key], sources[key] = value, source
+        if checked.get("max_steps") and "epochs" in checked:
+            problems.append(f"epochs and max_steps both say how long the run is ({source}); give one of them")
     problems += cross_check(values, sources)
     if problems:
         raise ConfigError("\n  ".join(["The configuration does not hold:", *problems]))
@@ -333,6 +337,8 @@ def cross_check(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
         problems += [
             f"{key} is for --input; token files bring their own" for key in ("tokenizer", "vocab_size") if key in given
         ]
+    if values["tokenizer"] == "char" and "vocab_size" in given:
+        problems.append("vocab_size has no effect with tokenizer char; leave it out")
     if values["min_lr"] > values["learning_rate"] and values["use_lr_scheduler"] != "constant":
         problems.append(
             f"min_lr {values['min_lr']:g} ({sources['min_lr']}) is above learning_rate {values['learning_rate']:g} "

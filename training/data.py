@@ -116,7 +116,7 @@ class TokenData:
         self.device = device
         self.placement = placement
         self.is_16_bit = tokens.dtype.itemsize == 2
-        # PyTorch has few operations on uint16: ids above 32,767 travel as negative int16 and `widen` restores them.
+        # PyTorch has few operations on uint16: ids above 32,767 travel as negative int16 and `gather` restores them.
         self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
         if placement == "gpu":
             self.tokens = self.tokens.to(device)
@@ -171,7 +171,7 @@ class TokenData:
 
     def validation_batch(self, first: int, rows: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows `first` onwards of a fixed set of `of` windows spread evenly over the validation split."""
-        chosen = np.arange(first, first + rows) * self.val_windows // of
+        chosen = np.arange(first, first + rows, dtype=np.int64) * self.val_windows // of
         return self.gather(self.metadata.train_tokens + chosen * self.seq_len)
 
     @property
@@ -180,15 +180,21 @@ class TokenData:
         return self.metadata.train_tokens - 1 - self.windows * self.seq_len
 
     def gather(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets, each (rows, T) int64, of the windows that begin at `starts`, (rows,)."""
         # A view of every window there is, and one indexed copy of those wanted: no loop over rows.
         every_window = self.tokens.unfold(0, self.seq_len + 1, 1)
-        windows = every_window[torch.from_numpy(starts).to(self.tokens.device)]  # (rows, T + 1)
-        if windows.device != self.device:
-            windows = windows.pin_memory().to(self.device, non_blocking=True)
-        windows = windows.long()
+        windows = every_window[self.send(torch.from_numpy(starts), self.tokens.device)]  # (rows, T + 1)
+        windows = self.send(windows, self.device).long()
         if self.is_16_bit:
             windows &= 0xFFFF
-        return windows[:, :-1], windows[:, 1:]
+        # Contiguous, for a compiled model is compiled again for tensors of other strides.
+        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+
+    def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Copy to a GPU from pinned memory, so that the host does not wait for the work queued before it."""
+        if device.type == tensor.device.type:
+            return tensor
+        return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
@@ -198,7 +204,7 @@ def count_windows(tokens: int, seq_len: int) -> int:
 
 def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, seed: int) -> np.ndarray:
     """Where sequences first .. first + rows - 1 of the endless shuffled stream begin in the training split: (rows,)."""
-    epochs, places = np.divmod(np.arange(first, first + rows), windows)
+    epochs, places = np.divmod(np.arange(first, first + rows, dtype=np.int64), windows)
     starts = np.empty(rows, dtype=np.int64)
     for epoch in range(epochs[0], epochs[-1] + 1):
         phase, order = epoch_order(seed, epoch, windows, spare, seq_len)
@@ -216,7 +222,7 @@ def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -
     """
     random = np.random.RandomState([seed, epoch])
     phase = int(random.randint(0, min(spare, seq_len - 1) + 1))
-    return phase, random.permutation(windows)
+    return phase, random.permutation(windows).astype(np.int64)
 
 
 def locate(config: TrainConfig) -> tuple[Path | None, Path | None, Path]:

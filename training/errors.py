@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
 
 INTERRUPTED = 130
+# How allocators that raise a plain RuntimeError say it: the CPU's (Linux, Windows), CUDA's and cuBLAS's.
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 class UserError(Exception):
@@ -39,11 +47,11 @@ class MemoryExhausted(UserError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for Python's, CUDA's and the CPU allocator's way of saying so (the last is a plain RuntimeError)."""
+    """True for Python's, PyTorch's and the allocators' ways of saying so."""
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+        or (isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY))
     )
 
 
@@ -57,6 +65,9 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Callable[[Sequ
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError):  # a notebook's streams cannot be told
+                stream.reconfigure(errors="replace")  # text that a terminal or a Windows pipe cannot show
         try:
             return main(argv) or 0
         except KeyboardInterrupt:

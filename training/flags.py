@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import os
+import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -22,7 +22,7 @@ class Parser(argparse.ArgumentParser):
     """argparse without its habit of guessing abbreviated flags and of exiting by itself."""
 
     def __init__(self, **options: Any):
-        width = min(120, max(80, int(os.environ.get("COLUMNS", "110"))))
+        width = min(120, max(80, shutil.get_terminal_size((110, 24)).columns))
         formatter = lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=width)  # noqa: E731
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
 

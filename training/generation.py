@@ -153,7 +153,8 @@ def generate_rows(
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
     forbidden = torch.tensor(unused, dtype=torch.long, device=model.device)
 
-    cache, logits = read(model, rows, model.config.max_seq_len)
+    context = model.config.max_seq_len
+    cache, logits = read(model, rows, context, min(context, max(map(len, rows)) + sampling.max_new_tokens))
     for t in range(sampling.max_new_tokens):
         logits[:, forbidden] = -torch.inf
         if sampling.repetition_penalty != 1.0:
@@ -180,15 +181,18 @@ def generate_rows(
     ]
 
 
-def read(model: TransformerLanguageModel, rows: list[list[int]], keep: int) -> tuple[KVCache, torch.Tensor]:
-    """Read the last `keep` tokens of each row. Returns the cache and the logits of each row's next token, (B, V).
+def read(
+    model: TransformerLanguageModel, rows: list[list[int]], keep: int, capacity: int
+) -> tuple[KVCache, torch.Tensor]:
+    """Read the last `keep` tokens of each row into a cache with room for `capacity`. Returns the cache and the logits
+    of each row's next token, (B, V).
 
     Shorter rows are padded on the right, where causal attention keeps the padding out of sight of what precedes it.
     """
     rows = [row[-keep:] for row in rows]
     lengths = [len(row) for row in rows]
     padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in rows], device=model.device)
-    cache = KVCache(model.config, len(rows), model.device, model.token_embedding.weight.dtype)
+    cache = KVCache(model.config, len(rows), model.device, model.token_embedding.weight.dtype, capacity)
     hidden = model.hidden(padded, cache)  # (B, T, C)
     cache.truncate(lengths)
     last = torch.tensor(lengths, device=model.device) - 1
@@ -208,8 +212,8 @@ def make_room(model: TransformerLanguageModel, cache: KVCache, rows: list[list[i
     keep = max(1, model.config.max_seq_len // 2)
     lengths = list(cache.lengths)
     if keep > 1:
-        fresh, _ = read(model, [rows[i][-keep:-1] for i in full], keep)
-        cache.keys[:, full], cache.values[:, full] = fresh.keys, fresh.values
+        fresh, _ = read(model, [rows[i][-keep:-1] for i in full], keep, keep)
+        cache.keys[:, full, :, :keep], cache.values[:, full, :, :keep] = fresh.keys, fresh.values
     for i in full:
         lengths[i] = keep - 1
     cache.truncate(lengths)

@@ -93,24 +93,30 @@ class Hardware:
             f"Compile    {'on' if self.compiles else 'off'}: {self.compile_reason}"
         )
 
-    def compile(self, model: torch.nn.Module, trial: Callable[[torch.nn.Module], None]) -> torch.nn.Module | Callable:
-        """torch.compile, proven by `trial(compiled)`, a forward and backward pass that leaves no gradients behind.
+    def compile(
+        self, model: torch.nn.Module, example: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+    ) -> Callable[..., torch.Tensor]:
+        """torch.compile, proven by taking the inputs and targets that `example` gives forward and backward.
 
         A failure to compile is reported once and the model is returned as it is: slower, with the same results.
         """
         if not self.compiles:
             return model
+        inputs, targets = example()  # outside the try: bad data is no failure to compile
         started = time.perf_counter()
         try:
             compiled = torch.compile(model, dynamic=False)
-            trial(compiled)
+            with self.autocast():
+                loss = compiled(inputs, targets)
+            loss.backward()
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
             print(f"torch.compile failed ({first_line}); training goes on uncompiled. --compile off skips the attempt.")
-            model.zero_grad(set_to_none=True)
             return model
+        finally:
+            model.zero_grad(set_to_none=True)
         print(f"Compiled in {time.perf_counter() - started:.0f} s.")
         return compiled
 
@@ -124,12 +130,14 @@ def detect_hardware(config: TrainConfig) -> Hardware:
             "elsewhere check `nvidia-smi` and that this is a CUDA build of torch. --device auto uses what is there."
         )
     use_cuda = has_cuda and config.use_gpu and config.device != "cpu"
-    device = torch.device("cuda" if use_cuda else "cpu")
+    # With its index, as the tensors on it report it: torch.device("cuda") is not equal to torch.device("cuda:0").
+    device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
     name = torch.cuda.get_device_name() if use_cuda else cpu_name()
     precision, precision_reason = choose_precision(config, device)
     compiles, compile_reason = choose_compile(config, device)
     if use_cuda:
-        torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
+        if precision != "fp32":
+            torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         memory = memory_info("MemTotal")

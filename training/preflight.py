@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+import torch
 
 from model import TransformerLanguageModel
+from training.checkpoint import step_folders
 from training.config import TrainConfig
-from training.data import TokenData
 from training.errors import MemoryExhausted, is_out_of_memory
 from training.hardware import Hardware
 from training.report import clock, si
@@ -81,18 +83,18 @@ def memory_advice(config: TrainConfig) -> Iterator[None]:
 
 
 def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
-    """Print everything known before the first step, one timed step and a forecast. Writes nothing."""
+    """Print everything known before the first step, one timed step and a forecast. Writes no run."""
     model, data = run.model, run.data
     estimate = estimate_memory(config, model, hardware.precision)
-    free = f" of {hardware.memory_bytes / 1e9:.1f} GB" if hardware.memory_bytes else ""
+    there_is = f" of {hardware.memory_bytes / 1e9:.1f} GB" if hardware.memory_bytes else ""
     print(
         f"Steps      {run.max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} sequences, "
         f"{config.rows_at_once} at once), {run.max_steps * config.tokens_per_step / 1e6:,.1f}M tokens in all\n"
-        f"Memory     about {estimate / 1e9:.1f} GB{free} (an estimate)\n"
+        f"Memory     about {estimate / 1e9:.1f} GB{there_is} (an estimate)\n"
         f"Disk       about {3 * 12 * model.num_parameters() / 1e9:.1f} GB in {config.run_dir} (two checkpoints and the "
         "best)"
     )
-    step_model = hardware.compile(model, lambda compiled: trial_pass(compiled, data, config, hardware))
+    step_model = hardware.compile(model, lambda: data.batch(0, config.rows_at_once))
     seconds, rows = time_step(step_model, run, config, hardware)
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
@@ -110,20 +112,14 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
     if hardware.is_cuda:
         print(f"Peak       {hardware.peak_memory() / 1e9:.2f} GB of GPU memory in the timed step")
-    print("Dry run: nothing was written. Leave --dry_run out to train.")
+    there = step_folders(config.run_dir / "checkpoints")
+    if there:
+        print(f"Resume     {config.run_dir} holds {there[0].name}; training would continue from it")
+    print("Dry run: no run was written. Leave --dry_run out to train.")
 
 
-def trial_pass(step_model, data: TokenData, config: TrainConfig, hardware: Hardware) -> None:
-    """A forward and backward pass in the shape training uses, which leaves no gradients behind."""
-    inputs, targets = data.batch(0, config.rows_at_once)
-    with hardware.autocast():
-        loss = step_model(inputs, targets)
-    loss.backward()
-    for parameter in step_model.parameters():
-        parameter.grad = None
-
-
-def time_step(step_model, run: Run, config: TrainConfig, hardware: Hardware) -> tuple[float, int]:
+def time_step(
+    step_model: Callable[..., torch.Tensor], run: Run, config: TrainConfig, hardware: Hardware) -> tuple[float, int]:
     """Seconds of a training step, and the number of sequences that was measured on (then scaled to the step)."""
 
     def timed(rows: int) -> float:

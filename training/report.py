@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import shutil
 import sys
 import time
 import unicodedata
@@ -49,11 +50,13 @@ class Report:
         self.next_line = 0.0
         self.training_seconds = 0.0
         self.training_tokens = 0
+        # Some terminals, Colab's for one, do not tell their size; tqdm alone would then draw nothing.
+        size = shutil.get_terminal_size((100, 24))
         self.bar = tqdm(
             total=max_steps,
             initial=step,
-            unit="step",
-            dynamic_ncols=True,
+            ncols=min(size.columns, 120),
+            nrows=size.lines,
             disable=not self.interactive,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
         )
@@ -102,13 +105,17 @@ class Report:
         rounded = {
             key: float(f"{value:.6g}") if isinstance(value, float) else value
             for key, value in row.items()
-            if value is not None
+            if value is not None and math.isfinite(value)  # JSON has no infinity
         }
+        self.append(self.run_dir / "metrics.jsonl", json.dumps(rounded) + "\n")
+
+    def append(self, path: Path, text: str) -> None:
+        """A log that cannot be written is no reason to lose the training."""
         try:
-            with open(self.run_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(rounded) + "\n")
-        except OSError as problem:  # a log that cannot be written is no reason to lose the training
-            self.say(f"metrics.jsonl was not written: {problem}")
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as problem:
+            self.say(f"{path.name} was not written: {problem}")
 
     def progress(self, row: dict[str, Any]) -> None:
         """Refresh the progress line; in a log file, where it cannot be redrawn, write one now and then."""
@@ -159,8 +166,7 @@ class Report:
                 lines.append(table_row(["expected", "", *known]))
         score = f"{right} of {judged}" if judged else ""
         lines.append(table_row([str(step), score, *(cell(answer.text) for answer in answers)]))
-        with open(path, "a", encoding="utf-8") as file:
-            file.write("".join(line + "\n" for line in lines))
+        self.append(path, "".join(line + "\n" for line in lines))
 
     def rewind(self, step: int) -> None:
         """Forget rows after `step`: the steps a killed session took beyond its last checkpoint are taken again."""

@@ -9,7 +9,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import torch
 
 from model import TransformerLanguageModel
 from training.checkpoint import (
+    STEP_NAME,
     Checkpoint,
     mirror,
     newest_valid,
@@ -29,7 +29,7 @@ from training.checkpoint import (
     save_checkpoint,
     step_folders,
 )
-from training.config import TrainConfig
+from training.config import MODEL_KEYS, TrainConfig
 from training.data import TokenData
 from training.errors import CheckpointError, ConfigError
 from training.files import sha256_file, write_json
@@ -67,6 +67,7 @@ class Run:
         self.best_val_loss: float | None = None
         self.elapsed = 0.0  # seconds, of earlier sessions
         self.resumed_from: str | None = None
+        self.initialized_from: str | None = None
         self.interrupted = False
         self.best_unmirrored = False
         self.damaged: list[Path] = []  # newer than the checkpoint the run continues from
@@ -151,7 +152,8 @@ class Run:
             if self.interrupted:
                 raise KeyboardInterrupt
             self.interrupted = True
-            print("\nStopping after this step, then saving. Once more stops at once.", file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
+                os.write(2, b"\nStopping after this step, then saving. Once more stops at once.\n")
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -168,6 +170,7 @@ class Run:
             "best_val_loss": self.best_val_loss,
             "elapsed_seconds": elapsed,
             "resumed_from": self.resumed_from,
+            "initialized_from": self.initialized_from,
             "scaler": self.scaler.state_dict(),
             "data": self.data.fingerprint,
             "config": self.config.values(),
@@ -200,7 +203,8 @@ class Run:
 
     def write(self, folder: Path, elapsed: float) -> None:
         """A good checkpoint must not make way for one that is of no use."""
-        self.require_finite(*(parameter.detach().sum().item() for parameter in self.model.parameters()))
+        sums = [parameter.detach().sum() for parameter in self.model.parameters()]
+        self.require_finite(torch.stack(sums).sum().item())
         m = self.data.metadata
         save_checkpoint(
             folder, self.model, self.optimizer, self.data.tokenizer_path, m.tokenizer_type, self.state(elapsed)
@@ -277,6 +281,12 @@ class Run:
                              *clashes])
                 + f"\nGive the old values, or another --output_dir, or --resume never ({self.dir} is kept aside)."
             )
+        self.initialized_from = state.get("initialized_from")
+        if self.config.init_from and str(Path(self.config.init_from).resolve()) != self.initialized_from:
+            raise CheckpointError(
+                f"{self.dir} already holds a run that did not start from {self.config.init_from}. Choose another "
+                "--output_dir for the new one, or --resume never to keep the old one aside."
+            )
         for folder in self.damaged:
             quarantine(folder)
         checkpoint.load_weights(self.model)
@@ -293,7 +303,8 @@ class Run:
         print(f"Continuing from {checkpoint.path}: step {self.step:,}, epoch {self.epoch:.2f}.")
         now = self.config.values()
         for key, value in state["config"].items():
-            if key in now and key not in UNREPORTED and now[key] != value:
+            fixed = key in UNREPORTED or (key in MODEL_KEYS and key != "dropout")
+            if key in now and not fixed and now[key] != value:
                 print(f"  changed: {key} {value} -> {now[key]} ({self.config.sources.get(key, '')})")
         if any(now[key] != state["config"].get(key) for key in ("eval_batches", "batch_size")):
             self.best_val_loss = None  # another set of validation windows: losses before and after do not compare
@@ -309,18 +320,25 @@ class Run:
         for name in MIRRORED_FILES:
             if (source / name).exists() and not (self.dir / name).exists():
                 shutil.copyfile(source / name, self.dir / name)
-        if (source / "best").is_dir() and not (self.dir / "best").exists():
-            mirror(source / "best", self.dir / "best")
+        folders = [source / "best"]
+        if STEP_NAME.fullmatch(checkpoint.path.name):
+            folders.append(source / "checkpoints" / checkpoint.path.name)
+        for folder in folders:
+            target = self.dir / folder.relative_to(source)
+            if folder.is_dir() and not target.exists() and (problem := mirror(folder, target)):
+                print(f"Warning: {folder} could not be copied to {target} ({problem}); the training goes on.")
 
     def initialize_from(self, checkpoint: Checkpoint) -> None:
         """Take trained weights as the start of a new run on data that was tokenized with the same tokenizer."""
-        theirs = sha256_file(checkpoint.path / "tokenizer.json")
+        tokenizer_path = checkpoint.tokenizer_path()
+        theirs = sha256_file(tokenizer_path)
         if theirs != self.data.metadata.tokenizer_sha256:
             raise CheckpointError(
                 f"The data was not tokenized with the tokenizer of {checkpoint.path}. Tokenize it with: python "
-                f"tokenize_local_bpe.py --input my_text.txt --tokenizer_file {checkpoint.path / 'tokenizer.json'}"
+                f"tokenize_local_bpe.py --input my_text.txt --tokenizer_file {tokenizer_path}"
             )
         checkpoint.load_weights(self.model)
+        self.initialized_from = str(Path(self.config.init_from).resolve())
         print(f"Starting from the weights of {checkpoint.path}.")
 
     def write_config(self) -> None:
