@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from model import TransformerLanguageModel
     from tokenizer import CharacterTokenizer
     from tokenizer_bpe import BPETokenizer
+    from training.checkpoint import Checkpoint
     from training.generation import Completion, Sampling
 
     Tokenizer = CharacterTokenizer | BPETokenizer
@@ -39,19 +40,20 @@ def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[Tr
     `device` is "auto", "cpu" or "cuda". On a GPU with bf16 the weights are bf16, else fp32. Raises CheckpointError for
     a folder that is not a whole checkpoint, ConfigError for a device that is not there.
     """
+    from training.checkpoint import newest_run, open_checkpoint
+
+    return load_checkpoint(open_checkpoint(newest_run() if path is None else path), device)
+
+
+def load_checkpoint(checkpoint: Checkpoint, device: str) -> tuple[TransformerLanguageModel, Tokenizer]:
     import torch
 
     from model import TransformerLanguageModel
     from tokenizer import load_tokenizer
-    from training.checkpoint import newest_run, open_checkpoint
     from training.errors import CheckpointError
+    from training.hardware import pick_device
 
-    if device not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device is {device!r}; allowed: auto, cpu, cuda.")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, but PyTorch sees no CUDA GPU; --device auto uses what is there.")
-    on_gpu = torch.cuda.is_available() if device == "auto" else device == "cuda"
-    checkpoint = open_checkpoint(newest_run() if path is None else path)
+    target = pick_device(device)
     config = checkpoint.model_config()
     tokenizer_path = checkpoint.tokenizer_path()
     tokenizer = load_tokenizer(tokenizer_path)
@@ -62,9 +64,8 @@ def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[Tr
         )
     model = TransformerLanguageModel(config)
     checkpoint.load_weights(model)
-    has_bf16 = on_gpu and torch.cuda.get_device_capability() >= (8, 0)
-    model.to("cuda" if on_gpu else "cpu", torch.bfloat16 if has_bf16 else torch.float32)
-    model.checkpoint_path = checkpoint.path
+    has_bf16 = target.type == "cuda" and torch.cuda.get_device_capability(target) >= (8, 0)
+    model.to(target, torch.bfloat16 if has_bf16 else torch.float32)
     return model.eval(), tokenizer
 
 
@@ -87,6 +88,7 @@ def generate_text(
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
+    from training.checkpoint import newest_run, open_checkpoint
     from training.generation import Sampling
     from training.report import printable
 
@@ -100,21 +102,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.compare:
         compare(arguments, sampling)
         return 0
-    model, tokenizer = load_model(arguments.checkpoint, arguments.device)
+    checkpoint = open_checkpoint(arguments.checkpoint or newest_run())
+    model, tokenizer = load_checkpoint(checkpoint, arguments.device)
     if arguments.interactive:
+        print(f"{checkpoint.path}: {model.num_parameters():,} parameters.")
         interact(model, tokenizer, sampling)
         return 0
     prompts = [prompt for prompt in read_prompts(arguments) for _ in range(arguments.num_samples)]
     stream = arguments.stream if arguments.stream is not None else len(prompts) == 1 and not arguments.json
     if arguments.json:
-        for row in rows_as_dicts(model, tokenizer, prompts, sampling):
+        for row in rows_as_dicts(model, tokenizer, checkpoint, prompts, sampling):
             print(json.dumps(row, ensure_ascii=False), flush=True)
     elif stream:
         for i, prompt in enumerate(prompts):
             separate(i)
             stream_one(model, tokenizer, prompt, dataclasses.replace(sampling, seed=sampling.seed + i))
     else:
-        for i, row in enumerate(rows_as_dicts(model, tokenizer, prompts, sampling)):
+        for i, row in enumerate(rows_as_dicts(model, tokenizer, checkpoint, prompts, sampling)):
             separate(i)
             print(printable(row["prompt"] + row["completion"]), flush=True)
     return 0
@@ -185,7 +189,11 @@ def read_prompts(arguments) -> list[str]:
 
 
 def rows_as_dicts(
-    model: TransformerLanguageModel, tokenizer: Tokenizer, prompts: list[str], sampling: Sampling
+    model: TransformerLanguageModel,
+    tokenizer: Tokenizer,
+    checkpoint: Checkpoint,
+    prompts: list[str],
+    sampling: Sampling,
 ) -> list[dict[str, Any]]:
     """Complete all prompts in batches. `tokens_per_second` is that of the whole batch."""
     from training.generation import generate
@@ -200,7 +208,7 @@ def rows_as_dicts(
             "completion": completion.text,
             "tokens": completion.tokens,
             "tokens_per_second": round(speed, 1),
-            "checkpoint": str(model.checkpoint_path),
+            "checkpoint": str(checkpoint.path),
             "seed": completion.seed,
         }
         for prompt, completion in zip(prompts, completions, strict=True)
@@ -224,12 +232,12 @@ def compare(arguments, sampling: Sampling) -> None:
     from training.checkpoint import open_checkpoint
 
     prompts = read_prompts(arguments)
-    paths = [open_checkpoint(path).path for path in arguments.compare]  # all of them, before the first is used
+    checkpoints = [open_checkpoint(path) for path in arguments.compare]  # all of them, before the first is used
     answers: list[list[dict[str, Any]]] = []
-    for path in paths:
-        model, tokenizer = load_model(path, arguments.device)
+    for checkpoint in checkpoints:
+        model, tokenizer = load_checkpoint(checkpoint, arguments.device)
         repeated = [prompt for prompt in prompts for _ in range(arguments.num_samples)]
-        answers.append(rows_as_dicts(model, tokenizer, repeated, sampling))
+        answers.append(rows_as_dicts(model, tokenizer, checkpoint, repeated, sampling))
     if arguments.json:
         for row in (row for rows in answers for row in rows):
             print(json.dumps(row, ensure_ascii=False))
@@ -240,9 +248,9 @@ def compare(arguments, sampling: Sampling) -> None:
         separate(i)
         print(table_row(["checkpoint", cell(prompt) or "(no prompt)"]))
         print(table_row(["---", "---"]))
-        for path, rows in zip(paths, answers, strict=True):
+        for checkpoint, rows in zip(checkpoints, answers, strict=True):
             for row in rows[i * arguments.num_samples : (i + 1) * arguments.num_samples]:
-                print(table_row([str(path), cell(row["completion"])]))
+                print(table_row([str(checkpoint.path), cell(row["completion"])]))
 
 
 def interact(model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sampling) -> None:
@@ -254,7 +262,7 @@ def interact(model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sa
 
     settings = [field.name for field in dataclasses.fields(sampling)]
     help_text = f"Type a text to continue. Settings: {', '.join('/' + name for name in settings)} VALUE. /quit ends."
-    print(f"{model.checkpoint_path}: {model.num_parameters():,} parameters. {help_text}")
+    print(help_text)
     while True:
         try:
             line = input("> ")

@@ -146,7 +146,7 @@ def _prepare_tokenizer(
             with atomic_write(path) as file:
                 file.write(Path(options.tokenizer_file).read_bytes())
         else:
-            with tqdm(total=total_bytes, **BAR, desc="Learning the vocabulary", disable=quiet) as bar:
+            with tqdm(total=total_bytes, **BAR, desc="Learning the vocabulary") as bar:
                 pieces = read_pieces(sources, options.document_separator, options.text_key, bar.update)
                 if kind == "character":
                     trained = CharacterTokenizer.train(piece.text + piece.line_break for piece in pieces)
@@ -155,7 +155,8 @@ def _prepare_tokenizer(
                     trained = _in_background(
                         lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency), bar.refresh
                     )
-            trained.save(path)
+            with atomic_write(path) as file:
+                file.write(trained.to_json().encode())
     return load_tokenizer(path)
 
 
@@ -199,7 +200,7 @@ def _encode(
     chunks = read_chunks(sources, options.document_separator, options.text_key, options.chunk_size_mb * 1e6)
     with (
         open_writer(folder, dtype) as writer,
-        tqdm(total=total_bytes, **BAR, desc="Encoding", disable=quiet) as bar,
+        tqdm(total=total_bytes, **BAR, desc="Encoding") as bar,
     ):
         for chunk in islice(chunks, writer.chunks):
             bar.update(chunk.bytes_read - bar.n)

@@ -121,8 +121,10 @@ class CharacterTokenizer:
             raise TokenizerError(f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        from training.files import write_json
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
+    def to_json(self) -> str:
+        """The blog's form of a character tokenizer."""
         characters = [chr(code) for code in self._codes]
         content = {
             "type": self.kind,
@@ -130,7 +132,7 @@ class CharacterTokenizer:
             "char_to_idx": {character: i for i, character in enumerate(characters)},
             "idx_to_char": {str(i): character for i, character in enumerate(characters)},
         }
-        write_json(path, content)
+        return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
     @property
     def vocab_size(self) -> int:

@@ -116,11 +116,11 @@ class BPETokenizer:
             raise TokenizerError(f"{path}: {error}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write the Hugging Face `tokenizers` JSON, which `PreTrainedTokenizerFast(tokenizer_file=...)` loads."""
-        from training.files import atomic_write
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
-        with atomic_write(path) as file:
-            file.write(self._tokenizer.to_str(pretty=True).encode())
+    def to_json(self) -> str:
+        """The Hugging Face `tokenizers` form, which `PreTrainedTokenizerFast(tokenizer_file=...)` loads."""
+        return self._tokenizer.to_str(pretty=True)
 
     @property
     def vocab_size(self) -> int:

@@ -10,6 +10,7 @@ Every key of the config is a flag. Running the same command again continues the 
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +31,14 @@ def train(config: TrainConfig) -> int:
     from model import TransformerLanguageModel
     from training.checkpoint import open_checkpoint
     from training.data import TokenData
-    from training.evaluate import answer_prompts, bits_per_byte, check_prompts, read_prompts, validation_loss
+    from training.evaluate import (
+        answer_prompts,
+        bits_per_byte,
+        check_prompts,
+        evaluated_windows,
+        read_prompts,
+        validation_loss,
+    )
     from training.hardware import detect_hardware
     from training.optimizer import build_optimizer
     from training.preflight import dry_run, fit_micro_batch, memory_advice
@@ -104,6 +112,7 @@ def train(config: TrainConfig) -> int:
                 run.require_finite(row["train_loss"])
                 report.progress(row)
             if evaluating:
+                report.announce_evaluation(evaluated_windows(data, config) * config.max_seq_len)
                 with report.paused():
                     row["val_loss"] = validation_loss(model, step_model, data, config, hardware)
                     row["val_bits_per_byte"] = bits_per_byte(row["val_loss"], data)
@@ -155,7 +164,8 @@ def tokenize_input(config: TrainConfig) -> TrainConfig:
     """Tokenize `input` on first use, into a folder of its own unless `data_dir` names one."""
     from tokenize_local_bpe import tokenize
 
-    folder = config.data_dir or str(Path("datasets_cache") / Path(config.input).stem)
+    name = re.sub(r"[^\w.-]+", "_", Path(config.input).stem)  # a pattern's * is no name for a folder
+    folder = config.data_dir or str(Path("datasets_cache") / name)
     tokenize([config.input], folder, tokenizer=config.tokenizer, vocab_size=config.vocab_size, quiet=True)
     return dataclasses.replace(config, data_dir=folder)
 

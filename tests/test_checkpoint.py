@@ -163,9 +163,7 @@ def test_damage_to_any_file_is_found_and_named(name: str, damage: Callable, save
     ['{"files": [1]}', "{}", "[]", '{"files": {"model.safetensors": 3}}', '{"files": {}}', "\x00" * 9, "", "\xe9"],
     ids=["list", "empty", "no object", "no entries", "no files", "zeros", "nothing", "not UTF-8"],
 )
-def test_a_manifest_that_vouches_for_nothing_is_a_problem_not_a_crash(
-    manifest: str, save: Callable[..., Path]
-) -> None:
+def test_a_manifest_that_vouches_for_nothing_is_a_problem_not_a_crash(manifest: str, save: Callable[..., Path]) -> None:
     folder = save("c")
     (folder / "manifest.json").write_text(manifest, encoding="latin-1")
     assert problems_of(folder)

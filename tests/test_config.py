@@ -105,9 +105,7 @@ def test_a_run_is_named_after_its_config_else_its_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("typed", ["mine", "mine.json"])
-def test_a_bare_name_is_found_here_then_in_configs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str
-) -> None:
+def test_a_bare_name_is_found_here_then_in_configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "configs", {"epochs": 3}, "mine.json")
     assert parse_config(["--config", typed]).epochs == 3
@@ -415,3 +413,13 @@ def test_steps_count_sequences_and_tokens_of_the_whole_effective_batch() -> None
     assert (config.sequences_per_step, config.tokens_per_step, config.rows_at_once) == (24, 240, 6)
     assert dataclasses.replace(config, micro_batch_size=5).rows_at_once == 5
     assert dataclasses.replace(config, micro_batch_size=24).rows_at_once == 24
+
+
+def test_the_later_of_epochs_and_max_steps_counts(tmp_path: Path) -> None:
+    """`--epochs` with a config that sets max_steps is not ignored."""
+    path = write(tmp_path, {"max_steps": 10})
+    assert parse_config(["--config", str(path)]).max_steps == 10
+    config = parse_config(["--config", str(path), "--epochs", "3"])
+    assert (config.max_steps, config.epochs) == (0, 3)
+    with pytest.raises(ConfigError, match="epochs and max_steps"):
+        parse_config(["--max_steps", "5", "--epochs", "3"])

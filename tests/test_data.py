@@ -465,3 +465,27 @@ def test_placement_on_a_gpu_that_is_not_there_is_a_config_error() -> None:
 def test_the_description_counts_tokens_and_windows(tmp_path: Path) -> None:
     data = open_data(make_folder(tmp_path))
     assert all(part in data.describe() for part in ("400 tokens", "300 training", f"{data.windows:,} windows", "100 v"))
+
+
+class OnGpu:
+    """Stands for a tensor that already lies on a GPU; there is none where the tests run."""
+
+    device = torch.device("cuda", 0)
+
+    def pin_memory(self) -> None:
+        raise RuntimeError("only CPU tensors can be pinned")
+
+
+def test_what_lies_on_the_gpu_is_not_pinned() -> None:
+    """A device without an index is the same device as one with: torch compares them as different."""
+    data = counting_data(500, 16, 0, 100)
+    tensor = OnGpu()
+    assert data.send(tensor, torch.device("cuda")) is tensor
+    assert data.send(torch.zeros(2), torch.device("cpu")).device.type == "cpu"
+
+
+def test_batches_have_the_strides_of_a_padded_one() -> None:
+    """torch.compile compiles again for other strides."""
+    data = counting_data(500, 16, 0, 100)
+    for tensors in (data.batch(0, 3), data.validation_batch(0, 2, 4)):
+        assert all(tensor.is_contiguous() for tensor in tensors)

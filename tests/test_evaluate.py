@@ -25,9 +25,7 @@ CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)
 CHARACTERS = "abcdefghij .?"
 TRAIN_TOKENS = 100
 VAL_TOKENS = 165  # 20 windows of 8, and some tokens over
-CONFIG = TrainConfig(
-    embed_dim=16, num_heads=2, num_layers=1, max_seq_len=8, dropout=0.4, batch_size=6, eval_batches=0
-)
+CONFIG = TrainConfig(embed_dim=16, num_heads=2, num_layers=1, max_seq_len=8, dropout=0.4, batch_size=6, eval_batches=0)
 
 
 @pytest.fixture(autouse=True)

@@ -330,9 +330,7 @@ def talk(run, checkpoint, monkeypatch) -> Callable[..., str]:
 
 def test_interactive_continues_each_line_and_another_way_each_time(talk, checkpoint):
     model, tokenizer = script.load_model(checkpoint)
-    expected = [
-        script.generate_text(model, tokenizer, "bad", 12, seed=seed).rstrip("\n") for seed in (1337, 1338, 5)
-    ]
+    expected = [script.generate_text(model, tokenizer, "bad", 12, seed=seed).rstrip("\n") for seed in (1337, 1338, 5)]
     first, second, said, third, end = talk("bad", "bad", "/seed 5", "bad")
     assert [first, second, third] == expected and len(set(expected)) == 3
     assert "5" in said and end == ""
@@ -521,10 +519,17 @@ def test_no_such_checkpoint_lists_those_there_are(make_checkpoint, fails, tmp_pa
 
 
 def test_a_folder_that_is_no_checkpoint_is_not_called_damaged(make_checkpoint, fails, tmp_path):
-    """The folder above the checkpoints, say, or that of the data: what it is not, and where checkpoints are."""
+    """That of the data, say: what it is not, and where checkpoints are."""
     make_checkpoint(tmp_path / "runs/r/checkpoints/step_00000001")
-    message = fails(4, "--checkpoint", "runs/r/checkpoints")
+    (tmp_path / "data").mkdir()
+    message = fails(4, "--checkpoint", "data")
     assert "step_00000001" in message and "damaged" not in message
+
+
+def test_the_folder_of_the_checkpoints_stands_for_the_newest(make_checkpoint, tmp_path, capsys):
+    make_checkpoint(tmp_path / "runs/r/checkpoints/step_00000001")
+    assert script.main(["--checkpoint", "runs/r/checkpoints", "--prompt", "", "--max_new_tokens", "1", "--json"]) == 0
+    assert "step_00000001" in capsys.readouterr().out
 
 
 def test_no_run_at_all(fails, tmp_path):

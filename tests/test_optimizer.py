@@ -38,9 +38,7 @@ def one_thread() -> Iterator[None]:
 
 def make_data(config: TrainConfig) -> TokenData:
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 700).astype(np.uint16)
-    metadata = TokenMetadata(
-        Path("m"), VOCAB_SIZE, 700, 600, "uint16", "character", *[None] * 4, val_bytes=None
-    )
+    metadata = TokenMetadata(Path("m"), VOCAB_SIZE, 700, 600, "uint16", "character", *[None] * 4, val_bytes=None)
     return TokenData(metadata, tokens, None, Path("t"), config, torch.device("cpu"), "ram")
 
 
@@ -185,9 +183,7 @@ def test_the_result_does_not_depend_on_the_micro_batch(micro_batch_size: int) ->
 
 def test_accumulation_is_one_large_batch() -> None:
     accumulated, losses, norms = train(CONFIG)
-    large, large_losses, large_norms = train(
-        dataclasses.replace(CONFIG, batch_size=12, gradient_accumulation_steps=1)
-    )
+    large, large_losses, large_norms = train(dataclasses.replace(CONFIG, batch_size=12, gradient_accumulation_steps=1))
     assert losses == pytest.approx(large_losses, rel=1e-5)
     assert norms == pytest.approx(large_norms, rel=1e-4)
     assert relative_distance(accumulated, large) < 1e-5

@@ -73,9 +73,7 @@ def test_cosine_is_torchs_cosine() -> None:
 def test_rates_are_bounded_and_end_at_min_lr(
     decay: str, peak: float, share: float, warmup_steps: int, decay_steps: int, data: st.DataObject
 ) -> None:
-    config = config_of(
-        learning_rate=peak, min_lr=share * peak, warmup_steps=warmup_steps, use_lr_scheduler=decay
-    )
+    config = config_of(learning_rate=peak, min_lr=share * peak, warmup_steps=warmup_steps, use_lr_scheduler=decay)
     max_steps = warmup_steps + decay_steps
     step = data.draw(st.integers(0, max_steps - 1))
     lr = learning_rate(step, max_steps, config)

@@ -264,8 +264,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     path = Path(path)
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint folder {path}.{list_checkpoints()}")
-    if (path / "checkpoints").is_dir():
-        checkpoint = newest_valid(step_folders(path / "checkpoints"))
+    if (path / "checkpoints").is_dir() or step_folders(path):
+        checkpoint = newest_valid(step_folders(path / "checkpoints", path))
         if checkpoint is None:
             raise CheckpointError(f"The run {path} holds no whole checkpoint.{list_checkpoints()}")
         return checkpoint

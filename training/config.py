@@ -118,9 +118,7 @@ class TrainConfig:
     precision: str = option(
         "auto", "hardware", "arithmetic; weights stay fp32", choices=("auto", "bf16", "fp16", "fp32")
     )
-    compile: str = option(
-        "auto", "hardware", "torch.compile", choices=("auto", "on", "off"), switch=("on", "off")
-    )
+    compile: str = option("auto", "hardware", "torch.compile", choices=("auto", "on", "off"), switch=("on", "off"))
     dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write no run")
 
     name: str = "default"  # of the config file, or of the model size

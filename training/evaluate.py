@@ -34,7 +34,7 @@ def validation_loss(
     `step_model` is the model as it trains, compiled or not. Every batch has the same shape, so that it is compiled for
     evaluation once: the rows missing from the last one repeat the first and do not count.
     """
-    windows = min(config.eval_batches * config.batch_size, data.val_windows) or data.val_windows
+    windows = evaluated_windows(data, config)
     rows = config.rows_at_once
     total = torch.zeros((), device=data.device, dtype=torch.float64)
     model.eval()
@@ -48,6 +48,11 @@ def validation_loss(
             total += step_model(inputs, targets).double() * here
     model.train()
     return total.item() / windows
+
+
+def evaluated_windows(data: TokenData, config: TrainConfig) -> int:
+    """Windows an evaluation takes: `eval_batches` batches, or the whole split."""
+    return min(config.eval_batches * config.batch_size, data.val_windows) or data.val_windows
 
 
 def bits_per_byte(loss: float, data: TokenData) -> float | None:

@@ -123,15 +123,8 @@ class Hardware:
 
 def detect_hardware(config: TrainConfig) -> Hardware:
     """Choose device, precision and compilation. Raises ConfigError if what is asked for is not there."""
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError(
-            "--device cuda, but PyTorch sees no CUDA GPU. In Colab choose Runtime > Change runtime type > GPU; "
-            "elsewhere check `nvidia-smi` and that this is a CUDA build of torch. --device auto uses what is there."
-        )
-    use_cuda = has_cuda and config.use_gpu and config.device != "cpu"
-    # With its index, as the tensors on it report it: torch.device("cuda") is not equal to torch.device("cuda:0").
-    device = torch.device("cuda", 0) if use_cuda else torch.device("cpu")
+    device = pick_device(config.device if config.use_gpu else "cpu")
+    use_cuda = device.type == "cuda"
     name = torch.cuda.get_device_name() if use_cuda else cpu_name()
     precision, precision_reason = choose_precision(config, device)
     compiles, compile_reason = choose_compile(config, device)
@@ -148,6 +141,20 @@ def detect_hardware(config: TrainConfig) -> Hardware:
 def names_part(name: str, part: str) -> bool:
     """Whether a device's name holds the part's as whole words: an RTX A1000 is no A100, an L40 no L4."""
     return re.search(rf"\b{part}\b", name) is not None
+
+
+def pick_device(name: str) -> torch.device:
+    """ "auto", "cpu" or "cuda" to a device. Raises ConfigError if it is not there."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; allowed: auto, cpu, cuda.")
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError(
+            "--device cuda, but PyTorch sees no CUDA GPU. In Colab choose Runtime > Change runtime type > GPU; "
+            "elsewhere check `nvidia-smi` and that this is a CUDA build of torch. --device auto uses what is there."
+        )
+    # With its index, as the tensors on it report it: torch.device("cuda") is not equal to torch.device("cuda:0").
+    return torch.device("cuda", 0) if has_cuda and name != "cpu" else torch.device("cpu")
 
 
 def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, str]:

@@ -119,7 +119,8 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
 
 
 def time_step(
-    step_model: Callable[..., torch.Tensor], run: Run, config: TrainConfig, hardware: Hardware) -> tuple[float, int]:
+    step_model: Callable[..., torch.Tensor], run: Run, config: TrainConfig, hardware: Hardware
+) -> tuple[float, int]:
     """Seconds of a training step, and the number of sequences that was measured on (then scaled to the step)."""
 
     def timed(rows: int) -> float:
@@ -145,4 +146,3 @@ def time_step(
         rows = min(whole, config.rows_at_once, max(1, int(TIMED_SECONDS / seconds)))
         seconds = timed(rows)
     return seconds * whole / rows, rows
-

@@ -23,6 +23,7 @@ from training.evaluate import Answer, accuracy
 from training.files import atomic_write
 from training.hardware import Hardware
 
+LONG_SECONDS = 20.0  # of silence that a user should not have to wonder about
 LOG_LINE_SECONDS = 10.0  # between progress lines where the output is a file
 
 
@@ -139,6 +140,13 @@ class Report:
             tqdm.write(text, file=sys.stderr)
         else:
             print(text, flush=True)
+
+    def announce_evaluation(self, tokens: int) -> None:
+        """Say so if an evaluation will take long, at about three times the speed of training."""
+        if self.training_seconds:
+            seconds = tokens / (3 * self.training_tokens / self.training_seconds)
+            if seconds > LONG_SECONDS:
+                self.say(f"Evaluating on {tokens:,} validation tokens, about {clock(seconds)} ...")
 
     def evaluation(self, row: dict[str, Any], answers: list[Answer]) -> None:
         """Tell how an evaluation went, and keep its answers."""

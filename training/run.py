@@ -277,8 +277,12 @@ class Run:
         ]
         if clashes:
             raise CheckpointError(
-                "\n  ".join([f"{checkpoint.path} cannot be continued: architecture, tokenizer and data may not change.",
-                             *clashes])
+                "\n  ".join(
+                    [
+                        f"{checkpoint.path} cannot be continued: architecture, tokenizer and data may not change.",
+                        *clashes,
+                    ]
+                )
                 + f"\nGive the old values, or another --output_dir, or --resume never ({self.dir} is kept aside)."
             )
         self.initialized_from = state.get("initialized_from")
