@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import re
 import shutil
 import sys
@@ -23,7 +22,7 @@ import safetensors.torch
 import torch
 
 from model import ModelConfig, TransformerLanguageModel
-from training.errors import CheckpointError
+from training.errors import CheckpointError, is_out_of_memory
 from training.files import read_json, sha256_file, sync_directory, write_json
 
 FORMAT_VERSION = 1
@@ -85,7 +84,9 @@ def load_tensors(path: Path) -> dict[str, Any]:
     """
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (EOFError, pickle.UnpicklingError, RuntimeError):
+    except Exception as error:  # of many kinds, by where the file is broken
+        if isinstance(error, OSError) or is_out_of_memory(error):
+            raise
         raise ValueError(f"{path.name} is cut short or holds something other than tensors") from None
     if not isinstance(state, dict):
         raise ValueError(f"{path.name} holds something other than named tensors")
