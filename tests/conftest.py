@@ -6,12 +6,13 @@ import contextlib
 import hashlib
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from tokenizer import CharacterTokenizer
 
@@ -66,6 +67,15 @@ def write_tokens(folder: Path, text: str, alphabet: str = ALPHABET) -> Path:
     }
     (folder / "tokens_metadata.json").write_text(json.dumps(metadata), encoding="utf-8")
     return folder
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Models this small lose time to threads waiting for each other, a lot of it on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

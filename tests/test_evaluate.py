@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -28,13 +27,7 @@ VAL_TOKENS = 165  # 20 windows of 8, and some tokens over
 CONFIG = TrainConfig(embed_dim=16, num_heads=2, num_layers=1, max_seq_len=8, dropout=0.4, batch_size=6, eval_batches=0)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they save at these sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

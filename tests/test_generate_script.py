@@ -26,13 +26,7 @@ ALPHABET = "\n abcdefgh?"
 SHORT = ("--max_new_tokens", "12")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small lose time to threads waiting for each other, a lot of it on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(autouse=True)

@@ -36,13 +36,7 @@ def pairwise_options() -> list[dict]:
     return chosen
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Models this small lose time to threads waiting for each other, a lot of it on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 every_pair_of_options = pytest.mark.parametrize(

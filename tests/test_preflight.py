@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +23,7 @@ from training.preflight import MEMORY_SHARE, estimate_memory, fit_micro_batch
 CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads cost more than they save at these sizes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def machine(memory_bytes: int | None, precision: str = "fp32") -> Hardware:

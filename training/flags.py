@@ -26,7 +26,9 @@ class Parser(argparse.ArgumentParser):
         formatter = lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=width)  # noqa: E731
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
 
-    def parse_args(self, args=None, namespace=None):
+    def parse_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> argparse.Namespace:
         known, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self.error("; ".join(self.unknown_words(unknown)))
