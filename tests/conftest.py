@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -96,35 +97,36 @@ def short_token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tokens(tmp_path_factory.mktemp("data") / "short", generated_text(3_000, seed=1))
 
 
+def flags_of_a_tiny_run(token_folder: Path, output_dir: Path, **changes: object) -> list[str]:
+    """The command line of a tiny run; None leaves a flag out."""
+    values = {
+        "data_dir": token_folder,
+        "output_dir": output_dir,
+        "device": "cpu",
+        "num_layers": 1,
+        "embed_dim": 32,
+        "num_heads": 2,
+        "max_seq_len": 16,
+        "dropout": 0.1,
+        "batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 24,
+        "learning_rate": 0.005,
+        "log_interval": 1,
+        "eval_interval": 12,
+        "eval_batches": 4,
+        "checkpoint_steps": 6,
+        "checkpoint_interval": 0,
+        "checkpoint_minutes": 0,
+        **changes,
+    }
+    return [word for key, value in values.items() if value is not None for word in (f"--{key}", str(value))]
+
+
 @pytest.fixture(scope="session")
 def train_flags(token_folder: Path) -> Callable[..., list[str]]:
-    """`train_flags(output_dir, key=value, ...)`: the command line of a tiny run; None leaves a flag out."""
-
-    def flags(output_dir: Path, **changes: object) -> list[str]:
-        values = {
-            "data_dir": token_folder,
-            "output_dir": output_dir,
-            "device": "cpu",
-            "num_layers": 1,
-            "embed_dim": 32,
-            "num_heads": 2,
-            "max_seq_len": 16,
-            "dropout": 0.1,
-            "batch_size": 4,
-            "gradient_accumulation_steps": 2,
-            "max_steps": 24,
-            "learning_rate": 0.005,
-            "log_interval": 1,
-            "eval_interval": 12,
-            "eval_batches": 4,
-            "checkpoint_steps": 6,
-            "checkpoint_interval": 0,
-            "checkpoint_minutes": 0,
-            **changes,
-        }
-        return [word for key, value in values.items() if value is not None for word in (f"--{key}", str(value))]
-
-    return flags
+    """`train_flags(output_dir, key=value, ...)`: the command line of a tiny run on `token_folder`."""
+    return functools.partial(flags_of_a_tiny_run, token_folder)
 
 
 @pytest.fixture(scope="session")

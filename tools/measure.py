@@ -1,0 +1,88 @@
+"""Shared by the benchmark scripts: contestants measured in turn, each in a process of its own; medians and spreads."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Several measurements of one thing."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:.3g} ({self.low:.3g} to {self.high:.3g})"
+
+
+def measure_in_turn(
+    commands: Mapping[str, Sequence[str]], rounds: int, say: Callable[[str], None] = print
+) -> dict[str, list[dict[str, Any]]]:
+    """Run each command `rounds` times, A B C A B C: a machine whose speed drifts then slows all of them alike.
+
+    A command prints one JSON object as its last line. One that fails is reported, left out of the rounds that follow,
+    and has no entry in the result.
+    """
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    for _ in range(rounds):
+        for name in list(results):
+            run = subprocess.run(list(commands[name]), capture_output=True, text=True)
+            if run.returncode:
+                reason = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
+                say(f"{name} failed: {reason}")
+                del results[name]
+                continue
+            results[name].append(json.loads(run.stdout.strip().splitlines()[-1]))
+    return results
+
+
+def describe_machine() -> dict[str, Any]:
+    """What a figure depends on besides the code."""
+    import torch
+
+    from training.hardware import cpu_name
+
+    is_cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if is_cuda else cpu_name(),
+        "cores": os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, the first column left-aligned, the others right."""
+    lines = ["| " + " | ".join(columns) + " |", "|---|" + "---:|" * (len(columns) - 1)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def write_results(stem: Path, title: str, command: str, results: Mapping[str, Any], body: str) -> None:
+    """Write `stem`.json and `stem`.md: the numbers, and the same to read, with the command that made them."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".json").write_text(json.dumps({"command": command, **results}, indent=1) + "\n")
+    machine = results["machine"]
+    about = f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}, {machine['date']}"
+    stem.with_suffix(".md").write_text(f"# {title}\n\n    {command}\n\n{about}\n\n{body.rstrip()}\n")
+
+
+def this_command() -> str:
+    """The command line as a reader would type it."""
+    return " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
