@@ -43,6 +43,8 @@ class ModelConfig:
     position: str = "learned"
     qk_norm: bool = False
     logit_softcap: float = 0.0  # 0: off
+    embed_norm: bool = False  # normalise what enters the first block
+    zero_init: bool = False  # projections into the residual stream, and the head, start at zero
 
     def __post_init__(self) -> None:
         if self.ff_dim is None and type(self.embed_dim) is int:
@@ -59,7 +61,7 @@ class ModelConfig:
         ]
         problems += [
             f"{name} is {getattr(self, name)!r}; true or false is needed"
-            for name in ("bias", "tie_embeddings", "qk_norm")
+            for name in ("bias", "tie_embeddings", "qk_norm", "embed_norm", "zero_init")
             if type(getattr(self, name)) is not bool
         ]
         if type(self.dropout) not in (int, float) or not 0.0 <= self.dropout < 1.0:
@@ -73,7 +75,9 @@ class ModelConfig:
                 f"num_heads is {self.num_heads}, which does not divide embed_dim {self.embed_dim}; "
                 f"near it these do: {', '.join(map(str, nearest))}"
             )
-        elif not problems and self.position == "rope" and self.head_dim % 2:
+        if not problems and self.zero_init and self.tie_embeddings:
+            problems.append("zero_init starts the head at zero, which tie_embeddings shares with the token embedding")
+        if not problems and self.position == "rope" and self.head_dim % 2:
             problems.append(f"embed_dim / num_heads is {self.head_dim}; position 'rope' needs an even number")
         if problems:
             raise ValueError("; ".join(problems))
@@ -261,6 +265,8 @@ class TransformerLanguageModel(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         if config.position == "learned":
             self.positional_embedding = nn.Embedding(config.max_seq_len, config.embed_dim)
+        if config.embed_norm:
+            self.embed_norm = build_norm(config)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
         self.ln_f = build_norm(config)
@@ -273,6 +279,9 @@ class TransformerLanguageModel(nn.Module):
     def initialize(self) -> None:
         """GPT-2's initialisation (Radford et al. 2019, section 2.3): normal(0, 0.02), zero biases, and the projections
         that write to the residual stream scaled by 1 / sqrt(2 * num_layers), for its variance grows with each of them.
+
+        With `zero_init` these projections and the head start at zero: every block is the identity at first, and all
+        tokens are equally likely.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -282,6 +291,10 @@ class TransformerLanguageModel(nn.Module):
         for block in self.blocks:
             for projection in (block.attention.out_proj, block.feed_forward.fc2):
                 nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * self.config.num_layers))
+                if self.config.zero_init:
+                    nn.init.zeros_(projection.weight)
+        if self.config.zero_init:
+            nn.init.zeros_(self.head.weight)
 
     @property
     def device(self) -> torch.device:
@@ -339,6 +352,8 @@ class TransformerLanguageModel(nn.Module):
         x = self.token_embedding(tokens)  # (B, T, C)
         if self.config.position == "learned":
             x = x + self.positional_embedding(positions)
+        if self.config.embed_norm:
+            x = self.embed_norm(x)
         x = self.dropout(x)
         for layer, block in enumerate(self.blocks):
             x = block(x, positions, cache, layer, mask)

@@ -230,6 +230,8 @@ def test_every_key_is_a_flag_and_a_file_key_with_the_same_effect(tmp_path: Path,
         "tokenizer_file": {"bin_file": "x", "metadata_file": "x"},
         "metadata_file": {"bin_file": "x", "tokenizer_file": "x"},
         "embed_dim": {"num_heads": 1},
+        "muon_learning_rate": {"optimizer": "muon"},
+        "muon_momentum": {"optimizer": "muon"},
     }.get(key, {})
     as_flag = parse_config(["--config", write(tmp_path, beside), f"--{key}", typed])
     kind = kind_of(SCHEMA[key])

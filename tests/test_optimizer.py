@@ -6,16 +6,19 @@ import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from model import ModelConfig, TransformerLanguageModel
 from training.config import TrainConfig
 from training.data import TokenData, TokenMetadata
 from training.hardware import Hardware
-from training.optimizer import apply_hyperparameters, build_optimizer, clip_gradients
+from training.optimizer import Muon, MuonAndAdamW, apply_hyperparameters, build_optimizer, clip_gradients, orthogonalize
 from training.step import train_step
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)
@@ -235,3 +238,98 @@ def test_another_seed_draws_another_dropout() -> None:
         step = train_step(model, build_optimizer(model, config), CPU.grad_scaler(), data, 0, 0, 1e-2, config, CPU)
         losses.add(step[0].item())
     assert len(losses) == 3
+
+
+# Muon
+
+MUON = dataclasses.replace(CONFIG, optimizer="muon", weight_decay=0.1)
+SHAPES = st.lists(st.tuples(st.integers(1, 24), st.integers(1, 24)), min_size=1, max_size=4)
+
+
+@given(shapes=SHAPES, pieces=st.sampled_from([1, 3]), seed=st.integers(0, 2**16))
+@settings(max_examples=40, deadline=None)
+def test_muon_is_pytorchs_on_every_matrix_and_on_every_piece(
+    shapes: list[tuple[int, int]], pieces: int, seed: int
+) -> None:
+    """The reference updates each matrix alone, in bf16 as it always does."""
+    generator = torch.Generator().manual_seed(seed)
+    stacked = [torch.randn(pieces * rows, columns, generator=generator) for rows, columns in shapes]
+    ours = [torch.nn.Parameter(matrix.clone()) for matrix in stacked]
+    theirs = [torch.nn.Parameter(piece.clone()) for matrix in stacked for piece in matrix.chunk(pieces)]
+    optimizer = Muon([{"params": ours, "pieces": pieces}], lr=0.02, momentum=0.9, weight_decay=0.1)
+    reference = torch.optim.Muon(theirs, lr=0.02, momentum=0.9, weight_decay=0.1)
+    with mock.patch("training.optimizer.has_fast_bf16", return_value=True):
+        for _ in range(3):
+            grads = [torch.randn(p.shape, generator=generator) for p in ours]
+            for parameter, grad in zip(ours, grads, strict=True):
+                parameter.grad = grad
+            for parameter, grad in zip(theirs, [part for g in grads for part in g.chunk(pieces)], strict=True):
+                parameter.grad = grad.clone()
+            optimizer.step()
+            reference.step()
+    moved = torch.cat([(p - before).flatten() for p, before in zip(ours, stacked, strict=True)])
+    expected = torch.cat([p.flatten() for p in theirs]) - torch.cat([matrix.flatten() for matrix in stacked])
+    # bf16 rounds differently in a batch: half a percent is one of its steps.
+    assert (moved - expected).norm() <= 0.005 * expected.norm()
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 16), (2, 32, 16), (4, 16, 64)])
+def test_orthogonalizing_keeps_the_singular_vectors_and_levels_the_values(shape: tuple[int, int, int]) -> None:
+    """Jordan et al. 2024: the coefficients leave every singular value between about 0.7 and 1.2."""
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    with mock.patch("training.optimizer.has_fast_bf16", return_value=False):
+        orthogonal = orthogonalize(matrices)
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    values = u.mT @ orthogonal @ vh.mT
+    diagonal = values.diagonal(dim1=1, dim2=2)
+    assert diagonal.min() > 0.3 and diagonal.max() < 1.3
+    assert (values - torch.diag_embed(diagonal)).abs().max() < 1e-4
+
+
+def test_muon_takes_the_matrices_inside_blocks_and_adamw_all_the_rest() -> None:
+    model = make_model()
+    optimizer = build_optimizer(model, MUON)
+    assert isinstance(optimizer, MuonAndAdamW)
+    by_muon = {id(p): group for group in optimizer.muon.param_groups for p in group["params"]}
+    by_adamw = {id(p): group for group in optimizer.adamw.param_groups for p in group["params"]}
+    assert len(by_muon) + len(by_adamw) == len(list(model.parameters()))
+    for name, parameter in model.named_parameters():
+        if name.startswith("blocks.") and parameter.dim() == 2:
+            assert by_muon[id(parameter)]["pieces"] == (3 if "qkv" in name else 1), name
+        else:
+            assert by_adamw[id(parameter)]["weight_decay"] == 0.0, name
+
+
+def test_muons_rate_follows_the_same_curve() -> None:
+    optimizer = build_optimizer(make_model(), MUON)
+    apply_hyperparameters(optimizer, MUON.learning_rate / 4, MUON)
+    assert {group["lr"] for group in optimizer.muon.param_groups} == {MUON.muon_learning_rate / 4}
+    assert {group["lr"] for group in optimizer.adamw.param_groups} == {MUON.learning_rate / 4}
+
+
+def test_a_step_with_muon_does_not_depend_on_the_micro_batch() -> None:
+    with mock.patch("training.optimizer.has_fast_bf16", return_value=False):  # whose rounding would hide the rest
+        whole, losses, _ = train(MUON)
+        sliced, sliced_losses, _ = train(dataclasses.replace(MUON, micro_batch_size=1))
+    assert losses == pytest.approx(sliced_losses, rel=1e-5)
+    assert relative_distance(whole, sliced) < 1e-4
+
+
+def test_muons_state_goes_through_its_state_dict_exactly() -> None:
+    """Two steps, saved and loaded, two more: bitwise the same as four."""
+
+    def some_steps(model: TransformerLanguageModel, optimizer: Any, first: int) -> None:
+        data = make_data(MUON)
+        for step in (first, first + 1):
+            train_step(model, optimizer, CPU.grad_scaler(), data, step, step * 12, 1e-2, MUON, CPU)
+
+    straight = make_model()
+    optimizer = build_optimizer(straight, MUON)
+    some_steps(straight, optimizer, 0)
+    resumed = copy.deepcopy(straight)
+    state = copy.deepcopy(optimizer.state_dict())
+    some_steps(straight, optimizer, 2)
+    fresh = build_optimizer(resumed, MUON)
+    fresh.load_state_dict(state)
+    some_steps(resumed, fresh, 2)
+    assert torch.equal(weights(straight), weights(resumed))

@@ -25,7 +25,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
 MODEL_KEYS = (
     "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len", "dropout", "bias", "tie_embeddings",
-    "activation", "norm", "position", "qk_norm", "logit_softcap",
+    "activation", "norm", "position", "qk_norm", "logit_softcap", "embed_norm", "zero_init",
 )  # fmt: skip
 
 
@@ -65,6 +65,8 @@ class TrainConfig:
     position: str = option("learned", "model", "position information", choices=("learned", "rope"))
     qk_norm: bool = option(False, "model", "normalise queries and keys")
     logit_softcap: float = option(0.0, "model", "soft limit of the logits, 0 is off", low=0.0)
+    embed_norm: bool = option(False, "model", "normalise the embeddings before the first block")
+    zero_init: bool = option(False, "model", "start projections into the residual stream, and the head, at zero")
 
     epochs: int = option(10, "length", "passes over the training split", low=1)
     max_steps: int = option(0, "length", "optimizer steps in all; 0: as many as the epochs take", low=0)
@@ -76,7 +78,16 @@ class TrainConfig:
         None, "batch", "sequences through the model at once: memory only, not the result [batch_size]", low=1
     )
 
+    optimizer: str = option(
+        "adamw",
+        "optimizer",
+        "muon: Muon for the matrices inside blocks, AdamW for the rest",
+        choices=("adamw", "muon"),
+    )
     learning_rate: float = option(1e-3, "optimizer", "peak learning rate (AdamW)", above=0.0)
+    muon_learning_rate: float = option(
+        0.02, "optimizer", "peak learning rate of Muon; follows the same curve", above=0.0
+    )
     min_lr: float = option(1e-5, "optimizer", "learning rate at the end of the decay", low=0.0)
     warmup_steps: int = option(0, "optimizer", "steps of linear warmup", low=0)
     use_lr_scheduler: str = option(
@@ -86,9 +97,15 @@ class TrainConfig:
         choices=("cosine", "linear", "constant"),
         switch=("cosine", "constant"),
     )
-    weight_decay: float = option(0.1, "optimizer", "decoupled weight decay, on matrices only", low=0.0)
+    cooldown: float = option(
+        1.0, "optimizer", "share of the steps that the decay takes, up to the last", above=0.0, high=1.0
+    )
+    weight_decay: float = option(
+        0.1, "optimizer", "decoupled weight decay: AdamW's matrices, or with muon those of Muon alone", low=0.0
+    )
     beta1: float = option(0.9, "optimizer", "AdamW: decay of the first moment", low=0.0, below=1.0)
     beta2: float = option(0.95, "optimizer", "AdamW: decay of the second moment", low=0.0, below=1.0)
+    muon_momentum: float = option(0.95, "optimizer", "Muon: momentum", low=0.0, below=1.0)
     grad_clip: float = option(1.0, "optimizer", "largest norm of the gradient, 0 is off", low=0.0)
     seed: int = option(1337, "optimizer", "seed of weights, data order and dropout", low=0, high=2**32 - 1)
 
@@ -334,6 +351,10 @@ def cross_check(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
     if not values["input"]:
         problems += [
             f"{key} is for --input; token files bring their own" for key in ("tokenizer", "vocab_size") if key in given
+        ]
+    if values["optimizer"] != "muon":
+        problems += [
+            f"{key} is for --optimizer muon" for key in ("muon_learning_rate", "muon_momentum") if key in given
         ]
     if values["tokenizer"] == "char" and "vocab_size" in given:
         problems.append("vocab_size has no effect with tokenizer char; leave it out")

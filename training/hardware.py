@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -184,6 +185,13 @@ def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, st
     return "bf16", f"this CPU has {flag}"
 
 
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether matrix products in bf16 run on units made for it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return cpu_bf16_flag() is not None
+
+
 def choose_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
     if config.compile != "auto":
         return config.compile == "on", "as configured"
@@ -192,6 +200,7 @@ def choose_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str
     return False, "on a CPU it takes longer to compile than most runs save; --compile on tries it"
 
 
+@lru_cache(maxsize=1)
 def cpu_info() -> str:
     try:
         return Path("/proc/cpuinfo").read_text()

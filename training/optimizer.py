@@ -1,33 +1,151 @@
-"""Parameter groups and AdamW (Loshchilov & Hutter 2019)."""
+"""Parameter groups, AdamW (Loshchilov & Hutter 2019) and Muon (Jordan et al. 2024, "Muon: an optimizer for hidden
+layers in neural networks")."""
 
 from __future__ import annotations
+
+import math
+from collections import defaultdict
+from typing import Any
 
 import torch
 
 from training.config import TrainConfig
+from training.hardware import has_fast_bf16
+
+NEWTON_SCHULZ_STEPS = 5
+NEWTON_SCHULZ_COEFFICIENTS = (
+    3.4445,
+    -4.7750,
+    2.0315,
+)  # Jordan et al. 2024: the steepest start that still stays bounded
 
 
-def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only: decaying biases and norm gains pulls them away from where they work."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW | MuonAndAdamW:
+    """AdamW for everything, or with `optimizer` "muon" Muon for the matrices inside blocks and AdamW for the rest.
+
+    Weight decay acts on matrices only: decaying biases and norm gains pulls them away from where they work. Beside
+    Muon it acts on Muon's matrices alone.
+    """
+    hidden = {}
+    if config.optimizer == "muon":
+        hidden = {name: p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2}
+    rest = [p for name, p in model.named_parameters() if name not in hidden]
+    decay = 0.0 if hidden else config.weight_decay
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": decay},
+        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+    if not hidden:
+        return adamw
+    # Queries, keys and values are stored fused; each is a matrix of its own.
+    fused = [p for name, p in hidden.items() if name.endswith("qkv.weight")]
+    single = [p for name, p in hidden.items() if not name.endswith("qkv.weight")]
+    groups = [{"params": fused, "pieces": 3}, {"params": single, "pieces": 1}]
+    muon = Muon(groups, config.muon_learning_rate, config.muon_momentum, config.weight_decay)
+    return MuonAndAdamW(muon, adamw)
 
 
-def apply_hyperparameters(optimizer: torch.optim.Optimizer, lr: float, config: TrainConfig) -> None:
-    """Set what the configuration says now: a resumed optimizer brings the values of the run it was saved in."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-        group["betas"] = (config.beta1, config.beta2)
-        group["weight_decay"] = config.weight_decay if group["params"][0].dim() >= 2 else 0.0
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is orthogonalized: every direction of a matrix is learned at the same pace.
+
+    The same update as `torch.optim.Muon` with its default learning-rate adjustment, sqrt(max(1, rows / columns)), but
+    all matrices of one shape are orthogonalized in one batched call, and a group's `pieces` says how many matrices are
+    stacked along the rows of each of its parameters.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float, weight_decay: float):
+        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "pieces": 1})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        batches = defaultdict(list)  # shape of a matrix -> (its part of the parameter, its update, its group)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
+                buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
+                update = parameter.grad.lerp(buffer, group["momentum"])  # Nesterov's
+                for part, piece in zip(parameter.chunk(group["pieces"]), update.chunk(group["pieces"]), strict=True):
+                    batches[piece.shape].append((part, piece, group))
+        for shape, batch in batches.items():
+            scale = math.sqrt(max(1.0, shape[0] / shape[1]))
+            orthogonal = orthogonalize(torch.stack([piece for _, piece, _ in batch]))
+            for (part, _, group), update in zip(batch, orthogonal, strict=True):
+                part.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
 
 
-def clip_gradients(optimizer: torch.optim.Optimizer, grad_clip: float) -> torch.Tensor:
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """The nearest semi-orthogonal matrix to each of (N, rows, columns), roughly: singular values near 1, the same
+    singular vectors. Five Newton-Schulz steps (Jordan et al. 2024), in bf16 where the hardware has it."""
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    x = matrices.to(torch.bfloat16 if has_fast_bf16(matrices.device) else torch.float32)
+    is_tall = x.size(1) > x.size(2)
+    if is_tall:
+        x = x.mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # the largest singular value is now at most 1
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+class MuonAndAdamW:
+    """Two optimizers that step, are saved and are resumed as one."""
+
+    def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
+        self.muon = muon
+        self.adamw = adamw
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.muon.param_groups + self.adamw.param_groups
+
+    def step(self) -> None:
+        self.muon.step()
+        self.adamw.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.muon.zero_grad(set_to_none)
+        self.adamw.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.muon.load_state_dict(state["muon"])
+        self.adamw.load_state_dict(state["adamw"])
+
+
+Optimizer = torch.optim.AdamW | MuonAndAdamW
+
+
+def apply_hyperparameters(optimizer: Optimizer, lr: float, config: TrainConfig) -> None:
+    """Set what the configuration says now: a resumed optimizer brings the values of the run it was saved in.
+
+    `lr` is AdamW's; Muon's stays in the same proportion to it all along the schedule.
+    """
+    has_muon = isinstance(optimizer, MuonAndAdamW)
+    for group in (optimizer.adamw if has_muon else optimizer).param_groups:
+        decays = group["params"][0].dim() >= 2 and not has_muon
+        group |= {
+            "lr": lr,
+            "betas": (config.beta1, config.beta2),
+            "weight_decay": config.weight_decay if decays else 0.0,
+        }
+    for group in optimizer.muon.param_groups if has_muon else []:
+        group |= {
+            "lr": lr / config.learning_rate * config.muon_learning_rate,
+            "momentum": config.muon_momentum,
+            "weight_decay": config.weight_decay,
+        }
+
+
+def clip_gradients(optimizer: Optimizer, grad_clip: float) -> torch.Tensor:
     """Scale the gradients down to a global L2 norm of `grad_clip` (0: leave them). Returns the norm before that."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])

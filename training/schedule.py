@@ -9,12 +9,14 @@ from training.config import TrainConfig
 
 def learning_rate(step: int, max_steps: int, config: TrainConfig) -> float:
     """Learning rate of `step` (from 0): linear warmup to the peak, then cosine (Loshchilov & Hutter 2017, eq. 5),
-    linear or no decay, reaching `min_lr` at the last step."""
+    linear or no decay, reaching `min_lr` at the last step. With `cooldown` below 1 the peak is held until that share of
+    the steps is left (Hägele et al. 2024)."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     if config.use_lr_scheduler == "constant":
         return config.learning_rate
-    progress = min(1.0, (step - config.warmup_steps) / max(1, max_steps - 1 - config.warmup_steps))
+    start = max(config.warmup_steps, round((1 - config.cooldown) * max_steps))
+    progress = min(1.0, max(0, step - start) / max(1, max_steps - 1 - start))
     remaining = (1.0 + math.cos(math.pi * progress)) / 2 if config.use_lr_scheduler == "cosine" else 1.0 - progress
     return config.min_lr + remaining * (config.learning_rate - config.min_lr)
 
