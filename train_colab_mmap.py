@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,6 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def train(config: TrainConfig) -> int:
+    started = time.perf_counter()
     # Imported here, not above: torch takes seconds, and --help should not wait for it.
     import torch
 
@@ -39,7 +41,7 @@ def train(config: TrainConfig) -> int:
         read_prompts,
         validation_loss,
     )
-    from training.hardware import detect_hardware
+    from training.hardware import detect_hardware, frozen_garbage
     from training.optimizer import build_optimizer
     from training.preflight import dry_run, fit_micro_batch, memory_advice
     from training.report import Report
@@ -92,9 +94,14 @@ def train(config: TrainConfig) -> int:
     answers = []
     first_step = run.step
 
-    with run.saving_on_signals(), memory_advice(config):
-        with report.paused():
-            step_model = hardware.compile(model, lambda: data.batch(0, config.rows_at_once))
+    with memory_advice(config), report.paused():
+        step_model = hardware.compile(
+            model,
+            lambda: data.batch(run.sequences_seen, config.rows_at_once),
+            evaluates=bool(config.eval_interval),
+            cache_dir=run.compile_cache_dir,
+        )
+    with run.saving_on_signals(), memory_advice(config), frozen_garbage():
         while not run.finished:
             lr = learning_rate(run.step, run.max_steps, config)
             loss, grad_norm = train_step(
@@ -106,6 +113,8 @@ def train(config: TrainConfig) -> int:
             reporting, evaluating = run.due(config.log_interval), run.due(config.eval_interval)
             if run.step == first_step + 1:
                 reporting = bool(config.log_interval)  # on a slow machine the first sign of life should not take hours
+                hardware.synchronize()
+                report.say(f"First step {time.perf_counter() - started:.1f} s after the start")
 
             if reporting:  # nothing waits for the device on the other steps
                 row |= report.training_row(loss, grad_norm, lr, model.flops_per_token())

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import training.data
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
-from training.data import TokenData, TokenMetadata, choose_placement
+from training.data import ReadAhead, TokenData, TokenMetadata, choose_placement
 from training.errors import ConfigError, DataError, UserError
 from training.files import sha256_file
 from training.hardware import Hardware
@@ -467,21 +467,42 @@ def test_the_description_counts_tokens_and_windows(tmp_path: Path) -> None:
     assert all(part in data.describe() for part in ("400 tokens", "300 training", f"{data.windows:,} windows", "100 v"))
 
 
-class OnGpu:
-    """Stands for a tensor that already lies on a GPU; there is none where the tests run."""
-
-    device = torch.device("cuda", 0)
-
-    def pin_memory(self) -> None:
-        raise RuntimeError("only CPU tensors can be pinned")
+REQUESTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), min_size=1, max_size=8)
 
 
-def test_what_lies_on_the_gpu_is_not_pinned() -> None:
-    """A device without an index is the same device as one with: torch compares them as different."""
+@given(requests=REQUESTS)
+@settings(max_examples=30, deadline=None)
+def test_reading_ahead_changes_nothing(requests: list[tuple[int, int]]) -> None:
+    """In order, out of order, at any size: the windows are those a direct read gives, and stay so."""
     data = counting_data(500, 16, 0, 100)
-    tensor = OnGpu()
-    assert data.send(tensor, torch.device("cuda")) is tensor
-    assert data.send(torch.zeros(2), torch.device("cpu")).device.type == "cpu"
+    reader = ReadAhead(data.train_windows, torch.device("cpu"))
+    in_order = [(first + i * rows, rows) for first, rows in requests for i in range(3)]
+    given = [reader.windows(first, rows) for first, rows in in_order]
+    for (first, rows), windows in zip(in_order, given, strict=True):
+        assert torch.equal(windows, data.train_windows(first, rows))
+
+
+def test_the_next_batch_is_read_before_it_is_asked_for() -> None:
+    data = counting_data(500, 16, 0, 100)
+    asked = []
+
+    def read(first: int, rows: int) -> torch.Tensor:
+        asked.append((first, rows))
+        return data.train_windows(first, rows)
+
+    reader = ReadAhead(read, torch.device("cpu"))
+    for first in (0, 4, 8):
+        reader.windows(first, 4)
+    reader.thread.shutdown()
+    assert asked == [(0, 4), (4, 4), (8, 4), (12, 4)]
+
+
+def test_a_read_that_fails_is_told_where_the_batch_is_asked_for() -> None:
+    def read(first: int, rows: int) -> torch.Tensor:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        ReadAhead(read, torch.device("cpu")).windows(0, 4)
 
 
 def test_batches_have_the_strides_of_a_padded_one() -> None:

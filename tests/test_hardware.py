@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -290,3 +291,27 @@ def test_a_compiled_model_has_the_same_loss(capsys: pytest.CaptureFixture) -> No
     tokens = torch.randint(11, (2, 4))
     assert compiled(tokens, tokens).item() == pytest.approx(model(tokens, tokens).item(), rel=1e-5)
     assert "Compiled in" in capsys.readouterr().out
+
+
+def test_nothing_is_compiled_after_the_start(tmp_path: Path, train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One shape for training, one for evaluation, though the last micro-batch and the last validation batch are
+    smaller, and answers are generated in between."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the cat"}\n')
+    shape = {"batch_size": 7, "micro_batch_size": 3, "gradient_accumulation_steps": 1, "eval_batches": 3, "dropout": 0}
+    flags = {**shape, "compile": "on", "max_steps": 6, "eval_interval": 3, "eval_prompts": prompts}
+    result = train(tmp_path / "run", **flags)
+    assert result.code == 0 and "Compiled in" in result.out, result
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert len(list((tmp_path / "run").glob("compile_cache-*.bin"))) == 1
+
+    # Another machine, another day: what was compiled comes back with the checkpoints.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert train(tmp_path / "again", **flags, compile_cache_dir=tmp_path / "run").code == 0
+    counters = torch._dynamo.utils.counters
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 2 and not counters["aot_autograd"]["autograd_cache_miss"]

@@ -128,6 +128,25 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
     assert seconds == sorted(seconds), "the clock of the run started again"
 
 
+def test_a_run_with_muon_resumes_exactly(interrupt: Callable, train: Callable, tmp_path: Path) -> None:
+    assert train(tmp_path / "unbroken", optimizer="muon").code == 0
+    interrupt(tmp_path / "run", after=13, optimizer="muon")
+    assert train(tmp_path / "run", optimizer="muon").code == 0
+    assert final_weights(tmp_path / "run") == final_weights(tmp_path / "unbroken")
+    assert measured(tmp_path / "run") == measured(tmp_path / "unbroken")
+
+
+def test_another_optimizer_cannot_take_over_a_run(train: Callable, copy_of: Path) -> None:
+    """Their states are of different forms: refused, and the run stays as it is."""
+    result = train(copy_of, optimizer="muon", max_steps=30)
+    assert (
+        result.code == 4
+        and "optimizer: 'adamw' in the checkpoint, 'muon' now" in result.err
+        and "Traceback" not in result.err
+    )
+    assert train(copy_of, max_steps=30).code == 0
+
+
 def test_best_stays_the_best_of_all_sessions(
     interrupt: Callable, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

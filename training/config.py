@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -136,6 +137,9 @@ class TrainConfig:
         "auto", "hardware", "arithmetic; weights stay fp32", choices=("auto", "bf16", "fp16", "fp32")
     )
     compile: str = option("auto", "hardware", "torch.compile", choices=("auto", "on", "off"), switch=("on", "off"))
+    compile_cache_dir: str | None = option(
+        None, "hardware", "folder that keeps compiled code for the next start [checkpoint_dir, else the run folder]"
+    )
     dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write no run")
 
     name: str = "default"  # of the config file, or of the model size
@@ -155,8 +159,10 @@ class TrainConfig:
 
     @property
     def rows_at_once(self) -> int:
-        """Sequences that go through the model at once."""
-        return min(self.micro_batch_size or self.batch_size, self.sequences_per_step)
+        """Sequences that go through the model at once: a step is cut into slices of this one size, of which the last
+        may be incomplete."""
+        slices = math.ceil(self.sequences_per_step / (self.micro_batch_size or self.batch_size))
+        return math.ceil(self.sequences_per_step / slices)
 
     def values(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in SCHEMA}

@@ -11,6 +11,8 @@ import gzip
 import hashlib
 import shutil
 import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -120,6 +122,7 @@ class TokenData:
         self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
         if placement == "gpu":
             self.tokens = self.tokens.to(device)
+        self.reader = None if self.tokens.device.type == device.type else ReadAhead(self.train_windows, device)
         self.windows = count_windows(metadata.train_tokens, self.seq_len)
         self.val_windows = (metadata.val_tokens - 1) // self.seq_len
         self.fingerprint = {
@@ -167,34 +170,85 @@ class TokenData:
 
     def batch(self, sequences_seen: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The `rows` sequences that follow the first `sequences_seen`: inputs and targets, each (rows, T) int64."""
-        return self.gather(train_starts(sequences_seen, rows, self.windows, self.spare, self.seq_len, self.seed))
+        if self.reader is not None:
+            return self.split(self.reader.windows(sequences_seen, rows))
+        return self.split(self.train_windows(sequences_seen, rows))
 
     def validation_batch(self, first: int, rows: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows `first` onwards of a fixed set of `of` windows spread evenly over the validation split."""
         chosen = np.arange(first, first + rows, dtype=np.int64) * self.val_windows // of
-        return self.gather(self.metadata.train_tokens + chosen * self.seq_len)
+        return self.split(self.gather(self.metadata.train_tokens + chosen * self.seq_len))
 
     @property
     def spare(self) -> int:
         """Training tokens the windows of an epoch leave over: the range of the phase they start at."""
         return self.metadata.train_tokens - 1 - self.windows * self.seq_len
 
-    def gather(self, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, each (rows, T) int64, of the windows that begin at `starts`, (rows,)."""
+    def train_windows(self, first: int, rows: int) -> torch.Tensor:
+        """Sequences `first` onwards of the shuffled stream, as stored: (rows, T + 1), where the tokens lie."""
+        return self.gather(train_starts(first, rows, self.windows, self.spare, self.seq_len, self.seed))
+
+    def gather(self, starts: np.ndarray) -> torch.Tensor:
+        """The windows that begin at `starts`, (rows,), as stored: (rows, T + 1), where the tokens lie."""
         # A view of every window there is, and one indexed copy of those wanted: no loop over rows.
         every_window = self.tokens.unfold(0, self.seq_len + 1, 1)
-        windows = every_window[self.send(torch.from_numpy(starts), self.tokens.device)]  # (rows, T + 1)
-        windows = self.send(windows, self.device).long()
+        indices = torch.from_numpy(starts)
+        if self.tokens.is_cuda:  # from pinned memory, so that the host does not wait for the work queued before it
+            indices = indices.pin_memory().to(self.tokens.device, non_blocking=True)
+        return every_window[indices]
+
+    def split(self, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows as stored -> inputs and targets, each (rows, T) int64, on the device. Widened there: a quarter of
+        the bytes travel."""
+        windows = windows.to(self.device).long()
         if self.is_16_bit:
             windows &= 0xFFFF
         # Contiguous, for a compiled model is compiled again for tensors of other strides.
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
-    def send(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copy to a GPU from pinned memory, so that the host does not wait for the work queued before it."""
-        if device.type == tensor.device.type:
-            return tensor
-        return tensor.pin_memory().to(device, non_blocking=True)
+
+class ReadAhead:
+    """Batches of windows on their way to the GPU: a thread reads the next one into pinned memory while the GPU works on
+    this one, so that neither the disk nor the copy is waited for.
+
+    Two buffers take turns, each overwritten only when the copy out of it is done. A batch that was not foreseen (the
+    first, or after a change of size) is read when it is asked for.
+    """
+
+    BUFFERS = 2
+
+    def __init__(self, read: Callable[[int, int], torch.Tensor], device: torch.device):
+        self.read = read  # (first, rows) -> (rows, T + 1)
+        self.device = device
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+        self.buffers: list[torch.Tensor | None] = [None] * self.BUFFERS
+        self.copied: list[torch.cuda.Event | None] = [None] * self.BUFFERS
+        self.turn = 0
+        self.foreseen: tuple[tuple[int, int], int, Future[torch.Tensor]] | None = None
+
+    def windows(self, first: int, rows: int) -> torch.Tensor:
+        """(rows, T + 1) on the device."""
+        if self.foreseen is None or self.foreseen[0] != (first, rows):
+            self.foresee(first, rows)
+        _, turn, future = self.foreseen
+        windows = future.result().to(self.device, non_blocking=True, copy=True)
+        if self.device.type == "cuda":
+            self.copied[turn] = torch.cuda.Event()
+            self.copied[turn].record()
+        self.foresee(first + rows, rows)
+        return windows
+
+    def foresee(self, first: int, rows: int) -> None:
+        self.turn = (self.turn + 1) % self.BUFFERS
+        self.foreseen = ((first, rows), self.turn, self.thread.submit(self.fill, self.turn, first, rows))
+
+    def fill(self, turn: int, first: int, rows: int) -> torch.Tensor:
+        windows = self.read(first, rows)
+        if self.copied[turn] is not None:
+            self.copied[turn].synchronize()
+        if self.buffers[turn] is None or self.buffers[turn].shape != windows.shape:
+            self.buffers[turn] = torch.empty_like(windows, pin_memory=self.device.type == "cuda")
+        return self.buffers[turn].copy_(windows)
 
 
 def count_windows(tokens: int, seq_len: int) -> int:

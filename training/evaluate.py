@@ -10,13 +10,14 @@ from pathlib import Path
 
 import torch
 
-from model import IGNORE_INDEX, TransformerLanguageModel
+from model import TransformerLanguageModel
 from tokenizer import UnknownCharacterError
 from training.config import TrainConfig
 from training.data import TokenData
 from training.errors import DataError
 from training.generation import Sampling, generate
 from training.hardware import Hardware
+from training.step import pad_rows
 
 ANSWER_TOKENS = 64
 
@@ -41,11 +42,8 @@ def validation_loss(
     for first in range(0, windows, rows):
         here = min(rows, windows - first)
         inputs, targets = data.validation_batch(first, here, windows)
-        if here < rows:
-            inputs = torch.cat([inputs, inputs[:1].expand(rows - here, -1)])
-            targets = torch.cat([targets, torch.full_like(targets[:1], IGNORE_INDEX).expand(rows - here, -1)])
         with hardware.autocast():
-            total += step_model(inputs, targets).double() * here
+            total += step_model(*pad_rows(inputs, targets, rows)).double() * here
     model.train()
     return total.item() / windows
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import os
 import platform
 import re
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +19,7 @@ import torch
 
 from training.config import TrainConfig
 from training.errors import ConfigError, is_out_of_memory
+from training.files import atomic_write
 
 # Dense bf16/fp16 tensor-core peaks in FLOP/s by the vendor's datasheets, SXM parts where there are several. The first
 # name found in the device's name counts. An unknown device has no peak, and no MFU is reported for it.
@@ -37,6 +41,8 @@ PEAK_FLOPS = {
 # Below this width the casts of autocast cost more than the faster matrix products save on a CPU (measured: a step of
 # 4 x 128, context 64, is 1.3 times slower in bf16; 4 x 256, context 256, is 2 times faster).
 CPU_BF16_MIN_WIDTH = 256
+
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 A100_UNITS_PER_HOUR = 8.0  # Google Colab's rate, as the blog's author paid it
 
@@ -95,21 +101,34 @@ class Hardware:
         )
 
     def compile(
-        self, model: torch.nn.Module, example: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+        self,
+        model: torch.nn.Module,
+        example: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        evaluates: bool = False,
+        cache_dir: Path | None = None,
     ) -> Callable[..., torch.Tensor]:
-        """torch.compile, proven by taking the inputs and targets that `example` gives forward and backward.
+        """torch.compile, proven by taking the inputs and targets that `example` gives forward and backward, and if the
+        run `evaluates` through an evaluation: nothing is left to be compiled after the first step.
 
-        A failure to compile is reported once and the model is returned as it is: slower, with the same results.
+        What was compiled is kept in `cache_dir` (None: nowhere), so that a reconnect does not compile again. A failure
+        to compile is reported once and the model is returned as it is: slower, with the same results.
         """
         if not self.compiles:
             return model
         inputs, targets = example()  # outside the try: bad data is no failure to compile
         started = time.perf_counter()
+        cache = cache_dir / f"compile_cache-{torch.__version__}.bin" if cache_dir else None
         try:
+            if cache and cache.exists():
+                torch.compiler.load_cache_artifacts(cache.read_bytes())
             compiled = torch.compile(model, dynamic=False)
             with self.autocast():
                 loss = compiled(inputs, targets)
             loss.backward()
+            if evaluates:
+                model.eval()
+                with torch.no_grad(), self.autocast():
+                    compiled(inputs, targets)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -117,9 +136,49 @@ class Hardware:
             print(f"torch.compile failed ({first_line}); training goes on uncompiled. --compile off skips the attempt.")
             return model
         finally:
+            model.train()
             model.zero_grad(set_to_none=True)
+        self.synchronize()
         print(f"Compiled in {time.perf_counter() - started:.0f} s.")
+        if cache:
+            keep_compiled(cache)
         return compiled
+
+
+def keep_compiled(cache: Path) -> None:
+    """Write what was compiled to one file: a folder of thousands of small ones would be slow on Drive."""
+    artifacts = torch.compiler.save_cache_artifacts()
+    if artifacts is None:
+        return
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(cache) as file:
+            file.write(artifacts[0])
+    except OSError as problem:
+        print(f"Compiled code was not kept in {cache.parent} ({problem}); the next start compiles again.")
+
+
+def keep_freed_memory() -> None:
+    """Have the C library keep what is freed instead of returning it to the system.
+
+    A step frees and takes again gigabytes of activations. By glibc's defaults each large one is mapped anew, and the
+    kernel clears its pages one by one: half of a step at a vocabulary of 32,000 (docs/benchmarks/what_was_tried.md).
+    """
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(library, "mallopt"):  # musl has none
+        library.mallopt(M_MMAP_MAX, 0)
+        library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextlib.contextmanager
+def frozen_garbage() -> Iterator[None]:
+    """Keep the garbage collector from going through everything that was there before training, over and over."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def detect_hardware(config: TrainConfig) -> Hardware:
@@ -134,6 +193,7 @@ def detect_hardware(config: TrainConfig) -> Hardware:
             torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
+        keep_freed_memory()
         memory = memory_info("MemTotal")
     peak = next((peak for part, peak in PEAK_FLOPS.items() if names_part(name, part)), None) if use_cuda else None
     return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory)
@@ -197,7 +257,7 @@ def choose_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str
         return config.compile == "on", "as configured"
     if device.type == "cuda":
         return True, "on a GPU it pays within minutes"
-    return False, "on a CPU it takes longer to compile than most runs save; --compile on tries it"
+    return False, "on a CPU a compiled step is no faster; --compile on tries it"
 
 
 @lru_cache(maxsize=1)

@@ -137,8 +137,9 @@ def time_step(
         return time.perf_counter() - started
 
     whole = config.sequences_per_step
-    timed(min(config.rows_at_once, 1 if not hardware.is_cuda else whole))  # first use of every kernel
-    rows = whole if hardware.is_cuda else 1
+    at_once = hardware.is_cuda or hardware.compiles  # fast, or made for one shape
+    timed(config.rows_at_once if at_once else 1)  # first use of every kernel
+    rows = whole if at_once else 1
     seconds = timed(rows)
     if rows < whole and seconds * whole <= TIMED_SECONDS:
         return timed(whole), whole

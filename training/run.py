@@ -38,7 +38,7 @@ from training.schedule import epoch_sequences, last_step
 # Keys that say where files lie or how to start, not how to train: a change of them is no news.
 UNREPORTED = (
     "input", "tokenizer", "vocab_size", "data_dir", "bin_file", "tokenizer_file", "metadata_file", "placement",
-    "output_dir", "checkpoint_dir", "resume", "resume_from", "init_from", "dry_run", "model_size",
+    "output_dir", "checkpoint_dir", "compile_cache_dir", "resume", "resume_from", "init_from", "dry_run", "model_size",
 )  # fmt: skip
 MIRRORED_FILES = ("config.json", "metrics.jsonl", "samples.md")
 
@@ -103,6 +103,11 @@ class Run:
                 set_aside(folder)
         run.max_steps = run.plan()
         return run
+
+    @property
+    def compile_cache_dir(self) -> Path:
+        """Where compiled code survives: beside the checkpoints that do."""
+        return Path(self.config.compile_cache_dir or self.mirror_dir or self.dir)
 
     def plan(self) -> int:
         return last_step(self.step, self.sequences_seen, self.data.windows, self.config)
@@ -270,6 +275,9 @@ class Run:
             for key in saved
             if saved[key] != ours[key] and key != "dropout"
         ]
+        saved_with = state["config"].get("optimizer", "adamw")
+        if saved_with != self.config.optimizer:
+            clashes.append(f"optimizer: {saved_with!r} in the checkpoint, {self.config.optimizer!r} now")
         clashes += [
             f"{key} of the data: {str(state['data'].get(key))[:16]} in the checkpoint, {str(value)[:16]} now"
             for key, value in self.data.fingerprint.items()
@@ -279,7 +287,7 @@ class Run:
             raise CheckpointError(
                 "\n  ".join(
                     [
-                        f"{checkpoint.path} cannot be continued: architecture, tokenizer and data may not change.",
+                        f"{checkpoint.path} cannot be continued: architecture, optimizer, tokenizer and data may not change.",
                         *clashes,
                     ]
                 )

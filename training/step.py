@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import torch
 
+from model import IGNORE_INDEX
 from training.config import TrainConfig
 from training.data import TokenData
 from training.hardware import Hardware
@@ -33,7 +34,7 @@ def train_step(
     rows = config.rows_at_once
     for micro_inputs, micro_targets in zip(inputs.split(rows), targets.split(rows), strict=True):
         with hardware.autocast():
-            loss = step_model(micro_inputs, micro_targets)
+            loss = step_model(*pad_rows(micro_inputs, micro_targets, rows))
         loss = loss * (len(micro_inputs) / config.sequences_per_step)
         scaler.scale(loss).backward()
         total += loss.detach()
@@ -44,3 +45,13 @@ def train_step(
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return total, grad_norm
+
+
+def pad_rows(inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill inputs and targets, each (at most rows, T), up to (rows, T) with rows that add nothing to the mean loss, so
+    that a compiled model meets one shape only."""
+    missing = rows - len(inputs)
+    if not missing:
+        return inputs, targets
+    padding = torch.full_like(targets[:1], IGNORE_INDEX).expand(missing, -1)
+    return torch.cat([inputs, inputs[:1].expand(missing, -1)]), torch.cat([targets, padding])
