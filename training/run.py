@@ -287,7 +287,8 @@ class Run:
             raise CheckpointError(
                 "\n  ".join(
                     [
-                        f"{checkpoint.path} cannot be continued: architecture, optimizer, tokenizer and data may not change.",
+                        f"{checkpoint.path} cannot be continued: architecture, optimizer, tokenizer and data may not "
+                        "change.",
                         *clashes,
                     ]
                 )
