@@ -19,6 +19,7 @@ ACTIVATIONS = ("gelu", "gelu_tanh", "relu2")
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope")
 ROPE_BASE = 10_000.0
+VOCAB_MULTIPLE = 128
 IGNORE_INDEX = -100  # a target with this value adds nothing to the loss
 
 
@@ -327,7 +328,7 @@ class TransformerLanguageModel(nn.Module):
         logits = self.logits(self.hidden(tokens, cache))
         if targets is None:
             return logits
-        return F.cross_entropy(logits.view(-1, logits.size(-1)).float(), targets.reshape(-1), ignore_index=IGNORE_INDEX)
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
 
     def hidden(self, tokens: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
         """tokens (B, T) -> what the head reads, (B, T, C).
@@ -363,7 +364,10 @@ class TransformerLanguageModel(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., C) -> (..., V)"""
-        logits = self.head(hidden)
+        weight = self.head.weight
+        if hidden.is_cuda:  # tensor cores want sizes that are multiples of 128: an odd vocabulary costs a quarter more
+            weight = F.pad(weight, (0, 0, 0, -self.config.vocab_size % VOCAB_MULTIPLE))
+        logits = F.linear(hidden, weight)[..., : self.config.vocab_size]
         if self.config.logit_softcap:  # Gemma Team 2024, section 2
             logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         return logits

@@ -530,3 +530,34 @@ def test_attention_is_scaled_dot_product_attention() -> None:
     scores = (q @ k.transpose(1, 2) / math.sqrt(16)).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
     expected = attention.out_proj(scores.softmax(-1) @ v)
     torch.testing.assert_close(attention(x, torch.arange(6)), expected)
+
+
+def test_a_vocabulary_padded_for_the_gpu_is_not_seen_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same logits, loss and gradients as without the padding, which only a GPU gets."""
+    torch.manual_seed(0)
+    model = TransformerLanguageModel(ModelConfig(65, 32, 2, 2, max_seq_len=8, logit_softcap=5.0))
+    tokens = torch.randint(65, (2, 8))
+
+    def results() -> list[torch.Tensor]:
+        model.zero_grad()
+        loss = model(tokens, tokens.roll(1))
+        loss.backward()
+        return [model(tokens), loss, *(parameter.grad.clone() for parameter in model.parameters())]
+
+    plain = results()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    padded = results()
+    assert padded[0].shape == (2, 8, 65)
+    for a, b in zip(plain, padded, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_zero_init_starts_with_every_token_equally_likely_and_blocks_that_do_nothing() -> None:
+    config = ModelConfig(50, 32, 2, 2, max_seq_len=8, zero_init=True, embed_norm=True, norm="rmsnorm", position="rope")
+    model = TransformerLanguageModel(config)
+    tokens = torch.randint(50, (2, 8))
+    assert model(tokens, tokens).item() == pytest.approx(math.log(50))
+    embedded = model.embed_norm(model.token_embedding(tokens))
+    torch.testing.assert_close(embedded.square().mean(-1), torch.ones(2, 8), rtol=1e-2, atol=0)
+    torch.testing.assert_close(model.hidden(tokens), model.ln_f(embedded))
+    assert model.num_parameters() == sum(p.numel() for p in model.parameters())

@@ -26,9 +26,7 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.
     Weight decay acts on matrices only: decaying biases and norm gains pulls them away from where they work. Beside
     Muon it acts on Muon's matrices alone.
     """
-    hidden = {}
-    if config.optimizer == "muon":
-        hidden = {name: p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2}
+    hidden = hidden_matrices(model) if config.optimizer == "muon" else {}
     rest = [p for name, p in model.named_parameters() if name not in hidden]
     decay = 0.0 if hidden else config.weight_decay
     groups = [
@@ -45,6 +43,11 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.
     groups = [{"params": fused, "pieces": 3}, {"params": single, "pieces": 1}]
     muon = Muon(groups, config.muon_learning_rate, config.muon_momentum, config.weight_decay)
     return MuonAndAdamW(muon, adamw)
+
+
+def hidden_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The matrices inside blocks, by name: what Muon is for."""
+    return {name: p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2}
 
 
 class Muon(torch.optim.Optimizer):
@@ -70,6 +73,7 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
                 update = parameter.grad.lerp(buffer, group["momentum"])  # Nesterov's
+                update = update.to(newton_schulz_dtype(update.device))
                 for part, piece in zip(parameter.chunk(group["pieces"]), update.chunk(group["pieces"]), strict=True):
                     batches[piece.shape].append((part, piece, group))
         for shape, batch in batches.items():
@@ -81,9 +85,9 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     """The nearest semi-orthogonal matrix to each of (N, rows, columns), roughly: singular values near 1, the same
-    singular vectors. Five Newton-Schulz steps (Jordan et al. 2024), in bf16 where the hardware has it."""
+    singular vectors. Five Newton-Schulz steps (Jordan et al. 2024)."""
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
-    x = matrices.to(torch.bfloat16 if has_fast_bf16(matrices.device) else torch.float32)
+    x = matrices
     is_tall = x.size(1) > x.size(2)
     if is_tall:
         x = x.mT
@@ -92,6 +96,11 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if is_tall else x
+
+
+def newton_schulz_dtype(device: torch.device) -> torch.dtype:
+    """The iteration stands the rounding of bf16, not the narrow range of fp16."""
+    return torch.bfloat16 if has_fast_bf16(device) else torch.float32
 
 
 class MuonAndAdamW:
