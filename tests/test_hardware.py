@@ -233,6 +233,21 @@ def test_a_cpu_compiles_only_when_asked_to(cpu: Callable, choice: str, compiles:
     assert detect_hardware(TrainConfig(compile=choice)).compiles is compiles
 
 
+@pytest.mark.parametrize(
+    ("values", "compiles", "said"),
+    [
+        ({"embed_dim": 768}, False, "no faster"),
+        ({"position": "rope", "embed_dim": 768, "num_layers": 12, "max_steps": 10_000}, True, "saves about"),
+        ({"position": "rope", "max_steps": 10}, False, "of this run"),
+        ({"qk_norm": True, "epochs": 3}, True, "shorter"),
+    ],
+)
+def test_a_cpu_compiles_where_the_run_repays_it(cpu: Callable, values: dict, compiles: bool, said: str) -> None:
+    cpu("")
+    hardware = detect_hardware(TrainConfig(**values))
+    assert hardware.compiles is compiles and said in hardware.compile_reason
+
+
 def test_compile_off_does_not_try() -> None:
     model = TransformerLanguageModel(SHAPE)
 
