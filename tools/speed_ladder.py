@@ -371,7 +371,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     ]
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
-    colors = ["tab:blue"] * (len(timed) - 1) + ["tab:orange"]
+    colors = ["tab:orange" if row["name"] == NAMES[Rung.OURS] else "tab:blue" for row in timed]
     bars = axes.barh([row["name"] for row in timed], medians, xerr=spreads, capsize=3, color=colors)
     labels = [
         f"{row['seconds']['median']:.3g} s" + (f", {row['speed_up']:.2f}x" if row["speed_up"] else "") for row in timed
@@ -430,6 +430,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, tokens = find_tokens(config, scratch)
         print(f"Data       {tokens}")
         vocab_size = TokenMetadata.read(locate(config)[2]).vocab_size
+        configured = config.sequences_per_step
         config, reason = choose_batch(config, vocab_size, hardware, scratch)
         batch = f"{config.sequences_per_step} x {config.max_seq_len} tokens"
         print(f"Step       {batch}, {reason}")
@@ -464,10 +465,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     }
     ours = next((row for row in rows if row["name"] == NAMES[Rung.OURS] and "seconds" in row), None)
     speed = f" This trainer: {si(config.tokens_per_step / ours['seconds']['median'])} tokens/s." if ours else ""
+    fewer = config.sequences_per_step < configured
+    caution = " With fewer sequences, what is done once a step, the optimizer's update above all, weighs more." * fewer
     body = (
         f"{config.name}: {shape}, vocabulary {vocab_size:,}. A step is {batch} ({reason}). Data: {tokens}. Each rung "
         f"in a process of its own, {flags.rounds} rounds in turn, {steps} steps of each after one that is not counted; "
-        f"compiling is not part of a step.{speed}\n\n{printed}\n\n![seconds a step]({stem.name}.png)"
+        f"compiling is not part of a step.{caution}{speed}\n\n{printed}\n\n![seconds a step]({stem.name}.png)"
     )
     write_results(stem, title, this_command(), results, body)
     if any("seconds" in row for row in rows):
