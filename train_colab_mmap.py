@@ -44,6 +44,7 @@ def train(config: TrainConfig) -> int:
     from training.hardware import detect_hardware, frozen_garbage
     from training.optimizer import build_optimizer
     from training.preflight import dry_run, fit_micro_batch, memory_advice
+    from training.profile import profile
     from training.report import Report
     from training.run import Run
     from training.schedule import learning_rate
@@ -71,9 +72,10 @@ def train(config: TrainConfig) -> int:
     config = fit_micro_batch(config, model, hardware)
     optimizer = build_optimizer(model, config)
     scaler = hardware.grad_scaler()
-    if config.dry_run:
+    if config.dry_run or config.profile:
+        look = dry_run if config.dry_run else profile
         with memory_advice(config):
-            dry_run(config, Run(config, model, optimizer, scaler, data), hardware)
+            look(config, Run(config, model, optimizer, scaler, data), hardware)
         return 0
 
     run = Run.start_or_resume(config, model, optimizer, scaler, data)

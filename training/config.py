@@ -141,6 +141,7 @@ class TrainConfig:
         None, "hardware", "folder that keeps compiled code for the next start [checkpoint_dir, else the run folder]"
     )
     dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write no run")
+    profile: bool = option(False, "hardware", "time the parts of a step, say what limits it, write no run")
 
     name: str = "default"  # of the config file, or of the model size
     sources: dict[str, str] = field(default_factory=dict, compare=False)  # where each value came from
@@ -374,6 +375,8 @@ def cross_check(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
         problems.append(f"micro_batch_size {values['micro_batch_size']} is above the {rows} sequences of a step")
     if values["device"] == "cuda" and not values["use_gpu"]:
         problems.append("--device cuda and --use_gpu false contradict each other")
+    if values["dry_run"] and values["profile"]:
+        problems.append("--dry_run and --profile each do something else than training; give one of them")
     if values["resume_from"] and values["resume"] == "never":
         problems.append("--resume_from and --resume never contradict each other")
     if values["resume_from"] and values["init_from"]:

@@ -38,7 +38,8 @@ from training.schedule import epoch_sequences, last_step
 # Keys that say where files lie or how to start, not how to train: a change of them is no news.
 UNREPORTED = (
     "input", "tokenizer", "vocab_size", "data_dir", "bin_file", "tokenizer_file", "metadata_file", "placement",
-    "output_dir", "checkpoint_dir", "compile_cache_dir", "resume", "resume_from", "init_from", "dry_run", "model_size",
+    "output_dir", "checkpoint_dir", "compile_cache_dir", "resume", "resume_from", "init_from", "dry_run", "profile",
+    "model_size",
 )  # fmt: skip
 MIRRORED_FILES = ("config.json", "metrics.jsonl", "samples.md")
 

@@ -23,21 +23,27 @@ def train_step(
     lr: float,
     config: TrainConfig,
     hardware: Hardware,
+    begin: Callable[[str], None] = lambda part: None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the mean loss over the whole effective batch and the norm of its gradient, both on the device, unread.
 
-    Dropout draws from a stream that belongs to (seed, step), so a resumed run needs no saved random state.
+    Dropout draws from a stream that belongs to (seed, step), so a resumed run needs no saved random state. `begin` is
+    told which part begins: "data", "forward", "backward" or "optimizer".
     """
+    begin("data")
     torch.manual_seed(config.seed * 1_000_003 + step)
     inputs, targets = data.batch(sequences_seen, config.sequences_per_step)
     total = torch.zeros((), device=data.device)
     rows = config.rows_at_once
     for micro_inputs, micro_targets in zip(inputs.split(rows), targets.split(rows), strict=True):
+        begin("forward")
         with hardware.autocast():
             loss = step_model(*pad_rows(micro_inputs, micro_targets, rows))
         loss = loss * (len(micro_inputs) / config.sequences_per_step)
+        begin("backward")
         scaler.scale(loss).backward()
         total += loss.detach()
+    begin("optimizer")
     scaler.unscale_(optimizer)
     apply_hyperparameters(optimizer, lr, config)
     grad_norm = clip_gradients(optimizer, config.grad_clip)

@@ -1,0 +1,268 @@
+"""The speed ladder: every rung is the same mathematics, the results are written, a rung that fails stops no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tools import measure, speed_ladder
+from tools.speed_ladder import NAMES, Rung
+from training.config import SCHEMA, TrainConfig
+from training.data import TokenData
+from training.errors import ConfigError, DataError, UserError
+from training.hardware import Hardware
+
+ROOT = Path(__file__).parents[1]
+TINY = ("--num_layers", "1", "--embed_dim", "16", "--num_heads", "2", "--max_seq_len", "16", "--device", "cpu")
+CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32, device="cpu")
+CONFIG = dataclasses.replace(CONFIG, sources=dict.fromkeys(SCHEMA, "default"))
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def machine(memory_bytes: int | None = None) -> Hardware:
+    return Hardware(torch.device("cpu"), "a machine", "fp32", "", False, "", None, memory_bytes)
+
+
+def measured(seconds: float, **values: Any) -> dict[str, Any]:
+    return {
+        "seconds": seconds,
+        "compile_seconds": None,
+        "peak_memory": 10**9,
+        "losses": [1.0, 1.0],
+        "precision": "fp32",
+        "compiled": False,
+        "tokens": "ram",
+        **values,
+    }
+
+
+# The whole tool
+
+
+@pytest.fixture(scope="module")
+def climbed(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the tool prints and writes, torch.compile switched off: it alone takes most of a minute."""
+    output = tmp_path_factory.mktemp("ladder")
+    words = ["--data_dir", str(token_folder), "--output_dir", str(output), "--rounds", "1", "--batch_size", "2", *TINY]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHDYNAMO_DISABLE", "1")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        command = [sys.executable, str(ROOT / "tools" / "speed_ladder.py"), *words]
+        run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return run.stdout, output
+
+
+def test_every_rung_is_in_the_printed_and_the_written_table(climbed: tuple[str, Path]) -> None:
+    printed, output = climbed
+    (written,) = output.glob("speed_ladder-*.md")
+    for text in (printed, written.read_text()):
+        rows = [line for line in text.splitlines() if line.startswith("| ")][1:]
+        assert [row for row, name in zip(rows, NAMES.values(), strict=True) if not row.startswith(f"| {name}")] == []
+        assert "| 1.00x |" in rows[0]
+    assert "2 x 16 tokens, as given" in printed
+    assert f"({written.stem}.png)" in written.read_text()
+
+
+def test_the_rungs_are_the_same_mathematics(climbed: tuple[str, Path]) -> None:
+    """The same loss on the same sequences, and again after updates of the weights."""
+    _, output = climbed
+    (path,) = output.glob("*.json")
+    rungs = json.loads(path.read_text())["rungs"]
+    assert [rung["name"] for rung in rungs] == list(NAMES.values())
+    baseline = rungs[Rung.BASELINE]["losses"]
+    assert baseline[0] > baseline[1]
+    assert "failed" in rungs.pop(Rung.COMPILE)
+    for rung in rungs:
+        tolerance = 1e-5 if rung["precision"] == "fp32" else 5e-3
+        assert rung["losses"] == pytest.approx(baseline, rel=tolerance), rung["name"]
+    assert [rung["precision"] for rung in rungs] == ["fp32"] * 3 + ["bf16"] * 2 + ["fp32"]
+    assert [rung["tokens"] for rung in rungs] == ["mmap"] + ["ram"] * 5
+
+
+def test_the_figures_agree_with_each_other(climbed: tuple[str, Path]) -> None:
+    _, output = climbed
+    (path,) = output.glob("*.json")
+    results = json.loads(path.read_text())
+    assert results["tokens_per_step"] == 32 and results["rounds"] == 1
+    baseline = results["rungs"][0]["seconds"]["median"]
+    timed = [rung for rung in results["rungs"] if "failed" not in rung]
+    assert len(timed) == len(NAMES) - 1
+    for rung in timed:
+        seconds = rung["seconds"]
+        assert 0 < seconds["low"] <= seconds["median"] <= seconds["high"]
+        assert rung["speed_up"] == pytest.approx(baseline / seconds["median"])
+        assert rung["share_of_peak"] is None  # no CPU's peak is known
+        assert rung["peak_memory"] > 0
+
+
+def test_the_chart_is_a_picture(climbed: tuple[str, Path]) -> None:
+    _, output = climbed
+    (path,) = output.glob("*.png")
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_a_rung_that_fails_stops_no_other(climbed: tuple[str, Path]) -> None:
+    printed, _ = climbed
+    assert "| + torch.compile | failed: torch.compile is switched off" in printed
+    assert "| + mixed precision (bf16, not compiled) |" in printed
+
+
+# The pieces
+
+
+@pytest.mark.parametrize("T", [1, 7])
+def test_materialized_attention_is_attention(T: int) -> None:
+    q, k, v = torch.randn(3, 2, 3, T, 8, generator=torch.Generator().manual_seed(0)).unbind()
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(speed_ladder.materialized_attention(q, k, v, is_causal=True), expected)
+
+
+def test_rows_gathered_one_by_one_are_the_same_rows(token_folder: Path) -> None:
+    config = dataclasses.replace(CONFIG, data_dir=str(token_folder))
+    data = TokenData.open(config, machine())
+    starts = torch.tensor([0, 5, 900, 17]).numpy()
+    for ours, theirs in zip(speed_ladder.gather_row_by_row(data, starts), data.gather(starts), strict=True):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype
+
+
+@pytest.mark.parametrize("vocab_size", [300, 70_000])
+def test_random_tokens_are_a_folder_the_trainer_takes(tmp_path: Path, vocab_size: int) -> None:
+    folder = tmp_path / "tokens"
+    speed_ladder.write_random_tokens(folder, vocab_size, 200_000)
+    data = TokenData.open(dataclasses.replace(CONFIG, data_dir=str(folder)), machine())
+    assert data.vocab_size == vocab_size and data.metadata.total_tokens == 200_000
+    inputs, _ = data.batch(0, 64)
+    assert inputs.max() > 0.99 * vocab_size  # ids above 32,767 come back as they are
+
+
+def test_tokens_are_made_up_only_where_none_are_named_or_there(
+    tmp_path: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(speed_ladder, "SYNTHETIC_TOKENS", 50_000)
+    named = dataclasses.replace(CONFIG, data_dir=str(token_folder))
+    assert speed_ladder.find_tokens(named, tmp_path) == (named, f"the tokens of {token_folder}")
+    config, words = speed_ladder.find_tokens(CONFIG, tmp_path)
+    assert "50,000 random tokens" in words and (Path(config.data_dir) / "tokens.bin").exists()
+    Path("datasets_cache").symlink_to(token_folder)
+    assert speed_ladder.find_tokens(CONFIG, tmp_path) == (CONFIG, "the tokens of datasets_cache")
+
+
+def test_a_folder_that_is_named_and_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nowhere"):
+        speed_ladder.main(["--data_dir", str(tmp_path / "nowhere"), *TINY])
+
+
+# The batch
+
+
+def test_a_step_is_made_small_enough_for_the_scores_too() -> None:
+    config = dataclasses.replace(CONFIG, max_seq_len=1024)
+    whole = speed_ladder.baseline_memory(config, 1000)
+    assert whole > 4 * 32 * 2 * 1024**2 * 2  # rows, heads, T * T, layers
+    assert speed_ladder.fit_memory(config, 1000, machine(10 * whole)) is config
+    assert speed_ladder.fit_memory(config, 1000, machine(None)) is config
+    assert speed_ladder.fit_memory(config, 1000, machine(whole // 2)).sequences_per_step < 16
+    assert speed_ladder.fit_memory(config, 1000, machine(1)).sequences_per_step == 1
+
+
+@pytest.mark.parametrize(("seconds_of_two", "sequences"), [(0.01, 32), (1.0, 8), (4.0, 2), (60.0, 1)])
+def test_on_a_cpu_a_step_of_the_baseline_takes_some_seconds_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds_of_two: float, sequences: int
+) -> None:
+    def in_turn(commands: Mapping[str, Sequence[str]], rounds: int, say: object) -> dict[str, list[dict[str, Any]]]:
+        (command,) = commands.values()
+        probed = json.loads(Path(command[-1].removeprefix("--config=")).read_text())
+        assert probed["batch_size"] == 2 and rounds == 1
+        return {name: [measured(seconds_of_two)] for name in commands}
+
+    monkeypatch.setattr(measure, "measure_in_turn", in_turn)
+    config, reason = speed_ladder.choose_batch(CONFIG, 100, machine(10**12), tmp_path)
+    assert config.sequences_per_step == sequences
+    assert reason == "as configured" if sequences == 32 else "instead of 32" in reason
+
+
+def test_a_batch_that_was_given_is_measured(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, sources={**CONFIG.sources, "batch_size": "flag"})
+    assert speed_ladder.choose_batch(config, 100, machine(1), tmp_path) == (config, "as given")
+
+
+def test_a_baseline_that_cannot_be_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_turn(commands: object, rounds: int, say: Any) -> dict:
+        say("The baseline failed: error: no space")
+        return {}
+
+    monkeypatch.setattr(measure, "measure_in_turn", in_turn)
+    with pytest.raises(UserError, match="no space"):
+        speed_ladder.choose_batch(CONFIG, 100, machine(10**12), tmp_path)
+
+
+def test_a_rung_is_told_the_configuration_that_was_resolved(tmp_path: Path) -> None:
+    from training.config import parse_config
+
+    given = parse_config(["--model_size", "tiny", "--num_layers", "4", "--epochs", "3", "--input", "x"])
+    command = speed_ladder.rung_command(Rung.RAM, 7, given, tmp_path)
+    assert "--rung=1" in command and "--steps=7" in command
+    told = parse_config([command[-1]])
+    done = {"input", "model_size", "output_dir"}
+    assert told.output_dir == str(tmp_path)
+    assert {k: v for k, v in told.values().items() if k not in done} == {
+        k: v for k, v in given.values().items() if k not in done
+    }
+
+
+# The results
+
+
+def test_a_rung_that_failed_is_shown_with_its_reason_and_the_others_go_on() -> None:
+    times = dict(zip(NAMES.values(), (8.0, 4.0, 4.0, 2.0, 2.0, 1.0, 0.5), strict=True))
+    del times[NAMES[Rung.COMPILE]]
+    results = {name: [measured(seconds), measured(3 * seconds), measured(seconds)] for name, seconds in times.items()}
+    rows = speed_ladder.summarize(results, {NAMES[Rung.COMPILE]: "no compiler"}, floor_seconds=0.25)
+    lines = speed_ladder.table(rows).splitlines()[2:]
+    assert len(lines) == len(NAMES)
+    assert "failed: no compiler" in lines[Rung.COMPILE]
+    assert "0.5 (0.5 to 1.5) | 16.00x | 1.00 GB | 50% |" in lines[Rung.OURS]
+    assert "(fp32, not compiled)" in lines[Rung.MIXED]
+
+
+def test_without_a_baseline_there_is_no_speed_up(tmp_path: Path) -> None:
+    results = {NAMES[Rung.OURS]: [measured(1.0, compile_seconds=30.0), measured(1.0, compile_seconds=5.0)]}
+    rows = speed_ladder.summarize(results, {}, floor_seconds=None)
+    assert [row.get("speed_up") for row in rows] == [None] * len(NAMES)
+    assert "| - | 1.00 GB | - | 30 s |" in speed_ladder.table(rows)
+    speed_ladder.draw(rows, "one bar", tmp_path / "chart.png")
+    assert (tmp_path / "chart.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("Intel(R) Xeon(R) Processor (2 cores)", "speed_ladder-intel-xeon-2-cores"),
+        ("NVIDIA A100-SXM4-40GB", "speed_ladder-nvidia-a100-sxm4-40gb"),
+    ],
+)
+def test_results_are_named_after_the_machine(device: str, name: str) -> None:
+    assert speed_ladder.file_name(device) == name
+
+
+@pytest.mark.parametrize("words", [("--rounds", "0"), ("--steps", "0"), ("--round", "2"), ("--batchsize", "2")])
+def test_wrong_flags_are_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError):
+        speed_ladder.main([*words, *TINY])
+
+
+def test_help_answers_without_torch() -> None:
+    code = "import sys, tools.speed_ladder as t\ntry: t.main(['--help'])\nfinally: assert 'torch' not in sys.modules"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0 and "--rounds" in run.stdout, run.stderr

@@ -1,0 +1,499 @@
+"""Time a training step on this machine from a plain loop up to this project's, one technique more on each rung.
+
+    python tools/speed_ladder.py --config gpt2_small.json
+
+Every rung takes the trainer's own step on the same weights and the same sequences; below the last one, pieces of it are
+replaced by what they improve on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import enum
+import functools
+import io
+import json
+import math
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from training.config import TrainConfig
+    from training.data import TokenData
+    from training.hardware import Hardware
+
+ROOT = Path(__file__).resolve().parents[1]
+STEP_SECONDS = 4.0  # that a step of the baseline may take on a CPU
+SYNTHETIC_TOKENS = 100_000_000  # 200 MB, far beyond a CPU's caches
+
+
+class Rung(enum.IntEnum):
+    """Each has what those before it have."""
+
+    BASELINE = 0  # memory map, a Python loop over rows, fp32, eager, the score matrix in memory, AdamW by the parameter
+    RAM = 1
+    VECTORIZED = 2
+    COMPILE = 3
+    MIXED = 4
+    FLASH = 5
+    OURS = 6  # the trainer as it is
+
+
+NAMES = {
+    Rung.BASELINE: "baseline",
+    Rung.RAM: "+ tokens in RAM",
+    Rung.VECTORIZED: "+ vectorized batches",
+    Rung.COMPILE: "+ torch.compile",
+    Rung.MIXED: "+ mixed precision",
+    Rung.FLASH: "+ flash attention",
+    Rung.OURS: "this trainer",
+}
+
+
+# What the trainer's pieces improve on
+
+
+def materialized_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Attention as it is written in a textbook, with every score in memory. q, k, v: (B, H, T, D) -> (B, H, T, D)."""
+    import torch
+    import torch.nn.functional as F
+
+    assert is_causal and attn_mask is None, "training needs no other mask"
+    T = q.size(-2)
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, T)
+    weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+    return F.dropout(weights, dropout_p) @ v
+
+
+def gather_row_by_row(data: TokenData, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """`TokenData.gather` with a Python loop: a read, a conversion and a slice for each row."""
+    import torch
+
+    inputs, targets = [], []
+    for start in starts.tolist():
+        window = data.tokens[start : start + data.seq_len + 1].long()
+        if data.is_16_bit:
+            window = window & 0xFFFF
+        inputs.append(window[:-1])
+        targets.append(window[1:])
+    return torch.stack(inputs).to(data.device), torch.stack(targets).to(data.device)
+
+
+def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
+    """Measure one rung in this process: mean seconds of `steps` steps after a first one that is not counted.
+
+    `losses` are those of the first and the last step. Raises SystemExit if the rung is torch.compile and it fails.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(config.run_dir / "compiled")  # empty at first: compiling is timed
+    import torch
+    import torch.nn.functional as F
+
+    from model import TransformerLanguageModel
+    from training.data import TokenData
+    from training.hardware import choose_precision, detect_hardware
+    from training.optimizer import build_optimizer
+    from training.step import train_step
+
+    hardware = detect_hardware(config)
+    if rung < Rung.OURS:
+        mixed = choose_precision(dataclasses.replace(config, precision="auto"), hardware.device)[0]
+        mixed = "bf16" if mixed == "fp32" else mixed  # measured also where the trainer would not choose it
+        precision = mixed if rung >= Rung.MIXED else "fp32"
+        hardware = dataclasses.replace(hardware, precision=precision, compiles=rung >= Rung.COMPILE)
+        config = dataclasses.replace(config, placement="ram" if rung >= Rung.RAM else "mmap")
+        torch.set_float32_matmul_precision("highest")
+    if rung < Rung.FLASH:
+        F.scaled_dot_product_attention = materialized_attention  # in this process alone, which measures nothing else
+    data = TokenData.open(config, hardware)
+    if rung < Rung.VECTORIZED:
+        data.gather = functools.partial(gather_row_by_row, data)
+
+    torch.manual_seed(config.seed)
+    model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
+    optimizer = build_optimizer(model, config)
+    if rung < Rung.OURS:
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        optimizer = torch.optim.AdamW(groups, foreach=False, fused=False)
+    scaler = hardware.grad_scaler()
+    told, started = io.StringIO(), time.perf_counter()
+    with contextlib.redirect_stdout(told):
+        step_model = hardware.compile(model, lambda: data.batch(0, config.rows_at_once))
+    hardware.synchronize()
+    compiled = step_model is not model
+    compile_seconds = time.perf_counter() - started if compiled else None
+    if rung == Rung.COMPILE and not compiled:
+        said = told.getvalue().strip()
+        raise SystemExit(said if "failed" in said else "torch.compile is switched off (TORCHDYNAMO_DISABLE)")
+
+    losses = []
+    for step in range(steps + 1):
+        seen = step * config.sequences_per_step
+        loss, _ = train_step(step_model, optimizer, scaler, data, step, seen, config.learning_rate, config, hardware)
+        losses.append(loss if rung == Rung.OURS else loss.item())
+        if step == 0:
+            hardware.synchronize()
+            started = time.perf_counter()
+    hardware.synchronize()
+    seconds = (time.perf_counter() - started) / steps
+    return {
+        "seconds": seconds,
+        "compile_seconds": compile_seconds,
+        "peak_memory": hardware.peak_memory(),
+        "losses": [float(losses[0]), float(losses[-1])],
+        "precision": hardware.precision,
+        "compiled": compiled,
+        "tokens": data.placement,
+    }
+
+
+# Around the rungs: the data, the batch, the processes
+
+
+def find_tokens(config: TrainConfig, scratch: Path) -> tuple[TrainConfig, str]:
+    """The tokens the configuration names, else random ones in `scratch`; and in words which."""
+    from train_colab_mmap import tokenize_input, use_builtin_files
+    from training.data import DEFAULT_DATA_DIR
+
+    config = use_builtin_files(config)
+    if config.input:
+        config = tokenize_input(config)
+    if config.bin_file or config.data_dir or any(Path(DEFAULT_DATA_DIR).glob("*_metadata.json")):
+        return config, f"the tokens of {config.bin_file or config.data_dir or DEFAULT_DATA_DIR}"
+    folder = scratch / "tokens"
+    write_random_tokens(folder, config.vocab_size, SYNTHETIC_TOKENS)
+    words = (
+        f"{SYNTHETIC_TOKENS:,} random tokens, vocabulary {config.vocab_size:,}: there are none in {DEFAULT_DATA_DIR}/"
+    )
+    return dataclasses.replace(config, data_dir=str(folder)), words
+
+
+def write_random_tokens(folder: Path, vocab_size: int, count: int) -> None:
+    """A complete token folder: what the tokens are is of no matter to the time of a step."""
+    import numpy as np
+
+    from tokenizer import CharacterTokenizer
+
+    folder.mkdir(parents=True)
+    CharacterTokenizer([chr(0x10000 + i) for i in range(vocab_size)]).save(folder / "tokenizer.json")
+    dtype = "uint16" if vocab_size <= 2**16 else "int32"
+    np.random.default_rng(0).integers(vocab_size, size=count, dtype=dtype).tofile(folder / "tokens.bin")
+    metadata = {
+        "tokenizer_type": "character",
+        "vocab_size": vocab_size,
+        "dtype": dtype,
+        "total_tokens": count,
+        "train_split_index": count * 9 // 10,
+        "bin_file": "tokens.bin",
+        "tokenizer_file": "tokenizer.json",
+    }
+    (folder / "tokens_metadata.json").write_text(json.dumps(metadata))
+
+
+def of_rows(config: TrainConfig, rows: int) -> TrainConfig:
+    """The configuration with a step of `rows` sequences, all at once."""
+    return dataclasses.replace(config, batch_size=rows, gradient_accumulation_steps=1, micro_batch_size=None)
+
+
+def baseline_memory(config: TrainConfig, vocab_size: int) -> int:
+    """Estimated peak bytes of the baseline: what training takes in fp32, and the scores. Each layer keeps one matrix of
+    them for its backward pass, which makes three more for one layer at a time."""
+    import torch
+
+    from model import TransformerLanguageModel
+    from training.preflight import estimate_memory
+
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(vocab_size))
+    scores = 4 * config.rows_at_once * config.num_heads * config.max_seq_len**2
+    return estimate_memory(config, model, "fp32") + scores * (config.num_layers + 3)
+
+
+def fit_memory(config: TrainConfig, vocab_size: int, hardware: Hardware) -> TrainConfig:
+    """Halve the sequences of a step until the baseline, the rung that needs most, is expected to fit."""
+    from training.preflight import MEMORY_SHARE
+
+    if hardware.memory_bytes is None:
+        return config
+    fitted = config
+    while fitted.rows_at_once > 1 and baseline_memory(fitted, vocab_size) > MEMORY_SHARE * hardware.memory_bytes:
+        fitted = of_rows(config, fitted.rows_at_once // 2)
+    return fitted
+
+
+def rung_command(rung: Rung, steps: int, config: TrainConfig, scratch: Path) -> list[str]:
+    """The command that measures one rung in a process of its own."""
+    from training.config import SCHEMA
+
+    # The tokens are there by now, and the shape stands in its own keys.
+    done = ("input", "tokenizer", "vocab_size", "model_size", "eval_prompts")
+    values = {key: value for key, value in config.values().items() if value != SCHEMA[key].default and key not in done}
+    path = scratch / f"{config.sequences_per_step}_sequences.json"
+    path.write_text(json.dumps({**values, "output_dir": str(scratch)}))
+    return [
+        sys.executable,
+        str(Path(__file__).resolve()),
+        f"--rung={rung.value}",
+        f"--steps={steps}",
+        f"--config={path}",
+    ]
+
+
+def choose_batch(config: TrainConfig, vocab_size: int, hardware: Hardware, scratch: Path) -> tuple[TrainConfig, str]:
+    """A step that fits in memory and, on a CPU, in STEP_SECONDS; and in words why it is what it is.
+
+    Raises UserError if the baseline cannot be measured at all.
+    """
+    from tools.measure import measure_in_turn
+    from training.errors import UserError
+
+    if config.sources["batch_size"] == "flag":
+        return config, "as given"
+    configured = config.sequences_per_step
+    fitted = fit_memory(config, vocab_size, hardware)
+    rows = fitted.sequences_per_step
+    if rows < configured:
+        reason = f"{configured}, as configured, would not fit the memory of the baseline"
+    else:
+        reason = "as configured"
+    if hardware.is_cuda or rows == 1:
+        return fitted, reason
+    probe = rung_command(Rung.BASELINE, 1, of_rows(config, 2), scratch)
+    messages: list[str] = []
+    timed = measure_in_turn({"The baseline": probe}, 1, messages.append)
+    if not timed:
+        raise UserError(messages[0])
+    per_sequence = timed["The baseline"][0]["seconds"] / 2
+    if per_sequence * rows <= STEP_SECONDS:
+        return fitted, reason
+    rows = max(1, int(STEP_SECONDS / per_sequence))
+    return of_rows(config, rows), (
+        f"instead of {configured}, for the baseline takes about {per_sequence:.1f} s for each on this CPU and a step "
+        f"of it should take at most {STEP_SECONDS:.0f} s"
+    )
+
+
+# The results
+
+
+def summarize(
+    measured: Mapping[str, list[dict[str, Any]]], failures: Mapping[str, str], floor_seconds: float | None
+) -> list[dict[str, Any]]:
+    """One entry a rung. `floor_seconds`: of a step at the device's peak FLOP/s, None where that is not known."""
+    from tools.measure import Spread
+
+    rows = []
+    baseline = None
+    for rung, name in NAMES.items():
+        results = measured.get(name)
+        if not results:
+            rows.append({"name": name, "failed": failures.get(name, "")})
+            continue
+        seconds = Spread.of([result["seconds"] for result in results])
+        baseline = seconds.median if rung == Rung.BASELINE else baseline
+        compiling = [result["compile_seconds"] for result in results if result["compile_seconds"]]
+        first = results[0]
+        rows.append(
+            {
+                "name": name,
+                "seconds": dataclasses.asdict(seconds),
+                "speed_up": baseline / seconds.median if baseline else None,
+                "peak_memory": max(result["peak_memory"] or 0 for result in results) or None,
+                "share_of_peak": floor_seconds / seconds.median if floor_seconds else None,
+                "compile_seconds": max(compiling, default=None),  # the first time; later rounds find it in a cache
+                **{key: first[key] for key in ("precision", "compiled", "tokens", "losses")},
+            }
+        )
+    return rows
+
+
+def describe(row: Mapping[str, Any]) -> str:
+    """What a rung is, with what the trainer chose where it is the trainer that chooses."""
+    compiled = "compiled" if row["compiled"] else "not compiled"
+    if row["name"] == NAMES[Rung.OURS]:
+        place = {"gpu": "GPU memory", "ram": "RAM", "mmap": "a memory map"}[row["tokens"]]
+        return f"{row['name']}: {row['precision']}, {compiled}, tokens in {place}, fused AdamW"
+    notes = [row["precision"]] if row["name"] == NAMES[Rung.MIXED] else []
+    if row["name"] in (NAMES[Rung.MIXED], NAMES[Rung.FLASH]) and not row["compiled"]:
+        notes.append(compiled)  # the rung that compiles has failed
+    return f"{row['name']} ({', '.join(notes)})" if notes else row["name"]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    from tools.measure import Spread, markdown_table
+
+    columns = ["what", "s/step (lowest to highest)", "speed-up", "peak memory", "of peak FLOP/s", "compiling"]
+    cells = []
+    for row in rows:
+        if "failed" in row:
+            cells.append([row["name"], f"failed: {row['failed']}".replace("|", "\\|"), "-", "-", "-", "-"])
+            continue
+        cells.append(
+            [
+                describe(row),
+                str(Spread(**row["seconds"])),
+                f"{row['speed_up']:.2f}x" if row["speed_up"] else "-",
+                f"{row['peak_memory'] / 1e9:.2f} GB" if row["peak_memory"] else "-",
+                f"{row['share_of_peak']:.0%}" if row["share_of_peak"] else "-",
+                f"{row['compile_seconds']:.0f} s" if row["compile_seconds"] else "-",
+            ]
+        )
+    return markdown_table(columns, cells)
+
+
+def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """A bar a rung, its length the median of s/step, with the spread as a line."""
+    from matplotlib.figure import Figure
+
+    timed = [row for row in rows if "seconds" in row]
+    medians = [row["seconds"]["median"] for row in timed]
+    spreads = [
+        [row["seconds"]["median"] - row["seconds"]["low"] for row in timed],
+        [row["seconds"]["high"] - row["seconds"]["median"] for row in timed],
+    ]
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    axes = figure.subplots()
+    colors = ["tab:orange" if row["name"] == NAMES[Rung.OURS] else "tab:blue" for row in timed]
+    bars = axes.barh([row["name"] for row in timed], medians, xerr=spreads, capsize=3, color=colors)
+    labels = [
+        f"{row['seconds']['median']:.3g} s" + (f", {row['speed_up']:.2f}x" if row["speed_up"] else "") for row in timed
+    ]
+    axes.bar_label(bars, labels, padding=6)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.25 * max(row["seconds"]["high"] for row in timed))
+    axes.set(xlabel="seconds a step", title=title)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
+def file_name(device: str) -> str:
+    """Intel(R) Xeon(R) Processor (2 cores) -> speed_ladder-intel-xeon-2-cores"""
+    plain = re.sub(r"\((R|TM)\)|\b(Processor|CPU)\b", " ", device)
+    return "-".join(["speed_ladder", *re.findall(r"[a-z0-9]+", plain.lower())])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from training.flags import Parser, add_debug
+
+    parser = Parser(
+        prog="speed_ladder.py",
+        usage="%(prog)s --config FILE [--rounds N] [--steps N] [--output_dir FOLDER] [--KEY VALUE ...]",
+        description="Time a training step on this machine from a plain loop up to this project's, one technique more "
+        "on each rung. Every flag of the trainer changes the configuration that is measured. On a CPU, and where "
+        "memory is short, fewer sequences than configured make a step, unless --batch_size is given.",
+        epilog="Example: python tools/speed_ladder.py --config gpt2_small.json",
+    )
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measurements of each rung [3]")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of a measurement [2, on a GPU 20]")
+    parser.add_argument("--rung", type=int, help=argparse.SUPPRESS)  # measure this one, in this process
+    add_debug(parser)
+    flags, rest = parser.parse_known_args(argv)
+
+    from training.config import parse_config
+    from training.errors import ConfigError
+
+    config = parse_config(rest)
+    if flags.rung is not None:
+        print(json.dumps(climb(Rung(flags.rung), flags.steps, config)))
+        return 0
+    if flags.rounds < 1 or (flags.steps is not None and flags.steps < 1):
+        raise ConfigError("--rounds and --steps are at least 1.")
+
+    from tools.measure import describe_machine, measure_in_turn, this_command, write_results
+    from training.data import TokenMetadata, locate
+    from training.hardware import detect_hardware
+    from training.report import si
+
+    hardware = detect_hardware(config)
+    output = Path(config.output_dir or "runs/speed_ladder")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        scratch = Path(folder)
+        print(f"Device     {hardware.name}")
+        config, tokens = find_tokens(config, scratch)
+        print(f"Data       {tokens}")
+        vocab_size = TokenMetadata.read(locate(config)[2]).vocab_size
+        configured = config.sequences_per_step
+        config, reason = choose_batch(config, vocab_size, hardware, scratch)
+        batch = f"{config.sequences_per_step} x {config.max_seq_len} tokens"
+        print(f"Step       {batch}, {reason}")
+        steps = flags.steps or (20 if hardware.is_cuda else 2)
+        print(f"Measuring  {len(NAMES)} rungs in turn, {flags.rounds} rounds of {steps} steps ...", flush=True)
+        commands = {name: rung_command(rung, steps, config, scratch) for rung, name in NAMES.items()}
+        failures = {}
+
+        def note_failure(message: str) -> None:
+            name, _, reason = message.partition(" failed: ")
+            failures[name] = reason
+
+        measured = measure_in_turn(commands, flags.rounds, note_failure)
+
+    rows = summarize(measured, failures, floor_seconds(config, vocab_size, hardware))
+    printed = table(rows)
+    print(f"\n{printed}\n")
+    stem = output / file_name(hardware.name)
+    shape = f"{config.num_layers} layers x {config.embed_dim}, context {config.max_seq_len}"
+    title = f"Speed ladder: {config.name}"
+    results = {
+        "machine": describe_machine(),
+        "config": config.name,
+        "shape": shape,
+        "sequences_per_step": config.sequences_per_step,
+        "tokens_per_step": config.tokens_per_step,
+        "batch": reason,
+        "data": tokens,
+        "rounds": flags.rounds,
+        "steps": steps,
+        "rungs": rows,
+    }
+    ours = next((row for row in rows if row["name"] == NAMES[Rung.OURS] and "seconds" in row), None)
+    speed = f" This trainer: {si(config.tokens_per_step / ours['seconds']['median'])} tokens/s." if ours else ""
+    fewer = config.sequences_per_step < configured
+    caution = " With fewer sequences, what is done once a step, the optimizer's update above all, weighs more." * fewer
+    body = (
+        f"{config.name}: {shape}, vocabulary {vocab_size:,}. A step is {batch} ({reason}). Data: {tokens}. Each rung "
+        f"in a process of its own, {flags.rounds} rounds in turn, {steps} steps of each after one that is not counted; "
+        f"compiling is not part of a step.{caution}{speed}\n\n{printed}\n\n![seconds a step]({stem.name}.png)"
+    )
+    write_results(stem, title, this_command(), results, body)
+    if any("seconds" in row for row in rows):
+        draw(rows, f"{config.name}, a step of {batch}\n{hardware.name}", stem.with_suffix(".png"))
+    print(f"Files      {stem}.md, .json and .png")
+    return 0
+
+
+def floor_seconds(config: TrainConfig, vocab_size: int, hardware: Hardware) -> float | None:
+    """Seconds of a step if the device reached its peak FLOP/s; None where that is not known."""
+    if not hardware.peak_flops:
+        return None
+    import torch
+
+    from model import TransformerLanguageModel
+
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(vocab_size))
+    return model.flops_per_token() * config.tokens_per_step / hardware.peak_flops
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from training.errors import script
+
+    sys.exit(script(main)())
