@@ -1,0 +1,177 @@
+"""What each piece of the modern recipe is worth: short runs at equal tokens, each with one piece taken away.
+
+    python tools/ablation.py --data_dir datasets_cache
+
+Every run is the trainer's own, in a folder below runs/ablation; a run that is there already is not repeated. Results, in
+bits per byte of the validation split, go to docs/benchmarks/.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 300
+SHAPE = {
+    "num_layers": 4, "embed_dim": 256, "max_seq_len": 256, "batch_size": 16, "min_lr": 0, "eval_batches": 64,
+    "log_interval": 50, "checkpoint_minutes": 0,
+}  # fmt: skip
+GPT2 = {"num_heads": 4, "warmup_steps": 15}
+MODERN_SHAPE = {
+    "num_heads": 2, "position": "rope", "qk_norm": "true", "norm": "rmsnorm", "embed_norm": "true",
+    "activation": "relu2", "bias": "false", "zero_init": "true", "logit_softcap": 15,
+}  # fmt: skip
+MUON = {
+    "optimizer": "muon", "learning_rate": 4e-3, "muon_learning_rate": 0.02, "use_lr_scheduler": "linear",
+    "grad_clip": 0, "warmup_steps": 0,
+}  # fmt: skip
+MODERN = {**MODERN_SHAPE, **MUON}
+
+# name of the run -> (what it is, its flags beside SHAPE)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw_1e-3": ("GPT-2 form, AdamW 1e-3, cosine", {**GPT2, "learning_rate": 1e-3}),
+    "adamw_3e-3": ("GPT-2 form, AdamW 3e-3, cosine", {**GPT2, "learning_rate": 3e-3}),
+    "muon": ("GPT-2 form, Muon", {**GPT2, **MUON}),
+    "modern_adamw": (
+        "modern form, AdamW 3e-3, linear",
+        {**MODERN_SHAPE, "learning_rate": 3e-3, "use_lr_scheduler": "linear", "warmup_steps": 15},
+    ),
+    "modern": ("modern: all pieces", MODERN),
+    "half": ("modern, half of the tokens", {**MODERN, "max_steps": STEPS // 2}),
+    "no_rope": ("- RoPE (learned positions)", {**MODERN, "position": "learned"}),
+    "no_qknorm": ("- QK-norm", {**MODERN, "qk_norm": "false"}),
+    "layernorm": ("- RMSNorm (LayerNorm)", {**MODERN, "norm": "layernorm"}),
+    "no_relu2": ("- ReLU squared (GELU)", {**MODERN, "activation": "gelu"}),
+    "bias": ("- no biases", {**MODERN, "bias": "true"}),
+    "no_zero": ("- zero initialisation", {**MODERN, "zero_init": "false"}),
+    "no_embednorm": ("- norm after the embedding", {**MODERN, "embed_norm": "false"}),
+    "no_softcap": ("- logit softcap", {**MODERN, "logit_softcap": 0}),
+    "heads4": ("- heads of 128 (of 64)", {**MODERN, "num_heads": 4}),
+    "cosine": ("- linear decay (cosine)", {**MODERN, "use_lr_scheduler": "cosine"}),
+    "cool": ("decay over the last 60% only", {**MODERN, "cooldown": 0.6}),
+    "mlr.01": ("Muon's rate 0.01", {**MODERN, "muon_learning_rate": 0.01}),
+    "mlr.04": ("Muon's rate 0.04", {**MODERN, "muon_learning_rate": 0.04}),
+    "lr8e-3": ("AdamW's rate 8e-3", {**MODERN, "learning_rate": 8e-3}),
+}
+
+
+def train(name: str, seed: int, data_dir: str, folder: Path, device: str) -> Path:
+    """Train one variant, or continue it where it was cut off. Returns its run folder."""
+    run = folder / f"{name}_{seed}"
+    if not (run / "summary.md").exists():
+        flags = {"max_steps": STEPS, **SHAPE, **VARIANTS[name][1]}
+        flags |= {"eval_interval": flags["max_steps"], "seed": seed, "device": device}
+        flags |= {"data_dir": data_dir, "output_dir": run}
+        words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+        print(f"{run.name} ...", flush=True)
+        log = subprocess.run(
+            [sys.executable, str(ROOT / "train_colab_mmap.py"), *words], capture_output=True, text=True
+        )
+        if log.returncode:
+            raise RuntimeError(f"{run.name} failed: {log.stderr.strip()}")
+    return run
+
+
+def read(run: Path) -> dict[str, Any]:
+    """Bits per byte at the end of a run, its tokens, and the training loss on the way."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    last = rows[-1]
+    return {
+        "bits_per_byte": last["val_bits_per_byte"],
+        "val_loss": last["val_loss"],
+        "tokens": last["tokens"],
+        "curve": [(row["tokens"], row["train_loss"]) for row in rows if "train_loss" in row],
+    }
+
+
+def mean(measured: Mapping[int, Mapping[str, Any]]) -> float:
+    return sum(result["bits_per_byte"] for result in measured.values()) / len(measured)
+
+
+def table(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
+    """A row a variant: bits per byte with each seed, their mean, and how far that is from the modern recipe's."""
+    from tools.measure import markdown_table
+
+    base = mean(results["modern"]) if "modern" in results else None
+    rows = []
+    for name, measured in results.items():
+        seeds = ", ".join(f"{result['bits_per_byte']:.4f}" for result in measured.values())
+        tokens = next(iter(measured.values()))["tokens"]
+        worse = f"{mean(measured) - base:+.4f}" if base is not None and name != "modern" else ""
+        rows.append([VARIANTS[name][0], f"{tokens / 1e6:.2f}M", seeds, f"{mean(measured):.4f}", worse])
+    return markdown_table(["what", "tokens", "bits per byte, by seed", "mean", "against modern"], rows)
+
+
+def draw(results: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path) -> None:
+    """A point a run: what it costs to leave a piece out."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 0.36 * len(results) + 1.2), layout="constrained")
+    axes = figure.subplots()
+    for place, (name, measured) in enumerate(results.items()):
+        values = [result["bits_per_byte"] for result in measured.values()]
+        color = "tab:orange" if name == "modern" else "tab:blue"
+        axes.plot(values, [place] * len(values), "o", color=color)
+    if "modern" in results:
+        axes.axvline(mean(results["modern"]), color="tab:orange", linewidth=0.8)
+    axes.set_yticks(range(len(results)), [VARIANTS[name][0] for name in results])
+    axes.invert_yaxis()
+    axes.grid(axis="x", alpha=0.3)
+    axes.set(xlabel="bits per byte of the validation split (left is better)")
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from training.errors import ConfigError
+    from training.flags import Parser, add_debug, suggest
+
+    parser = Parser(prog="tools/ablation.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--data_dir", default="datasets_cache", metavar="DIR", help="token folder [datasets_cache]")
+    parser.add_argument("--variants", nargs="+", metavar="NAME", default=list(VARIANTS), help="some of them [all]")
+    parser.add_argument("--seeds", nargs="+", type=int, metavar="N", default=[1337], help="[1337]")
+    parser.add_argument("--runs_dir", metavar="DIR", default="runs/ablation", help="[runs/ablation]")
+    parser.add_argument(
+        "--output_dir", metavar="DIR", default=str(ROOT / "docs" / "benchmarks"), help="[docs/benchmarks]"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
+    add_debug(parser)
+    flags = parser.parse_args(argv)
+    for name in flags.variants:
+        if name not in VARIANTS:
+            raise ConfigError(
+                f"--variants {name} is not known.{suggest(name, VARIANTS)} There are: {', '.join(VARIANTS)}."
+            )
+
+    from tools.measure import describe_machine, this_command, write_results
+
+    results: dict[str, dict[int, dict[str, Any]]] = {}
+    for seed in flags.seeds:
+        for name in flags.variants:
+            run = train(name, seed, flags.data_dir, Path(flags.runs_dir), flags.device)
+            results.setdefault(name, {})[seed] = read(run)
+    print(table(results))
+    stem = Path(flags.output_dir) / "ablation"
+    about = (
+        f"{SHAPE['num_layers']} layers x {SHAPE['embed_dim']}, context {SHAPE['max_seq_len']}, "
+        f"{SHAPE['batch_size'] * SHAPE['max_seq_len']:,} tokens a step. A minus names the piece of the modern recipe "
+        "that is taken away (in its place)."
+    )
+    body = f"{about}\n\n{table(results)}\n\n![bits per byte](ablation.png)"
+    write_results(
+        stem, "Ablation of the modern recipe", this_command(), {"machine": describe_machine(), "runs": results}, body
+    )
+    draw(results, stem.with_suffix(".png"))
+    print(f"Files      {stem}.md, .json and .png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from training.errors import script
+
+    sys.exit(script(main)())
