@@ -129,10 +129,11 @@ class KVCache:
         the causal order says it all.
         """
         device, held = self.keys.device, max(self.lengths)
-        positions = torch.arange(held, held + T, device=device)
-        if not self.uniform:
+        if self.uniform:
+            positions = torch.arange(held, held + T, device=device)
+        else:
             positions = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(T, device=device)
-        if not held or (T == 1 and self.uniform):
+        if not held or (T == 1 and self.uniform):  # is_causal, or nothing to hide
             return positions, None
         seen = torch.arange(held + T, device=device) <= positions[..., None]  # (T, S) or (B, T, S)
         return positions, seen if seen.dim() == 2 else seen[:, None]  # broadcast over heads
