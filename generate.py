@@ -25,7 +25,9 @@ from training.flags import Parser, add_debug, suggest
 
 # torch takes seconds to import, and --help should not wait for it: functions import what needs it when they run.
 if TYPE_CHECKING:
-    from model import TransformerLanguageModel
+    import torch
+
+    from model import ModelConfig, TransformerLanguageModel
     from tokenizer import CharacterTokenizer
     from tokenizer_bpe import BPETokenizer
     from training.checkpoint import Checkpoint
@@ -33,12 +35,14 @@ if TYPE_CHECKING:
 
     Tokenizer = CharacterTokenizer | BPETokenizer
 
+CPU_BF16_MIN_WIDTH = 384  # see generation_dtype
+
 
 def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[TransformerLanguageModel, Tokenizer]:
     """Load a model and its tokenizer from a checkpoint folder, or a run folder for its newest (None: the newest run).
 
-    `device` is "auto", "cpu" or "cuda". On a GPU with bf16 the weights are bf16, else fp32. Raises CheckpointError for
-    a folder that is not a whole checkpoint, ConfigError for a device that is not there.
+    `device` is "auto", "cpu" or "cuda". The weights are bf16 where that is faster (`generation_dtype`), else fp32.
+    Raises CheckpointError for a folder that is not a whole checkpoint, ConfigError for a device that is not there.
     """
     from training.checkpoint import newest_run, open_checkpoint
 
@@ -46,8 +50,6 @@ def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[Tr
 
 
 def load_checkpoint(checkpoint: Checkpoint, device: str) -> tuple[TransformerLanguageModel, Tokenizer]:
-    import torch
-
     from model import TransformerLanguageModel
     from tokenizer import load_tokenizer
     from training.errors import CheckpointError
@@ -64,9 +66,25 @@ def load_checkpoint(checkpoint: Checkpoint, device: str) -> tuple[TransformerLan
         )
     model = TransformerLanguageModel(config)
     checkpoint.load_weights(model)
-    has_bf16 = target.type == "cuda" and torch.cuda.get_device_capability(target) >= (8, 0)
-    model.to(target, torch.bfloat16 if has_bf16 else torch.float32)
+    model.to(target, generation_dtype(config, target))
     return model.eval(), tokenizer
+
+
+def generation_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
+    """bf16 where the hardware computes in it, else fp32: a token takes as long as it takes to read all weights once.
+
+    Not for narrow models on a CPU, where the overhead of each operation counts more and bf16's is larger (measured
+    on a CPU with AMX, batch 1: 256 wide 1.1 times slower, 384 wide 1.4 times faster, 768 wide 1.4 times faster).
+    """
+    import torch
+
+    from training.hardware import cpu_bf16_flag
+
+    if device.type == "cuda":
+        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
+    else:
+        has_bf16 = cpu_bf16_flag() is not None and config.embed_dim >= CPU_BF16_MIN_WIDTH
+    return torch.bfloat16 if has_bf16 else torch.float32
 
 
 def generate_text(

@@ -377,6 +377,22 @@ def test_load_model_and_generate_text(checkpoint, rows):
         script.generate_text(model, tokenizer, "bad", top_p=3.0)
 
 
+@pytest.mark.parametrize(
+    ("width", "flag", "dtype"),
+    [(768, "AMX", torch.bfloat16), (768, None, torch.float32), (128, "AMX", torch.float32)],
+    ids=["wide", "no bf16 in the CPU", "narrow"],
+)
+def test_a_wide_model_is_bf16_on_a_cpu_that_has_it(make_checkpoint, tmp_path, monkeypatch, width, flag, dtype):
+    from training import hardware
+
+    monkeypatch.setattr(hardware, "cpu_bf16_flag", lambda: flag)
+    assert script.generation_dtype(ModelConfig(10, embed_dim=width, num_heads=4), torch.device("cpu")) == dtype
+    monkeypatch.setattr(script, "CPU_BF16_MIN_WIDTH", 16)
+    model, tokenizer = script.load_model(make_checkpoint(tmp_path / "checkpoint", "character"))
+    assert next(model.parameters()).dtype == (torch.bfloat16 if flag else torch.float32)
+    assert len(script.generate_text(model, tokenizer, "bad", max_new_tokens=40, repetition_penalty=1.1)) == 43
+
+
 def test_load_model_refuses_what_is_not_there(checkpoint):
     with pytest.raises(CheckpointError, match="nowhere"):
         script.load_model("nowhere")

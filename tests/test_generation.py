@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import KVCache, ModelConfig, TransformerLanguageModel
+from model import KVCache, ModelConfig, StaticKVCache, TransformerLanguageModel
 from tokenizer import CharacterTokenizer, TokenizerError
 from tokenizer_bpe import BPETokenizer
 from training import generation
@@ -200,6 +201,115 @@ def test_the_model_is_left_in_the_mode_it_was_in(model, characters):
     assert noisy.training
 
 
+# A step of fixed shapes, read one step late: what a GPU does, on the CPU
+
+
+class Recorded:
+    """Stands in for a CUDA graph: recording leaves no trace on the device, a replay none in Python."""
+
+    def __init__(self, step, cache: StaticKVCache):
+        self.step, self.cache = step, cache
+        before = cache.next.clone()
+        self.logits = step()
+        cache.next.copy_(before)
+
+    def replay(self) -> None:
+        lengths = self.cache.lengths
+        self.logits.copy_(self.step())
+        self.cache.lengths = lengths
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(recording: bool = True) -> Iterator[None]:
+    caches = []
+
+    def static_cache(cache: KVCache) -> StaticKVCache:
+        caches.append(StaticKVCache(cache))
+        return caches[-1]
+
+    def record(step):
+        if not recording:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        recorded = Recorded(step, caches[-1])
+        return recorded, recorded.logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "runs_ahead", lambda device: True)
+        patch.setattr(generation, "StaticKVCache", static_cache)
+        patch.setattr(generation, "record", record)
+        with contextlib.nullcontext() if recording else pytest.warns(UserWarning, match="no CUDA graph"):
+            yield
+
+
+@either_way
+@pytest.mark.parametrize("changes", [{}, {"position": "rope"}], ids=["learned", "rope"])
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+@pytest.mark.parametrize("recording", [True, False], ids=["recorded", "not recorded"])
+def test_a_gpus_way_gives_the_same_text(characters, sampling, changes, penalty, recording):
+    """Rows of different lengths, to the end of the context and past it, more than once."""
+    model = random_model(len(CHARACTERS), **changes)
+    prompts = ["a", "badge", "abcdefgh" * 2, "hh"]
+    sampling = changed(sampling, max_new_tokens=3 * CONTEXT, repetition_penalty=penalty)
+    expected = generate(model, characters, prompts, sampling)
+    with as_on_a_gpu(recording):
+        assert generate(model, characters, prompts, sampling) == expected
+    assert len(set(texts(expected))) == 4
+
+
+def test_a_gpus_way_streams_and_stops_the_same(bpe):
+    """Stop strings, the end of the text and pieces of characters: decided on the host, a step late."""
+    model, prompts = random_model(bpe.vocab_size, max_seq_len=64), ["the", "cat and", "dog"]
+    sampling = Sampling(max_new_tokens=120, temperature=1.0, top_p=1.0, stop=("a", "th"), seed=5)
+
+    def streamed() -> tuple[list, list]:
+        pieces = []
+        return generate(model, bpe, prompts, sampling, on_text=lambda *piece: pieces.append(piece)), pieces
+
+    expected = streamed()
+    with as_on_a_gpu():
+        assert streamed() == expected
+    assert all(completion.tokens < 120 for completion in expected[0])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_a_gpus_way_with_few_tokens(model, characters, count):
+    sampling = changed(SAMPLED, max_new_tokens=count)
+    expected = generate(model, characters, ["abc"], sampling)
+    with as_on_a_gpu():
+        assert generate(model, characters, ["abc"], sampling) == expected
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_a_gpus_way_in_the_smallest_contexts(characters, context):
+    model = random_model(len(CHARACTERS), max_seq_len=context)
+    expected = generate(model, characters, ["abc"], GREEDY)
+    with as_on_a_gpu():
+        assert generate(model, characters, ["abc"], GREEDY) == expected
+
+
+def test_on_a_gpu_the_next_step_is_queued_before_a_token_is_read(model, characters):
+    steps, steps_when_shown = [], []
+    real = generation.next_logits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(generation, "next_logits", lambda *given: steps.append(1) or real(*given))
+        for ahead in (False, True):
+            steps.clear()
+            with as_on_a_gpu() if ahead else contextlib.nullcontext():
+                show = lambda i, piece: steps_when_shown.append(len(steps))  # noqa: E731
+                generate(model, characters, ["abc"], changed(GREEDY, max_new_tokens=2), on_text=show)
+    assert steps_when_shown == [0, 1, 1, 1, 1, 1]  # each token, and what remains at the end
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@either_way
+def test_a_gpu_gives_the_text_of_the_cpu(model, characters, sampling):
+    prompts = ["a", "badge", "abcdefgh" * 2, "hh"]
+    sampling = changed(sampling, max_new_tokens=3 * CONTEXT, repetition_penalty=1.5)
+    on_gpu = random_model(len(CHARACTERS)).cuda()
+    assert generate(on_gpu, characters, prompts, sampling) == generate(model, characters, prompts, sampling)
+
+
 # Seeds and prompts
 
 
@@ -311,6 +421,59 @@ def test_choose_draws_from_the_softmax(sampling, kept):
     assert (tokens.bincount(minlength=6) - count * expected).abs().max() <= 1
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([0.3, 1.0, 4.0]),
+    st.booleans(),
+    st.lists(uniform, min_size=3, max_size=3),
+    st.floats(0.3, 3),
+    st.integers(0, 10),
+    st.floats(0.05, 1) | st.just(1.0),
+)
+def test_looking_at_the_likeliest_tokens_first_changes_no_choice(seed, spread, ties, us, temperature, top_k, top_p):
+    """Peaked rows and flat ones, with equal logits and forbidden tokens."""
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)) * spread
+    logits = logits.round() if ties else logits
+    logits[:, ::7] = -torch.inf
+    uniforms = torch.tensor(us, dtype=torch.float64)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    chosen = []
+    for head in (6, 40):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(generation, "HEAD", head)
+            chosen.append(choose(logits.clone(), uniforms, sampling).tolist())
+    assert chosen[0] == chosen[1]
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("top_k", [0, 3, 9])
+@pytest.mark.parametrize("top_p", [0.3, 0.77, 1.0])
+def test_choose_is_what_the_papers_describe(seed, top_k, top_p, monkeypatch):
+    monkeypatch.setattr(generation, "HEAD", 6)  # so that the nucleus ends within it here, beyond it there
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, 40, generator=random) * torch.tensor([0.3, 1.0, 2.0, 4.0, 9.0])[:, None]
+    uniforms = torch.rand(5, generator=random, dtype=torch.float64)
+    sampling = Sampling(temperature=0.8, top_k=top_k, top_p=top_p)
+    expected = [next_token(row, u, sampling) for row, u in zip(logits, uniforms.tolist(), strict=True)]
+    assert choose(logits, uniforms, sampling).tolist() == expected
+
+
+def test_only_a_row_that_needs_it_is_sorted_as_a_whole(monkeypatch):
+    logits = torch.zeros(3, 2000)
+    logits[[0, 2], 7] = 20.0
+    sorted_rows = []
+    real = generation.choose_among
+    monkeypatch.setattr(
+        generation,
+        "choose_among",
+        lambda count, logits, *given: sorted_rows.append((count, len(logits))) or real(count, logits, *given),
+    )
+    tokens = choose(logits, torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64), Sampling(top_p=0.9))
+    assert tokens.tolist() == [7, 900, 7]  # halfway through nine tenths of 2000 equal ones
+    assert sorted_rows == [(generation.HEAD, 3), (2000, 1)]
+
+
 @pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e300])
 def test_choose_bears_extreme_temperatures(temperature):
     """Neither overflow nor -inf divided by it may let a forbidden token through."""
@@ -323,8 +486,11 @@ def test_choose_bears_extreme_temperatures(temperature):
 def test_repetition_penalty_is_ctrls():
     """Scores of tokens already there are divided by the penalty where positive, multiplied where negative."""
     logits = torch.tensor([[2.0, -2.0, 3.0, -3.0], [2.0, -2.0, 3.0, -3.0]])
-    generation.penalize_repetition(logits, [[0, 1, 1, 0], [3]], 4.0)
-    assert logits.tolist() == [[0.5, -8.0, 3.0, -3.0], [2.0, -2.0, 3.0, -12.0]]
+    seen = torch.tensor([[True, True, False, False], [False, False, False, True]])
+    assert generation.penalize_repetition(logits, seen, 4.0).tolist() == [
+        [0.5, -8.0, 3.0, -3.0],
+        [2.0, -2.0, 3.0, -12.0],
+    ]
 
 
 def test_repetition_penalty_counts_the_prompt_and_what_was_generated(characters):

@@ -2,8 +2,8 @@
 
     python tools/ablation.py --data_dir datasets_cache
 
-Every run is the trainer's own, in a folder below runs/ablation; a run that is there already is not repeated. Results, in
-bits per byte of the validation split, go to docs/benchmarks/.
+Every run is the trainer's own, in a folder below runs/ablation; a run that is there already is not repeated. Results,
+in bits per byte of the validation split, go to docs/benchmarks/.
 """
 
 from __future__ import annotations

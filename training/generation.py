@@ -5,19 +5,23 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from model import KVCache, TransformerLanguageModel
+from model import KVCache, StaticKVCache, TransformerLanguageModel
 from tokenizer import CharacterTokenizer, TokenizerError, UnknownCharacterError
+from training.errors import is_out_of_memory
 
 if TYPE_CHECKING:
     from tokenizer_bpe import BPETokenizer
 
+HEAD = 512  # likeliest tokens that are sorted first; the rest only where the choice depends on it
 ROWS_AT_ONCE = 32  # bounds the memory of the cache: about 40 MB a row at GPT-2 small's size
 
 
@@ -145,40 +149,160 @@ def generate_rows(
     first: int,
     on_text: Callable[[int, str], None],
 ) -> list[Completion]:
-    rows = [list(row) for row in rows]
     streams = [TextStream(tokenizer, sampling.stop) for _ in rows]
     counts = [0] * len(rows)
     active = set(range(len(rows)))
     uniforms = torch.stack([draws(sampling, first + i) for i in range(len(rows))]).to(model.device)  # (B, new)
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
-    forbidden = torch.tensor(unused, dtype=torch.long, device=model.device)
-
-    context = model.config.max_seq_len
-    cache, logits = read(model, rows, context, min(context, max(map(len, rows)) + sampling.max_new_tokens))
-    for t in range(sampling.max_new_tokens):
-        logits[:, forbidden] = -torch.inf
-        if sampling.repetition_penalty != 1.0:
-            penalize_repetition(logits, rows, sampling.repetition_penalty)
-        tokens = choose(logits, uniforms[:, t], sampling)  # (B,)
-        for i, token in enumerate(tokens.tolist()):
-            rows[i].append(token)
-            if i not in active:
-                continue
+    for tokens in continuations(model, rows, unused, uniforms, sampling):
+        for i in sorted(active):
             counts[i] += 1
-            if token != tokenizer.end_of_text_id:
-                on_text(first + i, streams[i].push(token))
-            if token == tokenizer.end_of_text_id or streams[i].stopped:
+            if tokens[i] != tokenizer.end_of_text_id:
+                on_text(first + i, streams[i].push(tokens[i]))
+            if tokens[i] == tokenizer.end_of_text_id or streams[i].stopped:
                 active.remove(i)
-        if not active or t + 1 == sampling.max_new_tokens:
+        if not active:
             break
-        make_room(model, cache, rows)
-        logits = model(tokens[:, None], cache=cache)[:, -1].float()  # (B, V)
     for i, stream in enumerate(streams):
         on_text(first + i, stream.finish())
     seed = sampling.seed + first
     return [
         Completion(stream.text, count, seed + i) for i, (stream, count) in enumerate(zip(streams, counts, strict=True))
     ]
+
+
+def continuations(
+    model: TransformerLanguageModel,
+    rows: list[list[int]],
+    unused: list[int],
+    uniforms: torch.Tensor,
+    sampling: Sampling,
+) -> Iterator[list[int]]:
+    """The next token of each row, again and again; never one of `unused`. uniforms: (B, max_new_tokens).
+
+    On a GPU the step after a token is queued before the token is read, so that the GPU does not wait for what is done
+    with it here. Whatever depends on tokens is on the device for that; only a full context makes it wait.
+    """
+    rows = [list(row) for row in rows]
+    forbidden = torch.tensor(unused, dtype=torch.long, device=model.device)
+    seen = None
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.zeros(len(rows), model.config.vocab_size, dtype=torch.bool, device=model.device)
+        for i, row in enumerate(rows):
+            seen[i, row] = True
+
+    context = model.config.max_seq_len
+    cache, logits = read(model, rows, context, min(context, max(map(len, rows)) + sampling.max_new_tokens))
+    ahead = runs_ahead(model.device)
+    if ahead:
+        cache = StaticKVCache(cache)
+        step = StaticStep(model, cache)
+    else:
+        step = functools.partial(next_logits, model, cache)
+    for t in range(sampling.max_new_tokens):
+        logits = logits.float().index_fill_(1, forbidden, -torch.inf)
+        if seen is not None:
+            logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
+        tokens = choose(logits, uniforms[:, t], sampling)  # (B,)
+        if seen is not None:
+            seen.scatter_(1, tokens[:, None], True)
+        arrive = send_to_host(tokens)
+        is_last = t + 1 == sampling.max_new_tokens
+        queued = ahead and not is_last and max(cache.lengths) < context
+        if queued:
+            logits = step(tokens)
+        values = arrive()
+        for row, token in zip(rows, values, strict=True):
+            row.append(token)
+        yield values
+        if not queued and not is_last:
+            make_room(model, cache, rows)
+            logits = step(tokens)
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether work is queued on the device while Python goes on."""
+    return device.type == "cuda"
+
+
+def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
+    """Start copying; the function returned waits for the copy, and for nothing that is queued after it."""
+    values = tokens.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
+    if not tokens.is_cuda:
+        return values.tolist
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def arrive() -> list[int]:
+        copied.synchronize()
+        return values.tolist()
+
+    return arrive
+
+
+def next_logits(model: TransformerLanguageModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+    """tokens (B,), which continue the cache -> logits of what follows each, (B, V)."""
+    return model(tokens[:, None], cache=cache)[:, -1]
+
+
+class StaticStep:
+    """`next_logits` with a StaticKVCache, recorded at the second call and replayed from then on.
+
+    Launching a model's kernels from Python takes longer than a GPU takes to run them for one token. A CUDA graph
+    launches all of them at once; torch.compile would fuse them as well, but takes longer to compile than to answer.
+    The logits returned are overwritten by the next call.
+    """
+
+    def __init__(self, model: TransformerLanguageModel, cache: StaticKVCache):
+        self.model, self.cache = model, cache
+        self.tokens: torch.Tensor | None = None  # (B,), where the recording reads them
+        self.replay: Callable[[], torch.Tensor] | None = None
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.tokens is None:  # not recorded: libraries start up in the first step
+            self.tokens = tokens.clone()
+            return next_logits(self.model, self.cache, self.tokens)
+        self.tokens.copy_(tokens)
+        if self.replay is None:
+            self.replay = self.recorded()
+        return self.replay()
+
+    def recorded(self) -> Callable[[], torch.Tensor]:
+        """The step from `self.tokens` on as a recording or, where that fails, as it is: slower, same result."""
+        lengths = self.cache.lengths
+
+        def step() -> torch.Tensor:
+            return next_logits(self.model, self.cache, self.tokens)
+
+        try:
+            graph, logits = record(step)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            warnings.warn(f"no CUDA graph ({error}): generation goes on without, more slowly", stacklevel=2)
+            return step
+        finally:
+            self.cache.lengths = lengths  # recording does not run what it records
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            KVCache.advance(self.cache, 1)  # the lengths on the device are advanced by the replay
+            return logits
+
+        return replay
+
+
+def record(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Record a CUDA graph of `step`. Returns it and the tensor it writes its result to at each replay.
+
+    Raises RuntimeError where that is not possible.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph):
+            return graph, step()
+    finally:
+        torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind
 
 
 def read(
@@ -226,28 +350,59 @@ def draws(sampling: Sampling, index: int) -> torch.Tensor:
     return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
 
 
-def penalize_repetition(logits: torch.Tensor, rows: list[list[int]], penalty: float) -> None:
-    """Make tokens a row already holds less likely (Keskar et al. 2019, "CTRL", section 4.1). logits: (B, V)."""
-    for row_logits, row in zip(logits, rows, strict=True):
-        seen = torch.tensor(sorted(set(row)), device=logits.device)
-        values = row_logits[seen]
-        row_logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
+def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Make tokens a row already holds less likely (Keskar et al. 2019, "CTRL", section 4.1).
+
+    logits (B, V), seen (B, V) true for those tokens -> logits (B, V)
+    """
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def choose(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     """One token a row: logits (B, V) and uniform numbers (B,) in [0, 1) -> (B,).
 
-    Top-k, then nucleus sampling (Holtzman et al. 2020), drawn by inverting the cumulative distribution.
+    Top-k, then nucleus sampling (Holtzman et al. 2020), drawn by inverting the cumulative distribution in descending
+    order of probability.
     """
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    values, order = logits.double().sort(dim=-1, descending=True, stable=True)
-    values = (values - values[:, :1]) / sampling.temperature  # at most 0, so that no temperature overflows to inf - inf
-    if sampling.top_k:
-        values[:, sampling.top_k :] = -torch.inf
-    probabilities = values.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities
-    probabilities[before >= sampling.top_p] = 0.0  # the most likely token has nothing before it and always stays
-    cumulative = probabilities.cumsum(dim=-1)
-    place = torch.searchsorted(cumulative, (uniforms[:, None] * cumulative[:, -1:]), right=True)
-    return order.gather(1, place.clamp(max=order.size(1) - 1)).squeeze(1)
+    # Sorting a large vocabulary takes longer than all else here, and the order of the tail seldom matters. On a GPU,
+    # asking whether it does would be waiting for it.
+    if not sampling.top_k < HEAD < logits.size(1) or runs_ahead(logits.device):
+        return choose_among(logits.size(1), logits, uniforms, sampling)[0]
+    tokens, certain = choose_among(HEAD, logits, uniforms, sampling)
+    rest = (~certain).nonzero().squeeze(1)
+    if len(rest):
+        tokens[rest] = choose_among(logits.size(1), logits[rest], uniforms[rest], sampling)[0]
+    return tokens
+
+
+def choose_among(
+    count: int, logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`choose` looking at the `count` largest logits only.
+
+    Returns the tokens, (B,), and for each whether it is certain: no order of the other logits would change it.
+    """
+    if count < logits.size(1):
+        order = logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+        values, places = logits.gather(1, order).sort(dim=-1, descending=True, stable=True)
+        order = order.gather(1, places)  # equal logits in ascending order of their ids, as the full sort has them
+    else:
+        values, order = logits.sort(dim=-1, descending=True, stable=True)
+    largest = values[:, :1].double()
+
+    def weigh(values: torch.Tensor) -> torch.Tensor:  # at most 1, whatever the temperature: no inf - inf
+        return ((values.double() - largest) / sampling.temperature).exp()
+
+    weights = weigh(values)[:, : sampling.top_k or None]  # (B, n)
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1:] if sampling.top_k else weigh(logits).sum(dim=-1, keepdim=True)
+    before = cumulative - weights  # 0 for the most likely token, which always stays
+    last = ((before < sampling.top_p * total) & (weights > 0)).sum(dim=-1, keepdim=True) - 1  # of the nucleus
+    everything = sampling.top_p == 1 and not sampling.top_k
+    mass = total if everything else cumulative.gather(1, last)
+    place = torch.searchsorted(cumulative, uniforms[:, None] * mass, right=True).minimum(last)
+    # What was left out is not larger than the smallest value here: it comes after all that is larger than that.
+    certain = values.gather(1, place if everything else last) > values[:, -1:]
+    return order.gather(1, place).squeeze(1), certain.squeeze(1)
