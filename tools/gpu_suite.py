@@ -286,7 +286,7 @@ def against_ours(flags: Sequence[str], build: Callable[[Training], Callable], se
 
 # In the order they run, each with its limit in seconds; --minutes limits all of them together.
 PARTS: dict[str, tuple[Callable[[Setting], Iterator[Row]], float]] = {
-    "tests": (tests, 90),
+    "tests": (tests, 110),
     "presets": (presets, 130),
     "resume": (resume, 60),
     "placements": (placements, 45),

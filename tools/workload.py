@@ -26,7 +26,7 @@ from training.schedule import last_step, learning_rate
 from training.step import train_step
 
 BLOCK_TOKENS = 8_000_003  # random ids drawn once and repeated; a prime, so that windows of one epoch differ
-WARM_UP_SHARE = 0.2  # of the time of a measurement
+WARM_UP_SHARE = 0.2  # of the time of a measurement goes before it, not counted
 
 
 def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
@@ -110,7 +110,8 @@ class Training:
 def time_steps(step: Callable[[], object], synchronize: Callable[[], object], seconds: float) -> tuple[float, int]:
     """Mean seconds of a call of `step`, and the number of calls timed: as many as take about `seconds`, at least one.
 
-    The first calls are not counted. `synchronize` waits for the device, before and after the timed calls only.
+    Call `step` once before this: the first call of all takes longer, and a slow one is timed without further warm-up.
+    `synchronize` waits for the device, before and after the timed calls only.
     """
 
     def timed(count: int) -> float:
@@ -121,7 +122,6 @@ def time_steps(step: Callable[[], object], synchronize: Callable[[], object], se
         synchronize()
         return time.perf_counter() - started
 
-    timed(1)
     once = timed(1)
     if once >= seconds:
         return once, 1
