@@ -289,14 +289,14 @@ def case_table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
         ]
         for name, rows in measured.items()
     ]
-    columns = ["", "parameters", "tokens/s", "ms a step", "ours is faster", "peak GB", "s to the first step"]
+    columns = ["", "parameters", "tokens/s", "ms a step", "ours: times as fast", "peak GB", "s to the first step"]
     return markdown_table(columns, table)
 
 
 def document(results: Mapping[str, Any]) -> str:
     """The results as Markdown, title and command aside."""
     parts = [
-        "Median of the rounds (lowest to highest). How often ours is faster is taken round by round. Peak memory is "
+        "Median of the rounds (lowest to highest). How many times as fast ours is, is taken round by round. Peak memory is "
         + ("what is allocated on the GPU." if results["machine"]["cuda"] else "what is resident in the process.")
         + " The first step counts from the start of the process, imports and compilation included; the first steps are "
         "not in the speed.\n"

@@ -143,6 +143,7 @@ def table(axis: str, measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str
 def draw(measured: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], machine: str, path: Path) -> None:
     """One panel for each axis, tokens/s upwards from 0; the models on a logarithmic scale of parameters."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
     from tools.measure import Spread
 
@@ -161,14 +162,15 @@ def draw(measured: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], mach
         panel.grid(alpha=0.3)
         if axis == "model":
             panel.set_yscale("log")
-            for name, parameters, median in zip(points, x, medians, strict=True):
-                panel.annotate(name, (parameters, median), textcoords="offset points", xytext=(6, 6), fontsize=8)
+            panel.yaxis.set_minor_formatter(NullFormatter())
+            for i, (name, parameters, median) in enumerate(zip(points, x, medians, strict=True)):
+                place = {"xytext": (6, 5), "ha": "left"} if i % 2 else {"xytext": (-6, -11), "ha": "right"}
+                panel.annotate(name, (parameters, median), textcoords="offset points", fontsize=8, **place)
             panel.margins(x=0.25, y=0.15)
         else:
             panel.set_ylim(0, 1.15 * max(speed.high for speed in speeds))
-            if axis != "data":
-                panel.set_xticks(x, list(points))
-                panel.minorticks_off()
+            panel.set_xticks(x, list(points))
+            panel.minorticks_off()
         panel.yaxis.set_major_formatter("{x:,.0f}")
     for panel in list(panels)[len(measured) :]:
         panel.set_axis_off()
@@ -183,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="tools/scaling.py", description=__doc__.split("\n")[0])
     parser.add_argument("--axes", nargs="+", metavar="AXIS", default=list(AXES), help=f"of {', '.join(AXES)} [all]")
     parser.add_argument("--rounds", type=int, default=2, help="measurements of each point [2]")
-    parser.add_argument("--seconds", type=float, default=2.0, help="timed in each measurement; a step at least [2]")
+    parser.add_argument("--seconds", type=float, default=1.5, help="timed in each measurement; a step at least [1.5]")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to see that it works")
     parser.add_argument("--output_dir", metavar="DIR", default=str(ROOT / "docs" / "benchmarks"))

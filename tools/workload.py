@@ -108,10 +108,11 @@ class Training:
 
 
 def time_steps(step: Callable[[], object], synchronize: Callable[[], object], seconds: float) -> tuple[float, int]:
-    """Mean seconds of a call of `step`, and the number of calls timed: as many as take about `seconds`, at least one.
+    """Mean seconds of a call of `step`, and the number of calls timed: as many as take about `seconds`, at least three,
+    or one where it alone takes as long.
 
-    Call `step` once before this: the first call of all takes longer, and a slow one is timed without further warm-up.
-    `synchronize` waits for the device, before and after the timed calls only.
+    Call `step` once before this, for the first use of everything; another call here and a share of `seconds` of them
+    are not counted either. `synchronize` waits for the device, before and after the timed calls only.
     """
 
     def timed(count: int) -> float:
@@ -123,10 +124,8 @@ def time_steps(step: Callable[[], object], synchronize: Callable[[], object], se
         return time.perf_counter() - started
 
     once = timed(1)
-    if once >= seconds:
-        return once, 1
     timed(int(WARM_UP_SHARE * seconds / once))
-    count = max(3, round(seconds / once))
+    count = max(3, round(seconds / once)) if once < seconds else 1
     return timed(count) / count, count
 
 
