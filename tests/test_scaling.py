@@ -26,17 +26,17 @@ def run_of(tokens_per_second: float, **more: Any) -> dict[str, Any]:
 
 
 def test_points_are_measured_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    flags = ["--toy", "--axes", "data", "batch", "--rounds", "1", "--seconds", "0.02", "--device", "cpu"]
+    flags = ["--toy", "--axes", "data", "--rounds", "1", "--seconds", "0.02", "--device", "cpu"]
     assert main([*flags, "--output_dir", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("scaling-cpu-*.json")
     measured = json.loads(path.read_text())["axes"]
-    assert {axis: list(points) for axis, points in measured.items()} == {"data": ["1", "2"], "batch": ["2", "4"]}
+    assert {axis: list(points) for axis, points in measured.items()} == {"data": ["1", "2"]}
     rows = [row for points in measured.values() for runs in points.values() for row in runs]
     assert all(row["tokens_per_second"] > 0 and row["startup_seconds"] > 0 for row in rows)
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     document = path.with_suffix(".md").read_text()
-    assert "size of the token file in MB" in document and "batch size" in document
-    assert f"]({path.stem}.png)" in document and "| 4 | " in capsys.readouterr().out
+    assert "size of the token file in MB" in document
+    assert f"]({path.stem}.png)" in document and "| 2 | " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("size", ["cpu", "cuda", "toy"])

@@ -296,8 +296,8 @@ def case_table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 def document(results: Mapping[str, Any]) -> str:
     """The results as Markdown, title and command aside."""
     parts = [
-        "Median of the rounds (lowest to highest). How many times as fast ours is, is taken round by round. Peak memory is "
-        + ("what is allocated on the GPU." if results["machine"]["cuda"] else "what is resident in the process.")
+        "Median of the rounds (lowest to highest). How many times as fast ours is, is taken round by round. Memory "
+        + ("is what is allocated on the GPU." if results["machine"]["cuda"] else "is what is resident in the process.")
         + " The first step counts from the start of the process, imports and compilation included; the first steps are "
         "not in the speed.\n"
     ]
