@@ -70,6 +70,15 @@ def write_tokens(folder: Path, text: str, alphabet: str = ALPHABET) -> Path:
     return folder
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `cuda` are skipped where there is no GPU."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """Models this small lose time to threads waiting for each other, a lot of it on a busy machine."""

@@ -6,6 +6,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -28,7 +29,11 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def __str__(self) -> str:
-        return f"{self.median:.3g} ({self.low:.3g} to {self.high:.3g})"
+        return self.text(".3g")
+
+    def text(self, digits: str) -> str:
+        """Median and range, each formatted with `digits`."""
+        return f"{self.median:{digits}} ({self.low:{digits}} to {self.high:{digits}})"
 
 
 def measure_in_turn(
@@ -52,20 +57,30 @@ def measure_in_turn(
     return results
 
 
-def describe_machine() -> dict[str, Any]:
-    """What a figure depends on besides the code."""
+def describe_machine(device: str = "auto") -> dict[str, Any]:
+    """What a figure depends on besides the code. `device`: auto, cpu or cuda."""
     import torch
 
-    from training.hardware import cpu_name
+    from training.hardware import cpu_name, pick_device
 
-    is_cuda = torch.cuda.is_available()
+    is_cuda = pick_device(device).type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if is_cuda else cpu_name(),
+        "cuda": is_cuda,
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def machine_kind(machine: Mapping[str, Any]) -> str:
+    """A file name for the results of a kind of machine: nvidia-a100-sxm4-80gb, cpu-2core-xeon."""
+    name = re.sub(r"\([^)]*\)", " ", machine["device"])  # (R), (TM) and what cpu_name adds
+    if not machine["cuda"]:
+        name = re.sub(r"\b(Intel|AMD|CPU|Processor)\b|@.*", " ", name)
+        name = f"cpu {machine['cores']}core {name}"
+    return "-".join(re.findall(r"[a-z0-9]+", name.lower()))
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,0 +1,168 @@
+"""Ours beside its peers: what is measured, what is written, and the README's table, which follows from the results."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tools.measure
+from tools import benchmark
+from tools.benchmark import Case, cases, compare, performance_table, with_table
+from training.errors import script
+
+ROOT = Path(__file__).resolve().parent.parent
+main = script(benchmark.main)
+
+# Stands for nanoGPT's model.py: its names and its tied head, over our model.
+NANOGPT = """
+from dataclasses import dataclass
+
+import torch
+
+from model import ModelConfig, TransformerLanguageModel
+
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        shape = (config.vocab_size, config.n_embd, config.n_head, config.n_layer)
+        self.model = TransformerLanguageModel(ModelConfig(*shape, max_seq_len=config.block_size, tie_embeddings=True))
+
+    def forward(self, inputs, targets):
+        return None, self.model(inputs, targets)
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        print("number of decayed parameters: many")
+        return torch.optim.AdamW(self.parameters(), learning_rate, betas, weight_decay=weight_decay)
+"""
+
+
+def run_of(tokens_per_second: float, **more: Any) -> dict[str, Any]:
+    figures = {"parameters": 1000, "ms_per_step": 1e6 / tokens_per_second, "steps": 9, "peak_memory_gb": 1.5}
+    return {"tokens_per_second": tokens_per_second, "startup_seconds": 3.0, **figures, **more}
+
+
+def results_file(folder: Path, device: str, measured: dict[str, list]) -> None:
+    case = dataclasses.asdict(cases(False)["toy"])
+    machine = {"device": device, "cuda": False, "cores": 2}
+    content = {"machine": machine, "left_out": {}, "cases": {"toy": {"case": case, "measured": measured}}}
+    (folder / f"training-{device}.json").write_text(json.dumps(content))
+
+
+def test_everyone_present_is_measured_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "nanoGPT").mkdir()
+    (tmp_path / "nanoGPT" / "model.py").write_text(NANOGPT)
+    flags = ["--cases", "toy", "--rounds", "1", "--seconds", "0.02", "--device", "cpu", "--nanogpt"]
+    assert main([*flags, str(tmp_path / "nanoGPT"), "--output_dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    (path,) = tmp_path.glob("training-cpu-*.json")
+    results = json.loads(path.read_text())
+    has_transformers = importlib.util.find_spec("transformers") is not None
+    measured = results["cases"]["toy"]["measured"]
+    assert list(measured) == ["ours", "plain PyTorch", *["transformers"] * has_transformers, "nanoGPT"]
+    assert ("transformers was left out: it is not installed" in path.with_suffix(".md").read_text()) != has_transformers
+    counts = {name: rows[0]["parameters"] for name, rows in measured.items()}
+    assert counts.pop("nanoGPT") == counts["ours"] - 65 * 32
+    assert len(set(counts.values())) == 1
+    for rows in measured.values():
+        assert len(rows) == 1 and rows[0]["steps"] >= 3 and rows[0]["startup_seconds"] > 0
+        assert rows[0]["tokens_per_second"] == pytest.approx(4 * 16 / rows[0]["ms_per_step"] * 1000)
+    document = path.with_suffix(".md").read_text()
+    for name in measured:
+        assert f"| {name} | " in document and f"| {name} | " in out
+    assert results["command"] in document and "for a run of 100 steps" in document
+
+
+def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(benchmark, "compare", lambda case, names, *rest: {name: [ours()] for name in names})
+
+    def ours() -> dict[str, Any]:
+        return run_of(1000, precision="fp32", compiled=False)
+
+    flags = ["--cases", "toy", "--device", "cpu", "--output_dir", str(tmp_path)]
+    assert main(flags) == 0
+    out, document = capsys.readouterr().out, next(tmp_path.glob("*.md")).read_text()
+    assert "transformers is left out: it is not installed" in out and "nanoGPT is left out: --nanogpt" in out
+    assert "- transformers was left out: it is not installed." in document and "GPT2LMHeadModel" not in document
+
+
+def test_another_number_of_parameters_is_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {"ours": [run_of(10)], "transformers": [run_of(10, parameters=900)]}
+    monkeypatch.setattr(tools.measure, "measure_in_turn", lambda commands, rounds: measured)
+    with pytest.raises(AssertionError, match="transformers has 900 parameters, not 1,000"):
+        compare(cases(False)["toy"], list(measured), "cpu", None, 1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--cases", "gpt3"], "there are: shakespeare_char, 4x256, gpt2_small"),
+        (["--nanogpt", "nowhere"], "nowhere holds no model.py"),
+        (["--rounds", "0"], "--rounds must be at least 1"),
+        (["--round", "2"], "Did you mean --rounds?"),
+    ],
+)
+def test_a_wrong_flag_is_explained(flags: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
+    assert main(flags) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_the_cases_are_those_of_the_configs() -> None:
+    for name in ("shakespeare_char", "gpt2_small"):
+        config = json.loads((ROOT / "configs" / f"{name}.json").read_text())
+        case = dataclasses.asdict(cases(True)[name])
+        shape = ("num_layers", "embed_dim", "num_heads", "max_seq_len", "batch_size")
+        assert {key: case[key] for key in shape} == {key: config[key] for key in shape}
+    assert cases(False)["gpt2_small"].batch_size == 4
+
+
+def test_speedups_are_taken_round_by_round(tmp_path: Path) -> None:
+    """A machine that is twice as fast in the second round says nothing about the contestants."""
+    runs = {
+        "ours": [run_of(3000), run_of(6000), run_of(3300)],
+        "plain PyTorch": [run_of(1000), run_of(2000), run_of(1000)],
+    }
+    results_file(tmp_path, "machine-b", runs)
+    results_file(tmp_path, "machine-a", {"ours": [run_of(50)], "nanoGPT": [run_of(100)]})
+    first, second = performance_table(tmp_path).splitlines()[2:]
+    assert first == (
+        "| toy (1 x 32, context 16, batch 4) | [machine-a](docs/benchmarks/training-machine-a.md) "
+        "| 50 | 20,000.0 | 1.50 |  |  | 0.50x |"
+    )
+    assert "| 3,300 | 303.0 | 1.50 | 3.00x |  |  |" in second
+
+
+def test_the_readme_shows_the_results_on_record() -> None:
+    """`python tools/benchmark.py --update_readme` after new results."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert with_table(readme, performance_table()) == readme
+
+
+def test_the_table_is_replaced_and_nothing_else() -> None:
+    text = "before\n<!-- performance: how -->\n{}<!-- /performance -->\nafter \\1\n"
+    once = with_table(text.format("old\nlines\n"), "| new \\1 |")
+    assert once == text.format("\n| new \\1 |\n\n")
+    assert with_table(once, "| new \\1 |") == once
+    with pytest.raises(ValueError, match="once"):
+        with_table("no markers", "table")
+
+
+def test_a_case_says_what_it_is() -> None:
+    assert str(Case(4, 128, 4, 64, 65, 12, 2000)) == "4 x 128, context 64, batch 12"

@@ -1,0 +1,85 @@
+"""The benchmark scripts measure what the trainer does: its steps, on tokens it accepts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import tools.workload
+from tools.measure import machine_kind
+from tools.workload import Training, measure_training, time_steps, write_random_tokens
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_step_is_a_step_of_the_trainer(tmp_path: Path, train: Callable, train_flags: Callable) -> None:
+    """The same losses, to the last digit that is logged, dropout and accumulated gradients included."""
+    flags = train_flags(tmp_path / "run", max_steps=4)
+    assert train(tmp_path / "run", max_steps=4).code == 0
+    logged = [json.loads(line)["train_loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    training = Training.open(flags)
+    losses = []
+    for _ in range(4):
+        training.step()
+        losses.append(training.loss.item())
+    assert losses == pytest.approx(logged, rel=2e-6)
+
+
+def test_random_tokens_are_what_the_trainer_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hash and the range of the ids are checked on opening; here a block of ids comes two and a half times."""
+    monkeypatch.setattr(tools.workload, "BLOCK_TOKENS", 1_000)
+    folder = write_random_tokens(tmp_path / "tokens", 2_500, 300)
+    shape = ["--num_layers", "1", "--embed_dim", "16", "--num_heads", "1", "--max_seq_len", "8", "--batch_size", "2"]
+    measured = measure_training([*shape, "--device", "cpu", "--data_dir", str(folder)], seconds=0.01, started=0.0)
+    tokens = np.fromfile(folder / "tokens.bin", "<u2")
+    assert len(tokens) == 2_500 and tokens.max() < 300 and len(np.unique(tokens)) > 250
+    assert (tokens[:500] == tokens[2_000:]).all() and (tokens[:1_000] == tokens[1_000:2_000]).all()
+    assert measured["parameters"] == 300 * 16 * 2 + 8 * 16 + 12 * 16 * 16 + (4 + 9) * 16 + 2 * 16
+    assert measured["tokens_per_second"] == pytest.approx(16 / measured["ms_per_step"] * 1000)
+    assert measured["loss"] == pytest.approx(np.log(300), abs=0.3)
+    assert measured["mfu"] is None  # the peak of a CPU is not known
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "seconds", "timed"),
+    [(10.0, 4.0, 1), (4.0, 4.0, 1), (3.0, 4.0, 3), (0.5, 4.0, 8), (0.01, 4.0, 400)],
+)
+def test_a_measurement_takes_the_time_it_is_given(
+    monkeypatch: pytest.MonkeyPatch, step_seconds: float, seconds: float, timed: int
+) -> None:
+    """As many steps as fit, at least three unless one alone takes longer; those before them do not count."""
+    clock, calls, waits = 0.0, 0, 0
+
+    def step() -> None:
+        nonlocal clock, calls
+        clock += step_seconds
+        calls += 1
+
+    def synchronize() -> None:
+        nonlocal waits
+        waits += 1
+
+    monkeypatch.setattr(tools.workload.time, "perf_counter", lambda: clock)
+    mean, steps = time_steps(step, synchronize, seconds)
+    assert steps == timed and mean == pytest.approx(step_seconds)
+    assert waits == 6  # before and after the first call, the warm-up and the measurement, never in between
+    assert timed < calls <= 1 + 1.3 * timed
+
+
+@pytest.mark.parametrize(
+    ("device", "cuda", "kind"),
+    [
+        ("NVIDIA H200", True, "nvidia-h200"),
+        ("NVIDIA A100-SXM4-80GB", True, "nvidia-a100-sxm4-80gb"),
+        ("Tesla T4", True, "tesla-t4"),
+        ("Intel(R) Xeon(R) Processor (2 cores)", False, "cpu-2core-xeon"),
+        ("Intel(R) Xeon(R) CPU @ 2.20GHz (2 cores)", False, "cpu-2core-xeon"),
+        ("AMD EPYC 7B12 (2 cores)", False, "cpu-2core-epyc-7b12"),
+    ],
+)
+def test_results_are_named_after_the_kind_of_machine(device: str, cuda: bool, kind: str) -> None:
+    assert machine_kind({"device": device, "cuda": cuda, "cores": 2}) == kind

@@ -1,0 +1,430 @@
+"""Training speed beside a plain PyTorch loop, Hugging Face transformers and nanoGPT: same shapes, batch and machine.
+
+    python tools/benchmark.py
+    python tools/benchmark.py --nanogpt PATH_OF_A_CHECKOUT
+    python tools/benchmark.py --update_readme
+
+Each measurement is a process of its own, and they alternate. Results go to docs/benchmarks/, one file for each kind of
+machine, and from there into the README's table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
+
+STARTED = time.perf_counter()
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "benchmarks"
+TOKENS = 2_000_000
+README_SECTION = re.compile(r"(<!-- performance: [^\n]*-->\n).*?(<!-- /performance -->)", re.DOTALL)
+CONTESTANTS = {
+    "ours": "the trainer's own step with its automatic choices",
+    "plain PyTorch": "our model in a plain loop: fp32, eager, AdamW that is not fused, rows stacked one by one",
+    "transformers": "GPT2LMHeadModel with `labels=` and the Trainer's defaults: fp32, eager, fused AdamW. It shifts "
+    "the labels itself, and so learns from one token less in each row. Head untied, exact GELU, no dropout, as ours",
+    "nanoGPT": "its GPT and its configure_optimizers, as its train.py uses them: on a CPU fp32, eager, AdamW that is "
+    "not fused; on CUDA compiled, bf16 (fp16 where there is none), TF32, fused AdamW. Its head is always tied: it has "
+    "that many parameters less to update",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape of model and batch. `max_steps` is the length of run for which ours makes its choices."""
+
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    max_seq_len: int
+    vocab_size: int
+    batch_size: int
+    max_steps: int
+
+    def flags(self, folder: str) -> list[str]:
+        """The trainer's flags for this case on a token folder."""
+        values = {"data_dir": folder, **dataclasses.asdict(self)}
+        del values["vocab_size"]  # that of the tokens
+        return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+    def __str__(self) -> str:
+        return f"{self.num_layers} x {self.embed_dim}, context {self.max_seq_len}, batch {self.batch_size}"
+
+
+def cases(is_cuda: bool) -> dict[str, Case]:
+    return {
+        "shakespeare_char": Case(4, 128, 4, 64, 65, 12, max_steps=2_000),
+        "4x256": Case(4, 256, 4, 256, 65, 32, max_steps=5_000),
+        "gpt2_small": Case(12, 768, 12, 512, 32_000, 64 if is_cuda else 4, max_steps=20_000),
+        "toy": Case(1, 32, 2, 16, 65, 4, max_steps=100),
+    }
+
+
+class Contestant(NamedTuple):
+    """A model ready to train: `step()` is one update."""
+
+    step: Callable[[], object]
+    parameters: int
+
+
+def random_batches(case: Case, folder: str, device: torch.device) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Draws inputs and targets, each (B, T) int64, the usual way: random places of a memory map, one row at a time."""
+    import numpy as np
+    import torch
+
+    tokens = np.memmap(Path(folder) / "tokens.bin", "<u2", mode="r")
+    T = case.max_seq_len
+
+    def rows(starts: Sequence[int]) -> torch.Tensor:
+        batch = torch.stack([torch.from_numpy(tokens[start : start + T].astype(np.int64)) for start in starts])
+        return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+        starts = torch.randint(len(tokens) - T, (case.batch_size,)).tolist()
+        return rows(starts), rows([start + 1 for start in starts])
+
+    return draw
+
+
+def plain_pytorch(case: Case, folder: str, device: torch.device) -> Contestant:
+    import torch
+
+    from model import ModelConfig, TransformerLanguageModel
+
+    shape = {key: value for key, value in dataclasses.asdict(case).items() if key not in ("batch_size", "max_steps")}
+    model = TransformerLanguageModel(ModelConfig(**shape)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
+    draw = random_batches(case, folder, device)
+
+    def step() -> None:
+        inputs, targets = draw()
+        optimizer.zero_grad(set_to_none=True)
+        model(inputs, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return Contestant(step, model.num_parameters())
+
+
+def transformers_gpt2(case: Case, folder: str, device: torch.device) -> Contestant:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+
+    config = GPT2Config(
+        vocab_size=case.vocab_size,
+        n_positions=case.max_seq_len,
+        n_embd=case.embed_dim,
+        n_layer=case.num_layers,
+        n_head=case.num_heads,
+        activation_function="gelu",
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = GPT2LMHeadModel(config).to(device).train()
+    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=5e-5, weight_decay=0.0, fused=str(defaults["optim"]).endswith("fused")
+    )
+    draw = random_batches(case, folder, device)
+
+    def step() -> None:
+        inputs, _ = draw()
+        model(input_ids=inputs, labels=inputs).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), defaults["max_grad_norm"])
+        optimizer.step()
+        model.zero_grad()
+
+    return Contestant(step, sum(p.numel() for p in model.parameters()))
+
+
+def nanogpt(case: Case, folder: str, device: torch.device, checkout: str) -> Contestant:
+    import contextlib
+
+    import torch
+
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout) / "model.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks itself up there
+    spec.loader.exec_module(module)
+    config = module.GPTConfig(
+        block_size=case.max_seq_len,
+        vocab_size=case.vocab_size,
+        n_layer=case.num_layers,
+        n_head=case.num_heads,
+        n_embd=case.embed_dim,
+        dropout=0.0,
+        bias=True,
+    )
+    model = module.GPT(config).to(device)
+    parameters = sum(p.numel() for p in model.parameters())
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), device.type)
+    precision, autocast, step_model = torch.float32, contextlib.nullcontext, model
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True
+        torch.backends.cudnn.allow_tf32 = True
+        precision = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        autocast = lambda: torch.amp.autocast("cuda", precision)  # noqa: E731
+        step_model = torch.compile(model)
+    scaler = torch.amp.GradScaler(device.type, enabled=precision == torch.float16)
+    draw = random_batches(case, folder, device)
+    batch = draw()
+
+    def step() -> None:
+        nonlocal batch
+        with autocast():
+            _, loss = step_model(*batch)
+        batch = draw()  # while the GPU computes
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    return Contestant(step, parameters)
+
+
+def measure(name: str, case: Case, folder: str, device: str, checkout: str | None, seconds: float) -> dict[str, Any]:
+    """What one contestant does in this process."""
+    from tools.workload import measure_training, time_steps
+
+    if name == "ours":
+        return measure_training([*case.flags(folder), "--device", device], seconds, STARTED)
+
+    import torch
+
+    from training.config import TrainConfig
+    from training.hardware import detect_hardware, pick_device
+
+    target = pick_device(device)
+    builders = {
+        "plain PyTorch": plain_pytorch,
+        "transformers": transformers_gpt2,
+        "nanoGPT": functools.partial(nanogpt, checkout=checkout),
+    }
+    torch.manual_seed(0)
+    contestant = builders[name](case, folder, target)
+    hardware = detect_hardware(TrainConfig(device=device, precision="fp32"))  # leaves TF32 as the contestant set it
+    contestant.step()
+    hardware.synchronize()
+    startup = time.perf_counter() - STARTED
+    step_seconds, steps = time_steps(contestant.step, hardware.synchronize, seconds)
+    peak = hardware.peak_memory()
+    return {
+        "parameters": contestant.parameters,
+        "tokens_per_second": case.batch_size * case.max_seq_len / step_seconds,
+        "ms_per_step": 1000 * step_seconds,
+        "steps": steps,
+        "startup_seconds": startup,
+        "peak_memory_gb": peak and peak / 1e9,
+    }
+
+
+def worker(spec: Mapping[str, Any]) -> None:
+    print(json.dumps(measure(case=Case(**spec["case"]), **{k: v for k, v in spec.items() if k != "case"})))
+
+
+def compare(
+    case: Case, names: Sequence[str], device: str, checkout: str | None, rounds: int, seconds: float
+) -> dict[str, list[dict[str, Any]]]:
+    """Measurements of each contestant, in turn."""
+    from tools.measure import measure_in_turn
+    from tools.workload import write_random_tokens
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = write_random_tokens(Path(temporary) / "tokens", TOKENS, case.vocab_size)
+        commands = {}
+        for name in names:
+            spec = {"name": name, "case": dataclasses.asdict(case), "folder": str(folder), "device": device}
+            spec |= {"checkout": checkout, "seconds": seconds}
+            commands[name] = [sys.executable, __file__, "--worker", json.dumps(spec)]
+        results = measure_in_turn(commands, rounds)
+    if "ours" not in results:
+        raise RuntimeError("ours failed: there is nothing to compare with")
+    tied = case.vocab_size * case.embed_dim
+    for name, rows in results.items():
+        expected = results["ours"][0]["parameters"] - (tied if name == "nanoGPT" else 0)
+        assert rows[0]["parameters"] == expected, f"{name} has {rows[0]['parameters']:,} parameters, not {expected:,}"
+    return results
+
+
+def speedups(measured: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> list[float]:
+    """Ours against one contestant, in each round: neighbours in time, so that a drift of the machine cancels."""
+    pairs = zip(measured["ours"], measured[name], strict=True)
+    return [ours["tokens_per_second"] / theirs["tokens_per_second"] for ours, theirs in pairs]
+
+
+def case_table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    from tools.measure import Spread, markdown_table
+
+    def spread(rows: Sequence[Mapping[str, Any]], key: str, digits: str) -> str:
+        values = [row[key] for row in rows]
+        return "unknown" if None in values else Spread.of(values).text(digits)
+
+    table = [
+        [
+            name,
+            f"{rows[0]['parameters']:,}",
+            spread(rows, "tokens_per_second", ",.0f"),
+            spread(rows, "ms_per_step", ",.1f"),
+            "" if name == "ours" else Spread.of(speedups(measured, name)).text(".2f"),
+            spread(rows, "peak_memory_gb", ".2f"),
+            spread(rows, "startup_seconds", ".1f"),
+        ]
+        for name, rows in measured.items()
+    ]
+    columns = ["", "parameters", "tokens/s", "ms a step", "ours: times as fast", "peak GB", "s to the first step"]
+    return markdown_table(columns, table)
+
+
+def document(results: Mapping[str, Any]) -> str:
+    """The results as Markdown, title and command aside."""
+    parts = [
+        "Median of the rounds (lowest to highest). How many times as fast ours is, is taken round by round. Memory "
+        + ("is what is allocated on the GPU." if results["machine"]["cuda"] else "is what is resident in the process.")
+        + " The first step counts from the start of the process, imports and compilation included; the first steps are "
+        "not in the speed.\n"
+    ]
+    for name, result in results["cases"].items():
+        ours = result["measured"]["ours"][0]
+        compiled = "compiled" if ours["compiled"] else "not compiled"
+        parts.append(
+            f"## {name}: {Case(**result['case'])}, vocabulary {result['case']['vocab_size']:,}\n\n"
+            f"{case_table(result['measured'])}\n\n"
+            f"Ours chose {ours['precision']}, {compiled}, for a run of {result['case']['max_steps']:,} steps.\n"
+        )
+    present = {name for result in results["cases"].values() for name in result["measured"]}
+    parts += [f"- {name}: {about}." for name, about in CONTESTANTS.items() if name in present]
+    parts += [f"- {name} was left out: {reason}." for name, reason in results["left_out"].items()]
+    return "\n".join(parts)
+
+
+def performance_table(folder: Path = RESULTS) -> str:
+    """The README's table, from the results of every machine in `folder`."""
+    from tools.measure import Spread, markdown_table
+
+    peers = [name for name in CONTESTANTS if name != "ours"]
+    table = []
+    for path in sorted(folder.glob("training-*.json")):
+        results = json.loads(path.read_text())
+        for name, result in results["cases"].items():
+            measured = result["measured"]
+            median = {key: Spread.of([row[key] for row in measured["ours"]]).median for key in README_FIGURES}
+            ratios = [
+                f"{Spread.of(speedups(measured, peer)).median:.2f}x" if peer in measured else "" for peer in peers
+            ]
+            table.append(
+                [
+                    f"{name} ({Case(**result['case'])})",
+                    f"[{results['machine']['device']}](docs/benchmarks/{path.stem}.md)",
+                    *(f"{median[key]:{digits}}" for key, digits in README_FIGURES.items()),
+                    *ratios,
+                ]
+            )
+    return markdown_table(
+        ["training", "machine", "tokens/s", "ms a step", "peak GB", *(f"against {peer}" for peer in peers)], table
+    )
+
+
+README_FIGURES = {"tokens_per_second": ",.0f", "ms_per_step": ",.1f", "peak_memory_gb": ".2f"}
+
+
+def with_table(readme: str, table: str) -> str:
+    """The README's text with its performance table replaced. Raises ValueError if the markers are not there, once."""
+    text, count = README_SECTION.subn(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", readme)
+    if count != 1:
+        raise ValueError("README.md should hold <!-- performance: ... --> and <!-- /performance --> once")
+    return text
+
+
+def update_readme() -> None:
+    readme = ROOT / "README.md"
+    readme.write_text(with_table(readme.read_text(encoding="utf-8"), performance_table()), encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from training.errors import ConfigError
+    from training.flags import Parser, add_debug
+
+    parser = Parser(prog="tools/benchmark.py", description=__doc__.split("\n")[0])
+    names = list(cases(False))
+    parser.add_argument("--cases", nargs="+", metavar="CASE", default=names[:-1], help=f"of {', '.join(names)} [all]")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each contestant [3]")
+    parser.add_argument("--seconds", type=float, default=4.0, help="timed in each measurement; a step at least [4]")
+    parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT to measure beside")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
+    parser.add_argument("--generation", action="store_true", help="then run tools/benchmark_generation.py too")
+    parser.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
+    parser.add_argument("--update_readme", action="store_true", help="only write the README's table from the results")
+    parser.add_argument("--worker", help="(used by the script itself)")
+    add_debug(parser)
+    flags = parser.parse_args(argv)
+    if flags.worker:
+        worker(json.loads(flags.worker))
+        return 0
+    if flags.update_readme:
+        update_readme()
+        return 0
+    unknown = [name for name in flags.cases if name not in names]
+    if unknown:
+        raise ConfigError(f"--cases {unknown[0]} is not known; there are: {', '.join(names)}.")
+    if flags.rounds < 1 or flags.seconds <= 0:
+        raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
+    if flags.nanogpt and not (Path(flags.nanogpt) / "model.py").is_file():
+        raise ConfigError(f"--nanogpt {flags.nanogpt} holds no model.py; a checkout of nanoGPT is expected.")
+
+    from tools.measure import describe_machine, machine_kind, this_command, write_results
+    from training.hardware import pick_device
+
+    device = pick_device(flags.device).type
+    left_out = {}
+    if importlib.util.find_spec("transformers") is None:
+        left_out["transformers"] = "it is not installed"
+    if not flags.nanogpt:
+        left_out["nanoGPT"] = "--nanogpt names no checkout"
+    for name, reason in left_out.items():
+        print(f"{name} is left out: {reason}.")
+    contestants = [name for name in CONTESTANTS if name not in left_out]
+    machine = describe_machine(device)
+    results = {"machine": machine, "rounds": flags.rounds, "seconds": flags.seconds, "left_out": left_out, "cases": {}}
+    for name in flags.cases:
+        case = cases(device == "cuda")[name]
+        print(f"\n{name}: {case}", flush=True)
+        measured = compare(case, contestants, device, flags.nanogpt, flags.rounds, flags.seconds)
+        left_out |= {peer: f"it failed ({name})" for peer in contestants if peer not in measured}
+        results["cases"][name] = {"case": dataclasses.asdict(case), "measured": measured}
+        print(case_table(measured), flush=True)
+        stem = Path(flags.output_dir) / f"training-{machine_kind(machine)}"  # after each case: killed, it keeps these
+        write_results(stem, "Training beside its peers", this_command(), results, document(results))
+    print(f"\nWritten to {stem}.json and .md")
+    if flags.generation:
+        try:
+            from tools import benchmark_generation
+        except ImportError:
+            print("There is no tools/benchmark_generation.py here; only training was measured.")
+        else:
+            return benchmark_generation.main([])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from training.errors import script
+
+    sys.exit(script(main)())

@@ -1,0 +1,405 @@
+"""Everything that needs a GPU, in one command and under nine minutes: tests, speeds, memory, variants; into one JSON.
+
+    python tools/gpu_suite.py
+    python tools/gpu_suite.py --parts presets variants
+    python tools/gpu_suite.py --toy          # tiny models on a CPU, to see that it works
+
+Each part is a process with a time limit of its own. It reports row by row and the file is written after every part:
+what fails, hangs or is cut off takes nothing else with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from tools.workload import Training
+
+ROOT = Path(__file__).resolve().parents[1]
+PRESETS = {  # vocabulary of the tokens each is measured on
+    "quickstart": 2_048,
+    "shakespeare_char": 65,
+    "gpt2_small": 32_000,
+    "gpt2_small_modern": 32_000,
+    "gpt2_medium": 32_000,
+}
+TOKENS = 5_000_000
+MEMORY_BATCHES = (8, 32, 128)
+RESUMED_STEPS = 20
+ROUNDS = 3  # of a variant and ours, alternating
+ERROR_LINES = 15
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Where a part runs: at toy size on the CPU, or for real; with room for its files in `folder`."""
+
+    toy: bool
+    folder: Path
+    nanogpt: str | None = None
+
+    @property
+    def results(self) -> Path:
+        """Where scripts write: the JSON files found here when the part ends, or is ended, belong to its rows."""
+        return self.folder / "results"
+
+    @property
+    def seconds(self) -> float:
+        return 0.1 if self.toy else 2.0
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.toy else "auto"
+
+    def tokens(self, vocab_size: int) -> Path:
+        from tools.workload import write_random_tokens
+
+        folder = self.folder / f"tokens_{vocab_size}"
+        return folder if folder.exists() else write_random_tokens(folder, 10_000 if self.toy else TOKENS, vocab_size)
+
+    def flags(self, preset: str, **changes: object) -> list[str]:
+        """The trainer's flags for a config of ours on random tokens."""
+        values = {"config": f"{preset}.json", "device": self.device, "max_steps": 20_000, **changes}
+        if self.toy:
+            shape = {"num_layers": 1, "embed_dim": 32, "num_heads": 2, "max_seq_len": 16}
+            values |= shape | {"batch_size": min(4, int(changes.get("batch_size", 4)))}
+        values["data_dir"] = self.tokens(65 if self.toy else PRESETS[preset])
+        return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+
+def attempt(name: str, measure: Callable[[], Row]) -> Row:
+    """A row, or what went wrong with it: the rows that follow should still be measured."""
+    from tools.workload import release_memory
+
+    try:
+        return {"name": name, **measure()}
+    except Exception as error:
+        return {"name": name, "error": f"{type(error).__name__}: {error}"[:500]}
+    finally:
+        release_memory()
+
+
+def tests(setting: Setting) -> Iterator[Row]:
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-rfE", "--durations=5", "tests/test_cuda.py"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    yield {"exit_code": run.returncode, "output": run.stdout.splitlines()[-40:]}
+    if run.returncode:
+        raise SystemExit(run.returncode)
+
+
+def presets(setting: Setting) -> Iterator[Row]:
+    """Speed, MFU and memory of the configs as they are."""
+    from tools.workload import measure_training
+
+    for preset in PRESETS:
+        if (ROOT / "configs" / f"{preset}.json").exists():
+            flags = setting.flags(preset)
+            yield attempt(preset, lambda flags=flags: measure_training(flags, setting.seconds, time.perf_counter()))
+
+
+def peers(setting: Setting) -> Iterator[Row]:
+    case = "toy" if setting.toy else "gpt2_small"
+    flags = ["--cases", case, "--rounds", "2", "--seconds", str(setting.seconds), "--device", setting.device]
+    yield from run_script(setting, "benchmark.py", flags + (["--nanogpt", setting.nanogpt] if setting.nanogpt else []))
+
+
+def ladder(setting: Setting) -> Iterator[Row]:
+    yield from run_script(setting, "speed_ladder.py", ["--config", "gpt2_small.json"])
+
+
+def generation(setting: Setting) -> Iterator[Row]:
+    yield from run_script(setting, "benchmark_generation.py", [])
+
+
+def run_script(setting: Setting, script: str, flags: Sequence[str]) -> Iterator[Row]:
+    """Run another script of this folder; only what is worth saying beside its results becomes a row."""
+    path = ROOT / "tools" / script
+    if not path.exists():
+        yield {"name": script, "skipped": "not in this checkout"}
+        return
+    command = [sys.executable, str(path), *flags, "--output_dir", str(setting.results)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+
+def memory(setting: Setting) -> Iterator[Row]:
+    """What --dry_run estimates against what a run takes, by batch size."""
+    from tools.workload import measure_training
+
+    for rows in (2, 4) if setting.toy else MEMORY_BATCHES:
+        flags = setting.flags("gpt2_small", batch_size=rows)
+        row = attempt(f"batch {rows}", lambda flags=flags: measure_training(flags, 0.1, time.perf_counter()))
+        if row.get("peak_memory_gb"):
+            row["estimate_over_peak"] = row["estimated_memory_gb"] / row["peak_memory_gb"]
+        yield row
+
+
+def placements(setting: Setting) -> Iterator[Row]:
+    """Speed with the tokens on the GPU, in RAM, and mapped; in a small model, which waits for its batches soonest."""
+    from tools.workload import measure_training
+
+    for place in ("ram", "mmap") if setting.toy else ("gpu", "ram", "mmap"):
+        flags = setting.flags("shakespeare_char", placement=place)
+        yield attempt(place, lambda flags=flags: measure_training(flags, setting.seconds, time.perf_counter()))
+
+
+def resume(setting: Setting) -> Iterator[Row]:
+    """A run that is taken up half way against one that is not interrupted."""
+    half = RESUMED_STEPS // 2
+
+    def train(name: str, max_steps: int) -> dict[int, float]:
+        flags = setting.flags(
+            "shakespeare_char",
+            max_steps=max_steps,
+            use_lr_scheduler="constant",
+            warmup_steps=0,
+            log_interval=1,
+            eval_interval=0,
+            output_dir=setting.folder / name,
+        )
+        command = [sys.executable, str(ROOT / "train_colab_mmap.py"), *flags]
+        subprocess.run(command, check=True, capture_output=True, text=True, cwd=setting.folder)
+        rows = map(json.loads, (setting.folder / name / "metrics.jsonl").read_text().splitlines())
+        return {row["step"]: row["train_loss"] for row in rows}
+
+    straight = train("straight", RESUMED_STEPS)
+    train("resumed", half)
+    resumed = train("resumed", RESUMED_STEPS)
+    difference = max(abs(straight[step] - resumed[step]) for step in range(1, RESUMED_STEPS + 1))
+    yield {"straight": straight, "resumed": resumed, "largest_difference": difference}
+
+
+def variants(setting: Setting) -> Iterator[Row]:
+    """Other ways to run the same step, each against ours: start-up, time of a step, peak memory, loss."""
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    # Two models and all their blocks share code. And traces must be made anew: which attention kernels are preferred is
+    # not part of the key under which they are cached.
+    torch._dynamo.config.recompile_limit = 64
+    torch._functorch.config.enable_autograd_cache = False
+
+    def compiled(**options: object) -> Callable[[Training], Callable]:
+        return lambda training: torch.compile(training.model, dynamic=False, **options)
+
+    def eager(training: Training) -> Callable:
+        return training.model
+
+    def per_block(training: Training) -> Callable:
+        for block in training.model.blocks:
+            block.compile(dynamic=False)
+        return training.model
+
+    def cudnn_attention(training: Training) -> Callable:
+        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+        model = torch.compile(training.model, dynamic=False)
+
+        def step_model(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            with sdpa_kernel([*backends, SDPBackend.MATH], set_priority=True):
+                return model(inputs, targets)
+
+        return step_model
+
+    def chunked_loss(training: Training) -> Callable:
+        model = training.model
+        hidden = torch.compile(model.hidden, dynamic=False) if training.hardware.compiles else model.hidden
+
+        def step_model(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return F.linear_cross_entropy(
+                hidden(inputs).flatten(0, 1),  # (B * T, C)
+                model.head.weight,
+                targets.flatten(),
+                options=torch.nn.LinearCrossEntropyOptions(),
+            )
+
+        return step_model
+
+    tried: list[tuple[str, str, Callable[[Training], Callable]]] = [("not compiled", "gpt2_small", eager)]
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        tried.append(("chunked linear cross-entropy", "gpt2_small", chunked_loss))
+    else:
+        yield {"name": "chunked linear cross-entropy", "skipped": f"torch {torch.__version__} has none"}
+    if not setting.toy:
+        tried += [
+            ("compiled block by block", "gpt2_small", per_block),
+            ("cuDNN attention first", "gpt2_small", cudnn_attention),
+            ("CUDA graphs, small model", "quickstart", compiled(mode="reduce-overhead")),
+            ("mode reduce-overhead", "gpt2_small", compiled(mode="reduce-overhead")),
+            ("mode max-autotune-no-cudagraphs", "gpt2_small", compiled(mode="max-autotune-no-cudagraphs")),
+        ]
+    for name, preset, build in tried:
+        flags = setting.flags(preset)
+        yield attempt(name, lambda flags=flags, build=build: against_ours(flags, build, setting.seconds / 2))
+
+
+def against_ours(flags: Sequence[str], build: Callable[[Training], Callable], seconds: float) -> Row:
+    """Step times of a variant and of ours, both in this process and alternating; below a ratio of 1 it is faster."""
+    import torch
+
+    from tools.measure import Spread
+    from tools.workload import Training, time_steps
+
+    def opened(build: Callable[[Training], Callable] | None) -> tuple[Training, Row]:
+        started = time.perf_counter()
+        training = Training.open(flags if build is None else [*flags, "--compile", "off"])
+        if build is not None:
+            training.hardware = dataclasses.replace(training.hardware, compiles=ours.hardware.compiles)
+            training.step_model = build(training)
+        hardware = training.hardware
+        training.step()
+        hardware.synchronize()
+        about = {"startup_seconds": time.perf_counter() - started}
+        if hardware.is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+        training.step()
+        if hardware.is_cuda:
+            about["gb_of_a_step"] = (torch.cuda.max_memory_allocated() - held) / 1e9  # the other model's weights aside
+        return training, {**about, "loss_of_step_2": training.loss.item()}
+
+    ours, about_ours = opened(None)
+    variant, about_variant = opened(build)
+    pairs = []
+    for _ in range(ROUNDS):
+        pairs.append([1000 * time_steps(t.step, t.hardware.synchronize, seconds)[0] for t in (ours, variant)])
+    return {
+        "time_ratio": dataclasses.asdict(Spread.of([theirs / own for own, theirs in pairs])),
+        "variant": {"ms_per_step": [theirs for _, theirs in pairs], **about_variant},
+        "ours": {"ms_per_step": [own for own, _ in pairs], **about_ours},
+    }
+
+
+# In the order they run, each with its limit in seconds; --minutes limits all of them together.
+PARTS: dict[str, tuple[Callable[[Setting], Iterator[Row]], float]] = {
+    "tests": (tests, 110),
+    "presets": (presets, 130),
+    "resume": (resume, 60),
+    "placements": (placements, 45),
+    "peers": (peers, 110),
+    "ladder": (ladder, 100),
+    "memory": (memory, 70),
+    "generation": (generation, 60),
+    "variants": (variants, 150),
+}
+
+
+def run_part(name: str, toy: bool, nanogpt: str | None, limit: float) -> dict[str, Any]:
+    """Run one part in a process of its own. Whatever it has reported by the time it ends, or is ended, is kept."""
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        setting = Setting(toy, Path(folder), nanogpt)
+        worker = {"part": name, "toy": toy, "folder": folder, "nanogpt": nanogpt}
+        process = subprocess.Popen(
+            [sys.executable, __file__, "--worker", json.dumps(worker)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(timeout=limit)
+            status = "failed" if process.returncode else "done"
+        except subprocess.TimeoutExpired:
+            status = "out of time"
+            os.killpg(process.pid, signal.SIGKILL)  # with all the processes it started
+            out, err = process.communicate()
+        rows = []
+        for line in out.splitlines():  # what the trainer prints stands between them
+            if line.startswith("{"):
+                with contextlib.suppress(json.JSONDecodeError):
+                    rows.append(json.loads(line))
+        for path in sorted(setting.results.rglob("*.json")):
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append({"name": path.stem, "results": json.loads(path.read_text())})
+    result = {"status": status, "seconds": round(time.monotonic() - started, 1), "rows": rows}
+    if status != "done":
+        result["stderr"] = err.splitlines()[-ERROR_LINES:]
+    return result
+
+
+def summary(row: Row) -> str:
+    """A row in one line."""
+    figures = {
+        "ms_per_step": "{:.1f} ms a step",
+        "tokens_per_second": "{:,.0f} tokens/s",
+        "mfu": "MFU {:.1%}",
+        "peak_memory_gb": "peak {:.2f} GB",
+        "estimated_memory_gb": "estimated {:.2f} GB",
+        "largest_difference": "losses differ by {:.2g} at most",
+        "exit_code": "exit code {}",
+        "skipped": "skipped: {}",
+        "error": "failed: {}",
+    }
+    said = [text.format(row[key]) for key, text in figures.items() if row.get(key) is not None]
+    if "time_ratio" in row:
+        said.append(f"{row['time_ratio']['median']:.3f} of the time of ours")
+    return f"  {row.get('name', '')}: {', '.join(said)}" if said else f"  {row.get('name', 'results')}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from training.errors import ConfigError
+    from training.flags import Parser, add_debug
+
+    parser = Parser(prog="tools/gpu_suite.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--parts", nargs="+", metavar="PART", default=list(PARTS), help=f"of {', '.join(PARTS)} [all]")
+    parser.add_argument("--minutes", type=float, default=8.75, help="limit of all parts together [8.75]")
+    parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT to measure beside")
+    parser.add_argument("--toy", action="store_true", help="tiny models on a CPU")
+    parser.add_argument("--output", metavar="FILE", help="[docs/benchmarks/gpu_suite-MACHINE.json]")
+    parser.add_argument("--worker", help="(used by the script itself)")
+    add_debug(parser)
+    flags = parser.parse_args(argv)
+    if flags.worker:
+        worker = json.loads(flags.worker)
+        part, _ = PARTS[worker["part"]]
+        for row in part(Setting(worker["toy"], Path(worker["folder"]), worker["nanogpt"])):
+            print(json.dumps(row), flush=True)
+        return 0
+    unknown = [name for name in flags.parts if name not in PARTS]
+    if unknown:
+        raise ConfigError(f"--parts {unknown[0]} is not known; there are: {', '.join(PARTS)}.")
+
+    from tools.measure import describe_machine, machine_kind, this_command
+    from training.files import write_json
+
+    started = time.monotonic()
+    machine = describe_machine("cpu" if flags.toy else "cuda")
+    output = Path(flags.output or ROOT / "docs" / "benchmarks" / f"gpu_suite-{machine_kind(machine)}.json")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    results = {"command": this_command(), "machine": machine, "parts": {}}
+    for name in flags.parts:
+        left = 60 * flags.minutes - (time.monotonic() - started)
+        limit = min(PARTS[name][1], left)
+        result = run_part(name, flags.toy, flags.nanogpt, limit) if left > 0 else {"status": "no time left", "rows": []}
+        results["parts"][name] = result
+        results["seconds"] = round(time.monotonic() - started, 1)
+        write_json(output, results)
+        print(f"{name}: {result['status']}{f', {seconds} s' if (seconds := result.get('seconds')) else ''}")
+        for row in result["rows"]:
+            print(summary(row))
+        for line in result.get("stderr", [])[-3:]:
+            print(f"  | {line}", flush=True)
+    print(f"Written to {output}")
+    return 0 if all(result["status"] == "done" for result in results["parts"].values()) else 1
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from training.errors import script
+
+    sys.exit(script(main)())

@@ -1,0 +1,235 @@
+"""How the cost of training grows with the data, the context, the model and the batch, in the trainer's own step.
+
+    python tools/scaling.py
+
+One thing changes at a time. Results go to docs/benchmarks/: a table, a plot with a panel for each, and the numbers.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+STARTED = time.perf_counter()
+ROOT = Path(__file__).resolve().parents[1]
+MEGABYTE = 1_000_000
+AXES = {
+    "data": "size of the token file in MB",
+    "context": "context length",
+    "model": "model",
+    "batch": "batch size",
+}
+MODELS = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
+DATA_MB = 4  # of the tokens where something else grows
+# Memory and disk a token file may take of what is free: it is read into RAM once, the page cache holds it too.
+FREE_SHARE = 0.4
+
+Flags = dict[str, Any]
+
+
+def axes(size: str, data_mb: Sequence[float]) -> dict[str, dict[str, Flags]]:
+    """For each axis the flags of every point, by its name. `size` is cpu, cuda or toy.
+
+    `data_mb` and `vocab_size` say which tokens are trained on; the rest are flags of the trainer.
+    """
+    toy = {"num_layers": 1, "embed_dim": 32, "num_heads": 2, "max_seq_len": 16, "vocab_size": 65, "batch_size": 4}
+    char = {"num_layers": 4, "embed_dim": 256, "num_heads": 4, "max_seq_len": 256, "vocab_size": 65}
+    gpt2 = {"config": "gpt2_small.json", "vocab_size": 32_000}
+    if size == "toy":
+        return {
+            "data": {str(mb): {**toy, "data_mb": mb} for mb in data_mb},
+            "context": {str(T): {**toy, "max_seq_len": T} for T in (16, 32)},
+            "model": {str(width): {**toy, "embed_dim": width} for width in (32, 64)},
+            "batch": {str(rows): {**toy, "batch_size": rows} for rows in (2, 4)},
+        }
+    if size == "cpu":
+        small = {"config": "shakespeare_char.json", "vocab_size": 65}
+        tokens, contexts, model_rows, batches = 4096, (64, 128, 256, 512, 1024), 2, (1, 2, 4, 8, 16, 32)
+        middle = char
+    else:
+        small = middle = gpt2
+        tokens, contexts, model_rows, batches = 32_768, (128, 256, 512, 1024, 2048, 4096), 32, (2, 4, 8, 16, 32, 64)
+    models = {name: {"config": f"{name}.json", "vocab_size": 32_000} for name in MODELS}
+    return {
+        "data": {f"{mb:g}": {**small, "data_mb": mb} for mb in data_mb},
+        "context": {str(T): {**middle, "max_seq_len": T, "batch_size": tokens // T} for T in contexts},
+        "model": {name: {**flags, "max_seq_len": 512, "batch_size": model_rows} for name, flags in models.items()},
+        "batch": {str(rows): {**middle, "batch_size": rows} for rows in batches},
+    }
+
+
+def data_sizes(size: str, folder: Path) -> tuple[list[float], str]:
+    """Sizes of token files in MB that fit here, and a sentence if the largest of them do not."""
+    from training.hardware import available_ram
+
+    wanted = [1, 2] if size == "toy" else [1, 10, 100, 1_000, 5_000]
+    free = min(shutil.disk_usage(folder).free, available_ram() or sys.maxsize)
+    fitting = [mb for mb in wanted if mb * MEGABYTE <= FREE_SHARE * free]
+    if fitting == wanted:
+        return fitting, ""
+    return fitting, (
+        f"Token files above {fitting[-1]:,} MB are left out: {free / 1e9:.1f} GB of memory or disk were free, and a "
+        f"file may take {FREE_SHARE:.0%} of that."
+    )
+
+
+def tokens_of(point: Flags, folder: Path) -> Path:
+    """The token folder a point trains on, written on first use."""
+    from tools.workload import write_random_tokens
+
+    data_mb, vocab_size = point.get("data_mb", DATA_MB), point["vocab_size"]
+    path = folder / f"{data_mb}mb_{vocab_size}"
+    return path if path.exists() else write_random_tokens(path, int(data_mb * MEGABYTE) // 2, vocab_size)
+
+
+def command(point: Flags, folder: Path, device: str, seconds: float) -> list[str]:
+    values = {key: value for key, value in point.items() if key not in ("data_mb", "vocab_size")}
+    values |= {"data_dir": tokens_of(point, folder), "device": device, "max_steps": 2_000}
+    flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    return [sys.executable, __file__, "--worker", json.dumps({"flags": flags, "seconds": seconds})]
+
+
+def measure_axes(
+    size: str, chosen: Sequence[str], device: str, rounds: int, seconds: float, folder: Path
+) -> tuple[dict[str, dict[str, list[dict[str, Any]]]], str]:
+    """Measurements of every point of the chosen axes, by axis and name, and what had to be left out."""
+    from tools.measure import measure_in_turn
+
+    sizes, left_out = data_sizes(size, folder)
+    measured = {}
+    for axis in chosen:
+        points = axes(size, sizes)[axis]
+        print(f"{AXES[axis]}: {', '.join(points)}", flush=True)
+        commands = {name: command(point, folder, device, seconds) for name, point in points.items()}
+        results = measure_in_turn(commands, rounds)
+        if results:  # none, if not a single point fits in memory
+            measured[axis] = results
+        if axis == "data":
+            for path in folder.iterdir():  # the large files have been read for the last time
+                shutil.rmtree(path)
+    return measured, left_out
+
+
+def table(axis: str, measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    from tools.measure import Spread, markdown_table
+
+    rows = []
+    for name, runs in measured.items():
+        speed, startup = (Spread.of([run[key] for run in runs]) for key in ("tokens_per_second", "startup_seconds"))
+        peaks = [run["peak_memory_gb"] for run in runs]
+        first = runs[0]
+        rows.append(
+            [
+                name,
+                f"{first['parameters']:,}",
+                speed.text(",.0f"),
+                f"{Spread.of([run['ms_per_step'] for run in runs]).median:,.1f}",
+                startup.text(".1f"),
+                "unknown" if None in peaks else f"{max(peaks):.2f}",
+                f"{first['precision']}{', compiled' if first['compiled'] else ''}",
+                first["placement"],
+            ]
+        )
+    columns = [AXES[axis], "parameters", "tokens/s", "ms a step", "start-up s", "peak GB", "precision", "tokens in"]
+    return markdown_table(columns, rows)
+
+
+def draw(measured: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], machine: str, path: Path) -> None:
+    """One panel for each axis, tokens/s upwards from 0; the models on a logarithmic scale of parameters."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
+
+    from tools.measure import Spread
+
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    figure.suptitle(f"Training speed on {machine}")
+    panels = figure.subplots(2, 2).flat
+    for panel, (axis, points) in zip(panels, measured.items(), strict=False):
+        speeds = [Spread.of([run["tokens_per_second"] for run in runs]) for runs in points.values()]
+        medians = [speed.median for speed in speeds]
+        x = [runs[0]["parameters"] for runs in points.values()] if axis == "model" else [float(name) for name in points]
+        errors = [[s.median - s.low for s in speeds], [s.high - s.median for s in speeds]]
+        panel.errorbar(x, medians, errors, marker="o", capsize=3)
+        panel.set_xscale("log", base=10 if axis in ("model", "data") else 2)
+        panel.set_xlabel("parameters" if axis == "model" else AXES[axis])
+        panel.set_ylabel("tokens/s")
+        panel.grid(alpha=0.3)
+        if axis == "model":
+            panel.set_yscale("log")
+            panel.yaxis.set_minor_formatter(NullFormatter())
+            for i, (name, parameters, median) in enumerate(zip(points, x, medians, strict=True)):
+                place = {"xytext": (6, 5), "ha": "left"} if i % 2 else {"xytext": (-6, -11), "ha": "right"}
+                panel.annotate(name, (parameters, median), textcoords="offset points", fontsize=8, **place)
+            panel.margins(x=0.25, y=0.15)
+        else:
+            panel.set_ylim(0, 1.15 * max(speed.high for speed in speeds))
+            panel.set_xticks(x, list(points))
+            panel.minorticks_off()
+        panel.yaxis.set_major_formatter("{x:,.0f}")
+    for panel in list(panels)[len(measured) :]:
+        panel.set_axis_off()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from training.errors import ConfigError
+    from training.flags import Parser, add_debug
+
+    parser = Parser(prog="tools/scaling.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--axes", nargs="+", metavar="AXIS", default=list(AXES), help=f"of {', '.join(AXES)} [all]")
+    parser.add_argument("--rounds", type=int, default=2, help="measurements of each point [2]")
+    parser.add_argument("--seconds", type=float, default=1.5, help="timed in each measurement; a step at least [1.5]")
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, to see that it works")
+    parser.add_argument("--output_dir", metavar="DIR", default=str(ROOT / "docs" / "benchmarks"))
+    parser.add_argument("--worker", help="(used by the script itself)")
+    add_debug(parser)
+    flags = parser.parse_args(argv)
+    if flags.worker:
+        from tools.workload import measure_training
+
+        print(json.dumps(measure_training(**json.loads(flags.worker), started=STARTED)))
+        return 0
+    unknown = [name for name in flags.axes if name not in AXES]
+    if unknown:
+        raise ConfigError(f"--axes {unknown[0]} is not known; there are: {', '.join(AXES)}.")
+    if flags.rounds < 1 or flags.seconds <= 0:
+        raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
+
+    from tools.measure import describe_machine, machine_kind, this_command, write_results
+    from training.hardware import pick_device
+
+    device = pick_device(flags.device).type
+    machine = describe_machine(device)
+    stem = Path(flags.output_dir) / f"scaling-{machine_kind(machine)}"
+    with tempfile.TemporaryDirectory() as temporary:
+        size = "toy" if flags.toy else device
+        measured, left_out = measure_axes(size, flags.axes, device, flags.rounds, flags.seconds, Path(temporary))
+    body = ""
+    for axis, points in measured.items():
+        body += f"## By {AXES[axis]}\n\n{table(axis, points)}\n\n"
+    body = (
+        "Median of the rounds (lowest to highest). Start-up is the time from the start of the process to the end of "
+        "the first step: imports, reading and verifying the tokens, building the model, compiling where it is done. "
+        f"By context length, each step has the same number of tokens. {left_out}\n\n"
+        f"![tokens/s]({stem.name}.png)\n\n{body}"
+    )
+    results = {"machine": machine, "rounds": flags.rounds, "seconds": flags.seconds, "axes": measured}
+    write_results(stem, "How cost grows", this_command(), results, body)
+    draw(measured, machine["device"], stem.with_suffix(".png"))
+    print(f"\n{body}\nWritten to {stem}.json, .md and .png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from training.errors import script
+
+    sys.exit(script(main)())

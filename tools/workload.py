@@ -1,0 +1,169 @@
+"""Shared by the benchmark scripts: random token folders, and the trainer's pieces joined as the trainer joins them."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from model import TransformerLanguageModel
+from tokenizer import CharacterTokenizer
+from training.config import TrainConfig, parse_config
+from training.data import TokenData
+from training.files import sha256_file
+from training.hardware import Hardware, detect_hardware
+from training.optimizer import build_optimizer
+from training.preflight import estimate_memory, fit_micro_batch
+from training.schedule import last_step, learning_rate
+from training.step import train_step
+
+BLOCK_TOKENS = 8_000_003  # random ids drawn once and repeated; a prime, so that windows of one epoch differ
+WARM_UP_SHARE = 0.2  # of the time of a measurement goes before it, not counted
+
+
+def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
+    """A complete token folder of `tokens` random ids (uint16), as the pre-tokenizer would leave it; returns `folder`.
+
+    Speed does not depend on what the tokens say. The vocabulary is one of characters, which any size up to 55,000 is.
+    """
+    folder.mkdir(parents=True)
+    tokenizer = CharacterTokenizer([chr(256 + i) for i in range(vocab_size)])
+    tokenizer.save(folder / "tokenizer.json")
+    block = np.random.RandomState(0).randint(0, vocab_size, min(tokens, BLOCK_TOKENS)).astype("<u2")
+    sha256 = hashlib.sha256()
+    with open(folder / "tokens.bin", "wb") as file:
+        for start in range(0, tokens, len(block)):
+            part = block[: tokens - start].tobytes()
+            sha256.update(part)
+            file.write(part)
+    metadata = {
+        "format_version": 1,
+        "tokenizer_type": "character",
+        "vocab_size": vocab_size,
+        "dtype": "uint16",
+        "bytes_per_token": 2,
+        "total_tokens": tokens,
+        "train_split": 0.9,
+        "train_split_index": tokens * 9 // 10,
+        "bin_file": "tokens.bin",
+        "tokenizer_file": "tokenizer.json",
+        "tokens_sha256": sha256.hexdigest(),
+        "tokenizer_sha256": sha256_file(folder / "tokenizer.json"),
+    }
+    (folder / "tokens_metadata.json").write_text(json.dumps(metadata))
+    return folder
+
+
+@dataclass
+class Training:
+    """What the trainer holds when its loop begins. `step_model` may be exchanged to try another one."""
+
+    config: TrainConfig
+    hardware: Hardware
+    data: TokenData
+    model: TransformerLanguageModel
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler
+    step_model: Callable[..., torch.Tensor]
+    max_steps: int
+    steps_done: int = 0
+    loss: torch.Tensor | None = None  # of the last step, on the device
+
+    @classmethod
+    def open(cls, flags: Sequence[str]) -> Training:
+        """Prepare what `python train_colab_mmap.py FLAGS` would train, with the choices it would make by itself."""
+        config = parse_config(flags)
+        hardware = detect_hardware(config)
+        data = TokenData.open(config, hardware)
+        torch.manual_seed(config.seed)
+        model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
+        config = fit_micro_batch(config, model, hardware)
+        optimizer = build_optimizer(model, config)
+        step_model = hardware.compile(model, lambda: data.batch(0, config.rows_at_once))
+        max_steps = last_step(0, 0, data.windows, config)
+        return cls(config, hardware, data, model, optimizer, hardware.grad_scaler(), step_model, max_steps)
+
+    def step(self) -> None:
+        """One step of the run, as the trainer's loop takes it where it does not report."""
+        self.loss, _ = train_step(
+            self.step_model,
+            self.optimizer,
+            self.scaler,
+            self.data,
+            self.steps_done,
+            self.steps_done * self.config.sequences_per_step,
+            learning_rate(self.steps_done, self.max_steps, self.config),
+            self.config,
+            self.hardware,
+        )
+        self.steps_done += 1
+
+
+def time_steps(step: Callable[[], object], synchronize: Callable[[], object], seconds: float) -> tuple[float, int]:
+    """Mean seconds of a call of `step`, and the number of calls timed: as many as take about `seconds`, at least three,
+    or one where it alone takes as long.
+
+    Call `step` once before this, for the first use of everything; another call here and a share of `seconds` of them
+    are not counted either. `synchronize` waits for the device, before and after the timed calls only.
+    """
+
+    def timed(count: int) -> float:
+        synchronize()
+        started = time.perf_counter()
+        for _ in range(count):
+            step()
+        synchronize()
+        return time.perf_counter() - started
+
+    once = timed(1)
+    timed(int(WARM_UP_SHARE * seconds / once))
+    count = max(3, round(seconds / once)) if once < seconds else 1
+    return timed(count) / count, count
+
+
+def measure_training(flags: Sequence[str], seconds: float, started: float) -> dict[str, Any]:
+    """Train with the trainer's FLAGS for about `seconds` and tell how fast it went.
+
+    `started` is the time.perf_counter() from which the time to the end of the first step counts.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    training = Training.open(flags)
+    hardware, model, config = training.hardware, training.model, training.config
+    training.step()
+    hardware.synchronize()
+    startup = time.perf_counter() - started
+    step_seconds, steps = time_steps(training.step, hardware.synchronize, seconds)
+    tokens_per_second = config.tokens_per_step / step_seconds
+    peak = hardware.peak_memory()
+    return {
+        "parameters": model.num_parameters(),
+        "tokens_per_second": tokens_per_second,
+        "ms_per_step": 1000 * step_seconds,
+        "steps": steps,
+        "startup_seconds": startup,
+        "peak_memory_gb": peak and peak / 1e9,
+        "estimated_memory_gb": estimate_memory(config, model, hardware.precision) / 1e9,
+        "mfu": hardware.peak_flops and tokens_per_second * model.flops_per_token() / hardware.peak_flops,
+        "precision": hardware.precision,
+        "compiled": training.step_model is not model,
+        "placement": training.data.placement,
+        "micro_batch_size": config.rows_at_once,
+        "loss": training.loss.item(),
+    }
+
+
+def release_memory() -> None:
+    """Give back what an earlier measurement in this process holds, compiled code included."""
+    torch._dynamo.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
