@@ -78,13 +78,10 @@ def generation_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     """
     import torch
 
-    from training.hardware import cpu_bf16_flag
+    from training.hardware import has_fast_bf16
 
-    if device.type == "cuda":
-        has_bf16 = torch.cuda.get_device_capability(device) >= (8, 0)
-    else:
-        has_bf16 = cpu_bf16_flag() is not None and config.embed_dim >= CPU_BF16_MIN_WIDTH
-    return torch.bfloat16 if has_bf16 else torch.float32
+    wide_enough = device.type == "cuda" or config.embed_dim >= CPU_BF16_MIN_WIDTH
+    return torch.bfloat16 if wide_enough and has_fast_bf16(device) else torch.float32
 
 
 def generate_text(

@@ -42,7 +42,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {**MODERN_SHAPE, "learning_rate": 3e-3, "use_lr_scheduler": "linear", "warmup_steps": 15},
     ),
     "modern": ("modern: all pieces", MODERN),
-    "half": ("modern, half of the tokens", {**MODERN, "max_steps": STEPS // 2}),
+    "adamw_4x": ("GPT-2 form, AdamW 2e-3, cosine, 4 times the tokens", {**GPT2, "learning_rate": 2e-3, "times": 4}),
+    "modern_2x": ("modern, 2 times the tokens", {**MODERN, "times": 2}),
     "no_rope": ("- RoPE (learned positions)", {**MODERN, "position": "learned"}),
     "no_qknorm": ("- QK-norm", {**MODERN, "qk_norm": "false"}),
     "layernorm": ("- RMSNorm (LayerNorm)", {**MODERN, "norm": "layernorm"}),
@@ -60,13 +61,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def flags_of(name: str) -> dict[str, Any]:
+    """The trainer's flags for a variant: evaluated once, at its end."""
+    changes = dict(VARIANTS[name][1])
+    steps = STEPS * changes.pop("times", 1)
+    return {**SHAPE, "max_steps": steps, "eval_interval": steps, **changes}
+
+
 def train(name: str, seed: int, data_dir: str, folder: Path, device: str) -> Path:
     """Train one variant, or continue it where it was cut off. Returns its run folder."""
     run = folder / f"{name}_{seed}"
     if not (run / "summary.md").exists():
-        flags = {"max_steps": STEPS, **SHAPE, **VARIANTS[name][1]}
-        flags |= {"eval_interval": flags["max_steps"], "seed": seed, "device": device}
-        flags |= {"data_dir": data_dir, "output_dir": run}
+        flags = {**flags_of(name), "seed": seed, "device": device, "data_dir": data_dir, "output_dir": run}
         words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
         print(f"{run.name} ...", flush=True)
         log = subprocess.run(

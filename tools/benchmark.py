@@ -209,8 +209,7 @@ def measure(name: str, case: Case, folder: str, device: str, checkout: str | Non
 
     import torch
 
-    from training.config import TrainConfig
-    from training.hardware import detect_hardware, pick_device
+    from training.hardware import Hardware, pick_device
 
     target = pick_device(device)
     builders = {
@@ -220,7 +219,8 @@ def measure(name: str, case: Case, folder: str, device: str, checkout: str | Non
     }
     torch.manual_seed(0)
     contestant = builders[name](case, folder, target)
-    hardware = detect_hardware(TrainConfig(device=device, precision="fp32"))  # leaves TF32 as the contestant set it
+    # Not detect_hardware, which would tune this process as it tunes ours.
+    hardware = Hardware(target, "", "fp32", "", compiles=False, compile_reason="", peak_flops=None, memory_bytes=None)
     contestant.step()
     hardware.synchronize()
     startup = time.perf_counter() - STARTED

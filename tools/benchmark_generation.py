@@ -1,7 +1,7 @@
 """Time generation on this machine, token by token: ours, Hugging Face transformers, and nanoGPT.
 
     python tools/benchmark_generation.py
-    python tools/benchmark_generation.py --nanogpt ../nanoGPT --write two-core-xeon
+    python tools/benchmark_generation.py --nanogpt ../nanoGPT --write cpu-2core-xeon
     python tools/benchmark_generation.py --checkpoint runs/gpt2_small
 
 The model has GPT-2 small's shape and random weights, unless told otherwise. The contestants take turns, each in a

@@ -17,7 +17,6 @@ import io
 import json
 import math
 import os
-import re
 import sys
 import tempfile
 import time
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from training.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parents[1]
-STEP_SECONDS = 4.0  # that a step of the baseline may take on a CPU
+STEP_SECONDS = 12.0  # that a step of the baseline may take on a CPU
 SYNTHETIC_TOKENS = 100_000_000  # 200 MB, far beyond a CPU's caches
 
 
@@ -84,18 +83,11 @@ def materialized_attention(
     return F.dropout(weights, dropout_p) @ v
 
 
-def gather_row_by_row(data: TokenData, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-    """`TokenData.gather` with a Python loop: a read, a conversion and a slice for each row."""
+def gather_row_by_row(data: TokenData, starts: np.ndarray) -> torch.Tensor:
+    """`TokenData.gather` with a Python loop: a read for each row. (rows, T + 1), as stored."""
     import torch
 
-    inputs, targets = [], []
-    for start in starts.tolist():
-        window = data.tokens[start : start + data.seq_len + 1].long()
-        if data.is_16_bit:
-            window = window & 0xFFFF
-        inputs.append(window[:-1])
-        targets.append(window[1:])
-    return torch.stack(inputs).to(data.device), torch.stack(targets).to(data.device)
+    return torch.stack([data.tokens[start : start + data.seq_len + 1] for start in starts.tolist()])
 
 
 def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
@@ -107,12 +99,15 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
     import torch
     import torch.nn.functional as F
 
+    import training.hardware
     from model import TransformerLanguageModel
     from training.data import TokenData
     from training.hardware import choose_precision, detect_hardware
     from training.optimizer import build_optimizer
     from training.step import train_step
 
+    if rung < Rung.OURS:
+        training.hardware.keep_freed_memory = lambda: None  # in this process alone, like the attention below
     hardware = detect_hardware(config)
     if rung < Rung.OURS:
         mixed = choose_precision(dataclasses.replace(config, precision="auto"), hardware.device)[0]
@@ -122,7 +117,7 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
         config = dataclasses.replace(config, placement="ram" if rung >= Rung.RAM else "mmap")
         torch.set_float32_matmul_precision("highest")
     if rung < Rung.FLASH:
-        F.scaled_dot_product_attention = materialized_attention  # in this process alone, which measures nothing else
+        F.scaled_dot_product_attention = materialized_attention  # as textbooks have it
     data = TokenData.open(config, hardware)
     if rung < Rung.VECTORIZED:
         data.gather = functools.partial(gather_row_by_row, data)
@@ -170,6 +165,7 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
 
 def find_tokens(config: TrainConfig, scratch: Path) -> tuple[TrainConfig, str]:
     """The tokens the configuration names, else random ones in `scratch`; and in words which."""
+    from tools.workload import write_random_tokens
     from train_colab_mmap import tokenize_input, use_builtin_files
     from training.data import DEFAULT_DATA_DIR
 
@@ -179,33 +175,11 @@ def find_tokens(config: TrainConfig, scratch: Path) -> tuple[TrainConfig, str]:
     if config.bin_file or config.data_dir or any(Path(DEFAULT_DATA_DIR).glob("*_metadata.json")):
         return config, f"the tokens of {config.bin_file or config.data_dir or DEFAULT_DATA_DIR}"
     folder = scratch / "tokens"
-    write_random_tokens(folder, config.vocab_size, SYNTHETIC_TOKENS)
+    write_random_tokens(folder, SYNTHETIC_TOKENS, config.vocab_size)
     words = (
         f"{SYNTHETIC_TOKENS:,} random tokens, vocabulary {config.vocab_size:,}: there are none in {DEFAULT_DATA_DIR}/"
     )
     return dataclasses.replace(config, data_dir=str(folder)), words
-
-
-def write_random_tokens(folder: Path, vocab_size: int, count: int) -> None:
-    """A complete token folder: what the tokens are is of no matter to the time of a step."""
-    import numpy as np
-
-    from tokenizer import CharacterTokenizer
-
-    folder.mkdir(parents=True)
-    CharacterTokenizer([chr(0x10000 + i) for i in range(vocab_size)]).save(folder / "tokenizer.json")
-    dtype = "uint16" if vocab_size <= 2**16 else "int32"
-    np.random.default_rng(0).integers(vocab_size, size=count, dtype=dtype).tofile(folder / "tokens.bin")
-    metadata = {
-        "tokenizer_type": "character",
-        "vocab_size": vocab_size,
-        "dtype": dtype,
-        "total_tokens": count,
-        "train_split_index": count * 9 // 10,
-        "bin_file": "tokens.bin",
-        "tokenizer_file": "tokenizer.json",
-    }
-    (folder / "tokens_metadata.json").write_text(json.dumps(metadata))
 
 
 def of_rows(config: TrainConfig, rows: int) -> TrainConfig:
@@ -384,12 +358,6 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def file_name(device: str) -> str:
-    """Intel(R) Xeon(R) Processor (2 cores) -> speed_ladder-intel-xeon-2-cores"""
-    plain = re.sub(r"\((R|TM)\)|\b(Processor|CPU)\b", " ", device)
-    return "-".join(["speed_ladder", *re.findall(r"[a-z0-9]+", plain.lower())])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     from training.flags import Parser, add_debug
 
@@ -402,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog="Example: python tools/speed_ladder.py --config gpt2_small.json",
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measurements of each rung [3]")
-    parser.add_argument("--steps", type=int, metavar="N", help="steps of a measurement [2, on a GPU 20]")
+    parser.add_argument("--steps", type=int, metavar="N", help="steps of a measurement [1, on a GPU 20]")
     parser.add_argument("--rung", type=int, help=argparse.SUPPRESS)  # measure this one, in this process
     add_debug(parser)
     flags, rest = parser.parse_known_args(argv)
@@ -417,7 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.rounds < 1 or (flags.steps is not None and flags.steps < 1):
         raise ConfigError("--rounds and --steps are at least 1.")
 
-    from tools.measure import describe_machine, measure_in_turn, this_command, write_results
+    from tools.measure import describe_machine, machine_kind, measure_in_turn, this_command, write_results
     from training.data import TokenMetadata, locate
     from training.hardware import detect_hardware
     from training.report import si
@@ -434,7 +402,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config, reason = choose_batch(config, vocab_size, hardware, scratch)
         batch = f"{config.sequences_per_step} x {config.max_seq_len} tokens"
         print(f"Step       {batch}, {reason}")
-        steps = flags.steps or (20 if hardware.is_cuda else 2)
+        steps = flags.steps or (20 if hardware.is_cuda else 1)
         print(f"Measuring  {len(NAMES)} rungs in turn, {flags.rounds} rounds of {steps} steps ...", flush=True)
         commands = {name: rung_command(rung, steps, config, scratch) for rung, name in NAMES.items()}
         failures = {}
@@ -448,11 +416,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = summarize(measured, failures, floor_seconds(config, vocab_size, hardware))
     printed = table(rows)
     print(f"\n{printed}\n")
-    stem = output / file_name(hardware.name)
+    machine = describe_machine(hardware.device.type)
+    stem = output / f"speed_ladder-{machine_kind(machine)}"
     shape = f"{config.num_layers} layers x {config.embed_dim}, context {config.max_seq_len}"
     title = f"Speed ladder: {config.name}"
     results = {
-        "machine": describe_machine(),
+        "machine": machine,
         "config": config.name,
         "shape": shape,
         "sequences_per_step": config.sequences_per_step,
