@@ -419,7 +419,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ImportError:
             print("There is no tools/benchmark_generation.py here; only training was measured.")
         else:
-            return benchmark_generation.main([])
+            more = ["--nanogpt", flags.nanogpt] if flags.nanogpt else []
+            return benchmark_generation.main(["--write", machine_kind(machine), *more])
     return 0
 
 

@@ -115,25 +115,38 @@ def presets(setting: Setting) -> Iterator[Row]:
 def peers(setting: Setting) -> Iterator[Row]:
     case = "toy" if setting.toy else "gpt2_small"
     flags = ["--cases", case, "--rounds", "2", "--seconds", str(setting.seconds), "--device", setting.device]
-    yield from run_script(setting, "benchmark.py", flags + (["--nanogpt", setting.nanogpt] if setting.nanogpt else []))
+    flags += ["--nanogpt", setting.nanogpt] if setting.nanogpt else []
+    yield from run_script("benchmark.py", [*flags, "--output_dir", str(setting.results)])
 
 
 def ladder(setting: Setting) -> Iterator[Row]:
-    yield from run_script(setting, "speed_ladder.py", ["--config", "gpt2_small.json"])
+    flags = setting.flags("gpt2_small", output_dir=setting.results)
+    yield from run_script("speed_ladder.py", [*flags, "--rounds", "2"])
 
 
 def generation(setting: Setting) -> Iterator[Row]:
-    yield from run_script(setting, "benchmark_generation.py", [])
+    """Its script writes under docs/benchmarks/ itself; what it wrote there becomes a row."""
+    from tools.measure import describe_machine, machine_kind
+
+    flags = ["--held", "16", "512", "--batches", "1", "16", "--rounds", "2"]
+    if setting.toy:
+        shape = ["--num_layers", "1", "--embed_dim", "32", "--num_heads", "2", "--vocab_size", "300"]
+        yield from run_script("benchmark_generation.py", [*shape, *flags])
+        return
+    kind = machine_kind(describe_machine())
+    yield from run_script("benchmark_generation.py", ["--write", kind, *flags])
+    written = ROOT / "docs" / "benchmarks" / f"generation-{kind}.json"
+    if written.exists():
+        yield {"name": written.stem, "results": json.loads(written.read_text())}
 
 
-def run_script(setting: Setting, script: str, flags: Sequence[str]) -> Iterator[Row]:
-    """Run another script of this folder; only what is worth saying beside its results becomes a row."""
+def run_script(script: str, flags: Sequence[str]) -> Iterator[Row]:
+    """Run another script of this folder; it becomes a row only where it is not there."""
     path = ROOT / "tools" / script
     if not path.exists():
         yield {"name": script, "skipped": "not in this checkout"}
         return
-    command = [sys.executable, str(path), *flags, "--output_dir", str(setting.results)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, str(path), *flags], check=True, stdout=subprocess.DEVNULL)
 
 
 def memory(setting: Setting) -> Iterator[Row]:
