@@ -318,15 +318,15 @@ def test_nothing_is_compiled_after_the_start(tmp_path: Path, train: Callable, mo
     prompts.write_text('{"prompt": "the cat"}\n')
     shape = {"batch_size": 7, "micro_batch_size": 3, "gradient_accumulation_steps": 1, "eval_batches": 3, "dropout": 0}
     flags = {**shape, "compile": "on", "max_steps": 6, "eval_interval": 3, "eval_prompts": prompts}
-    result = train(tmp_path / "run", **flags)
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", **flags)
     assert result.code == 0 and "Compiled in" in result.out, result
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert len(list((tmp_path / "run").glob("compile_cache-*.bin"))) == 1
+    assert len(list((tmp_path / "drive" / "run").glob("compile_cache-*.bin"))) == 1
 
     # Another machine, another day: what was compiled comes back with the checkpoints.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    assert train(tmp_path / "again", **flags, compile_cache_dir=tmp_path / "run").code == 0
+    assert train(tmp_path / "again", **flags, compile_cache_dir=tmp_path / "drive" / "run").code == 0
     counters = torch._dynamo.utils.counters
     assert counters["aot_autograd"]["autograd_cache_hit"] == 2 and not counters["aot_autograd"]["autograd_cache_miss"]

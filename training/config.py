@@ -138,7 +138,7 @@ class TrainConfig:
     )
     compile: str = option("auto", "hardware", "torch.compile", choices=("auto", "on", "off"), switch=("on", "off"))
     compile_cache_dir: str | None = option(
-        None, "hardware", "folder that keeps compiled code for the next start [checkpoint_dir, else the run folder]"
+        None, "hardware", "folder that keeps compiled code for the next machine [the run's, below checkpoint_dir]"
     )
     dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write no run")
     profile: bool = option(False, "hardware", "time the parts of a step, say what limits it, write no run")

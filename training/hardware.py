@@ -113,19 +113,20 @@ class Hardware:
         model: torch.nn.Module,
         example: Callable[[], tuple[torch.Tensor, torch.Tensor]],
         evaluates: bool = False,
-        cache_dir: Path | None = None,
+        cache_dir: str | Path | None = None,
     ) -> Callable[..., torch.Tensor]:
         """torch.compile, proven by taking the inputs and targets that `example` gives forward and backward, and if the
         run `evaluates` through an evaluation: nothing is left to be compiled after the first step.
 
-        What was compiled is kept in `cache_dir` (None: nowhere), so that a reconnect does not compile again. A failure
-        to compile is reported once and the model is returned as it is: slower, with the same results.
+        What was compiled is kept in `cache_dir` too (None: only where torch keeps it, on the local disk), so that a new
+        machine does not compile again. A failure to compile is reported once and the model is returned as it is:
+        slower, with the same results.
         """
         if not self.compiles:
             return model
         inputs, targets = example()  # outside the try: bad data is no failure to compile
         started = time.perf_counter()
-        cache = cache_dir / f"compile_cache-{torch.__version__}.bin" if cache_dir else None
+        cache = Path(cache_dir) / f"compile_cache-{torch.__version__}.bin" if cache_dir else None
         try:
             if cache and cache.exists():
                 torch.compiler.load_cache_artifacts(cache.read_bytes())

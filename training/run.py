@@ -105,11 +105,6 @@ class Run:
         run.max_steps = run.plan()
         return run
 
-    @property
-    def compile_cache_dir(self) -> Path:
-        """Where compiled code survives: beside the checkpoints that do."""
-        return Path(self.config.compile_cache_dir or self.mirror_dir or self.dir)
-
     def plan(self) -> int:
         return last_step(self.step, self.sequences_seen, self.data.windows, self.config)
 
