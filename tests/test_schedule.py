@@ -140,3 +140,13 @@ def test_another_batch_size_midway_still_sees_every_window() -> None:
     step, seen = 60, 600
     end = last_step(step, seen, 1000, after)
     assert seen + (end - step) * 4 == 2000
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("cooldown", [0.1, 0.4, 0.9])
+def test_the_peak_is_held_until_the_cooldown_begins(decay: str, cooldown: float) -> None:
+    lr = rates(200, config_of(use_lr_scheduler=decay, cooldown=cooldown))
+    start = max(10, round(200 * (1 - cooldown)))
+    assert lr[10 : start + 1] == pytest.approx([1e-2] * (start - 9))
+    assert all(later < earlier for earlier, later in itertools.pairwise(lr[start:]))
+    assert lr[-1] == pytest.approx(1e-4)
