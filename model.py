@@ -416,7 +416,8 @@ class TransformerLanguageModel(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., C) -> (..., V)"""
         vocab_size = self.config.vocab_size
-        if hidden.is_cuda and vocab_size % VOCAB_MULTIPLE:  # tensor cores are slow at odd sizes
+        # Tensor cores are slow at odd sizes. Not for the few rows of a generated token: there, copying costs more.
+        if hidden.is_cuda and vocab_size % VOCAB_MULTIPLE and hidden.shape[:-1].numel() >= VOCAB_MULTIPLE:
             weight = F.pad(self.head.weight, (0, 0, 0, -vocab_size % VOCAB_MULTIPLE))
             logits = F.linear(hidden, weight)[..., :vocab_size]
         else:

@@ -101,7 +101,7 @@ def train(config: TrainConfig) -> int:
             model,
             lambda: data.batch(run.sequences_seen, config.rows_at_once),
             evaluates=bool(config.eval_interval),
-            cache_dir=config.compile_cache_dir or run.mirror_dir,
+            cache_dir=config.compile_cache_dir,
         )
     with run.saving_on_signals(), memory_advice(config), frozen_garbage():
         while not run.finished:

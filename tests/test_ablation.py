@@ -36,6 +36,8 @@ def test_pieces_are_compared_at_the_same_tokens_and_not_trained_twice(
         tmp_path / "ablation.md"
     ).read_text()
     assert ablation.main(argv) == 0
-    assert " ...\n" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "ablation.json").read_text())["runs"] == runs
+    rows = [(tmp_path / "runs" / f"{name}_1337" / "metrics.jsonl").read_text().splitlines() for name in runs]
+    assert [len(lines) for lines in rows] == [4, 4]
     with pytest.raises(ConfigError, match="no_rope"):
         ablation.main([*argv, "--variants", "no_ropes"])

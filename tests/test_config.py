@@ -425,3 +425,15 @@ def test_the_later_of_epochs_and_max_steps_counts(tmp_path: Path) -> None:
     assert (config.max_steps, config.epochs) == (0, 3)
     with pytest.raises(ConfigError, match="epochs and max_steps"):
         parse_config(["--max_steps", "5", "--epochs", "3"])
+
+
+def test_a_flag_takes_muon_from_a_preset_that_has_it() -> None:
+    config = parse_config(["--config", "gpt2_small_modern.json", "--optimizer", "adamw"])
+    assert config.optimizer == "adamw"
+    for words in (["--muon_learning_rate", "0.01"], ["--optimizer", "adamw", "--muon_momentum", "0.9"]):
+        assert "is for --optimizer muon" in refusal(*words)
+
+
+def test_flags_that_could_do_nothing_are_refused() -> None:
+    assert "cooldown" in refusal("--cooldown", "0.5", "--use_lr_scheduler", "constant")
+    assert "compile_cache_dir" in refusal("--compile_cache_dir", "x", "--compile", "off")

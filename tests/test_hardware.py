@@ -318,15 +318,24 @@ def test_nothing_is_compiled_after_the_start(tmp_path: Path, train: Callable, mo
     prompts.write_text('{"prompt": "the cat"}\n')
     shape = {"batch_size": 7, "micro_batch_size": 3, "gradient_accumulation_steps": 1, "eval_batches": 3, "dropout": 0}
     flags = {**shape, "compile": "on", "max_steps": 6, "eval_interval": 3, "eval_prompts": prompts}
-    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", **flags)
+    result = train(tmp_path / "run", compile_cache_dir=tmp_path / "drive", **flags)
     assert result.code == 0 and "Compiled in" in result.out, result
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert len(list((tmp_path / "drive" / "run").glob("compile_cache-*.bin"))) == 1
+    assert len(list((tmp_path / "drive").glob("compiled-*.bin"))) == 1
 
-    # Another machine, another day: what was compiled comes back with the checkpoints.
+    # Another machine, another day: what was compiled comes back from Drive.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    assert train(tmp_path / "again", **flags, compile_cache_dir=tmp_path / "drive" / "run").code == 0
+    assert train(tmp_path / "again", **flags, compile_cache_dir=tmp_path / "drive").code == 0
     counters = torch._dynamo.utils.counters
     assert counters["aot_autograd"]["autograd_cache_hit"] == 2 and not counters["aot_autograd"]["autograd_cache_miss"]
+
+
+def test_compiled_code_that_cannot_be_read_is_compiled_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model, hardware = TransformerLanguageModel(SHAPE), cpu_hardware()
+    cache = tmp_path / hardware.cache_name(model, example()[0])
+    cache.mkdir()  # reading it is an error of the system, as on a Drive that is gone
+    assert hardware.compile(model, example, cache_dir=tmp_path) is not model
+    printed = capsys.readouterr().out
+    assert "it is compiled again" in printed and "Compiled in" in printed

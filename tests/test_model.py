@@ -568,7 +568,7 @@ def test_a_vocabulary_padded_for_the_gpu_is_not_seen_outside(monkeypatch: pytest
     """Same logits, loss and gradients as without the padding, which only a GPU gets."""
     torch.manual_seed(0)
     model = TransformerLanguageModel(ModelConfig(65, 32, 2, 2, max_seq_len=8, logit_softcap=5.0))
-    tokens = torch.randint(65, (2, 8))
+    tokens = torch.randint(65, (16, 8))
 
     def results() -> list[torch.Tensor]:
         model.zero_grad()
@@ -579,7 +579,7 @@ def test_a_vocabulary_padded_for_the_gpu_is_not_seen_outside(monkeypatch: pytest
     plain = results()
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     padded = results()
-    assert padded[0].shape == (2, 8, 65)
+    assert padded[0].shape == (16, 8, 65)
     for a, b in zip(plain, padded, strict=True):
         torch.testing.assert_close(a, b)
 

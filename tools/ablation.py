@@ -2,7 +2,7 @@
 
     python tools/ablation.py --data_dir datasets_cache
 
-Every run is the trainer's own, in a folder below runs/ablation; a run that is there already is not repeated. Results,
+Every run is the trainer's own, in a folder below runs/ablation; one that is finished is not repeated. Results,
 in bits per byte of the validation split, go to docs/benchmarks/.
 """
 
@@ -69,17 +69,14 @@ def flags_of(name: str) -> dict[str, Any]:
 
 
 def train(name: str, seed: int, data_dir: str, folder: Path, device: str) -> Path:
-    """Train one variant, or continue it where it was cut off. Returns its run folder."""
+    """Train one variant; one that is trained already ends at once, one on other data is refused. Returns its folder."""
     run = folder / f"{name}_{seed}"
-    if not (run / "summary.md").exists():
-        flags = {**flags_of(name), "seed": seed, "device": device, "data_dir": data_dir, "output_dir": run}
-        words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-        print(f"{run.name} ...", flush=True)
-        log = subprocess.run(
-            [sys.executable, str(ROOT / "train_colab_mmap.py"), *words], capture_output=True, text=True
-        )
-        if log.returncode:
-            raise RuntimeError(f"{run.name} failed: {log.stderr.strip()}")
+    flags = {**flags_of(name), "seed": seed, "device": device, "data_dir": data_dir, "output_dir": run}
+    words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+    print(f"{run.name} ...", flush=True)
+    log = subprocess.run([sys.executable, str(ROOT / "train_colab_mmap.py"), *words], capture_output=True, text=True)
+    if log.returncode:
+        raise RuntimeError(f"{run.name} failed: {log.stderr.strip()}")
     return run
 
 
@@ -169,7 +166,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     body = f"{about}\n\n{table(results)}\n\n![bits per byte](ablation.png)"
     write_results(
-        stem, "Ablation of the modern recipe", this_command(), {"machine": describe_machine(), "runs": results}, body
+        stem,
+        "Ablation of the modern recipe",
+        this_command(),
+        {"machine": describe_machine(flags.device), "runs": results},
+        body,
     )
     draw(results, stem.with_suffix(".png"))
     print(f"Files      {stem}.md, .json and .png")

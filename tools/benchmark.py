@@ -133,6 +133,7 @@ def transformers_gpt2(case: Case, folder: str, device: torch.device) -> Contesta
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         tie_word_embeddings=False,
+        use_cache=False,
         bos_token_id=0,
         eos_token_id=0,
     )
@@ -386,6 +387,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--cases {unknown[0]} is not known; there are: {', '.join(names)}.")
     if flags.rounds < 1 or flags.seconds <= 0:
         raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
+    if flags.generation and flags.device != "auto":
+        raise ConfigError("--generation is measured on the device that generate.py takes; leave --device out.")
     if flags.nanogpt and not (Path(flags.nanogpt) / "model.py").is_file():
         raise ConfigError(f"--nanogpt {flags.nanogpt} holds no model.py; a checkout of nanoGPT is expected.")
 

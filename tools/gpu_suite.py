@@ -114,14 +114,14 @@ def presets(setting: Setting) -> Iterator[Row]:
 
 def peers(setting: Setting) -> Iterator[Row]:
     case = "toy" if setting.toy else "gpt2_small"
-    flags = ["--cases", case, "--rounds", "2", "--seconds", str(setting.seconds), "--device", setting.device]
+    flags = ["--cases", case, "--rounds", "1", "--seconds", str(setting.seconds), "--device", setting.device]
     flags += ["--nanogpt", setting.nanogpt] if setting.nanogpt else []
     yield from run_script("benchmark.py", [*flags, "--output_dir", str(setting.results)])
 
 
 def ladder(setting: Setting) -> Iterator[Row]:
     flags = setting.flags("gpt2_small", output_dir=setting.results)
-    yield from run_script("speed_ladder.py", [*flags, "--rounds", "2"])
+    yield from run_script("speed_ladder.py", [*flags, "--rounds", "1", "--steps", "1" if setting.toy else "3"])
 
 
 def generation(setting: Setting) -> Iterator[Row]:
@@ -304,7 +304,7 @@ PARTS: dict[str, tuple[Callable[[Setting], Iterator[Row]], float]] = {
     "resume": (resume, 60),
     "placements": (placements, 45),
     "peers": (peers, 110),
-    "ladder": (ladder, 100),
+    "ladder": (ladder, 180),
     "memory": (memory, 70),
     "generation": (generation, 60),
     "variants": (variants, 150),

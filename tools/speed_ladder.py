@@ -119,6 +119,8 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
     if rung < Rung.FLASH:
         F.scaled_dot_product_attention = materialized_attention  # as textbooks have it
     data = TokenData.open(config, hardware)
+    if rung < Rung.OURS:
+        data.reader = None  # nothing is read ahead
     if rung < Rung.VECTORIZED:
         data.gather = functools.partial(gather_row_by_row, data)
 
@@ -219,6 +221,7 @@ def rung_command(rung: Rung, steps: int, config: TrainConfig, scratch: Path) -> 
 
     # The tokens are there by now, and the shape stands in its own keys.
     done = ("input", "tokenizer", "vocab_size", "model_size", "eval_prompts")
+    done += ("optimizer", "muon_learning_rate", "muon_momentum")  # AdamW on every rung: they show speed alone
     values = {key: value for key, value in config.values().items() if value != SCHEMA[key].default and key not in done}
     path = scratch / f"{config.sequences_per_step}_sequences.json"
     path.write_text(json.dumps({**values, "output_dir": str(scratch)}))

@@ -87,7 +87,9 @@ class Training:
         model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
         config = fit_micro_batch(config, model, hardware)
         optimizer = build_optimizer(model, config)
-        step_model = hardware.compile(model, lambda: data.batch(0, config.rows_at_once))
+        step_model = hardware.compile(
+            model, lambda: data.batch(0, config.rows_at_once), evaluates=bool(config.eval_interval)
+        )
         max_steps = last_step(0, 0, data.windows, config)
         return cls(config, hardware, data, model, optimizer, hardware.grad_scaler(), step_model, max_steps)
 

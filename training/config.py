@@ -138,7 +138,9 @@ class TrainConfig:
     )
     compile: str = option("auto", "hardware", "torch.compile", choices=("auto", "on", "off"), switch=("on", "off"))
     compile_cache_dir: str | None = option(
-        None, "hardware", "folder that keeps compiled code for the next machine [the run's, below checkpoint_dir]"
+        None,
+        "hardware",
+        "folder that keeps compiled code for the next machine, on Drive for instance; it is run: only one of your own",
     )
     dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write no run")
     profile: bool = option(False, "hardware", "time the parts of a step, say what limits it, write no run")
@@ -361,8 +363,14 @@ def cross_check(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
         ]
     if values["optimizer"] != "muon":
         problems += [
-            f"{key} is for --optimizer muon" for key in ("muon_learning_rate", "muon_momentum") if key in given
+            f"{key} ({sources[key]}) is for --optimizer muon"
+            for key in ("muon_learning_rate", "muon_momentum")
+            if key in given and not (sources["optimizer"] == "flag" and sources[key] != "flag")  # flags win
         ]
+    if values["use_lr_scheduler"] == "constant" and sources["cooldown"] == "flag":
+        problems.append("cooldown is for --use_lr_scheduler cosine or linear")
+    if values["compile"] == "off" and sources["compile_cache_dir"] == "flag":
+        problems.append("--compile_cache_dir and --compile off contradict each other")
     if values["tokenizer"] == "char" and "vocab_size" in given:
         problems.append("vocab_size has no effect with tokenizer char; leave it out")
     if values["min_lr"] > values["learning_rate"] and values["use_lr_scheduler"] != "constant":

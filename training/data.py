@@ -208,47 +208,33 @@ class TokenData:
 
 
 class ReadAhead:
-    """Batches of windows on their way to the GPU: a thread reads the next one into pinned memory while the GPU works on
-    this one, so that neither the disk nor the copy is waited for.
+    """Batches of windows on their way to the GPU: while it works on one, a thread reads the next into pinned memory, so
+    that the host waits neither for the disk nor for the copy.
 
-    Two buffers take turns, each overwritten only when the copy out of it is done. A batch that was not foreseen (the
-    first, or after a change of size) is read when it is asked for.
+    Each batch is pinned in a buffer of its own; PyTorch hands a buffer out again when the copy from it is done. A batch
+    that was not foreseen (the first, or after a change of size) is read when it is asked for.
     """
-
-    BUFFERS = 2
 
     def __init__(self, read: Callable[[int, int], torch.Tensor], device: torch.device):
         self.read = read  # (first, rows) -> (rows, T + 1)
         self.device = device
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
-        self.buffers: list[torch.Tensor | None] = [None] * self.BUFFERS
-        self.copied: list[torch.cuda.Event | None] = [None] * self.BUFFERS
-        self.turn = 0
-        self.foreseen: tuple[tuple[int, int], int, Future[torch.Tensor]] | None = None
+        self.foreseen: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
 
     def windows(self, first: int, rows: int) -> torch.Tensor:
         """(rows, T + 1) on the device."""
         if self.foreseen is None or self.foreseen[0] != (first, rows):
             self.foresee(first, rows)
-        _, turn, future = self.foreseen
-        windows = future.result().to(self.device, non_blocking=True, copy=True)
-        if self.device.type == "cuda":
-            self.copied[turn] = torch.cuda.Event()
-            self.copied[turn].record()
+        windows = self.foreseen[1].result().to(self.device, non_blocking=True)
         self.foresee(first + rows, rows)
         return windows
 
     def foresee(self, first: int, rows: int) -> None:
-        self.turn = (self.turn + 1) % self.BUFFERS
-        self.foreseen = ((first, rows), self.turn, self.thread.submit(self.fill, self.turn, first, rows))
+        self.foreseen = (first, rows), self.thread.submit(self.fill, first, rows)
 
-    def fill(self, turn: int, first: int, rows: int) -> torch.Tensor:
+    def fill(self, first: int, rows: int) -> torch.Tensor:
         windows = self.read(first, rows)
-        if self.copied[turn] is not None:
-            self.copied[turn].synchronize()
-        if self.buffers[turn] is None or self.buffers[turn].shape != windows.shape:
-            self.buffers[turn] = torch.empty_like(windows, pin_memory=self.device.type == "cuda")
-        return self.buffers[turn].copy_(windows)
+        return windows.pin_memory() if self.device.type == "cuda" else windows
 
 
 def count_windows(tokens: int, seq_len: int) -> int:

@@ -112,7 +112,8 @@ def generate(
     sampling: Sampling,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Completion]:
-    """Complete each prompt; the one at index i with seed `sampling.seed + i`, whatever it is batched with.
+    """Complete each prompt; the one at index i with seed `sampling.seed + i` and the same random numbers whatever it is
+    batched with. (In bf16 the rounding depends on the batch, and may change a choice.)
 
     `on_text(i, piece)` is called as text becomes certain. Raises TokenizerError for a prompt that cannot be encoded.
     """
@@ -284,9 +285,11 @@ class StaticStep:
         finally:
             self.cache.lengths = lengths  # recording does not run what it records
 
+        cache = self.cache  # not self, which holds this function: a cycle would keep the cache's memory
+
         def replay() -> torch.Tensor:
             graph.replay()
-            KVCache.advance(self.cache, 1)  # the lengths on the device are advanced by the replay
+            KVCache.advance(cache, 1)  # the lengths on the device are advanced by the replay
             return logits
 
         return replay
@@ -299,7 +302,7 @@ def record(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torc
     """
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # a thread may be reading batches
             return graph, step()
     finally:
         torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import hashlib
+import json
 import os
 import platform
 import re
@@ -17,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from model import TransformerLanguageModel
 from training.config import TrainConfig
 from training.errors import ConfigError, is_out_of_memory
 from training.files import atomic_write
@@ -110,7 +113,7 @@ class Hardware:
 
     def compile(
         self,
-        model: torch.nn.Module,
+        model: TransformerLanguageModel,
         example: Callable[[], tuple[torch.Tensor, torch.Tensor]],
         evaluates: bool = False,
         cache_dir: str | Path | None = None,
@@ -119,17 +122,17 @@ class Hardware:
         run `evaluates` through an evaluation: nothing is left to be compiled after the first step.
 
         What was compiled is kept in `cache_dir` too (None: only where torch keeps it, on the local disk), so that a new
-        machine does not compile again. A failure to compile is reported once and the model is returned as it is:
-        slower, with the same results.
+        machine does not compile again. The files there hold code, and are run. A failure to compile is reported once
+        and the model is returned as it is: slower, with the same results.
         """
         if not self.compiles:
             return model
         inputs, targets = example()  # outside the try: bad data is no failure to compile
         started = time.perf_counter()
-        cache = Path(cache_dir) / f"compile_cache-{torch.__version__}.bin" if cache_dir else None
+        cache = Path(cache_dir) / self.cache_name(model, inputs) if cache_dir else None
+        if cache:
+            load_compiled(cache)
         try:
-            if cache and cache.exists():
-                torch.compiler.load_cache_artifacts(cache.read_bytes())
             compiled = torch.compile(model, dynamic=False)
             with self.autocast():
                 loss = compiled(inputs, targets)
@@ -152,6 +155,20 @@ class Hardware:
         if cache:
             keep_compiled(cache)
         return compiled
+
+    def cache_name(self, model: TransformerLanguageModel, inputs: torch.Tensor) -> str:
+        """Named after all that compiled code depends on, for nothing in it says for which machine it was made."""
+        of = [self.name, torch.backends.cpu.get_cpu_capability(), torch.__version__, self.precision]
+        of += [model.config.to_dict(), list(inputs.shape)]
+        return f"compiled-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.bin"
+
+
+def load_compiled(cache: Path) -> None:
+    try:
+        if cache.exists():
+            torch.compiler.load_cache_artifacts(cache.read_bytes())
+    except Exception as problem:  # of any kind: compiling anew is the answer
+        print(f"The compiled code in {cache} could not be used ({problem}); it is compiled again.")
 
 
 def keep_compiled(cache: Path) -> None:
@@ -176,7 +193,7 @@ def keep_freed_memory() -> None:
     library = ctypes.CDLL(None) if sys.platform == "linux" else None
     if hasattr(library, "mallopt"):  # musl has none
         library.mallopt(M_MMAP_MAX, 0)
-        library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        library.mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
 @contextlib.contextmanager
@@ -263,8 +280,8 @@ def has_fast_bf16(device: torch.device) -> bool:
 
 def choose_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
     """On a CPU compiling pays where many small operations surround the matrix products, as rotary positions and the
-    normalisation of queries and keys do, and where the run is long enough. Decided from the configuration alone: a run
-    that is resumed computes as it did before."""
+    normalisation of queries and keys do, and where the run is long enough. Decided from the configuration, not by a
+    measurement: the same command resumes with the same arithmetic."""
     if config.compile != "auto":
         return config.compile == "on", "as configured"
     if device.type == "cuda":
@@ -272,7 +289,7 @@ def choose_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str
     if config.position != "rope" and not config.qk_norm:
         return False, "on a CPU a compiled step of this model is no faster"
     if not config.max_steps:
-        return True, "on a CPU this model's steps get a third shorter"
+        return True, "on a CPU this model's steps get a third shorter, which pays in runs beyond a few minutes"
     takes = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
     flops = 72 * config.num_layers * config.embed_dim**2 * config.tokens_per_step * config.max_steps  # of the blocks
     saves = CPU_COMPILE_SAVES * flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))

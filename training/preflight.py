@@ -93,6 +93,8 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     """Print everything known before the first step, one timed step and a forecast. Writes no run."""
     model, data = run.model, run.data
     estimate = estimate_memory(config, model, hardware.precision)
+    if data.tokens.is_cuda:
+        estimate += data.tokens.nbytes
     there_is = f" of {hardware.memory_bytes / 1e9:.1f} GB" if hardware.memory_bytes else ""
     print(
         f"Steps      {run.max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} sequences, "
