@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
 from training.errors import MemoryExhausted
 from training.hardware import Hardware
-from training.preflight import MEMORY_SHARE, estimate_memory, fit_micro_batch
+from training.preflight import MEMORY_SHARE, PROCESS_BYTES, estimate_memory, fit_micro_batch, held_memory
 
 CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
 
@@ -73,6 +74,16 @@ def test_weights_gradients_and_moments_take_16_bytes_a_parameter() -> None:
 
 def test_half_precision_saves_activations() -> None:
     assert estimate(precision="bf16", batch_size=512) < estimate(precision="fp32", batch_size=512)
+
+
+def test_what_lies_in_the_same_memory_is_counted_too() -> None:
+    def held(is_cuda: bool, place: str) -> int:
+        tokens = SimpleNamespace(nbytes=1000, device=torch.device("cuda" if place == "gpu" else "cpu"))
+        data = SimpleNamespace(tokens=tokens, placement=place)
+        return held_memory(data, dataclasses.replace(machine(None), device=torch.device("cuda" if is_cuda else "cpu")))
+
+    assert (held(True, "gpu"), held(True, "ram"), held(True, "mmap")) == (1000, 0, 0)
+    assert (held(False, "ram"), held(False, "mmap")) == (PROCESS_BYTES + 1000, PROCESS_BYTES)
 
 
 # The micro-batch that fits

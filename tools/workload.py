@@ -21,7 +21,7 @@ from training.data import TokenData
 from training.files import sha256_file
 from training.hardware import Hardware, detect_hardware
 from training.optimizer import build_optimizer
-from training.preflight import estimate_memory, fit_micro_batch
+from training.preflight import estimate_memory, fit_micro_batch, held_memory
 from training.schedule import last_step, learning_rate
 from training.step import train_step
 
@@ -146,6 +146,7 @@ def measure_training(flags: Sequence[str], seconds: float, started: float) -> di
     step_seconds, steps = time_steps(training.step, hardware.synchronize, seconds)
     tokens_per_second = config.tokens_per_step / step_seconds
     peak = hardware.peak_memory()
+    estimated = estimate_memory(config, model, hardware.precision) + held_memory(training.data, hardware)
     return {
         "parameters": model.num_parameters(),
         "tokens_per_second": tokens_per_second,
@@ -153,7 +154,7 @@ def measure_training(flags: Sequence[str], seconds: float, started: float) -> di
         "steps": steps,
         "startup_seconds": startup,
         "peak_memory_gb": peak and peak / 1e9,
-        "estimated_memory_gb": estimate_memory(config, model, hardware.precision) / 1e9,
+        "estimated_memory_gb": estimated / 1e9,
         "mfu": hardware.peak_flops and tokens_per_second * model.flops_per_token() / hardware.peak_flops,
         "precision": hardware.precision,
         "compiled": training.step_model is not model,

@@ -12,6 +12,7 @@ import torch
 from model import TransformerLanguageModel
 from training.checkpoint import step_folders
 from training.config import TrainConfig
+from training.data import TokenData
 from training.errors import MemoryExhausted, is_out_of_memory
 from training.hardware import Hardware
 from training.optimizer import hidden_matrices
@@ -20,6 +21,7 @@ from training.run import Run
 from training.step import train_step
 
 MEMORY_SHARE = 0.8  # of the memory there is; the rest is for tokens, kernels' workspaces and fragmentation
+PROCESS_BYTES = 350_000_000  # resident in a process that has imported torch
 TIMED_SECONDS = 15.0  # a step that takes longer than this is timed on a part of its sequences
 
 
@@ -41,6 +43,12 @@ def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, precis
         state -= 4 * hidden
         backward = max(backward, 12 * hidden)  # the update and Newton-Schulz, once the activations are gone
     return state + backward
+
+
+def held_memory(data: TokenData, hardware: Hardware) -> int:
+    """Bytes in the same memory beside what training takes: the tokens, and on a CPU Python and torch themselves."""
+    tokens = data.tokens.nbytes if data.tokens.device.type == hardware.device.type and data.placement != "mmap" else 0
+    return tokens if hardware.is_cuda else tokens + PROCESS_BYTES
 
 
 def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> TrainConfig:
@@ -92,9 +100,7 @@ def memory_advice(config: TrainConfig) -> Iterator[None]:
 def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     """Print everything known before the first step, one timed step and a forecast. Writes no run."""
     model, data = run.model, run.data
-    estimate = estimate_memory(config, model, hardware.precision)
-    if data.tokens.is_cuda:
-        estimate += data.tokens.nbytes
+    estimate = estimate_memory(config, model, hardware.precision) + held_memory(data, hardware)
     there_is = f" of {hardware.memory_bytes / 1e9:.1f} GB" if hardware.memory_bytes else ""
     print(
         f"Steps      {run.max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} sequences, "
