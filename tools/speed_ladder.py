@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 STEP_SECONDS = 6.0  # that a step of the baseline may take on a CPU
+WARM_UP_STEPS = 2  # the first uses every kernel first, the second takes its memory
 SYNTHETIC_TOKENS = 100_000_000  # 200 MB, far beyond a CPU's caches
 
 
@@ -91,7 +92,7 @@ def gather_row_by_row(data: TokenData, starts: np.ndarray) -> torch.Tensor:
 
 
 def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
-    """Measure one rung in this process: mean seconds of `steps` steps after a first one that is not counted.
+    """Measure one rung in this process: mean seconds of `steps` steps after two that are not counted.
 
     `losses` are those of the first and the last step. Raises SystemExit if the rung is torch.compile and it fails.
     """
@@ -142,11 +143,11 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
         raise SystemExit(said if "failed" in said else "torch.compile is switched off (TORCHDYNAMO_DISABLE)")
 
     losses = []
-    for step in range(steps + 1):
+    for step in range(WARM_UP_STEPS + steps):
         seen = step * config.sequences_per_step
         loss, _ = train_step(step_model, optimizer, scaler, data, step, seen, config.learning_rate, config, hardware)
         losses.append(loss if rung == Rung.OURS else loss.item())
-        if step == 0:
+        if step == WARM_UP_STEPS - 1:
             hardware.synchronize()
             started = time.perf_counter()
     hardware.synchronize()
@@ -441,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     caution = " With fewer sequences, what is done once a step, the optimizer's update above all, weighs more." * fewer
     body = (
         f"{config.name}: {shape}, vocabulary {vocab_size:,}. A step is {batch} ({reason}). Data: {tokens}. Each rung "
-        f"in a process of its own, {flags.rounds} rounds in turn, {steps} steps of each after one that is not counted; "
+        f"in a process of its own, {flags.rounds} rounds in turn, {steps} steps of each after two that are not counted; "
         f"compiling is not part of a step.{caution}{speed}\n\n{printed}\n\n![seconds a step]({stem.name}.png)"
     )
     write_results(stem, title, this_command(), results, body)
