@@ -442,7 +442,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     caution = " With fewer sequences, what is done once a step, the optimizer's update above all, weighs more." * fewer
     body = (
         f"{config.name}: {shape}, vocabulary {vocab_size:,}. A step is {batch} ({reason}). Data: {tokens}. Each rung "
-        f"in a process of its own, {flags.rounds} rounds in turn, {steps} steps of each after two that are not counted; "
+        f"in a process of its own, {flags.rounds} rounds in turn, {steps} steps of each after two not counted; "
         f"compiling is not part of a step.{caution}{speed}\n\n{printed}\n\n![seconds a step]({stem.name}.png)"
     )
     write_results(stem, title, this_command(), results, body)
