@@ -22,7 +22,7 @@ from training.step import train_step
 
 MEMORY_SHARE = 0.8  # of the memory there is; the rest is for tokens, kernels' workspaces and fragmentation
 PROCESS_BYTES = 350_000_000  # resident in a process that has imported torch
-TIMED_SECONDS = 15.0  # a step that takes longer than this is timed on a part of its sequences
+TIMED_SECONDS = 8.0  # a step that takes longer than this is timed on a part of its sequences
 
 
 def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, precision: str) -> int:
@@ -152,13 +152,15 @@ def time_step(
         return time.perf_counter() - started
 
     whole = config.sequences_per_step
-    at_once = hardware.is_cuda or hardware.compiles  # fast, or made for one shape
-    timed(config.rows_at_once if at_once else 1)  # first use of every kernel
-    rows = whole if at_once else 1
-    seconds = timed(rows)
-    if rows < whole and seconds * whole <= TIMED_SECONDS:
-        return timed(whole), whole
-    if rows < whole:
-        rows = min(whole, config.rows_at_once, max(1, int(TIMED_SECONDS / seconds)))
+    unit = config.rows_at_once if hardware.is_cuda or hardware.compiles else 1  # a compiled model knows one shape
+    timed(unit)  # first use of every kernel
+    seconds = timed(unit)
+    rows = unit
+    if hardware.is_cuda or seconds * whole <= TIMED_SECONDS * unit:
+        rows = whole
+    elif unit == 1:
+        rows = min(config.rows_at_once, max(1, int(TIMED_SECONDS / seconds)))
+    if rows > unit:
+        timed(rows)  # takes the memory that the steps after it find there
         seconds = timed(rows)
     return seconds * whole / rows, rows
