@@ -442,8 +442,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     caution = " With fewer sequences, what is done once a step, the optimizer's update above all, weighs more." * fewer
     body = (
         f"{config.name}: {shape}, vocabulary {vocab_size:,}. A step is {batch} ({reason}). Data: {tokens}. Each rung "
-        f"in a process of its own, {flags.rounds} rounds in turn, {steps} steps of each after two not counted; "
-        f"compiling is not part of a step.{caution}{speed}\n\n{printed}\n\n![seconds a step]({stem.name}.png)"
+        f"in a process of its own, {flags.rounds} rounds in turn, {steps} step{'s' * (steps > 1)} of each after "
+        f"two not counted; compiling is not part of a step.{caution}{speed}\n\n{printed}\n\n"
+        f"![seconds a step]({stem.name}.png)"
     )
     write_results(stem, title, this_command(), results, body)
     if any("seconds" in row for row in rows):
