@@ -13,11 +13,8 @@ from training.config import TrainConfig
 from training.hardware import has_fast_bf16
 
 NEWTON_SCHULZ_STEPS = 5
-NEWTON_SCHULZ_COEFFICIENTS = (
-    3.4445,
-    -4.7750,
-    2.0315,
-)  # Jordan et al. 2024: the steepest start that still stays bounded
+# Jordan et al. 2024: the steepest start that still stays bounded.
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW | MuonAndAdamW:
