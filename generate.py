@@ -20,17 +20,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.errors import ConfigError, DataError, script
-from training.flags import Parser, add_debug, suggest
+from common.errors import ConfigError, DataError, script
+from common.flags import Parser, add_debug, suggest
 
 # torch takes seconds to import, and --help should not wait for it: functions import what needs it when they run.
 if TYPE_CHECKING:
     import torch
 
+    from common.checkpoint import Checkpoint
     from model import ModelConfig, TransformerLanguageModel
     from tokenizer import CharacterTokenizer
     from tokenizer_bpe import BPETokenizer
-    from training.checkpoint import Checkpoint
     from training.generation import Completion, Sampling
 
     Tokenizer = CharacterTokenizer | BPETokenizer
@@ -44,15 +44,15 @@ def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[Tr
     `device` is "auto", "cpu" or "cuda". The weights are bf16 where that is faster (`generation_dtype`), else fp32.
     Raises CheckpointError for a folder that is not a whole checkpoint, ConfigError for a device that is not there.
     """
-    from training.checkpoint import newest_run, open_checkpoint
+    from common.checkpoint import newest_run, open_checkpoint
 
     return load_checkpoint(open_checkpoint(newest_run() if path is None else path), device)
 
 
 def load_checkpoint(checkpoint: Checkpoint, device: str) -> tuple[TransformerLanguageModel, Tokenizer]:
+    from common.errors import CheckpointError
     from model import TransformerLanguageModel
     from tokenizer import load_tokenizer
-    from training.errors import CheckpointError
     from training.hardware import pick_device
 
     target = pick_device(device)
@@ -103,7 +103,7 @@ def generate_text(
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    from training.checkpoint import newest_run, open_checkpoint
+    from common.checkpoint import newest_run, open_checkpoint
     from training.generation import Sampling
     from training.report import printable
 
@@ -244,7 +244,7 @@ def stream_one(model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: st
 
 def compare(arguments, sampling: Sampling) -> None:
     """One table a prompt: what each checkpoint makes of it."""
-    from training.checkpoint import open_checkpoint
+    from common.checkpoint import open_checkpoint
 
     prompts = read_prompts(arguments)
     checkpoints = [open_checkpoint(path) for path in arguments.compare]  # all of them, before the first is used

@@ -21,9 +21,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.errors import INTERRUPTED, ConfigError, DataError, script
-from training.files import atomic_write, sha256_file
-from training.flags import Parser, add_debug
+from common.errors import INTERRUPTED, ConfigError, DataError, script
+from common.files import atomic_write, sha256_file
+from common.flags import Parser, add_debug
 from training.token_folder import TokenFolder, open_writer, pack
 from training.token_settings import HELP, Settings
 

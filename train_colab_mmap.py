@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from common.errors import INTERRUPTED, script
 from training.config import TrainConfig, parse_config
-from training.errors import INTERRUPTED, script
 
 
 @script
@@ -30,8 +30,8 @@ def train(config: TrainConfig) -> int:
     # Imported here, not above: torch takes seconds, and --help should not wait for it.
     import torch
 
+    from common.checkpoint import open_checkpoint
     from model import TransformerLanguageModel
-    from training.checkpoint import open_checkpoint
     from training.data import TokenData
     from training.evaluate import (
         answer_prompts,

@@ -19,8 +19,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from common.files import atomic_write
 from examples.topics import topics
-from training.files import atomic_write
 
 SEPARATOR = "<|endoftext|>"
 HELD_OUT_FILE = Path(__file__).with_name("held_out.jsonl")

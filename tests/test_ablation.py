@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import ConfigError
 from tools import ablation
 from training.config import parse_config
-from training.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import tools.measure
+from common.errors import script
 from tools import benchmark
 from tools.benchmark import Case, cases, compare, performance_table, with_table
-from training.errors import script
 
 ROOT = Path(__file__).resolve().parent.parent
 main = script(benchmark.main)

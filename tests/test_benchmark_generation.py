@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import ConfigError
 from tools import benchmark_generation
-from training.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.errors import ConfigError
 from model import ModelConfig, TransformerLanguageModel
 from training.config import MODEL_KEYS, MODEL_SIZES, SCHEMA, TrainConfig, kind_of, parse_config
-from training.errors import ConfigError
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))

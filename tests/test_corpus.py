@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import DataError
 from tokenizer_bpe import BPETokenizer
 from training import corpus
 from training.corpus import cut_point, find_sources, read_pieces, split_documents, unpacked_bytes
-from training.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.checkpoint import open_checkpoint
 from model import TransformerLanguageModel
 from tools.workload import Training, write_random_tokens
-from training.checkpoint import open_checkpoint
 from training.evaluate import validation_loss
 from training.generation import Sampling, generate
 from training.preflight import estimate_memory

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import training.data
+from common.errors import ConfigError, DataError, UserError
+from common.files import sha256_file
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
 from training.data import ReadAhead, TokenData, TokenMetadata, choose_placement
-from training.errors import ConfigError, DataError, UserError
-from training.files import sha256_file
 from training.hardware import Hardware
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)

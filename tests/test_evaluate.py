@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from common.errors import DataError
 from model import TransformerLanguageModel
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
 from training.data import TokenData, TokenMetadata
-from training.errors import DataError
 from training.evaluate import Answer, Prompt, accuracy, answer_prompts, bits_per_byte, read_prompts, validation_loss
 from training.hardware import Hardware
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from training.errors import CheckpointError, ConfigError, DataError, UserError
-from training.files import atomic_write, read_json, sha256_file, write_json
+from common.errors import CheckpointError, ConfigError, DataError, UserError
+from common.files import atomic_write, read_json, sha256_file, write_json
 
 
 def test_a_complete_write_replaces_the_file_and_leaves_nothing_beside(tmp_path: Path) -> None:

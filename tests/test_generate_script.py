@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import generate as script
+from common.checkpoint import save_checkpoint
+from common.errors import CheckpointError, ConfigError
 from model import ModelConfig, TransformerLanguageModel
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
-from training.checkpoint import save_checkpoint
-from training.errors import CheckpointError, ConfigError
 
 ROOT = Path(__file__).parents[1]
 ALPHABET = "\n abcdefgh?"

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import training.hardware
+from common.errors import ConfigError
 from model import ModelConfig, TransformerLanguageModel
 from training.config import TrainConfig
-from training.errors import ConfigError
 from training.hardware import Hardware, detect_hardware
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 2.0GHz\nflags\t\t: fpu sse2 {}\n\nprocessor\t: 1\nflags\t\t: fpu\n"

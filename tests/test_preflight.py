@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import train_colab_mmap
+from common.errors import MemoryExhausted
 from model import TransformerLanguageModel
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
-from training.errors import MemoryExhausted
 from training.hardware import Hardware
 from training.preflight import MEMORY_SHARE, PROCESS_BYTES, estimate_memory, fit_micro_batch, held_memory
 

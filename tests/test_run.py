@@ -21,10 +21,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
 from training import evaluate as evaluate_module
 from training import run as run_module
 from training import step as step_module
-from training.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
 from training.data import TokenData
 from training.report import read_metrics
 from training.run import Run

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import training.hardware
+from common.errors import script
 from tools import scaling
 from tools.scaling import AXES, axes, data_sizes, draw, table
 from training.config import parse_config
-from training.errors import script
 
 main = script(scaling.main)
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from common.errors import ConfigError, DataError, UserError
 from tools import measure, speed_ladder
 from tools.speed_ladder import NAMES, Rung
 from training.config import SCHEMA, TrainConfig
 from training.data import TokenData
-from training.errors import ConfigError, DataError, UserError
 from training.hardware import Hardware
 
 ROOT = Path(__file__).parents[1]

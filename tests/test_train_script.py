@@ -17,9 +17,9 @@ import safetensors.torch
 import torch
 
 import train_colab_mmap
+from common.errors import ConfigError
 from training import evaluate as evaluate_module
 from training import step as step_module
-from training.errors import ConfigError
 from training.report import Report, read_metrics
 
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -130,8 +130,8 @@ def draw(results: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from training.errors import ConfigError
-    from training.flags import Parser, add_debug, suggest
+    from common.errors import ConfigError
+    from common.flags import Parser, add_debug, suggest
 
     parser = Parser(prog="tools/ablation.py", description=__doc__.split("\n")[0])
     parser.add_argument("--data_dir", default="datasets_cache", metavar="DIR", help="token folder [datasets_cache]")
@@ -179,6 +179,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    from training.errors import script
+    from common.errors import script
 
     sys.exit(script(main)())

@@ -360,8 +360,8 @@ def update_readme() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from training.errors import ConfigError
-    from training.flags import Parser, add_debug
+    from common.errors import ConfigError
+    from common.flags import Parser, add_debug
 
     parser = Parser(prog="tools/benchmark.py", description=__doc__.split("\n")[0])
     names = list(cases(False))
@@ -429,6 +429,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    from training.errors import script
+    from common.errors import script
 
     sys.exit(script(main)())

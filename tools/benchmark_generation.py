@@ -38,9 +38,9 @@ NANOGPT_TOKENS = 3  # each takes as long as reading the prompt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from common.errors import ConfigError
+    from common.flags import Parser, add_debug
     from tools.measure import Spread, describe_machine, measure_in_turn, this_command, write_results
-    from training.errors import ConfigError
-    from training.flags import Parser, add_debug
 
     parser = Parser(prog="tools/benchmark_generation.py", description=__doc__.splitlines()[0])
     model = parser.add_argument_group("model")
@@ -89,8 +89,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def model_config(flags: Namespace) -> ModelConfig:
+    from common.checkpoint import open_checkpoint
     from model import ModelConfig
-    from training.checkpoint import open_checkpoint
 
     if flags.checkpoint:
         return open_checkpoint(flags.checkpoint).model_config()
@@ -112,7 +112,7 @@ def measure(name: str, flags: Namespace, config: ModelConfig) -> dict[str, float
     """Milliseconds from one token (of each row) to the next, by case."""
     import torch
 
-    from training.errors import ConfigError
+    from common.errors import ConfigError
     from training.hardware import pick_device
 
     who, _, precision = name.partition(", ")
@@ -282,6 +282,6 @@ def as_markdown(spreads: dict[str, dict], flags: Namespace) -> str:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    from training.errors import script
+    from common.errors import script
 
     sys.exit(script(main)())

@@ -365,8 +365,8 @@ def summary(row: Row) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from training.errors import ConfigError
-    from training.flags import Parser, add_debug
+    from common.errors import ConfigError
+    from common.flags import Parser, add_debug
 
     parser = Parser(prog="tools/gpu_suite.py", description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", metavar="PART", default=list(PARTS), help=f"of {', '.join(PARTS)} [all]")
@@ -387,8 +387,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         raise ConfigError(f"--parts {unknown[0]} is not known; there are: {', '.join(PARTS)}.")
 
+    from common.files import write_json
     from tools.measure import describe_machine, machine_kind, this_command
-    from training.files import write_json
 
     started = time.monotonic()
     machine = describe_machine("cpu" if flags.toy else "cuda")
@@ -413,6 +413,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    from training.errors import script
+    from common.errors import script
 
     sys.exit(script(main)())

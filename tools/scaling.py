@@ -179,8 +179,8 @@ def draw(measured: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], mach
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from training.errors import ConfigError
-    from training.flags import Parser, add_debug
+    from common.errors import ConfigError
+    from common.flags import Parser, add_debug
 
     parser = Parser(prog="tools/scaling.py", description=__doc__.split("\n")[0])
     parser.add_argument("--axes", nargs="+", metavar="AXIS", default=list(AXES), help=f"of {', '.join(AXES)} [all]")
@@ -230,6 +230,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    from training.errors import script
+    from common.errors import script
 
     sys.exit(script(main)())

@@ -240,8 +240,8 @@ def choose_batch(config: TrainConfig, vocab_size: int, hardware: Hardware, scrat
 
     Raises UserError if the baseline cannot be measured at all.
     """
+    from common.errors import UserError
     from tools.measure import measure_in_turn
-    from training.errors import UserError
 
     if config.sources["batch_size"] == "flag":
         return config, "as given"
@@ -363,7 +363,7 @@ def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from training.flags import Parser, add_debug
+    from common.flags import Parser, add_debug
 
     parser = Parser(
         prog="speed_ladder.py",
@@ -379,8 +379,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_debug(parser)
     flags, rest = parser.parse_known_args(argv)
 
+    from common.errors import ConfigError
     from training.config import parse_config
-    from training.errors import ConfigError
 
     config = parse_config(rest)
     if flags.rung is not None:
@@ -468,6 +468,6 @@ def floor_seconds(config: TrainConfig, vocab_size: int, hardware: Hardware) -> f
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    from training.errors import script
+    from common.errors import script
 
     sys.exit(script(main)())

@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from common.files import sha256_file
 from model import TransformerLanguageModel
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig, parse_config
 from training.data import TokenData
-from training.files import sha256_file
 from training.hardware import Hardware, detect_hardware
 from training.optimizer import build_optimizer
 from training.preflight import estimate_memory, fit_micro_batch, held_memory

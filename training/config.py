@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from training.errors import ConfigError
-from training.files import read_json
-from training.flags import Parser, add_debug, suggest
+from common.errors import ConfigError
+from common.files import read_json
+from common.flags import Parser, add_debug, suggest
 
 if TYPE_CHECKING:
     from model import ModelConfig

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from common.errors import ConfigError, DataError
+from common.files import atomic_write, read_json, sha256_file
 from tokenizer import CharacterTokenizer, load_tokenizer
 from training.config import TrainConfig
-from training.errors import ConfigError, DataError
-from training.files import atomic_write, read_json, sha256_file
 from training.hardware import Hardware, available_ram
 
 if TYPE_CHECKING:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from common.errors import DataError
 from tokenizer import CharacterTokenizer, UnknownCharacterError
 from training.corpus import Piece, Source, read_pieces
-from training.errors import DataError
 
 if TYPE_CHECKING:
     from tokenizer_bpe import BPETokenizer

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
+from common.errors import DataError
 from model import TransformerLanguageModel
 from tokenizer import UnknownCharacterError
 from training.config import TrainConfig
 from training.data import TokenData
-from training.errors import DataError
 from training.generation import Sampling, generate
 from training.hardware import Hardware
 from training.step import pad_rows

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.errors import is_out_of_memory
 from model import KVCache, StaticKVCache, TransformerLanguageModel
 from tokenizer import CharacterTokenizer, TokenizerError, UnknownCharacterError
-from training.errors import is_out_of_memory
 
 if TYPE_CHECKING:
     from tokenizer_bpe import BPETokenizer

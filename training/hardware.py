@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
+from common.errors import ConfigError, is_out_of_memory
+from common.files import atomic_write
 from model import TransformerLanguageModel
 from training.config import TrainConfig
-from training.errors import ConfigError, is_out_of_memory
-from training.files import atomic_write
 
 # Dense bf16/fp16 tensor-core peaks in FLOP/s by the vendor's datasheets, SXM parts where there are several. The first
 # name found in the device's name counts. An unknown device has no peak, and no MFU is reported for it.

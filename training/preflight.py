@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from common.checkpoint import step_folders
+from common.errors import MemoryExhausted, is_out_of_memory
 from model import TransformerLanguageModel
-from training.checkpoint import step_folders
 from training.config import TrainConfig
 from training.data import TokenData
-from training.errors import MemoryExhausted, is_out_of_memory
 from training.hardware import Hardware
 from training.optimizer import hidden_matrices
 from training.report import clock, si

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from common.files import atomic_write
 from model import TransformerLanguageModel
 from training.config import TrainConfig
 from training.data import TokenData
 from training.evaluate import Answer, accuracy
-from training.files import atomic_write
 from training.hardware import Hardware
 
 LONG_SECONDS = 20.0  # of silence that a user should not have to wonder about

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from model import TransformerLanguageModel
-from training.checkpoint import (
+from common.checkpoint import (
     STEP_NAME,
     Checkpoint,
     mirror,
@@ -29,10 +28,11 @@ from training.checkpoint import (
     save_checkpoint,
     step_folders,
 )
+from common.errors import CheckpointError, ConfigError
+from common.files import sha256_file, write_json
+from model import TransformerLanguageModel
 from training.config import MODEL_KEYS, TrainConfig
 from training.data import TokenData
-from training.errors import CheckpointError, ConfigError
-from training.files import sha256_file, write_json
 from training.schedule import epoch_sequences, last_step
 
 # Keys that say where files lie or how to start, not how to train: a change of them is no news.

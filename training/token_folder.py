@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from training.errors import DataError
-from training.files import atomic_write, read_json, sha256_file, sync_directory, write_json
+from common.errors import DataError
+from common.files import atomic_write, read_json, sha256_file, sync_directory, write_json
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from training.errors import ConfigError
+from common.errors import ConfigError
 
 
 @dataclass(frozen=True)

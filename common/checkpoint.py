@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 import safetensors.torch
 import torch
 
+from common.errors import CheckpointError, is_out_of_memory
+from common.files import read_json, sha256_file, sync_directory, write_json
 from model import ModelConfig, TransformerLanguageModel
-from training.errors import CheckpointError, is_out_of_memory
-from training.files import read_json, sha256_file, sync_directory, write_json
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

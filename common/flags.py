@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from training.errors import ConfigError
+from common.errors import ConfigError
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -52,5 +52,5 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_debug(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """`--debug` is read by `training.errors.script`, which wraps every script's main."""
+    """`--debug` is read by `common.errors.script`, which wraps every script's main."""
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from training.errors import UserError
+from common.errors import UserError
 
 
 @contextlib.contextmanager
