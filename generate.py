@@ -51,9 +51,9 @@ def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[Tr
 
 def load_checkpoint(checkpoint: Checkpoint, device: str) -> tuple[TransformerLanguageModel, Tokenizer]:
     from common.errors import CheckpointError
+    from common.machine import pick_device
     from model import TransformerLanguageModel
     from tokenizer import load_tokenizer
-    from training.hardware import pick_device
 
     target = pick_device(device)
     config = checkpoint.model_config()
@@ -78,7 +78,7 @@ def generation_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
     """
     import torch
 
-    from training.hardware import has_fast_bf16
+    from common.machine import has_fast_bf16
 
     wide_enough = device.type == "cuda" or config.embed_dim >= CPU_BF16_MIN_WIDTH
     return torch.bfloat16 if wide_enough and has_fast_bf16(device) else torch.float32
@@ -104,8 +104,8 @@ def generate_text(
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from common.checkpoint import newest_run, open_checkpoint
+    from common.formatting import printable
     from training.generation import Sampling
-    from training.report import printable
 
     fields = {field.name for field in dataclasses.fields(Sampling)}
     given = {key: value for key, value in vars(arguments).items() if key in fields}
@@ -232,8 +232,8 @@ def rows_as_dicts(
 
 def stream_one(model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: str, sampling: Sampling) -> Completion:
     """Print the prompt and its continuation as it is made."""
+    from common.formatting import printable
     from training.generation import generate
-    from training.report import printable
 
     print(printable(prompt), end="", flush=True)
     show: Callable[[int, str], None] = lambda _, piece: print(printable(piece), end="", flush=True)  # noqa: E731
@@ -257,7 +257,7 @@ def compare(arguments, sampling: Sampling) -> None:
         for row in (row for rows in answers for row in rows):
             print(json.dumps(row, ensure_ascii=False))
         return
-    from training.report import cell, table_row
+    from common.formatting import cell, table_row
 
     for i, prompt in enumerate(prompts):
         separate(i)

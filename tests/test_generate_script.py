@@ -383,9 +383,9 @@ def test_load_model_and_generate_text(checkpoint, rows):
     ids=["wide", "no bf16 in the CPU", "narrow"],
 )
 def test_a_wide_model_is_bf16_on_a_cpu_that_has_it(make_checkpoint, tmp_path, monkeypatch, width, flag, dtype):
-    from training import hardware
+    from common import machine
 
-    monkeypatch.setattr(hardware, "cpu_bf16_flag", lambda: flag)
+    monkeypatch.setattr(machine, "cpu_bf16_flag", lambda: flag)
     assert script.generation_dtype(ModelConfig(10, embed_dim=width, num_heads=4), torch.device("cpu")) == dtype
     monkeypatch.setattr(script, "CPU_BF16_MIN_WIDTH", 16)
     model, tokenizer = script.load_model(make_checkpoint(tmp_path / "checkpoint", "character"))

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import training.hardware
+import common.machine
 from common.errors import ConfigError
 from model import ModelConfig, TransformerLanguageModel
 from training.config import TrainConfig
@@ -27,7 +27,7 @@ FakeCuda = Callable[[str, tuple[int, int]], None]
 def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """A machine without a GPU whose CPU has the given flags."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    return lambda flags: monkeypatch.setattr(training.hardware, "cpu_info", lambda: CPUINFO.format(flags))
+    return lambda flags: monkeypatch.setattr(common.machine, "cpu_info", lambda: CPUINFO.format(flags))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_a_small_model_stays_in_fp32_on_a_cpu(cpu: Callable) -> None:
 
 def test_a_cpu_that_tells_nothing_computes_in_fp32(cpu: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu("")
-    monkeypatch.setattr(training.hardware, "cpu_info", lambda: "")
+    monkeypatch.setattr(common.machine, "cpu_info", lambda: "")
     hardware = detect_hardware(WIDE)
     assert hardware.precision == "fp32" and hardware.name
 
@@ -215,7 +215,7 @@ def test_the_description_gives_every_choice_with_its_reason(cpu: Callable) -> No
 
 def test_memory_is_that_of_this_machine() -> None:
     hardware = detect_hardware(TrainConfig(device="cpu"))
-    assert hardware.memory_bytes is None or hardware.memory_bytes >= training.hardware.available_ram() > 2**20
+    assert hardware.memory_bytes is None or hardware.memory_bytes >= common.machine.available_ram() > 2**20
     assert hardware.peak_memory() is None or hardware.peak_memory() > 2**20
 
 

@@ -195,7 +195,7 @@ def test_a_dry_run_of_a_model_that_does_not_fit_ends_with_exit_code_5(
     tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("training.hardware.memory_info", lambda name: 10**5)
+    monkeypatch.setattr("common.machine.memory_info", lambda name: 10**5)
     before = listing(tmp_path)
     assert train_colab_mmap.main(["--data_dir", str(tokens), *SHAPE, "--dry_run", "--placement", "ram"]) == 5
     assert capsys.readouterr().err.startswith("error: ")

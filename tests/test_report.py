@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.formatting import cell, clock, si
 from training import report as report_module
 from training.config import parse_config
 from training.evaluate import Answer, Prompt
 from training.hardware import Hardware, detect_hardware
-from training.report import Report, cell, clock, read_metrics, si
+from training.report import Report, read_metrics
 
 CONTRACT_FIELDS = {
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import training.hardware
+import common.machine
 from common.errors import script
 from tools import scaling
 from tools.scaling import AXES, axes, data_sizes, draw, table
@@ -62,10 +62,10 @@ def test_one_thing_changes_at_a_time(size: str) -> None:
 
 
 def test_token_files_too_large_for_this_machine_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training.hardware, "available_ram", lambda: 2_000_000_000)
+    monkeypatch.setattr(common.machine, "available_ram", lambda: 2_000_000_000)
     sizes, said = data_sizes("cpu", tmp_path)
     assert sizes == [1, 10, 100] and "above 100 MB are left out: 2.0 GB" in said
-    monkeypatch.setattr(training.hardware, "available_ram", lambda: 10**12)
+    monkeypatch.setattr(common.machine, "available_ram", lambda: 10**12)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
     assert data_sizes("cpu", tmp_path) == ([1, 10, 100, 1000, 5000], "")
 

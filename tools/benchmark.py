@@ -210,7 +210,8 @@ def measure(name: str, case: Case, folder: str, device: str, checkout: str | Non
 
     import torch
 
-    from training.hardware import Hardware, pick_device
+    from common.machine import pick_device
+    from training.hardware import Hardware
 
     target = pick_device(device)
     builders = {
@@ -392,8 +393,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.nanogpt and not (Path(flags.nanogpt) / "model.py").is_file():
         raise ConfigError(f"--nanogpt {flags.nanogpt} holds no model.py; a checkout of nanoGPT is expected.")
 
+    from common.machine import pick_device
     from tools.measure import describe_machine, machine_kind, this_command, write_results
-    from training.hardware import pick_device
 
     device = pick_device(flags.device).type
     left_out = {}

@@ -101,7 +101,7 @@ def contestants(nanogpt: str | None) -> list[str]:
     """On a CPU fp32 against fp32, and bf16 against bf16 where the CPU has it; on a GPU bf16."""
     import torch
 
-    from training.hardware import cpu_bf16_flag
+    from common.machine import cpu_bf16_flag
 
     precisions = ["bf16"] if torch.cuda.is_available() else ["fp32", "bf16"] if cpu_bf16_flag() else ["fp32"]
     names = [f"{who}, {precision}" for precision in precisions for who in (OURS, HUGGING_FACE)]
@@ -113,7 +113,7 @@ def measure(name: str, flags: Namespace, config: ModelConfig) -> dict[str, float
     import torch
 
     from common.errors import ConfigError
-    from training.hardware import pick_device
+    from common.machine import pick_device
 
     who, _, precision = name.partition(", ")
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]

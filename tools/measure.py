@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.machine import device_name
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -61,12 +63,12 @@ def describe_machine(device: str = "auto") -> dict[str, Any]:
     """What a figure depends on besides the code. `device`: auto, cpu or cuda."""
     import torch
 
-    from training.hardware import cpu_name, pick_device
+    from common.machine import pick_device
 
-    is_cuda = pick_device(device).type == "cuda"
+    picked = pick_device(device)
     return {
-        "device": torch.cuda.get_device_name() if is_cuda else cpu_name(),
-        "cuda": is_cuda,
+        "device": device_name(picked),
+        "cuda": picked.type == "cuda",
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -66,7 +66,7 @@ def axes(size: str, data_mb: Sequence[float]) -> dict[str, dict[str, Flags]]:
 
 def data_sizes(size: str, folder: Path) -> tuple[list[float], str]:
     """Sizes of token files in MB that fit here, and a sentence if the largest of them do not."""
-    from training.hardware import available_ram
+    from common.machine import available_ram
 
     wanted = [1, 2] if size == "toy" else [1, 10, 100, 1_000, 5_000]
     free = min(shutil.disk_usage(folder).free, available_ram() or sys.maxsize)
@@ -203,8 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.rounds < 1 or flags.seconds <= 0:
         raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
 
+    from common.machine import pick_device
     from tools.measure import describe_machine, machine_kind, this_command, write_results
-    from training.hardware import pick_device
 
     device = pick_device(flags.device).type
     machine = describe_machine(device)

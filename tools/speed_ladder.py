@@ -389,10 +389,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.rounds < 1 or (flags.steps is not None and flags.steps < 1):
         raise ConfigError("--rounds and --steps are at least 1.")
 
+    from common.formatting import si
     from tools.measure import describe_machine, machine_kind, measure_in_turn, this_command, write_results
     from training.data import TokenMetadata, locate
     from training.hardware import detect_hardware
-    from training.report import si
 
     hardware = detect_hardware(config)
     output = Path(config.output_dir or "runs/speed_ladder")

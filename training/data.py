@@ -23,9 +23,10 @@ import torch
 
 from common.errors import ConfigError, DataError
 from common.files import atomic_write, read_json, sha256_file
+from common.machine import available_ram
 from tokenizer import CharacterTokenizer, load_tokenizer
 from training.config import TrainConfig
-from training.hardware import Hardware, available_ram
+from training.hardware import Hardware
 
 if TYPE_CHECKING:
     from tokenizer_bpe import BPETokenizer

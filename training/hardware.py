@@ -1,4 +1,4 @@
-"""What this machine can do and what of it a run uses: device, precision, compilation; each choice with its reason."""
+"""What a run makes of the machine: device, precision, compilation; each choice with its reason."""
 
 from __future__ import annotations
 
@@ -9,37 +9,19 @@ import hashlib
 import json
 import os
 import platform
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from common.errors import ConfigError, is_out_of_memory
 from common.files import atomic_write
+from common.machine import cpu_bf16_flag, device_name, names_part, peak_flops, pick_device, total_ram
 from model import TransformerLanguageModel
 from training.config import TrainConfig
-
-# Dense bf16/fp16 tensor-core peaks in FLOP/s by the vendor's datasheets, SXM parts where there are several. The first
-# name found in the device's name counts. An unknown device has no peak, and no MFU is reported for it.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10G": 70e12,
-    "RTX 4090": 165e12,
-    "RTX 3090": 71e12,
-    "V100": 125e12,
-    "T4": 65e12,
-}
 
 # Below this width the casts of autocast cost more than the faster matrix products save on a CPU (measured: a step of
 # 4 x 128, context 64, is 1.3 times slower in bf16; 4 x 256, context 256, is 2 times faster).
@@ -211,7 +193,7 @@ def detect_hardware(config: TrainConfig) -> Hardware:
     """Choose device, precision and compilation. Raises ConfigError if what is asked for is not there."""
     device = pick_device(config.device if config.use_gpu else "cpu")
     use_cuda = device.type == "cuda"
-    name = torch.cuda.get_device_name() if use_cuda else cpu_name()
+    name = device_name(device)
     precision, precision_reason = choose_precision(config, device)
     compiles, compile_reason = choose_compile(config, device)
     if use_cuda:
@@ -220,28 +202,9 @@ def detect_hardware(config: TrainConfig) -> Hardware:
         memory = torch.cuda.get_device_properties(device).total_memory
     else:
         keep_freed_memory()
-        memory = memory_info("MemTotal")
-    peak = next((peak for part, peak in PEAK_FLOPS.items() if names_part(name, part)), None) if use_cuda else None
+        memory = total_ram()
+    peak = peak_flops(name) if use_cuda else None
     return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory)
-
-
-def names_part(name: str, part: str) -> bool:
-    """Whether a device's name holds the part's as whole words: an RTX A1000 is no A100, an L40 no L4."""
-    return re.search(rf"\b{part}\b", name) is not None
-
-
-def pick_device(name: str) -> torch.device:
-    """ "auto", "cpu" or "cuda" to a device. Raises ConfigError if it is not there."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}; allowed: auto, cpu, cuda.")
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise ConfigError(
-            "--device cuda, but PyTorch sees no CUDA GPU. In Colab choose Runtime > Change runtime type > GPU; "
-            "elsewhere check `nvidia-smi` and that this is a CUDA build of torch. --device auto uses what is there."
-        )
-    # With its index, as the tensors on it report it: torch.device("cuda") is not equal to torch.device("cuda:0").
-    return torch.device("cuda", 0) if has_cuda and name != "cpu" else torch.device("cpu")
 
 
 def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, str]:
@@ -271,13 +234,6 @@ def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, st
     return "bf16", f"this CPU has {flag}"
 
 
-def has_fast_bf16(device: torch.device) -> bool:
-    """Whether matrix products in bf16 run on units made for it."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    return cpu_bf16_flag() is not None
-
-
 def choose_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
     """On a CPU compiling pays where many small operations surround the matrix products, as rotary positions and the
     normalisation of queries and keys do, and where the run is long enough. Decided from the configuration, not by a
@@ -295,37 +251,3 @@ def choose_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str
     saves = CPU_COMPILE_SAVES * flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))
     said = f"it takes about {takes:.0f} s and saves about {saves:.0f} s of this run"
     return saves > CPU_COMPILE_MARGIN * takes, said
-
-
-@lru_cache(maxsize=1)
-def cpu_info() -> str:
-    try:
-        return Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
-
-
-def cpu_bf16_flag() -> str | None:
-    """The instruction set that makes bf16 fast on this CPU, None if there is none (or none that can be known)."""
-    flags = next((line.split() for line in cpu_info().splitlines() if line.startswith("flags")), [])
-    return next((name for flag, name in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")) if flag in flags), None)
-
-
-def cpu_name() -> str:
-    lines = (line for line in cpu_info().splitlines() if line.startswith("model name"))
-    model = next(lines, "").partition(":")[2].strip() or platform.processor() or platform.machine()
-    return f"{model} ({os.cpu_count()} cores)"
-
-
-def available_ram() -> int | None:
-    """Bytes of memory a process could use without swapping; None where the system does not tell."""
-    return memory_info("MemAvailable")
-
-
-def memory_info(name: str) -> int | None:
-    """A line of Linux's /proc/meminfo in bytes."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from common.machine import has_fast_bf16
 from training.config import TrainConfig
-from training.hardware import has_fast_bf16
 
 NEWTON_SCHULZ_STEPS = 5
 # Jordan et al. 2024: the steepest start that still stays bounded.

@@ -11,12 +11,12 @@ import torch
 
 from common.checkpoint import step_folders
 from common.errors import MemoryExhausted, is_out_of_memory
+from common.formatting import clock, si
 from model import TransformerLanguageModel
 from training.config import TrainConfig
 from training.data import TokenData
 from training.hardware import Hardware
 from training.optimizer import hidden_matrices
-from training.report import clock, si
 from training.run import Run
 from training.step import train_step
 

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from common.formatting import si
 from training.config import TrainConfig
 from training.hardware import Hardware
-from training.report import Report, si
+from training.report import Report
 from training.run import Run
 from training.step import train_step
 

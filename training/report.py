@@ -8,7 +8,6 @@ import math
 import shutil
 import sys
 import time
-import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from tqdm import tqdm
 
 from common.files import atomic_write
+from common.formatting import cell, clock, si, table_row
 from model import TransformerLanguageModel
 from training.config import TrainConfig
 from training.data import TokenData
@@ -292,32 +292,5 @@ def answer_table(answers: list[Answer]) -> list[str]:
     return lines
 
 
-def printable(text: str) -> str:
-    """Text without control characters: what a model makes up must not be able to drive the terminal."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
-
-
-def cell(text: str) -> str:
-    """Text that stays inside one cell of a Markdown table."""
-    return " ".join(printable(text).split()).replace("|", "\\|")
-
-
-def table_row(cells: list[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
-
-
 def perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 else math.inf
-
-
-def clock(seconds: float) -> str:
-    hours, rest = divmod(round(seconds), 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
-
-
-def si(number: float) -> str:
-    """1234 -> 1.23k"""
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g}{unit}"
-    return f"{number:.3g}"

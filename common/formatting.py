@@ -1,0 +1,32 @@
+"""Numbers, durations and made-up text as a person can read them, in a terminal and in a Markdown table."""
+
+from __future__ import annotations
+
+import unicodedata
+
+
+def printable(text: str) -> str:
+    """Text without control characters: what a model makes up must not be able to drive the terminal."""
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+
+
+def cell(text: str) -> str:
+    """Text that stays inside one cell of a Markdown table."""
+    return " ".join(printable(text).split()).replace("|", "\\|")
+
+
+def table_row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def clock(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+
+
+def si(number: float) -> str:
+    """1234 -> 1.23k"""
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:.3g}"

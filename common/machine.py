@@ -1,0 +1,104 @@
+"""What this machine is: its device and the name of it, its memory, and which arithmetic it has units for."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from common.errors import ConfigError
+
+# Dense bf16/fp16 tensor-core peaks in FLOP/s by the vendor's datasheets, SXM parts where there are several. The first
+# name found in the device's name counts. An unknown device has no peak, and no MFU is reported for it.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "V100": 125e12,
+    "T4": 65e12,
+}
+
+
+def peak_flops(name: str) -> float | None:
+    """Of the device of this name, in FLOP/s; None for one that is not in the table."""
+    return next((peak for part, peak in PEAK_FLOPS.items() if names_part(name, part)), None)
+
+
+def names_part(name: str, part: str) -> bool:
+    """Whether a device's name holds the part's as whole words: an RTX A1000 is no A100, an L40 no L4."""
+    return re.search(rf"\b{part}\b", name) is not None
+
+
+def pick_device(name: str) -> torch.device:
+    """ "auto", "cpu" or "cuda" to a device. Raises ConfigError if it is not there."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device is {name!r}; allowed: auto, cpu, cuda.")
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise ConfigError(
+            "--device cuda, but PyTorch sees no CUDA GPU. In Colab choose Runtime > Change runtime type > GPU; "
+            "elsewhere check `nvidia-smi` and that this is a CUDA build of torch. --device auto uses what is there."
+        )
+    # With its index, as the tensors on it report it: torch.device("cuda") is not equal to torch.device("cuda:0").
+    return torch.device("cuda", 0) if has_cuda and name != "cpu" else torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether matrix products in bf16 run on units made for it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return cpu_bf16_flag() is not None
+
+
+@lru_cache(maxsize=1)
+def cpu_info() -> str:
+    try:
+        return Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+
+
+def cpu_bf16_flag() -> str | None:
+    """The instruction set that makes bf16 fast on this CPU, None if there is none (or none that can be known)."""
+    flags = next((line.split() for line in cpu_info().splitlines() if line.startswith("flags")), [])
+    return next((name for flag, name in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")) if flag in flags), None)
+
+
+def cpu_name() -> str:
+    lines = (line for line in cpu_info().splitlines() if line.startswith("model name"))
+    model = next(lines, "").partition(":")[2].strip() or platform.processor() or platform.machine()
+    return f"{model} ({os.cpu_count()} cores)"
+
+
+def total_ram() -> int | None:
+    """Bytes of memory of this machine; None where the system does not tell."""
+    return memory_info("MemTotal")
+
+
+def available_ram() -> int | None:
+    """Bytes of memory a process could use without swapping; None where the system does not tell."""
+    return memory_info("MemAvailable")
+
+
+def memory_info(name: str) -> int | None:
+    """A line of Linux's /proc/meminfo in bytes."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)
