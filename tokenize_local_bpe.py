@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 from common.errors import INTERRUPTED, ConfigError, DataError, script
 from common.files import atomic_write, sha256_file
 from common.flags import Parser, add_debug
-from training.token_folder import TokenFolder, open_writer, pack
-from training.token_settings import HELP, Settings
+from tokenization.settings import HELP, Settings
+from tokenization.token_folder import TokenFolder, open_writer, pack
 
 if TYPE_CHECKING:
+    from tokenization.corpus import Source
     from tokenizer import CharacterTokenizer
     from tokenizer_bpe import BPETokenizer
-    from training.corpus import Source
 
     Tokenizer = CharacterTokenizer | BPETokenizer
 
@@ -63,8 +63,8 @@ def tokenize(
 
 
 def _tokenize(inputs: Sequence[str], output_dir: str | Path, options: Settings, quiet: bool) -> Path:
+    from tokenization.corpus import find_sources, unpacked_bytes
     from tokenizer import TokenizerError, load_tokenizer
-    from training.corpus import find_sources, unpacked_bytes
 
     say = _say_nothing if quiet else print
     sources = find_sources(inputs)
@@ -135,10 +135,10 @@ def _prepare_tokenizer(
     """The tokenizer in the work folder: kept from before, copied from `tokenizer_file`, or trained."""
     from tqdm import tqdm
 
+    from tokenization.corpus import read_pieces
+    from tokenization.encoding import sample_evenly
     from tokenizer import CharacterTokenizer, load_tokenizer
     from tokenizer_bpe import BPETokenizer
-    from training.corpus import read_pieces
-    from training.encoding import sample_evenly
 
     path = folder.in_work(folder.tokenizer)
     if not path.exists():
@@ -193,7 +193,7 @@ def _encode(
     """Encode, in order, what the work folder does not hold yet."""
     from tqdm import tqdm
 
-    from training.encoding import encode_in_order, read_chunks, token_dtype
+    from tokenization.encoding import encode_in_order, read_chunks, token_dtype
 
     dtype = token_dtype(tokenizer.vocab_size)
     workers = options.num_workers or os.cpu_count() or 1
@@ -216,7 +216,7 @@ def _metadata(
     """The metadata of what the work folder holds (design section 4)."""
     import numpy as np
 
-    from training.encoding import split_index, text_bytes, token_dtype
+    from tokenization.encoding import split_index, text_bytes, token_dtype
 
     dtype = token_dtype(tokenizer.vocab_size)
     with open_writer(folder, dtype) as writer:
@@ -252,8 +252,8 @@ def _metadata(
 def _report(folder: TokenFolder, metadata: dict[str, Any]) -> None:
     import numpy as np
 
+    from tokenization.encoding import token_dtype
     from tokenizer import load_tokenizer
-    from training.encoding import token_dtype
 
     tokenizer = load_tokenizer(folder.tokenizer)
     total, text_bytes = metadata["total_tokens"], metadata["train_bytes"] + metadata["val_bytes"]

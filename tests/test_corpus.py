@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import DataError
+from tokenization import corpus
+from tokenization.corpus import cut_point, find_sources, read_pieces, split_documents, unpacked_bytes
 from tokenizer_bpe import BPETokenizer
-from training import corpus
-from training.corpus import cut_point, find_sources, read_pieces, split_documents, unpacked_bytes
 
 SEPARATOR = "<|endoftext|>"
 

@@ -19,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenize_local_bpe
+from tokenization import token_folder
+from tokenization.encoding import split_index
 from tokenize_local_bpe import main, tokenize
 from tokenizer import load_tokenizer
 from tokenizer_bpe import BPETokenizer
-from training import token_folder
-from training.encoding import split_index
 
 SEPARATOR = "<|endoftext|>"
 SCRIPT = Path(tokenize_local_bpe.__file__)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from training.corpus import Source
+    from tokenization.corpus import Source
 
 ROOT = Path(__file__).resolve().parents[1]
 MEGABYTE = 1_000_000
@@ -60,9 +60,9 @@ def peak_memory_of_children() -> float | None:
 
 
 def encode_all(sources: Sequence[Source], vocabulary: Path, workers: int) -> None:
+    from tokenization.corpus import DOCUMENT_SEPARATOR
+    from tokenization.encoding import encode_in_order, read_chunks, token_dtype
     from tokenizer import load_tokenizer
-    from training.corpus import DOCUMENT_SEPARATOR
-    from training.encoding import encode_in_order, read_chunks, token_dtype
 
     tokenizer = load_tokenizer(vocabulary)
     chunks = read_chunks(sources, DOCUMENT_SEPARATOR, "text", 4 * MEGABYTE)
@@ -73,8 +73,8 @@ def encode_all(sources: Sequence[Source], vocabulary: Path, workers: int) -> Non
 def measure(sources: Sequence[Source], inputs: Sequence[str], vocab_size: int, slice_mb: float) -> list[Row]:
     from tokenizers import Tokenizer
 
+    from tokenization.corpus import read_pieces, unpacked_bytes
     from tokenizer_bpe import BPETokenizer
-    from training.corpus import read_pieces, unpacked_bytes
 
     megabytes = unpacked_bytes(sources) / MEGABYTE
     rows = []
@@ -113,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     flags = parser.parse_args(argv)
 
-    from training.corpus import find_sources
+    from tokenization.corpus import find_sources
 
     with tempfile.TemporaryDirectory() as folder:
         inputs = flags.input

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from common.errors import DataError
+from tokenization.corpus import Piece, Source, read_pieces
 from tokenizer import CharacterTokenizer, UnknownCharacterError
-from training.corpus import Piece, Source, read_pieces
 
 if TYPE_CHECKING:
     from tokenizer_bpe import BPETokenizer
