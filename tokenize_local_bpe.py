@@ -24,8 +24,9 @@ from typing import TYPE_CHECKING, Any
 from common.errors import INTERRUPTED, ConfigError, DataError, script
 from common.files import atomic_write, sha256_file
 from common.flags import Parser, add_debug
+from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files
 from tokenization.settings import HELP, Settings
-from tokenization.token_folder import TokenFolder, open_writer, pack
+from tokenization.token_folder import DEFAULT_FOLDER, TokenFolder, open_writer, pack
 
 if TYPE_CHECKING:
     from tokenization.corpus import Source
@@ -34,13 +35,11 @@ if TYPE_CHECKING:
 
     Tokenizer = CharacterTokenizer | BPETokenizer
 
-FORMAT_VERSION = 1
-OUTPUT_DIR = "datasets_cache"
 BAR = {"unit": "B", "unit_scale": True, "mininterval": 0.5}
 
 
 def tokenize(
-    inputs: Sequence[str], output_dir: str | Path = OUTPUT_DIR, *, quiet: bool = False, **settings: Any
+    inputs: Sequence[str], output_dir: str | Path = DEFAULT_FOLDER, *, quiet: bool = False, **settings: Any
 ) -> Path:
     """Tokenize text files into `output_dir`; returns the path of the metadata. `settings` are the fields of Settings.
 
@@ -52,7 +51,7 @@ def tokenize(
     """
     options = Settings(**settings)
     try:
-        return _tokenize(inputs, output_dir, options, quiet)
+        return tokenize_with(options, inputs, output_dir, quiet)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
@@ -62,11 +61,11 @@ def tokenize(
         ) from None
 
 
-def _tokenize(inputs: Sequence[str], output_dir: str | Path, options: Settings, quiet: bool) -> Path:
+def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Path, quiet: bool) -> Path:
     from tokenization.corpus import find_sources, unpacked_bytes
     from tokenizer import TokenizerError, load_tokenizer
 
-    say = _say_nothing if quiet else print
+    say = say_nothing if quiet else print
     sources = find_sources(inputs)
     kind = "character" if options.tokenizer == "char" else "bpe"
     if options.tokenizer_file:
@@ -79,7 +78,7 @@ def _tokenize(inputs: Sequence[str], output_dir: str | Path, options: Settings, 
         raise ConfigError("--unknown drop is for character tokenizers; a BPE tokenizer encodes any text.")
 
     folder = TokenFolder.of(output_dir, kind, options.output_name)
-    fingerprint = _fingerprint(sources, options, kind)
+    fingerprint = fingerprint_of(sources, options, kind)
     metadata = folder.complete_metadata(fingerprint)
     if metadata:
         say(f"{folder.folder} is already complete for this text and these settings.")
@@ -89,42 +88,43 @@ def _tokenize(inputs: Sequence[str], output_dir: str | Path, options: Settings, 
         total_bytes = unpacked_bytes(sources)
         if total_bytes == 0:
             raise DataError(f"The input is empty: {', '.join(map(str, inputs))}.")
-        folder.open_work(_digest([fingerprint, options.chunk_size_mb]), say)
+        folder.open_work(digest([fingerprint, options.chunk_size_mb]), say)
         try:
             if not folder.awaits_publishing:
-                tokenizer = _prepare_tokenizer(folder, sources, options, kind, total_bytes, quiet)
+                tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes, quiet)
                 if kind == "bpe" and tokenizer.encoder_name != "tiktoken":
                     say(tokenizer.encoder_note)
-                _encode(folder, tokenizer, sources, options, total_bytes, quiet)
-                folder.prepare_publishing(_metadata(folder, tokenizer, sources, options, fingerprint), options.compress)
+                encode_sources(folder, tokenizer, sources, options, total_bytes, quiet)
+                described = describe_tokens(folder, tokenizer, sources, options, fingerprint)
+                folder.prepare_publishing(described, options.compress)
         except (DataError, TokenizerError):
             folder.discard_work()  # the text has to change before another run can end better
             raise
         metadata = folder.publish()
     if not quiet:
-        _report(folder, metadata)
+        print_result(folder, metadata)
     return folder.metadata
 
 
-def _say_nothing(message: str) -> None:
+def say_nothing(message: str) -> None:
     pass
 
 
-def _fingerprint(sources: Sequence[Source], options: Settings, kind: str) -> str:
+def fingerprint_of(sources: Sequence[Source], options: Settings, kind: str) -> str:
     """Identifies everything the token file depends on: the files as they are now, and the settings that matter."""
     settings = [FORMAT_VERSION, kind, options.train_split, options.text_key, options.document_separator]
     if options.tokenizer_file:
         settings += [sha256_file(options.tokenizer_file), options.unknown]
     elif kind == "bpe":
         settings += [options.vocab_size, options.min_frequency, options.vocab_sample_mb]
-    return _digest([settings, [[str(source.path), source.size, source.modified_ns] for source in sources]])
+    return digest([settings, [[str(source.path), source.size, source.modified_ns] for source in sources]])
 
 
-def _digest(value: Any) -> str:
+def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
-def _prepare_tokenizer(
+def prepare_tokenizer(
     folder: TokenFolder,
     sources: Sequence[Source],
     options: Settings,
@@ -152,7 +152,7 @@ def _prepare_tokenizer(
                     trained = CharacterTokenizer.train(piece.text + piece.line_break for piece in pieces)
                 else:
                     texts = sample_evenly((piece.text for piece in pieces), options.vocab_sample_mb * 1e6 / total_bytes)
-                    trained = _in_background(
+                    trained = in_background(
                         lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency), bar.refresh
                     )
             with atomic_write(path) as file:
@@ -160,7 +160,7 @@ def _prepare_tokenizer(
     return load_tokenizer(path)
 
 
-def _in_background(function: Callable[[], Any], while_waiting: Callable[[], Any]) -> Any:
+def in_background(function: Callable[[], Any], while_waiting: Callable[[], Any]) -> Any:
     """Call `function` in a thread of its own: learning merges is one long native call that Ctrl-C cannot interrupt.
 
     `while_waiting` is called about once a second.
@@ -182,7 +182,7 @@ def _in_background(function: Callable[[], Any], while_waiting: Callable[[], Any]
     return result.result()
 
 
-def _encode(
+def encode_sources(
     folder: TokenFolder,
     tokenizer: Tokenizer,
     sources: Sequence[Source],
@@ -210,10 +210,10 @@ def _encode(
             bar.update(chunk.bytes_read - bar.n)
 
 
-def _metadata(
+def describe_tokens(
     folder: TokenFolder, tokenizer: Tokenizer, sources: Sequence[Source], options: Settings, fingerprint: str
-) -> dict[str, Any]:
-    """The metadata of what the work folder holds (design section 4)."""
+) -> TokenMetadata:
+    """The metadata of what the work folder holds."""
     import numpy as np
 
     from tokenization.encoding import split_index, text_bytes, token_dtype
@@ -225,50 +225,47 @@ def _metadata(
     ends = np.memmap(folder.document_ends, "<i8", "r") if documents else np.zeros(0, np.int64)
     split = split_index(total, ends, options.train_split)
     byte_lengths = tokenizer.byte_lengths
-    return {
-        "format_version": FORMAT_VERSION,
-        "tokenizer_type": tokenizer.kind,
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": "uint16" if dtype.itemsize == 2 else "int32",
-        "bytes_per_token": dtype.itemsize,
-        "total_tokens": total,
-        "train_split": options.train_split,
-        "train_split_index": split,
-        "train_tokens": split,
-        "val_tokens": total - split,
-        "train_bytes": text_bytes(bin_path, dtype, 0, split, byte_lengths),
-        "val_bytes": text_bytes(bin_path, dtype, split, total, byte_lengths),
-        "documents": documents,
-        "source_files": [{"name": source.name, "size": source.size} for source in sources],
-        "bin_file": folder.bin.name,
-        "tokenizer_file": folder.tokenizer.name,
-        "tokens_sha256": sha256_file(bin_path),
-        "tokenizer_sha256": sha256_file(folder.in_work(folder.tokenizer)),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "fingerprint": fingerprint,
-    }
+    return TokenMetadata(
+        path=folder.metadata,
+        vocab_size=tokenizer.vocab_size,
+        total_tokens=total,
+        train_tokens=split,
+        dtype=dtype.name,
+        tokenizer_type=tokenizer.kind,
+        bin_file=folder.bin.name,
+        tokenizer_file=folder.tokenizer.name,
+        tokens_sha256=sha256_file(bin_path),
+        tokenizer_sha256=sha256_file(folder.in_work(folder.tokenizer)),
+        val_bytes=text_bytes(bin_path, dtype, split, total, byte_lengths),
+        train_bytes=text_bytes(bin_path, dtype, 0, split, byte_lengths),
+        train_split=options.train_split,
+        documents=documents,
+        source_files=tuple({"name": source.name, "size": source.size} for source in sources),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        fingerprint=fingerprint,
+    )
 
 
-def _report(folder: TokenFolder, metadata: dict[str, Any]) -> None:
+def print_result(folder: TokenFolder, metadata: TokenMetadata) -> None:
     import numpy as np
 
     from tokenization.encoding import token_dtype
     from tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder.tokenizer)
-    total, text_bytes = metadata["total_tokens"], metadata["train_bytes"] + metadata["val_bytes"]
+    total = metadata.total_tokens
     print(
-        f"\n{total:,} tokens from {text_bytes:,} bytes of text in {metadata['documents']:,} documents: "
-        f"{text_bytes / total:.2f} bytes per token\n"
+        f"\n{total:,} tokens from {metadata.text_bytes:,} bytes of text in {metadata.documents:,} documents: "
+        f"{metadata.text_bytes / total:.2f} bytes per token\n"
         f"Vocabulary: {tokenizer.vocab_size:,} ({tokenizer.kind})\n"
-        f"Training: {metadata['train_tokens']:,} tokens; validation: {metadata['val_tokens']:,} tokens"
+        f"Training: {metadata.train_tokens:,} tokens; validation: {metadata.val_tokens:,} tokens"
     )
     if tokenizer.kind == "bpe":
         lengths = tokenizer.byte_lengths
         longest = np.argsort(-lengths, kind="stable")[:10]
-        print("Longest tokens:", ", ".join(f'"{_escaped(tokenizer.decode([i]))}"' for i in longest))
+        print("Longest tokens:", ", ".join(f'"{escaped(tokenizer.decode([i]))}"' for i in longest))
     sample = np.fromfile(folder.bin, token_dtype(tokenizer.vocab_size), count=60)
-    print(f'The text begins: "{_escaped(tokenizer.decode(sample))}"')
+    print(f'The text begins: "{escaped(tokenizer.decode(sample))}"')
     print("Files:")
     for path in (folder.bin, folder.packed, folder.tokenizer, folder.metadata):
         if path.exists():
@@ -276,17 +273,17 @@ def _report(folder: TokenFolder, metadata: dict[str, Any]) -> None:
     print(f"\nTrain on it:\n  {training_command(folder, tokenizer.kind)}")
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
 def training_command(folder: TokenFolder, kind: str) -> str:
     """The command that trains on these files; it names each of them where the folder holds other tokens as well."""
     data = ""
-    if len(list(folder.folder.glob("*_metadata.json"))) > 1:
+    if len(metadata_files(folder.folder)) > 1:
         named = (("bin_file", folder.bin), ("tokenizer_file", folder.tokenizer), ("metadata_file", folder.metadata))
         data = "".join(f" --{flag} {shlex.quote(str(path))}" for flag, path in named)
-    elif folder.folder != Path(OUTPUT_DIR):
+    elif folder.folder != Path(DEFAULT_FOLDER):
         data = f" --data_dir {shlex.quote(str(folder.folder))}"
     config = "gpt2_small.json" if kind == "bpe" else "shakespeare_char.json"
     return f"python train_colab_mmap.py{data} --config {config}"
@@ -295,7 +292,7 @@ def training_command(folder: TokenFolder, kind: str) -> str:
 TYPES = {"int": int, "float": float, "bool": bool}
 
 
-def _parser() -> Parser:
+def build_parser() -> Parser:
     parser = Parser(
         prog="tokenize_local_bpe.py",
         description=__doc__,
@@ -304,7 +301,7 @@ def _parser() -> Parser:
     parser.add_argument(
         "--input", nargs="+", metavar="PATH", help="files, folders or patterns: .txt, .md, .jsonl, each also as .gz"
     )
-    parser.add_argument("--output_dir", metavar="FOLDER", help=f"where the files go (default: {OUTPUT_DIR})")
+    parser.add_argument("--output_dir", metavar="FOLDER", help=f"where the files go (default: {DEFAULT_FOLDER})")
     for field in fields(Settings):
         kind = TYPES.get(str(field.type), str)
         if kind is bool:
@@ -319,7 +316,7 @@ def _parser() -> Parser:
 
 def parse_arguments(argv: Sequence[str] | None) -> dict[str, Any]:
     """The flags that were given. Raises ConfigError for unknown ones and for ones that would have no effect."""
-    parser = _parser()
+    parser = build_parser()
     known, unknown = parser.parse_known_args(argv)
     given = vars(known)
     problems = parser.unknown_words(unknown)
@@ -340,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parse_arguments(argv)
     given.pop("debug", None)
     try:
-        tokenize(given.pop("input"), given.pop("output_dir", OUTPUT_DIR), **given)
+        tokenize(given.pop("input"), given.pop("output_dir", DEFAULT_FOLDER), **given)
     except KeyboardInterrupt:
         print("\nInterrupted. The same command continues where this one stopped.", file=sys.stderr)
         return INTERRUPTED

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from common.errors import INTERRUPTED, script
+from tokenization.token_folder import DEFAULT_FOLDER
 from training.config import TrainConfig, parse_config
 
 
@@ -161,7 +162,7 @@ def use_builtin_files(config: TrainConfig) -> TrainConfig:
 
     files = {}
     if config.input == "builtin:conversations":
-        text = Path("datasets_cache") / "conversations" / "conversations.txt"
+        text = Path(DEFAULT_FOLDER) / "conversations" / "conversations.txt"
         if not text.exists():
             text.parent.mkdir(parents=True, exist_ok=True)
             conversations.write(text)
@@ -176,7 +177,7 @@ def tokenize_input(config: TrainConfig) -> TrainConfig:
     from tokenize_local_bpe import tokenize
 
     name = re.sub(r"[^\w.-]+", "_", Path(config.input).stem)  # a pattern's * is no name for a folder
-    folder = config.data_dir or str(Path("datasets_cache") / name)
+    folder = config.data_dir or str(Path(DEFAULT_FOLDER) / name)
     tokenize([config.input], folder, tokenizer=config.tokenizer, vocab_size=config.vocab_size, quiet=True)
     return dataclasses.replace(config, data_dir=folder)
 

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 import training.data
 from common.errors import ConfigError, DataError, UserError
 from common.files import sha256_file
+from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
-from training.data import ReadAhead, TokenData, TokenMetadata, choose_placement
+from training.data import ReadAhead, TokenData, choose_placement
 from training.hardware import Hardware
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)

@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 from common.errors import DataError
 from model import TransformerLanguageModel
+from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
-from training.data import TokenData, TokenMetadata
+from training.data import TokenData
 from training.evaluate import Answer, Prompt, accuracy, answer_prompts, bits_per_byte, read_prompts, validation_loss
 from training.hardware import Hardware
 

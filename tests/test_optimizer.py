@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import ModelConfig, TransformerLanguageModel
+from tokenization.metadata import TokenMetadata
 from training.config import TrainConfig
-from training.data import TokenData, TokenMetadata
+from training.data import TokenData
 from training.hardware import Hardware
 from training.optimizer import Muon, MuonAndAdamW, apply_hyperparameters, build_optimizer, clip_gradients, orthogonalize
 from training.step import train_step

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenize_local_bpe
+from tokenization import metadata as metadata_module
 from tokenization import token_folder
 from tokenization.encoding import split_index
 from tokenize_local_bpe import main, tokenize
@@ -336,8 +337,8 @@ def test_stopped_anywhere_it_continues_to_the_same_bytes(
     def append(self: token_folder.TokenWriter, *arguments: Any) -> None:
         if len(appended) == stop_at:
             # The chunk's tokens have been written, its line in the journal only by half.
-            self._tokens.write(b"junk")
-            self._journal.write(b'{"tokens": ')
+            self.token_file.write(b"junk")
+            self.journal.write(b'{"tokens": ')
             raise Killed
         appended.append(1)
         original_append(self, *arguments)
@@ -357,14 +358,14 @@ def test_stopped_anywhere_it_continues_to_the_same_bytes(
         elif stop_at == "while moving":
             patch.setattr(os, "replace", replace)
         elif stop_at == "before metadata":
-            original_write = token_folder.write_json
+            original_write = metadata_module.write_json
 
             def write_json(path: Path, value: Any) -> None:
                 if path.parent == out:
                     raise Killed
                 original_write(path, value)
 
-            patch.setattr(token_folder, "write_json", write_json)
+            patch.setattr(metadata_module, "write_json", write_json)
         else:
             patch.setattr(token_folder.TokenWriter, "append", append)
         tokenize([str(tmp_path / "text.txt")], out, quiet=True, **options)

@@ -15,13 +15,16 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from common.errors import DataError
 from common.files import atomic_write, read_json, sha256_file, sync_directory, write_json
+from tokenization.metadata import TokenMetadata
 
 if TYPE_CHECKING:
     import numpy as np
+
+DEFAULT_FOLDER = "datasets_cache"
 
 
 @dataclass(frozen=True)
@@ -67,17 +70,17 @@ class TokenFolder:
         """Where the unfinished form of one of the files stands."""
         return self.work / path.name
 
-    def complete_metadata(self, fingerprint: str) -> dict[str, Any] | None:
+    def complete_metadata(self, fingerprint: str) -> TokenMetadata | None:
         """The metadata if it has this fingerprint and the files it describes are whole, else None."""
         try:
-            metadata = read_json(self.metadata, DataError)
-            if metadata.get("fingerprint") != fingerprint:
+            metadata = TokenMetadata.read(self.metadata)
+            if metadata.fingerprint != fingerprint:
                 return None
             whole = (
-                sha256_file(self.bin) == metadata["tokens_sha256"]
-                and sha256_file(self.tokenizer) == metadata["tokenizer_sha256"]
+                sha256_file(self.bin) == metadata.tokens_sha256
+                and sha256_file(self.tokenizer) == metadata.tokenizer_sha256
             )
-        except (DataError, OSError, KeyError):
+        except (DataError, OSError):
             return None
         return metadata if whole else None
 
@@ -107,18 +110,18 @@ class TokenFolder:
     def awaits_publishing(self) -> bool:
         return self.in_work(self.metadata).exists()
 
-    def prepare_publishing(self, metadata: dict[str, Any], compress: bool) -> None:
+    def prepare_publishing(self, metadata: TokenMetadata, compress: bool) -> None:
         """Note that the work is done: from here on `publish` has only to move files."""
         if compress:
             pack(self.in_work(self.bin), self.in_work(self.packed))
-        write_json(self.in_work(self.metadata), metadata)
+        metadata.write(self.in_work(self.metadata))
 
-    def publish(self) -> dict[str, Any]:
+    def publish(self) -> TokenMetadata:
         """Move the finished files to their names and return the metadata; killed midway, the next call completes it.
 
         The old metadata goes first and the new comes last, so at no moment does metadata describe other bytes.
         """
-        metadata = read_json(self.in_work(self.metadata), DataError)
+        metadata = TokenMetadata.read(self.in_work(self.metadata))
         self.metadata.unlink(missing_ok=True)
         sync_directory(self.folder)
         if self.in_work(self.bin).exists():
@@ -127,9 +130,14 @@ class TokenFolder:
             if self.in_work(path).exists():
                 os.replace(self.in_work(path), path)
         sync_directory(self.folder)
-        write_json(self.metadata, metadata)
+        metadata.write(self.metadata)
         shutil.rmtree(self.work)
         return metadata
+
+
+def holds_unfinished(folder: Path) -> bool:
+    """Whether a tokenization into `folder` was interrupted."""
+    return any(folder.glob(".*.partial"))
 
 
 class TokenWriter:
@@ -139,22 +147,22 @@ class TokenWriter:
     """
 
     def __init__(self, tokens: BinaryIO, document_ends: BinaryIO, journal: BinaryIO, dtype: np.dtype) -> None:
-        self._tokens, self._ends, self._journal = tokens, document_ends, journal
+        self.token_file, self.ends_file, self.journal = tokens, document_ends, journal
         self.chunks = self.tokens = self.documents = 0
         journal_end = 0
-        for line in self._journal:
+        for line in self.journal:
             if not line.endswith(b"\n"):  # it was being written
                 break
             entry = json.loads(line)
-            checksum = zlib.crc32(self._tokens.read(entry["tokens"] * dtype.itemsize))
-            if zlib.crc32(self._ends.read(entry["documents"] * 8), checksum) != entry["crc32"]:
+            checksum = zlib.crc32(self.token_file.read(entry["tokens"] * dtype.itemsize))
+            if zlib.crc32(self.ends_file.read(entry["documents"] * 8), checksum) != entry["crc32"]:
                 break
             journal_end += len(line)
             self.chunks += 1
             self.tokens += entry["tokens"]
             self.documents += entry["documents"]
         sizes = (self.tokens * dtype.itemsize, self.documents * 8, journal_end)
-        for file, size in zip((self._tokens, self._ends, self._journal), sizes, strict=True):
+        for file, size in zip((self.token_file, self.ends_file, self.journal), sizes, strict=True):
             file.truncate(size)
             file.seek(size)
 
@@ -167,7 +175,7 @@ class TokenWriter:
             "crc32": zlib.crc32(end_bytes, zlib.crc32(token_bytes)),
         }
         line = (json.dumps(entry) + "\n").encode()
-        for file, content in ((self._tokens, token_bytes), (self._ends, end_bytes), (self._journal, line)):
+        for file, content in ((self.token_file, token_bytes), (self.ends_file, end_bytes), (self.journal, line)):
             file.write(content)
             file.flush()
         self.chunks += 1

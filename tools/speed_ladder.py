@@ -168,20 +168,19 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
 
 def find_tokens(config: TrainConfig, scratch: Path) -> tuple[TrainConfig, str]:
     """The tokens the configuration names, else random ones in `scratch`; and in words which."""
+    from tokenization.metadata import metadata_files
+    from tokenization.token_folder import DEFAULT_FOLDER
     from tools.workload import write_random_tokens
     from train_colab_mmap import tokenize_input, use_builtin_files
-    from training.data import DEFAULT_DATA_DIR
 
     config = use_builtin_files(config)
     if config.input:
         config = tokenize_input(config)
-    if config.bin_file or config.data_dir or any(Path(DEFAULT_DATA_DIR).glob("*_metadata.json")):
-        return config, f"the tokens of {config.bin_file or config.data_dir or DEFAULT_DATA_DIR}"
+    if config.bin_file or config.data_dir or metadata_files(Path(DEFAULT_FOLDER)):
+        return config, f"the tokens of {config.bin_file or config.data_dir or DEFAULT_FOLDER}"
     folder = scratch / "tokens"
     write_random_tokens(folder, SYNTHETIC_TOKENS, config.vocab_size)
-    words = (
-        f"{SYNTHETIC_TOKENS:,} random tokens, vocabulary {config.vocab_size:,}: there are none in {DEFAULT_DATA_DIR}/"
-    )
+    words = f"{SYNTHETIC_TOKENS:,} random tokens, vocabulary {config.vocab_size:,}: there are none in {DEFAULT_FOLDER}/"
     return dataclasses.replace(config, data_dir=str(folder)), words
 
 
@@ -390,8 +389,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--rounds and --steps are at least 1.")
 
     from common.formatting import si
+    from tokenization.metadata import TokenMetadata
     from tools.measure import describe_machine, machine_kind, measure_in_turn, this_command, write_results
-    from training.data import TokenMetadata, locate
+    from training.data import locate
     from training.hardware import detect_hardware
 
     hardware = detect_hardware(config)

@@ -13,7 +13,7 @@ import shutil
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,8 +22,10 @@ import numpy as np
 import torch
 
 from common.errors import ConfigError, DataError
-from common.files import atomic_write, read_json, sha256_file
+from common.files import atomic_write, sha256_file
 from common.machine import available_ram
+from tokenization.metadata import TokenMetadata, metadata_files
+from tokenization.token_folder import DEFAULT_FOLDER, holds_unfinished
 from tokenizer import CharacterTokenizer, load_tokenizer
 from training.config import TrainConfig
 from training.hardware import Hardware
@@ -31,71 +33,8 @@ from training.hardware import Hardware
 if TYPE_CHECKING:
     from tokenizer_bpe import BPETokenizer
 
-DEFAULT_DATA_DIR = "datasets_cache"
-DTYPES = ("uint16", "int16", "int32")
 RAM_SHARE = 0.7  # of the available memory that tokens may take; the rest is for the model and Python
 GPU_SHARE = 0.2  # of the GPU's memory that tokens may take; the rest is for training
-
-
-@dataclass(frozen=True)
-class TokenMetadata:
-    """What the metadata JSON says of a token file. The blog's files lack some fields; their defaults are the blog's."""
-
-    path: Path
-    vocab_size: int
-    total_tokens: int
-    train_tokens: int
-    dtype: str
-    tokenizer_type: str
-    bin_file: str | None
-    tokenizer_file: str | None
-    tokens_sha256: str | None
-    tokenizer_sha256: str | None
-    val_bytes: int | None
-
-    @property
-    def val_tokens(self) -> int:
-        return self.total_tokens - self.train_tokens
-
-    @classmethod
-    def read(cls, path: Path) -> TokenMetadata:
-        """Raises DataError listing everything that is missing or cannot be."""
-        values = read_json(path, DataError)
-        problems = [f"{key} is missing" for key in ("vocab_size", "total_tokens") if key not in values]
-        if "train_split_index" not in values and "train_split" not in values:
-            problems.append("train_split_index is missing")
-        for key in ("vocab_size", "total_tokens", "train_split_index", "val_bytes"):
-            if key in values and (type(values[key]) is not int or values[key] < 0):
-                problems.append(f"{key} is {values[key]!r}; a whole number is needed")
-        split = values.get("train_split", 0.9)
-        if not isinstance(split, int | float) or not 0 < split < 1:
-            problems.append(f"train_split is {split!r}; a number between 0 and 1 is needed")
-        dtype, kind = values.get("dtype", "int16"), values.get("tokenizer_type", "character")
-        if dtype not in DTYPES:
-            problems.append(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
-        if kind not in ("bpe", "character"):
-            problems.append(f"tokenizer_type is {kind!r}; allowed: bpe, character")
-        for key in ("bin_file", "tokenizer_file", "tokens_sha256", "tokenizer_sha256"):
-            if not isinstance(values.get(key), str | None):
-                problems.append(f"{key} is {values[key]!r}; a text is needed")
-        if not problems:
-            train_tokens = values.get("train_split_index", int(values["total_tokens"] * split))
-            if not 0 < train_tokens < values["total_tokens"]:
-                problems.append(f"train_split_index is {train_tokens} of {values['total_tokens']} tokens")
-        if problems:
-            raise DataError(
-                f"{path} is not usable: {'; '.join(problems)}. Run tokenize_local_bpe.py again on your text."
-            )
-        return cls(
-            path=path,
-            vocab_size=values["vocab_size"],
-            total_tokens=values["total_tokens"],
-            train_tokens=train_tokens,
-            dtype=dtype,
-            tokenizer_type=kind,
-            **{key: values.get(key) for key in ("bin_file", "tokenizer_file", "tokens_sha256", "tokenizer_sha256")},
-            val_bytes=values.get("val_bytes"),
-        )
 
 
 class TokenData:
@@ -137,8 +76,8 @@ class TokenData:
         """Find, check and place the tokens. Raises DataError for bad files, ConfigError for a context too long."""
         bin_path, tokenizer_path, metadata_path = locate(config)
         metadata = TokenMetadata.read(metadata_path)
-        bin_path = bin_path or inside(metadata_path, metadata.bin_file, "bin_file")
-        tokenizer_path = tokenizer_path or inside(metadata_path, metadata.tokenizer_file, "tokenizer_file")
+        bin_path = bin_path or metadata.beside("bin_file")
+        tokenizer_path = tokenizer_path or metadata.beside("tokenizer_file")
         for split, count in (("training", metadata.train_tokens), ("validation", metadata.val_tokens)):
             if count <= config.max_seq_len:
                 raise ConfigError(
@@ -148,7 +87,7 @@ class TokenData:
                 )
         check_size(bin_path, metadata)
         placement = choose_placement(bin_path.stat().st_size, config, hardware)
-        dtype = np.dtype(metadata.dtype).newbyteorder("<")
+        dtype = metadata.numpy_dtype
         # mode "c" maps private pages: PyTorch asks for writable memory, and the file must stay as it is.
         tokens = np.memmap(bin_path, dtype, mode="c") if placement == "mmap" else np.fromfile(bin_path, dtype)
         tokens_sha256 = check_tokens(bin_path, tokens, metadata)
@@ -270,8 +209,8 @@ def locate(config: TrainConfig) -> tuple[Path | None, Path | None, Path]:
     """Paths of the token file, the tokenizer and the metadata; the first two None where the metadata names them."""
     if config.bin_file:
         return Path(config.bin_file), Path(config.tokenizer_file), Path(config.metadata_file)
-    folder = Path(config.data_dir or DEFAULT_DATA_DIR)
-    found = sorted(folder.glob("*_metadata.json"))
+    folder = Path(config.data_dir or DEFAULT_FOLDER)
+    found = metadata_files(folder)
     if len(found) == 1:
         return None, None, found[0]
     if found:
@@ -280,22 +219,11 @@ def locate(config: TrainConfig) -> tuple[Path | None, Path | None, Path]:
             f"{folder} holds several token files ({names}). Name one with --bin_file, --tokenizer_file and "
             "--metadata_file, or keep each in a folder of its own and use --data_dir."
         )
-    partial = list(folder.glob(".*.partial")) if folder.is_dir() else []
+    partial = holds_unfinished(folder)
     state = "an unfinished token file: run the same tokenize_local_bpe.py command again" if partial else "no token file"
     hint = "" if partial else ". Make one: python tokenize_local_bpe.py --input my_text.txt"
     where = f" --output_dir {folder}" if config.data_dir and not partial else ""
     raise DataError(f"There is {state} in {folder}/{hint}{where}")
-
-
-def inside(metadata_path: Path, name: str | None, key: str) -> Path:
-    """A file the metadata names, which must lie beside it: a metadata file from elsewhere cannot point anywhere."""
-    if not name:
-        raise DataError(f"{metadata_path} has no {key}; name the file with --{key}.")
-    folder = metadata_path.parent.resolve()
-    path = (folder / name).resolve()
-    if path.parent != folder:
-        raise DataError(f"{key} in {metadata_path} is {name!r}, which is not a file beside it.")
-    return metadata_path.parent / name
 
 
 def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
@@ -309,7 +237,7 @@ def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
                 shutil.copyfileobj(source, target, 2**22)
             except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
                 raise DataError(f"{packed} is damaged ({problem}); copy it again.") from None
-    size, itemsize = bin_path.stat().st_size, np.dtype(metadata.dtype).itemsize
+    size, itemsize = bin_path.stat().st_size, metadata.numpy_dtype.itemsize
     if size != metadata.total_tokens * itemsize:
         raise DataError(
             f"{bin_path} has {size:,} bytes; {metadata.path.name} says {metadata.total_tokens:,} tokens of {itemsize} "

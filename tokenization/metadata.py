@@ -1,0 +1,148 @@
+"""The metadata of a token folder: all fields of its JSON file, which the pre-tokenizer writes and the trainer reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from common.errors import DataError
+from common.files import read_json, write_json
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FORMAT_VERSION = 1
+DTYPES = ("uint16", "int16", "int32")  # of which the pre-tokenizer writes the first and the last
+
+
+@dataclass(frozen=True)
+class TokenMetadata:
+    """What the metadata JSON says of a token file. The blog's files lack some fields; their defaults are the blog's, or
+    None where nothing can be said."""
+
+    path: Path  # of the JSON file
+    vocab_size: int
+    total_tokens: int
+    train_tokens: int  # the first ones; the rest validates
+    dtype: str
+    tokenizer_type: str  # "bpe" or "character"
+    bin_file: str | None
+    tokenizer_file: str | None
+    tokens_sha256: str | None
+    tokenizer_sha256: str | None
+    val_bytes: int | None  # of UTF-8 text that the validation tokens stand for
+    train_bytes: int | None = None
+    train_split: float = 0.9  # as it was asked for
+    documents: int | None = None
+    source_files: tuple[dict[str, Any], ...] = ()  # name and size of each
+    created: str | None = None
+    fingerprint: str | None = None  # of all that the token file depends on
+
+    @property
+    def val_tokens(self) -> int:
+        return self.total_tokens - self.train_tokens
+
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of all the text, as far as they were counted."""
+        return (self.train_bytes or 0) + (self.val_bytes or 0)
+
+    @property
+    def numpy_dtype(self) -> np.dtype:
+        import numpy as np  # here, for --help has no use for it
+
+        return np.dtype(self.dtype).newbyteorder("<")
+
+    def beside(self, key: str) -> Path:
+        """The file that `bin_file` or `tokenizer_file` names. It must lie beside the metadata: a metadata file from
+        elsewhere cannot point anywhere. Raises DataError."""
+        name = getattr(self, key)
+        if not name:
+            raise DataError(f"{self.path} has no {key}; name the file with --{key}.")
+        folder = self.path.parent.resolve()
+        if (folder / name).resolve().parent != folder:
+            raise DataError(f"{key} in {self.path} is {name!r}, which is not a file beside it.")
+        return self.path.parent / name
+
+    @classmethod
+    def read(cls, path: Path) -> TokenMetadata:
+        """Raises DataError listing everything that is missing or cannot be."""
+        values = read_json(path, DataError)
+        problems = [f"{key} is missing" for key in ("vocab_size", "total_tokens") if key not in values]
+        if "train_split_index" not in values and "train_split" not in values:
+            problems.append("train_split_index is missing")
+        for key in ("vocab_size", "total_tokens", "train_split_index", "train_bytes", "val_bytes", "documents"):
+            if key in values and (type(values[key]) is not int or values[key] < 0):
+                problems.append(f"{key} is {values[key]!r}; a whole number is needed")
+        split = values.get("train_split", 0.9)
+        if not isinstance(split, int | float) or not 0 < split < 1:
+            problems.append(f"train_split is {split!r}; a number between 0 and 1 is needed")
+        dtype, kind = values.get("dtype", "int16"), values.get("tokenizer_type", "character")
+        if dtype not in DTYPES:
+            problems.append(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
+        if kind not in ("bpe", "character"):
+            problems.append(f"tokenizer_type is {kind!r}; allowed: bpe, character")
+        for key in ("bin_file", "tokenizer_file", "tokens_sha256", "tokenizer_sha256", "created", "fingerprint"):
+            if not isinstance(values.get(key), str | None):
+                problems.append(f"{key} is {values[key]!r}; a text is needed")
+        if not isinstance(values.get("source_files", []), list):
+            problems.append(f"source_files is {values['source_files']!r}; a list is needed")
+        if not problems:
+            train_tokens = values.get("train_split_index", int(values["total_tokens"] * split))
+            if not 0 < train_tokens < values["total_tokens"]:
+                problems.append(f"train_split_index is {train_tokens} of {values['total_tokens']} tokens")
+        if problems:
+            raise DataError(
+                f"{path} is not usable: {'; '.join(problems)}. Run tokenize_local_bpe.py again on your text."
+            )
+        return cls(
+            path=path,
+            vocab_size=values["vocab_size"],
+            total_tokens=values["total_tokens"],
+            train_tokens=train_tokens,
+            dtype=dtype,
+            tokenizer_type=kind,
+            bin_file=values.get("bin_file"),
+            tokenizer_file=values.get("tokenizer_file"),
+            tokens_sha256=values.get("tokens_sha256"),
+            tokenizer_sha256=values.get("tokenizer_sha256"),
+            val_bytes=values.get("val_bytes"),
+            train_bytes=values.get("train_bytes"),
+            train_split=split,
+            documents=values.get("documents"),
+            source_files=tuple(values.get("source_files", ())),
+            created=values.get("created"),
+            fingerprint=values.get("fingerprint"),
+        )
+
+    def write(self, path: Path) -> None:
+        """Write it to `path`, whole or not at all. What was not counted is left out."""
+        values = {
+            "format_version": FORMAT_VERSION,
+            "tokenizer_type": self.tokenizer_type,
+            "vocab_size": self.vocab_size,
+            "dtype": self.dtype,
+            "bytes_per_token": self.numpy_dtype.itemsize,
+            "total_tokens": self.total_tokens,
+            "train_split": self.train_split,
+            "train_split_index": self.train_tokens,
+            "train_tokens": self.train_tokens,
+            "val_tokens": self.val_tokens,
+            "train_bytes": self.train_bytes,
+            "val_bytes": self.val_bytes,
+            "documents": self.documents,
+            "source_files": self.source_files,
+            "bin_file": self.bin_file,
+            "tokenizer_file": self.tokenizer_file,
+            "tokens_sha256": self.tokens_sha256,
+            "tokenizer_sha256": self.tokenizer_sha256,
+            "created": self.created,
+            "fingerprint": self.fingerprint,
+        }
+        write_json(path, {key: value for key, value in values.items() if value is not None})
+
+
+def metadata_files(folder: Path) -> list[Path]:
+    """The metadata of every token file in a folder, sorted by name."""
+    return sorted(folder.glob("*_metadata.json"))
