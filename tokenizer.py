@@ -53,15 +53,15 @@ class IncrementalDecoder:
     """
 
     def __init__(self, decode_bytes: Callable[[TokenIds], bytes], encoding: str) -> None:
-        self._decode_bytes = decode_bytes
-        self._decoder = codecs.getincrementaldecoder(encoding)("replace")
+        self.decode_bytes = decode_bytes
+        self.text_decoder = codecs.getincrementaldecoder(encoding)("replace")
 
     def push(self, ids: TokenIds) -> str:
-        return self._decoder.decode(self._decode_bytes(ids))
+        return self.text_decoder.decode(self.decode_bytes(ids))
 
     def flush(self) -> str:
         """What is left when no more ids come: "" or a replacement character for an unfinished sequence."""
-        return self._decoder.decode(b"", final=True)
+        return self.text_decoder.decode(b"", final=True)
 
 
 class CharacterTokenizer:
@@ -77,11 +77,11 @@ class CharacterTokenizer:
         for character in characters:
             if not isinstance(character, str) or len(character) != 1 or ord(character) in SURROGATES:
                 raise TokenizerError(f"{character!r} is not a single Unicode character.")
-        self._codes = np.array([ord(character) for character in characters], dtype="<u4")  # id -> code point
+        self.codes = np.array([ord(character) for character in characters], dtype="<u4")  # id -> code point
         # One slot more than the largest code point: everything above it is looked up there, and is unknown.
-        self._ids = np.full(int(self._codes.max()) + 2, -1, dtype=np.int32)  # code point -> id
-        self._ids[self._codes] = np.arange(len(characters), dtype=np.int32)
-        if np.count_nonzero(self._ids >= 0) != len(characters):
+        self.ids = np.full(int(self.codes.max()) + 2, -1, dtype=np.int32)  # code point -> id
+        self.ids[self.codes] = np.arange(len(characters), dtype=np.int32)
+        if np.count_nonzero(self.ids >= 0) != len(characters):
             raise TokenizerError("A character stands twice in the vocabulary.")
 
     @classmethod
@@ -93,15 +93,15 @@ class CharacterTokenizer:
         """Collect the characters of a stream of texts; memory does not grow with the stream."""
         seen = np.zeros(CODE_POINTS, dtype=bool)
         for text in texts:
-            seen[_code_points(text)] = True
+            seen[code_points(text)] = True
         return cls([chr(code) for code in np.flatnonzero(seen)])
 
     @classmethod
     def load(cls, path: str | Path) -> CharacterTokenizer:
-        return cls._from_json(_read_json(path), path)
+        return cls.from_json(read_tokenizer_json(path), path)
 
     @classmethod
-    def _from_json(cls, content: dict[str, Any], path: str | Path) -> CharacterTokenizer:
+    def from_json(cls, content: dict[str, Any], path: str | Path) -> CharacterTokenizer:
         to_id = content.get("char_to_idx")
         if not isinstance(to_id, dict) or not to_id:
             raise TokenizerError(f'{path} has no "char_to_idx" table; it is not a character tokenizer.')
@@ -125,7 +125,7 @@ class CharacterTokenizer:
 
     def to_json(self) -> str:
         """The blog's form of a character tokenizer."""
-        characters = [chr(code) for code in self._codes]
+        characters = [chr(code) for code in self.codes]
         content = {
             "type": self.kind,
             "vocab_size": self.vocab_size,
@@ -136,7 +136,7 @@ class CharacterTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        return len(self._codes)
+        return len(self.codes)
 
     @property
     def unused_ids(self) -> list[int]:
@@ -146,7 +146,7 @@ class CharacterTokenizer:
     @property
     def byte_lengths(self) -> np.ndarray:
         """(vocab_size,) int32: UTF-8 bytes of text that each id stands for."""
-        return np.digitize(self._codes, [0x80, 0x800, 0x10000]).astype(np.int32) + 1
+        return np.digitize(self.codes, [0x80, 0x800, 0x10000]).astype(np.int32) + 1
 
     def encode(self, text: str, unknown: str = "error") -> np.ndarray:
         """Ids of the text's characters, (characters,) int32.
@@ -156,8 +156,8 @@ class CharacterTokenizer:
         """
         if unknown not in ("error", "drop"):
             raise ValueError(f'unknown={unknown!r}; use "error" or "drop"')
-        codes = _code_points(text)
-        ids = self._ids[np.minimum(codes, len(self._ids) - 1)]
+        codes = code_points(text)
+        ids = self.ids[np.minimum(codes, len(self.ids) - 1)]
         known = ids >= 0
         if known.all():
             return ids
@@ -172,14 +172,14 @@ class CharacterTokenizer:
 
     def decode(self, ids: TokenIds) -> str:
         """Text of the ids. Raises TokenizerError for an id outside the vocabulary."""
-        return self._decode_bytes(ids).decode("utf-32-le")
+        return self.decode_bytes(ids).decode("utf-32-le")
 
-    def _decode_bytes(self, ids: TokenIds) -> bytes:
+    def decode_bytes(self, ids: TokenIds) -> bytes:
         array = check_ids(ids, self.vocab_size)
-        return self._codes[array].tobytes()
+        return self.codes[array].tobytes()
 
     def decoder(self) -> IncrementalDecoder:
-        return IncrementalDecoder(self._decode_bytes, "utf-32-le")
+        return IncrementalDecoder(self.decode_bytes, "utf-32-le")
 
 
 def check_ids(ids: TokenIds, vocab_size: int) -> np.ndarray:
@@ -193,9 +193,9 @@ def check_ids(ids: TokenIds, vocab_size: int) -> np.ndarray:
 
 def load_tokenizer(path: str | Path) -> CharacterTokenizer | BPETokenizer:
     """Load a tokenizer file of either kind, recognised by its content. Raises TokenizerError naming the file."""
-    content = _read_json(path)
+    content = read_tokenizer_json(path)
     if "char_to_idx" in content or content.get("type") == "character":
-        return CharacterTokenizer._from_json(content, path)
+        return CharacterTokenizer.from_json(content, path)
     if "model" in content:
         from tokenizer_bpe import BPETokenizer
 
@@ -206,12 +206,12 @@ def load_tokenizer(path: str | Path) -> CharacterTokenizer | BPETokenizer:
     )
 
 
-def _code_points(text: str) -> np.ndarray:
+def code_points(text: str) -> np.ndarray:
     """(characters,) uint32. A lone surrogate, which is no character, keeps its own code and so is never known."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
 
 
-def _read_json(path: str | Path) -> dict[str, Any]:
+def read_tokenizer_json(path: str | Path) -> dict[str, Any]:
     try:
         content = json.loads(Path(path).read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:

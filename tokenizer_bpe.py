@@ -25,9 +25,9 @@ GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|
 # `\s+(?!\S)` gives its last character back by backtracking, with one stack entry per character: tiktoken panics on
 # runs of some 500,000 whitespace characters that something follows. Such a run is cut where the match would end.
 LONGEST_WHITESPACE = 100_000
-_SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # \s above; Python's own has more
+SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # \s above; Python's own has more
 # Tried only where a run begins: anywhere else it would take time quadratic in the length of the run.
-LONG_WHITESPACE = re.compile(rf"(?<!{_SPACE}){_SPACE}{{{LONGEST_WHITESPACE},}}+")
+LONG_WHITESPACE = re.compile(rf"(?<!{SPACE}){SPACE}{{{LONGEST_WHITESPACE},}}+")
 
 PROBE = (
     "The quick brown fox didn't jump; it's 12,345.67 o'clock -- we'll see they've I'M you'RE ''s 'sa.\n\n\n"
@@ -57,14 +57,14 @@ class BPETokenizer:
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Raises TokenizerError if the tokenizer is not a byte-level BPE."""
         content = json.loads(tokenizer.to_str())
-        self._tokenizer = tokenizer
-        self._tokenizer.encode_special_tokens = True  # as ordinary text
-        self._bytes = _token_table(content)
-        self._special_ids = {
+        self.backend = tokenizer
+        self.backend.encode_special_tokens = True  # as ordinary text
+        self.table = token_table(content)
+        self.special_ids = {
             token["content"]: token["id"] for token in content.get("added_tokens") or [] if token.get("special")
         }
-        self._fast, self.encoder_note = _fast_encoder(tokenizer, content, self._bytes)
-        self.encoder_name = "tiktoken" if self._fast else "tokenizers"
+        self.fast, self.encoder_note = fast_encoder(tokenizer, content, self.table)
+        self.encoder_name = "tiktoken" if self.fast else "tokenizers"
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int = 32000, min_frequency: int = 2) -> BPETokenizer:
@@ -90,7 +90,7 @@ class BPETokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.train_from_iterator((_valid_unicode(text) for text in texts), trainer)
+        tokenizer.train_from_iterator((valid_unicode(text) for text in texts), trainer)
         return cls(tokenizer)
 
     @classmethod
@@ -120,35 +120,35 @@ class BPETokenizer:
 
     def to_json(self) -> str:
         """The Hugging Face `tokenizers` form, which `PreTrainedTokenizerFast(tokenizer_file=...)` loads."""
-        return self._tokenizer.to_str(pretty=True)
+        return self.backend.to_str(pretty=True)
 
     @property
     def vocab_size(self) -> int:
-        return len(self._bytes)
+        return len(self.table)
 
     @property
     def end_of_text_id(self) -> int | None:
-        return self._special_ids.get(END_OF_TEXT)
+        return self.special_ids.get(END_OF_TEXT)
 
     @property
     def unused_ids(self) -> list[int]:
         """Ids that are never to be sampled: special tokens but end-of-text, and ids that no token has."""
-        special = {i for name, i in self._special_ids.items() if name != END_OF_TEXT}
-        return sorted(special | {i for i, token in enumerate(self._bytes) if not token})
+        special = {i for name, i in self.special_ids.items() if name != END_OF_TEXT}
+        return sorted(special | {i for i, token in enumerate(self.table) if not token})
 
     @property
     def byte_lengths(self) -> np.ndarray:
         """(vocab_size,) int32: UTF-8 bytes of text that each id stands for; 0 for special tokens."""
-        lengths = np.array([len(token) for token in self._bytes], dtype=np.int32)
-        lengths[list(self._special_ids.values())] = 0
+        lengths = np.array([len(token) for token in self.table], dtype=np.int32)
+        lengths[list(self.special_ids.values())] = 0
         return lengths
 
     def encode(self, text: str) -> np.ndarray:
         """Ids of the text, (tokens,) int32. A lone surrogate, which UTF-8 cannot express, becomes U+FFFD."""
-        text = _valid_unicode(text)
-        if self._fast is None:
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
-        pieces = [self._fast.encode_to_numpy(piece, disallowed_special=()) for piece in _cut_whitespace(text)]
+        text = valid_unicode(text)
+        if self.fast is None:
+            return np.array(self.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        pieces = [self.fast.encode_to_numpy(piece, disallowed_special=()) for piece in cut_whitespace(text)]
         return (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(np.int32)
 
     def decode(self, ids: TokenIds) -> str:
@@ -156,7 +156,7 @@ class BPETokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def decode_bytes(self, ids: TokenIds) -> bytes:
-        return b"".join([self._bytes[i] for i in check_ids(ids, self.vocab_size).tolist()])
+        return b"".join([self.table[i] for i in check_ids(ids, self.vocab_size).tolist()])
 
     def token_bytes(self, token_id: int) -> bytes:
         return self.decode_bytes([token_id])
@@ -172,7 +172,7 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
-def _token_table(content: dict[str, Any]) -> list[bytes]:
+def token_table(content: dict[str, Any]) -> list[bytes]:
     """The bytes of each id, b"" for an id that no token has."""
     stages = [content.get("pre_tokenizer") or {}, content.get("decoder") or {}]
     stages += [inner for stage in stages for inner in stage.get("pretokenizers", []) + stage.get("decoders", [])]
@@ -190,11 +190,11 @@ def _token_table(content: dict[str, Any]) -> list[bytes]:
     return table
 
 
-def _fast_encoder(
+def fast_encoder(
     tokenizer: tokenizers.Tokenizer, content: dict[str, Any], table: list[bytes]
 ) -> tuple[tiktoken.Encoding | None, str]:
     """A tiktoken encoder that gives the same ids, or None; and a sentence that says which encoder is used and why."""
-    obstacle = _obstacle(content)
+    obstacle = obstacle_to_tiktoken(content)
     if not obstacle:
         import tiktoken
 
@@ -215,7 +215,7 @@ def _fast_encoder(
     return None, f"Encoding with `tokenizers`, several times slower than tiktoken: {obstacle}."
 
 
-def _obstacle(content: dict[str, Any]) -> str:
+def obstacle_to_tiktoken(content: dict[str, Any]) -> str:
     """Why tiktoken cannot stand in for this tokenizer; "" if it may."""
     model, pre_tokenizer = content["model"], content.get("pre_tokenizer") or {}
     if pre_tokenizer.get("type") != "ByteLevel" or content.get("normalizer"):
@@ -241,7 +241,7 @@ def _obstacle(content: dict[str, Any]) -> str:
     return ""
 
 
-def _valid_unicode(text: str) -> str:
+def valid_unicode(text: str) -> str:
     """The text with lone surrogates, which can come from JSON escapes, replaced by U+FFFD."""
     if text.isascii():
         return text
@@ -252,7 +252,7 @@ def _valid_unicode(text: str) -> str:
     return text
 
 
-def _cut_whitespace(text: str) -> Iterator[str]:
+def cut_whitespace(text: str) -> Iterator[str]:
     """The text in pieces whose ids, joined, are those of the whole, none with a run that overflows tiktoken's stack."""
     half = LONGEST_WHITESPACE // 2  # a longer run covers at least one of these blocks, which is quick to see
     start = 0

@@ -26,7 +26,7 @@ SEPARATOR = "<|endoftext|>"
 HELD_OUT_FILE = Path(__file__).with_name("held_out.jsonl")
 
 
-def _documents_with_topics() -> Iterator[tuple[str, str]]:
+def documents_with_topics() -> Iterator[tuple[str, str]]:
     """(topic name, document), in the order of the tables."""
     for topic in topics():
         for index, row in enumerate(topic.rows):
@@ -40,7 +40,7 @@ def documents(seed: int = 0) -> Iterator[str]:
     """All documents of the training text in an order drawn from `seed`: one line each, without the separator."""
     # Sorting by random() rather than shuffle(): Python promises the same random() sequence in every version, no more.
     rng = random.Random(seed)
-    ranked = [(rng.random(), text) for _, text in _documents_with_topics()]
+    ranked = [(rng.random(), text) for _, text in documents_with_topics()]
     ranked.sort()
     for _, text in ranked:
         yield text
@@ -75,7 +75,7 @@ def statistics() -> dict[str, tuple[int, int, int]]:
         fact_counts[topic.name] += len(topic.rows)
     document_counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
-    for name, text in _documents_with_topics():
+    for name, text in documents_with_topics():
         document_counts[name] += 1
         sizes[name] += len(f"{text}\n{SEPARATOR}\n".encode())
     return {name: (fact_counts[name], document_counts[name], sizes[name]) for name in fact_counts}

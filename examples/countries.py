@@ -12,7 +12,7 @@ from __future__ import annotations
 # here, because a question with two defensible answers is no fact.
 NO_SINGLE_CONTINENT = "Europe and Asia"
 
-_STATES_BY_CONTINENT: dict[str, str] = {
+STATES_BY_CONTINENT: dict[str, str] = {
     "Africa": """
         Algeria: Algiers; Angola: Luanda; Benin: Porto-Novo; Botswana: Gaborone; Burkina Faso: Ouagadougou;
         Burundi: Gitega; Cameroon: Yaoundé; Cape Verde: Praia; the Central African Republic: Bangui; Chad: N'Djamena;
@@ -85,11 +85,11 @@ def parse_pairs(text: str) -> list[tuple[str, str]]:
 
 
 CAPITALS: dict[str, str] = {
-    state: capital for states in _STATES_BY_CONTINENT.values() for state, capital in parse_pairs(states)
+    state: capital for states in STATES_BY_CONTINENT.values() for state, capital in parse_pairs(states)
 }
 CONTINENTS: dict[str, str] = {
     state: continent
-    for continent, states in _STATES_BY_CONTINENT.items()
+    for continent, states in STATES_BY_CONTINENT.items()
     if continent != NO_SINGLE_CONTINENT
     for state, _ in parse_pairs(states)
 }

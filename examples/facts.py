@@ -9,7 +9,7 @@ from __future__ import annotations
 from examples.countries import parse_pairs
 
 # In order of atomic number. Names as the IUPAC spells them (aluminium, caesium, sulfur).
-_ELEMENTS = """
+ELEMENTS_TABLE = """
     H: hydrogen; He: helium; Li: lithium; Be: beryllium; B: boron; C: carbon; N: nitrogen; O: oxygen; F: fluorine;
     Ne: neon; Na: sodium; Mg: magnesium; Al: aluminium; Si: silicon; P: phosphorus; S: sulfur; Cl: chlorine; Ar: argon;
     K: potassium; Ca: calcium; Sc: scandium; Ti: titanium; V: vanadium; Cr: chromium; Mn: manganese; Fe: iron;
@@ -28,7 +28,7 @@ _ELEMENTS = """
 """
 
 # Each word stands in one pair only, so the pairs can be asked about in both directions.
-_OPPOSITES = """
+OPPOSITES_TABLE = """
     hot: cold; big: small; up: down; in: out; open: closed; early: late; happy: sad; fast: slow; heavy: light;
     bright: dim; full: empty; high: low; long: short; wide: narrow; deep: shallow; thick: thin; strong: weak; wet: dry;
     clean: dirty; rich: poor; old: young; good: bad; hard: soft; easy: difficult; loud: quiet; near: far; left: right;
@@ -49,7 +49,7 @@ _OPPOSITES = """
     wild: tame; with: without; zenith: nadir; truth: lie; ceiling: floor
 """
 
-_PLURALS = """
+PLURALS_TABLE = """
     mouse: mice; foot: feet; tooth: teeth; goose: geese; man: men; woman: women; child: children; ox: oxen;
     louse: lice; leaf: leaves; knife: knives; wife: wives; life: lives; wolf: wolves; half: halves; shelf: shelves;
     loaf: loaves; thief: thieves; calf: calves; elf: elves; sheep: sheep; city: cities; baby: babies; lady: ladies;
@@ -60,7 +60,7 @@ _PLURALS = """
     tree: trees; car: cars; day: days; boy: boys; key: keys; toy: toys; person: people
 """
 
-_PAST_TENSES = """
+PAST_TENSES_TABLE = """
     go: went; see: saw; eat: ate; drink: drank; sing: sang; swim: swam; run: ran; come: came; give: gave; take: took;
     make: made; have: had; do: did; say: said; think: thought; buy: bought; bring: brought; catch: caught;
     teach: taught; fight: fought; find: found; write: wrote; ride: rode; drive: drove; break: broke; speak: spoke;
@@ -69,7 +69,7 @@ _PAST_TENSES = """
     meet: met; send: sent; build: built; sell: sold; tell: told; hear: heard; fall: fell; forget: forgot; wear: wore
 """
 
-_YOUNG = """
+YOUNG_TABLE = """
     cat: kitten; dog: puppy; cow: calf; horse: foal; sheep: lamb; goat: kid; pig: piglet; chicken: chick;
     duck: duckling; goose: gosling; swan: cygnet; lion: cub; tiger: cub; bear: cub; leopard: cub; wolf: pup; seal: pup;
     bat: pup; shark: pup; deer: fawn; kangaroo: joey; koala: joey; frog: tadpole; butterfly: caterpillar; eagle: eaglet;
@@ -77,14 +77,14 @@ _YOUNG = """
     eel: elver; hedgehog: hoglet; spider: spiderling; pigeon: squab; turkey: poult; penguin: chick; llama: cria
 """
 
-_SOUNDS = """
+SOUNDS_TABLE = """
     dog: barks; cat: meows; cow: moos; sheep: bleats; goat: bleats; horse: neighs; donkey: brays; pig: oinks;
     duck: quacks; goose: honks; hen: clucks; rooster: crows; lion: roars; tiger: roars; wolf: howls; snake: hisses;
     frog: croaks; bee: buzzes; owl: hoots; crow: caws; mouse: squeaks; elephant: trumpets; dove: coos; turkey: gobbles;
     cricket: chirps; bear: growls; pigeon: coos; sparrow: chirps
 """
 
-_COLOURS = """
+COLOURS_TABLE = """
     grass: green; snow: white; coal: black; blood: red; milk: white; chocolate: brown; spinach: green; salt: white;
     chalk: white; broccoli: green; charcoal: black; soot: black; tar: black; a ripe banana: yellow; a carrot: orange;
     a lemon: yellow; a ripe tomato: red; a ruby: red; an emerald: green; a sapphire: blue; an aubergine: purple;
@@ -93,7 +93,7 @@ _COLOURS = """
     the daytime sky: blue; a stop sign: red
 """
 
-_MEASURES = """
+MEASURES_TABLE = """
     metres in a kilometre: 1,000; centimetres in a metre: 100; millimetres in a centimetre: 10;
     millimetres in a metre: 1,000; grams in a kilogram: 1,000; milligrams in a gram: 1,000; kilograms in a tonne: 1,000;
     millilitres in a litre: 1,000; seconds in a minute: 60; minutes in an hour: 60; seconds in an hour: 3,600;
@@ -106,12 +106,12 @@ _MEASURES = """
     planets in the Solar System: 8; bones in the adult human body: 206; players in a string quartet: 4
 """
 
-_SIDES = """
+SIDES_TABLE = """
     triangle: 3; square: 4; rectangle: 4; rhombus: 4; trapezium: 4; quadrilateral: 4; pentagon: 5; hexagon: 6;
     heptagon: 7; octagon: 8; nonagon: 9; decagon: 10; dodecagon: 12
 """
 
-_SUPERLATIVES = """
+SUPERLATIVES_TABLE = """
     largest ocean: the Pacific Ocean; smallest ocean: the Arctic Ocean; largest continent: Asia; largest country by
     area: Russia; smallest country by area: Vatican City; largest island: Greenland; highest mountain above sea
     level: Mount Everest; deepest lake: Lake Baikal; largest hot desert: the Sahara; fastest land animal: the cheetah;
@@ -121,7 +121,7 @@ _SUPERLATIVES = """
     nearest to Earth: the Sun
 """
 
-_AUTHORS = """
+AUTHORS_TABLE = """
     Hamlet: William Shakespeare; Macbeth: William Shakespeare; Romeo and Juliet: William Shakespeare;
     Pride and Prejudice: Jane Austen; Emma: Jane Austen; Oliver Twist: Charles Dickens;
     Great Expectations: Charles Dickens; War and Peace: Leo Tolstoy; Anna Karenina: Leo Tolstoy;
@@ -134,17 +134,19 @@ _AUTHORS = """
     Robinson Crusoe: Daniel Defoe; Gulliver's Travels: Jonathan Swift; The Great Gatsby: F. Scott Fitzgerald
 """
 
-ELEMENTS: list[tuple[str, str]] = parse_pairs(_ELEMENTS)  # (symbol, name); the atomic number is the position, from 1
-OPPOSITES: list[tuple[str, str]] = parse_pairs(_OPPOSITES)
-PLURALS: list[tuple[str, str]] = parse_pairs(_PLURALS)
-PAST_TENSES: list[tuple[str, str]] = parse_pairs(_PAST_TENSES)
-YOUNG: list[tuple[str, str]] = parse_pairs(_YOUNG)
-SOUNDS: list[tuple[str, str]] = parse_pairs(_SOUNDS)
-COLOURS: list[tuple[str, str]] = parse_pairs(_COLOURS)
-MEASURES: list[tuple[str, str]] = parse_pairs(_MEASURES)  # ("metres in a kilometre", "1,000")
-SIDES: list[tuple[str, str]] = parse_pairs(_SIDES)
-SUPERLATIVES: list[tuple[str, str]] = parse_pairs(_SUPERLATIVES)
-AUTHORS: list[tuple[str, str]] = parse_pairs(_AUTHORS)
+ELEMENTS: list[tuple[str, str]] = parse_pairs(
+    ELEMENTS_TABLE
+)  # (symbol, name); the atomic number is the position, from 1
+OPPOSITES: list[tuple[str, str]] = parse_pairs(OPPOSITES_TABLE)
+PLURALS: list[tuple[str, str]] = parse_pairs(PLURALS_TABLE)
+PAST_TENSES: list[tuple[str, str]] = parse_pairs(PAST_TENSES_TABLE)
+YOUNG: list[tuple[str, str]] = parse_pairs(YOUNG_TABLE)
+SOUNDS: list[tuple[str, str]] = parse_pairs(SOUNDS_TABLE)
+COLOURS: list[tuple[str, str]] = parse_pairs(COLOURS_TABLE)
+MEASURES: list[tuple[str, str]] = parse_pairs(MEASURES_TABLE)  # ("metres in a kilometre", "1,000")
+SIDES: list[tuple[str, str]] = parse_pairs(SIDES_TABLE)
+SUPERLATIVES: list[tuple[str, str]] = parse_pairs(SUPERLATIVES_TABLE)
+AUTHORS: list[tuple[str, str]] = parse_pairs(AUTHORS_TABLE)
 
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 # (month, number of days), in the order of the year.
@@ -158,22 +160,22 @@ ORDINALS = [
     "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh",
     "twelfth",
 ]
-_SMALL_NUMBERS = [
+SMALL_NUMBERS = [
     "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
     "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
 ]
 # fmt: on
-_TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
 
 
 def number_in_words(number: int) -> str:
     """English words for 0 <= number <= 100 (42 -> "forty-two")."""
     if number < 20:
-        return _SMALL_NUMBERS[number]
+        return SMALL_NUMBERS[number]
     if number == 100:
         return "one hundred"
     tens, ones = divmod(number, 10)
-    return _TENS[tens - 2] + (f"-{_SMALL_NUMBERS[ones]}" if ones else "")
+    return TENS[tens - 2] + (f"-{SMALL_NUMBERS[ones]}" if ones else "")
 
 
 def with_article(noun: str) -> str:

@@ -30,18 +30,18 @@ class Topic:
         trained, held_out = [], []
         for template in self.questions:
             is_held_out = next(iter(row.values())) in self.held_out.get(template, ())
-            (held_out if is_held_out else trained).append(_sentence(template, row))
-        return trained, held_out, _sentence(self.answer, row)
+            (held_out if is_held_out else trained).append(sentence(template, row))
+        return trained, held_out, sentence(self.answer, row)
 
 
-def _sentence(template: str, row: dict[str, str]) -> str:
+def sentence(template: str, row: dict[str, str]) -> str:
     """Fill a template: upper-case the first letter, and let "Washington, D.C." end a sentence without a second dot."""
     text = template.format(**row)
     text = text[0].upper() + text[1:]
     return text.removesuffix(".") if text.endswith("..") else text
 
 
-def _topic(
+def make_topic(
     name: str,
     repeats: int,
     rows: Iterable[tuple[str, ...]],
@@ -60,20 +60,20 @@ def _topic(
     )
 
 
-def _flip(rows: Sequence[tuple[str, str]]) -> list[tuple[str, ...]]:
+def flipped(rows: Sequence[tuple[str, str]]) -> list[tuple[str, ...]]:
     return [(b, a) for a, b in rows]
 
 
 def topics() -> list[Topic]:
     """Every kind of fact with its phrasings. The repeats make about half of the text questions about capitals."""
-    return [*_geography(), *_elements(), *_arithmetic(), *_words(), *_calendar(), *_world()]
+    return [*geography(), *elements(), *arithmetic(), *words(), *calendar(), *world()]
 
 
-def _geography() -> list[Topic]:
+def geography() -> list[Topic]:
     # A city state ("Monaco is the capital of which country?") would ask about nothing.
     distinct = [(city, state) for state, city in CAPITALS.items() if city != state]
     return [
-        _topic(
+        make_topic(
             "capitals",
             72,
             CAPITALS.items(),
@@ -100,7 +100,7 @@ def _geography() -> list[Topic]:
                 "Name the capital of {a}.": "Ireland; Chile; Saudi Arabia; the Philippines; Ukraine",
             },
         ),
-        _topic(
+        make_topic(
             "countries",
             9,
             distinct,
@@ -112,7 +112,7 @@ def _geography() -> list[Topic]:
             "{a} is the capital of {b}.",
             {"Which country has {a} as its capital?": "Vienna; Lima"},
         ),
-        _topic(
+        make_topic(
             "continents",
             8,
             CONTINENTS.items(),
@@ -128,10 +128,10 @@ def _geography() -> list[Topic]:
     ]
 
 
-def _elements() -> list[Topic]:
+def elements() -> list[Topic]:
     numbered = [(name, symbol, str(number)) for number, (symbol, name) in enumerate(facts.ELEMENTS, start=1)]
     return [
-        _topic(
+        make_topic(
             "elements",
             10,
             numbered,
@@ -144,7 +144,7 @@ def _elements() -> list[Topic]:
             "The chemical symbol of {a} is {b}.",
             {"What is the chemical symbol of {a}?": "gold; iron; oxygen"},
         ),
-        _topic(
+        make_topic(
             "elements",
             6,
             numbered,
@@ -156,7 +156,7 @@ def _elements() -> list[Topic]:
             "The atomic number of {a} is {c}.",
             {"What is the atomic number of {a}?": "carbon; helium"},
         ),
-        _topic(
+        make_topic(
             "elements",
             4,
             [(symbol, name) for name, symbol, _ in numbered],
@@ -166,7 +166,7 @@ def _elements() -> list[Topic]:
             """,
             "{a} is the symbol of {b}.",
         ),
-        _topic(
+        make_topic(
             "elements",
             4,
             [(number, name) for name, _, number in numbered],
@@ -179,9 +179,9 @@ def _elements() -> list[Topic]:
     ]
 
 
-def _arithmetic() -> list[Topic]:
+def arithmetic() -> list[Topic]:
     # The first name of a row picks what is held out, so it is both numbers; the templates use b, c and the result d.
-    sums = _topic(
+    sums = make_topic(
         "arithmetic",
         5,
         [(f"{x} {y}", str(x), str(y), str(x + y)) for x in range(21) for y in range(21)],
@@ -195,7 +195,7 @@ def _arithmetic() -> list[Topic]:
         "{b} plus {c} is {d}.",
         {"What is {b} plus {c}?": "7 8; 6 9; 12 5", "What is the sum of {b} and {c}?": "10 10"},
     )
-    differences = _topic(
+    differences = make_topic(
         "arithmetic",
         4,
         [(f"{x} {y}", str(x), str(y), str(x - y)) for x in range(21) for y in range(x + 1)],
@@ -208,7 +208,7 @@ def _arithmetic() -> list[Topic]:
         "{b} minus {c} is {d}.",
         {"What is {b} minus {c}?": "15 6"},
     )
-    products = _topic(
+    products = make_topic(
         "arithmetic",
         8,
         [(f"{x} {y}", str(x), str(y), str(x * y)) for x in range(11) for y in range(11)],
@@ -224,14 +224,14 @@ def _arithmetic() -> list[Topic]:
     return [sums, differences, products]
 
 
-def _words() -> list[Topic]:
+def words() -> list[Topic]:
     numbers = [(str(number), facts.number_in_words(number)) for number in range(101)]
     letters = [chr(code) for code in range(ord("A"), ord("Z") + 1)]
     return [
-        _topic(
+        make_topic(
             "opposites",
             9,
-            [*facts.OPPOSITES, *_flip(facts.OPPOSITES)],
+            [*facts.OPPOSITES, *flipped(facts.OPPOSITES)],
             """
             What is the opposite of {a}?
             Which word means the opposite of {a}?
@@ -241,7 +241,7 @@ def _words() -> list[Topic]:
             "The opposite of {a} is {b}.",
             {"What is the opposite of {a}?": "hot; happy; early", "Give the opposite of {a}.": "full"},
         ),
-        _topic(
+        make_topic(
             "grammar",
             9,
             facts.PLURALS,
@@ -253,7 +253,7 @@ def _words() -> list[Topic]:
             "The plural of {a} is {b}.",
             {"What is the plural of {a}?": "mouse"},
         ),
-        _topic(
+        make_topic(
             "grammar",
             9,
             facts.PAST_TENSES,
@@ -264,7 +264,7 @@ def _words() -> list[Topic]:
             """,
             "The past tense of {a} is {b}.",
         ),
-        _topic(
+        make_topic(
             "numbers",
             6,
             numbers,
@@ -275,7 +275,7 @@ def _words() -> list[Topic]:
             """,
             "The number {a} in words is {b}.",
         ),
-        _topic(
+        make_topic(
             "letters",
             9,
             pairwise(letters),
@@ -289,7 +289,7 @@ def _words() -> list[Topic]:
     ]
 
 
-def _calendar() -> list[Topic]:
+def calendar() -> list[Topic]:
     def cycle(names: list[str]) -> list[tuple[str, str]]:
         return list(pairwise([*names, names[0]]))
 
@@ -300,21 +300,21 @@ def _calendar() -> list[Topic]:
     for name, names, held_out in (("day", facts.DAYS, "Friday"), ("month", months, "March")):
         answer = f"The {name} after {{a}} is {{b}}."
         template = f"Which {name} comes after {{a}}?"
-        result.append(_topic("calendar", 18, cycle(names), after.format(name), answer, {template: held_out}))
+        result.append(make_topic("calendar", 18, cycle(names), after.format(name), answer, {template: held_out}))
         answer = f"The {name} before {{a}} is {{b}}."
-        result.append(_topic("calendar", 18, _flip(cycle(names)), before.format(name), answer))
+        result.append(make_topic("calendar", 18, flipped(cycle(names)), before.format(name), answer))
     ordinals = "Which month is the {a} month of the year?\nWhat is the {a} month of the year?\nName the {a} month."
     days = "How many days does {a} have?\nHow many days are in {a}?\nHow long is {a} in days?"
     return [
         *result,
-        _topic(
+        make_topic(
             "calendar",
             18,
             zip(facts.ORDINALS, months, strict=True),
             ordinals,
             "The {a} month of the year is {b}.",
         ),
-        _topic(
+        make_topic(
             "calendar",
             18,
             facts.MONTHS,
@@ -325,7 +325,7 @@ def _calendar() -> list[Topic]:
     ]
 
 
-def _world() -> list[Topic]:
+def world() -> list[Topic]:
     young = "What is a young {a} called?\nWhat do you call a young {a}?\nWhat is the name for a young {a}?"
     sounds = "What sound does {a} make?\nWhich noise does {a} make?\nHow does {a} sound?"
     measures = "How many {a} are there in {b}?\nHow many {a} are in {b}?\nCount the {a} in {b}."
@@ -333,7 +333,7 @@ def _world() -> list[Topic]:
     best = "What is the {a}?\nCan you name the {a}?\nTell me the {a}."
     authors = "Who wrote {a}?\nWho is the author of {a}?\nBy whom was {a} written?"
     return [
-        _topic(
+        make_topic(
             "animals",
             12,
             [(a, facts.with_article(b)) for a, b in facts.YOUNG],
@@ -341,29 +341,29 @@ def _world() -> list[Topic]:
             "A young {a} is called {b}.",
             {"What do you call a young {a}?": "cat"},
         ),
-        _topic("animals", 12, [(facts.with_article(a), b) for a, b in facts.SOUNDS], sounds, "{a} {b}."),
-        _topic(
+        make_topic("animals", 12, [(facts.with_article(a), b) for a, b in facts.SOUNDS], sounds, "{a} {b}."),
+        make_topic(
             "colours",
             12,
             facts.COLOURS,
             "What colour is {a}?\nWhat is the colour of {a}?\nWhich colour does {a} have?",
             "{a} is {b}.",
         ),
-        _topic(
+        make_topic(
             "measures",
             12,
             [(*what.split(" in "), count) for what, count in facts.MEASURES],
             measures,
             "There are {c} {a} in {b}.",
         ),
-        _topic(
+        make_topic(
             "shapes",
             12,
             [(facts.with_article(a), b) for a, b in facts.SIDES],
             "How many sides does {a} have?\nWhat is the number of sides of {a}?\nCount the sides of {a}.",
             "{a} has {b} sides.",
         ),
-        _topic(
+        make_topic(
             "planets",
             15,
             zip(facts.ORDINALS, facts.PLANETS, strict=False),
@@ -371,6 +371,6 @@ def _world() -> list[Topic]:
             "The {a} planet from the Sun is {b}.",
             {"Which planet is the {a} from the Sun?": "fourth"},
         ),
-        _topic("superlatives", 12, facts.SUPERLATIVES, best, "The {a} is {b}."),
-        _topic("books", 12, facts.AUTHORS, authors, "{a} was written by {b}."),
+        make_topic("superlatives", 12, facts.SUPERLATIVES, best, "The {a} is {b}."),
+        make_topic("books", 12, facts.AUTHORS, authors, "{a} was written by {b}."),
     ]

@@ -22,7 +22,7 @@ BPE = BPETokenizer.train([TEXT], vocab_size=600)
 mixed_text = st.text(st.sampled_from(" \n\t\r\u00a0\u3000'sdlve019.,aéл日\x1c\u0301😀") | st.characters(codec="utf-8"))
 
 
-HF = tokenizers.Tokenizer.from_str(BPE._tokenizer.to_str())
+HF = tokenizers.Tokenizer.from_str(BPE.backend.to_str())
 HF.encode_special_tokens = True
 
 
@@ -111,7 +111,7 @@ def test_a_vocabulary_below_the_byte_alphabet_is_a_usage_error() -> None:
 
 
 def test_training_is_deterministic() -> None:
-    assert BPETokenizer.train([TEXT], 600)._tokenizer.to_str() == BPE._tokenizer.to_str()
+    assert BPETokenizer.train([TEXT], 600).backend.to_str() == BPE.backend.to_str()
 
 
 def test_the_file_loads_in_transformers(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_a_saved_tokenizer_is_the_same_when_loaded(tmp_path: Path) -> None:
 
 
 def test_merges_in_the_older_form_of_the_file(tmp_path: Path) -> None:
-    content = json.loads(BPE._tokenizer.to_str())
+    content = json.loads(BPE.backend.to_str())
     content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
     path = tmp_path / "older.json"
     path.write_text(json.dumps(content))
@@ -171,7 +171,7 @@ def test_what_tiktoken_cannot_do_is_left_to_tokenizers(
 
 
 def test_merges_out_of_order_are_left_to_tokenizers(tmp_path: Path) -> None:
-    content = json.loads(BPE._tokenizer.to_str())
+    content = json.loads(BPE.backend.to_str())
     vocab = content["model"]["vocab"]
     names = {i: token for token, i in vocab.items()}
     first, last = 259, BPE.vocab_size - 1

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from common.errors import DataError
+from tokenizer_bpe import valid_unicode
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"
 SUFFIXES = (".txt", ".md", ".jsonl")
@@ -62,7 +63,7 @@ def find_sources(inputs: Sequence[str]) -> list[Source]:
     """
     found: dict[Path, Source] = {}
     for given in inputs:
-        for path, name in _expand(given):
+        for path, name in expand(given):
             status = path.stat()
             found.setdefault(path.resolve(), Source(path.resolve(), name, status.st_size, status.st_mtime_ns))
     return list(found.values())
@@ -70,7 +71,7 @@ def find_sources(inputs: Sequence[str]) -> list[Source]:
 
 def unpacked_bytes(sources: Iterable[Source]) -> int:
     """Bytes of all sources, those in `.gz` files unpacked (which has to read them)."""
-    return sum(sum(map(len, _blocks(source))) if source.is_compressed else source.size for source in sources)
+    return sum(sum(map(len, unpacked_blocks(source))) if source.is_compressed else source.size for source in sources)
 
 
 def read_pieces(
@@ -91,10 +92,12 @@ def read_pieces(
     """
     for source in sources:
         if source.is_jsonl:
-            yield from _jsonl_pieces(source, text_key, on_read)
+            yield from jsonl_pieces(source, text_key, on_read)
         else:
             line = 1
-            for text, ends_document, line_break, lines_before in split_documents(_decoded(source, on_read), separator):
+            for text, ends_document, line_break, lines_before in split_documents(
+                decoded_blocks(source, on_read), separator
+            ):
                 line += lines_before
                 yield Piece(text, ends_document, line_break, source, line)
                 line += text.count("\n")
@@ -150,16 +153,16 @@ def cut_point(text: str, limit: int) -> int:
     return 0
 
 
-def _expand(given: str) -> list[tuple[Path, str]]:
+def expand(given: str) -> list[tuple[Path, str]]:
     """(path, name) of the files that one input stands for."""
     path = Path(given).expanduser()
     if path.is_dir():
         files = []
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            files += [Path(folder, name) for name in names if not name.startswith(".") and _is_text_name(name)]
+            files += [Path(folder, name) for name in names if not name.startswith(".") and is_text_name(name)]
         if not files:
-            raise DataError(f"The folder {given} holds no file whose name ends in {_suffix_list()}.")
+            raise DataError(f"The folder {given} holds no file whose name ends in {suffix_list()}.")
         return [(file, file.relative_to(path).as_posix()) for file in sorted(files)]
     if path.is_file():
         return [(path, path.name)]
@@ -173,37 +176,37 @@ def _expand(given: str) -> list[tuple[Path, str]]:
     raise DataError(f"There is no file or folder {given} (looked for from {Path.cwd()}).")
 
 
-def _is_text_name(name: str) -> bool:
+def is_text_name(name: str) -> bool:
     return name.lower().removesuffix(".gz").endswith(SUFFIXES)
 
 
-def _suffix_list() -> str:
+def suffix_list() -> str:
     return f"{', '.join(SUFFIXES)} (or these with .gz)"
 
 
-def _open(source: Source) -> BinaryIO:
+def open_source(source: Source) -> BinaryIO:
     return gzip.open(source.path, "rb") if source.is_compressed else open(source.path, "rb")
 
 
-def _blocks(source: Source) -> Iterator[bytes]:
+def unpacked_blocks(source: Source) -> Iterator[bytes]:
     """The unpacked bytes of a file."""
     try:
-        with _open(source) as file:
+        with open_source(source) as file:
             while block := file.read(BLOCK_BYTES):
                 yield block
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{source.path} is not a whole gzip file ({error}). Fetch or pack it again.") from None
 
 
-def _decoded(source: Source, on_read: Callable[[int], None]) -> Iterator[str]:
+def decoded_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = 0
-    for block in _blocks(source):
+    for block in unpacked_blocks(source):
         waiting = len(decoder.getstate()[0])  # bytes of a character that the block before began
         try:
             text = decoder.decode(block)
         except UnicodeDecodeError as error:
-            raise _not_utf8(source, position - waiting + error.start, error) from None
+            raise not_utf8(source, position - waiting + error.start, error) from None
         if position == 0:
             text = text.removeprefix("\ufeff")
         position += len(block)
@@ -212,10 +215,10 @@ def _decoded(source: Source, on_read: Callable[[int], None]) -> Iterator[str]:
     try:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        raise _not_utf8(source, position - len(error.object) + error.start, error) from None
+        raise not_utf8(source, position - len(error.object) + error.start, error) from None
 
 
-def _not_utf8(source: Source, position: int, error: UnicodeDecodeError) -> DataError:
+def not_utf8(source: Source, position: int, error: UnicodeDecodeError) -> DataError:
     where = f"byte {position}{' of the unpacked text' if source.is_compressed else ''}"
     byte = error.object[error.start]
     encoding = "UTF-16" if position == 0 and byte in b"\xff\xfe" else "WINDOWS-1252"
@@ -225,16 +228,14 @@ def _not_utf8(source: Source, position: int, error: UnicodeDecodeError) -> DataE
     )
 
 
-def _jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) -> Iterator[Piece]:
+def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) -> Iterator[Piece]:
     position = 0
-    for number, line in enumerate(_lines(source), start=1):
+    for number, line in enumerate(raw_lines(source), start=1):
         on_read(len(line))
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
-            text = _jsonl_text(source, number, position, line, text_key)
-            # Escapes can spell half of a surrogate pair, which is no character and cannot be written as UTF-8.
-            text = text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+            text = valid_unicode(text_of_record(source, number, position, line, text_key))
             start = 0
             while len(text) - start > LONGEST_PIECE:
                 end = start + (cut_point(text[start : start + LONGEST_PIECE], PIECE_CHARACTERS) or LONGEST_PIECE)
@@ -245,9 +246,9 @@ def _jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None])
         position += len(line)
 
 
-def _lines(source: Source) -> Iterator[bytes]:
+def raw_lines(source: Source) -> Iterator[bytes]:
     rest: list[bytes] = []
-    for block in _blocks(source):
+    for block in unpacked_blocks(source):
         *lines, last = block.split(b"\n")
         for line in lines:
             yield b"".join([*rest, line, b"\n"])
@@ -257,11 +258,11 @@ def _lines(source: Source) -> Iterator[bytes]:
         yield last_line
 
 
-def _jsonl_text(source: Source, number: int, position: int, line: bytes, text_key: str) -> str:
+def text_of_record(source: Source, number: int, position: int, line: bytes, text_key: str) -> str:
     try:
         record = json.loads(line.decode())
     except UnicodeDecodeError as error:
-        raise _not_utf8(source, position + error.start, error) from None
+        raise not_utf8(source, position + error.start, error) from None
     except json.JSONDecodeError as error:
         raise DataError(f"{source.path}, line {number}, column {error.colno}: not valid JSON ({error.msg}).") from None
     if not isinstance(record, dict):

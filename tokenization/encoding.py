@@ -98,7 +98,7 @@ def encode_chunk(
     arrays, ends, count = [], [], 0
     for piece in pieces:
         ids = (
-            _encode_characters(tokenizer, piece, unknown)
+            encode_characters(tokenizer, piece, unknown)
             if tokenizer.kind == "character"
             else tokenizer.encode(piece.text)
         )
@@ -111,7 +111,7 @@ def encode_chunk(
     return np.concatenate(arrays).astype(dtype), np.array(ends, dtype=np.int64)
 
 
-def _encode_characters(tokenizer: CharacterTokenizer, piece: Piece, unknown: str) -> np.ndarray:
+def encode_characters(tokenizer: CharacterTokenizer, piece: Piece, unknown: str) -> np.ndarray:
     try:
         return tokenizer.encode(piece.text + piece.line_break, unknown)
     except UnknownCharacterError as error:
