@@ -28,10 +28,11 @@ if TYPE_CHECKING:
     import torch
 
     from common.checkpoint import Checkpoint
+    from generation.decoding import Completion
+    from generation.sampling import Sampling
     from model import ModelConfig, TransformerLanguageModel
     from tokenizer import CharacterTokenizer
     from tokenizer_bpe import BPETokenizer
-    from training.generation import Completion, Sampling
 
     Tokenizer = CharacterTokenizer | BPETokenizer
 
@@ -94,7 +95,8 @@ def generate_text(
 ) -> str:
     """The prompt and its continuation, up to the end-of-text token. `sampling`: top_k, top_p, repetition_penalty,
     stop (a tuple of strings), seed. Raises ValueError for a value out of range."""
-    from training.generation import Sampling, generate
+    from generation.decoding import generate
+    from generation.sampling import Sampling
 
     settings = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, **sampling)
     return prompt + generate(model, tokenizer, [prompt], settings)[0].text
@@ -105,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from common.checkpoint import newest_run, open_checkpoint
     from common.formatting import printable
-    from training.generation import Sampling
+    from generation.sampling import Sampling
 
     fields = {field.name for field in dataclasses.fields(Sampling)}
     given = {key: value for key, value in vars(arguments).items() if key in fields}
@@ -211,7 +213,7 @@ def rows_as_dicts(
     sampling: Sampling,
 ) -> list[dict[str, Any]]:
     """Complete all prompts in batches. `tokens_per_second` is that of the whole batch."""
-    from training.generation import generate
+    from generation.decoding import generate
 
     started = time.perf_counter()
     completions = generate(model, tokenizer, prompts, sampling)
@@ -233,7 +235,7 @@ def rows_as_dicts(
 def stream_one(model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: str, sampling: Sampling) -> Completion:
     """Print the prompt and its continuation as it is made."""
     from common.formatting import printable
-    from training.generation import generate
+    from generation.decoding import generate
 
     print(printable(prompt), end="", flush=True)
     show: Callable[[int, str], None] = lambda _, piece: print(printable(piece), end="", flush=True)  # noqa: E731

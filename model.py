@@ -165,39 +165,6 @@ class KVCache:
         self.lengths = list(lengths)
 
 
-class StaticKVCache(KVCache):
-    """Another cache's tokens, continued one at a time with shapes and addresses that never change.
-
-    The lengths are on the device too, and attention always reads the whole capacity under a mask: a step is then the
-    same sequence of kernels every time, which CUDA can record once and replay without Python.
-    """
-
-    def __init__(self, cache: KVCache):
-        self.keys, self.values = cache.keys, cache.values
-        self.rows = torch.arange(len(cache.lengths), device=cache.keys.device)[:, None]  # (B, 1)
-        self.slots = torch.arange(cache.keys.size(3), device=cache.keys.device)  # (capacity,)
-        self.next = torch.zeros_like(self.rows)  # (B, 1), the position of each row's next token
-        self.truncate(cache.lengths)
-
-    def place(self, T: int) -> tuple[torch.Tensor, torch.Tensor]:
-        assert T == 1, "one token a row at a time"
-        return self.next, (self.slots <= self.next)[:, None, None]  # mask: (B, 1, 1, capacity)
-
-    def write(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
-        keys, values = self.keys[layer], self.values[layer]
-        keys[self.rows, :, positions] = k.transpose(1, 2).to(keys.dtype)
-        values[self.rows, :, positions] = v.transpose(1, 2).to(values.dtype)
-        return keys.to(k.dtype), values.to(v.dtype)
-
-    def advance(self, T: int) -> None:
-        super().advance(T)
-        self.next += T
-
-    def truncate(self, lengths: list[int]) -> None:
-        super().truncate(lengths)
-        self.next.copy_(torch.tensor(lengths)[:, None])
-
-
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding (Su et al. 2021, eq. 34) in the half-split layout: pairs are (x[i], x[i + D/2]).
 
@@ -425,6 +392,10 @@ class TransformerLanguageModel(nn.Module):
         if self.config.logit_softcap:  # Gemma Team 2024, section 2
             logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         return logits
+
+    def next_logits(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+        """tokens (B,), which continue the cache -> logits of what follows each, (B, V)."""
+        return self(tokens[:, None], cache=cache)[:, -1]
 
     def load_weights(self, state: dict[str, torch.Tensor]) -> None:
         """Load a state dict under this class's names, or those of the blog's checkpoints.

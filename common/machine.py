@@ -102,3 +102,8 @@ def memory_info(name: str) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), None)
+
+
+def runs_ahead(device: torch.device) -> bool:
+    """Whether work is queued on the device while Python goes on."""
+    return device.type == "cuda"

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from common.checkpoint import open_checkpoint
+from generation.decoding import generate
+from generation.sampling import Sampling
 from model import TransformerLanguageModel
 from tools.workload import Training, write_random_tokens
 from training.evaluate import validation_loss
-from training.generation import Sampling, generate
 from training.preflight import estimate_memory
 
 pytestmark = pytest.mark.cuda

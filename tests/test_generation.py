@@ -12,11 +12,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import KVCache, ModelConfig, StaticKVCache, TransformerLanguageModel
+from common import machine
+from generation import cuda_graph, decoding
+from generation import sampling as sampling_module
+from generation.cuda_graph import StaticKVCache
+from generation.decoding import generate
+from generation.sampling import Sampling, choose, penalize_repetition
+from generation.text_stream import TextStream
+from model import KVCache, ModelConfig, TransformerLanguageModel
 from tokenizer import CharacterTokenizer, TokenizerError
 from tokenizer_bpe import BPETokenizer
-from training import generation
-from training.generation import Sampling, TextStream, choose, generate
 
 CONTEXT = 16
 CHARACTERS = "abcdefgh"
@@ -174,7 +179,7 @@ def test_a_prompt_longer_than_the_context_does_not_disturb_the_others(model, cha
 def test_more_prompts_than_fit_at_once(model, characters, monkeypatch):
     prompts = [CHARACTERS[i % 8] * (1 + i % 3) for i in range(11)]
     expected = generate(model, characters, prompts, SAMPLED)
-    monkeypatch.setattr(generation, "ROWS_AT_ONCE", 4)
+    monkeypatch.setattr(decoding, "ROWS_AT_ONCE", 4)
     shown = [""] * len(prompts)
 
     def show(i: int, piece: str) -> None:
@@ -234,9 +239,9 @@ def as_on_a_gpu(recording: bool = True) -> Iterator[None]:
         return recorded, recorded.logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "runs_ahead", lambda device: True)
-        patch.setattr(generation, "StaticKVCache", static_cache)
-        patch.setattr(generation, "record", record)
+        patch.setattr(machine, "runs_ahead", lambda device: True)
+        patch.setattr(decoding, "StaticKVCache", static_cache)
+        patch.setattr(cuda_graph, "record", record)
         with contextlib.nullcontext() if recording else pytest.warns(UserWarning, match="no CUDA graph"):
             yield
 
@@ -289,9 +294,9 @@ def test_a_gpus_way_in_the_smallest_contexts(characters, context):
 
 def test_on_a_gpu_the_next_step_is_queued_before_a_token_is_read(model, characters):
     steps, steps_when_shown = [], []
-    real = generation.next_logits
+    real = TransformerLanguageModel.next_logits
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "next_logits", lambda *given: steps.append(1) or real(*given))
+        patch.setattr(TransformerLanguageModel, "next_logits", lambda *given: steps.append(1) or real(*given))
         for ahead in (False, True):
             steps.clear()
             with as_on_a_gpu() if ahead else contextlib.nullcontext():
@@ -441,7 +446,7 @@ def test_looking_at_the_likeliest_tokens_first_changes_no_choice(seed, spread, t
     chosen = []
     for head in (6, 40):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(generation, "HEAD", head)
+            patch.setattr(sampling_module, "HEAD", head)
             chosen.append(choose(logits.clone(), uniforms, sampling).tolist())
     assert chosen[0] == chosen[1]
 
@@ -450,7 +455,7 @@ def test_looking_at_the_likeliest_tokens_first_changes_no_choice(seed, spread, t
 @pytest.mark.parametrize("top_k", [0, 3, 9])
 @pytest.mark.parametrize("top_p", [0.3, 0.77, 1.0])
 def test_choose_is_what_the_papers_describe(seed, top_k, top_p, monkeypatch):
-    monkeypatch.setattr(generation, "HEAD", 6)  # so that the nucleus ends within it here, beyond it there
+    monkeypatch.setattr(sampling_module, "HEAD", 6)  # so that the nucleus ends within it here, beyond it there
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, 40, generator=random) * torch.tensor([0.3, 1.0, 2.0, 4.0, 9.0])[:, None]
     uniforms = torch.rand(5, generator=random, dtype=torch.float64)
@@ -463,15 +468,15 @@ def test_only_a_row_that_needs_it_is_sorted_as_a_whole(monkeypatch):
     logits = torch.zeros(3, 2000)
     logits[[0, 2], 7] = 20.0
     sorted_rows = []
-    real = generation.choose_among
+    real = sampling_module.choose_among
     monkeypatch.setattr(
-        generation,
+        sampling_module,
         "choose_among",
         lambda count, logits, *given: sorted_rows.append((count, len(logits))) or real(count, logits, *given),
     )
     tokens = choose(logits, torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64), Sampling(top_p=0.9))
     assert tokens.tolist() == [7, 900, 7]  # halfway through nine tenths of 2000 equal ones
-    assert sorted_rows == [(generation.HEAD, 3), (2000, 1)]
+    assert sorted_rows == [(sampling_module.HEAD, 3), (2000, 1)]
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e300])
@@ -487,7 +492,7 @@ def test_repetition_penalty_is_ctrls():
     """Scores of tokens already there are divided by the penalty where positive, multiplied where negative."""
     logits = torch.tensor([[2.0, -2.0, 3.0, -3.0], [2.0, -2.0, 3.0, -3.0]])
     seen = torch.tensor([[True, True, False, False], [False, False, False, True]])
-    assert generation.penalize_repetition(logits, seen, 4.0).tolist() == [
+    assert penalize_repetition(logits, seen, 4.0).tolist() == [
         [0.5, -8.0, 3.0, -3.0],
         [2.0, -2.0, 3.0, -12.0],
     ]
@@ -519,9 +524,9 @@ def test_special_tokens_but_end_of_text_are_never_sampled(bpe, sampling):
     unused = {1, 2}  # <|pad|> and <|unk|>
     model = favour(random_model(bpe.vocab_size), unused)
     seen = []
-    real_choose = generation.choose
+    real_choose = decoding.choose
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generation, "choose", lambda *given: seen.append(real_choose(*given)) or seen[-1])
+        patch.setattr(decoding, "choose", lambda *given: seen.append(real_choose(*given)) or seen[-1])
         generate(model, bpe, ["the", "cat and"], sampling)
     assert seen and not unused & set(torch.cat(seen).tolist())
 

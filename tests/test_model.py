@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from model import IGNORE_INDEX, KVCache, Linear, ModelConfig, StaticKVCache, TransformerLanguageModel
+from generation.cuda_graph import StaticKVCache
+from model import IGNORE_INDEX, KVCache, Linear, ModelConfig, TransformerLanguageModel
 
 OPTIONS = {
     "activation": ("gelu", "gelu_tanh", "relu2"),

@@ -147,8 +147,9 @@ def ours(config: ModelConfig, checkpoint: str | None, device: torch.device, dtyp
     import torch
 
     from generate import load_model
+    from generation.decoding import continuations
+    from generation.sampling import Sampling
     from model import TransformerLanguageModel
-    from training.generation import Sampling, continuations
 
     model: TransformerLanguageModel = load_model(checkpoint)[0] if checkpoint else TransformerLanguageModel(config)
     if not checkpoint:

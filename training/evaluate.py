@@ -11,11 +11,12 @@ from pathlib import Path
 import torch
 
 from common.errors import DataError
+from generation.decoding import generate
+from generation.sampling import Sampling
 from model import TransformerLanguageModel
 from tokenizer import UnknownCharacterError
 from training.config import TrainConfig
 from training.data import TokenData
-from training.generation import Sampling, generate
 from training.hardware import Hardware
 from training.step import pad_rows
 

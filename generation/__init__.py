@@ -1,0 +1,1 @@
+"""The chapters of generation, from a model and prompts to text."""

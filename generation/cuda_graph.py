@@ -1,0 +1,106 @@
+"""A generation step whose kernels a GPU records once and replays without Python."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import torch
+
+from common.errors import is_out_of_memory
+from model import KVCache, TransformerLanguageModel
+
+
+class StaticKVCache(KVCache):
+    """Another cache's tokens, continued one at a time with shapes and addresses that never change.
+
+    The lengths are on the device too, and attention always reads the whole capacity under a mask: a step is then the
+    same sequence of kernels every time, which CUDA can record once and replay without Python.
+    """
+
+    def __init__(self, cache: KVCache):
+        self.keys, self.values = cache.keys, cache.values
+        self.rows = torch.arange(len(cache.lengths), device=cache.keys.device)[:, None]  # (B, 1)
+        self.slots = torch.arange(cache.keys.size(3), device=cache.keys.device)  # (capacity,)
+        self.next = torch.zeros_like(self.rows)  # (B, 1), the position of each row's next token
+        self.truncate(cache.lengths)
+
+    def place(self, T: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert T == 1, "one token a row at a time"
+        return self.next, (self.slots <= self.next)[:, None, None]  # mask: (B, 1, 1, capacity)
+
+    def write(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+        keys, values = self.keys[layer], self.values[layer]
+        keys[self.rows, :, positions] = k.transpose(1, 2).to(keys.dtype)
+        values[self.rows, :, positions] = v.transpose(1, 2).to(values.dtype)
+        return keys.to(k.dtype), values.to(v.dtype)
+
+    def advance(self, T: int) -> None:
+        super().advance(T)
+        self.next += T
+
+    def truncate(self, lengths: list[int]) -> None:
+        super().truncate(lengths)
+        self.next.copy_(torch.tensor(lengths)[:, None])
+
+
+class StaticStep:
+    """`model.next_logits` with a StaticKVCache, recorded at the second call and replayed from then on.
+
+    Launching a model's kernels from Python takes longer than a GPU takes to run them for one token. A CUDA graph
+    launches all of them at once; torch.compile would fuse them as well, but takes longer to compile than to answer.
+    The logits returned are overwritten by the next call.
+    """
+
+    def __init__(self, model: TransformerLanguageModel, cache: StaticKVCache):
+        self.model, self.cache = model, cache
+        self.tokens: torch.Tensor | None = None  # (B,), where the recording reads them
+        self.replay: Callable[[], torch.Tensor] | None = None
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.tokens is None:  # not recorded: libraries start up in the first step
+            self.tokens = tokens.clone()
+            return self.model.next_logits(self.cache, self.tokens)
+        self.tokens.copy_(tokens)
+        if self.replay is None:
+            self.replay = self.recorded()
+        return self.replay()
+
+    def recorded(self) -> Callable[[], torch.Tensor]:
+        """The step from `self.tokens` on as a recording or, where that fails, as it is: slower, same result."""
+        lengths = self.cache.lengths
+
+        def step() -> torch.Tensor:
+            return self.model.next_logits(self.cache, self.tokens)
+
+        try:
+            graph, logits = record(step)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            warnings.warn(f"no CUDA graph ({error}): generation goes on without, more slowly", stacklevel=2)
+            return step
+        finally:
+            self.cache.lengths = lengths  # recording does not run what it records
+
+        cache = self.cache  # not self, which holds this function: a cycle would keep the cache's memory
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            KVCache.advance(cache, 1)  # the lengths on the device are advanced by the replay
+            return logits
+
+        return replay
+
+
+def record(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Record a CUDA graph of `step`. Returns it and the tensor it writes its result to at each replay.
+
+    Raises RuntimeError where that is not possible.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # a thread may be reading batches
+            return graph, step()
+    finally:
+        torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind

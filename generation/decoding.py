@@ -1,0 +1,201 @@
+"""From a model and prompts to text: a key/value cache, batches of prompts, sampling, stop strings.
+
+`generate.py` is the script around this; the trainer uses it to answer prompts at each evaluation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from common import machine
+from generation.cuda_graph import StaticKVCache, StaticStep
+from generation.sampling import Sampling, choose, draws, penalize_repetition
+from generation.text_stream import TextStream
+from model import KVCache, TransformerLanguageModel
+from tokenizer import CharacterTokenizer, TokenizerError, UnknownCharacterError
+
+if TYPE_CHECKING:
+    from tokenizer_bpe import BPETokenizer
+
+ROWS_AT_ONCE = 32  # bounds the memory of the cache: about 40 MB a row at GPT-2 small's size
+
+
+@dataclass
+class Completion:
+    text: str  # without the prompt, the end-of-text token and the stop string
+    tokens: int  # sampled, the end-of-text token included
+    seed: int
+
+
+def generate(
+    model: TransformerLanguageModel,
+    tokenizer: CharacterTokenizer | BPETokenizer,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    on_text: Callable[[int, str], None] | None = None,
+) -> list[Completion]:
+    """Complete each prompt; the one at index i with seed `sampling.seed + i` and the same random numbers whatever it is
+    batched with. (In bf16 the rounding depends on the batch, and may change a choice.)
+
+    `on_text(i, piece)` is called as text becomes certain. Raises TokenizerError for a prompt that cannot be encoded.
+    """
+    encoded = [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    was_training = model.training
+    model.eval()
+    try:
+        completions = []
+        for first in range(0, len(prompts), ROWS_AT_ONCE):
+            rows = encoded[first : first + ROWS_AT_ONCE]
+            completions += generate_rows(model, tokenizer, rows, sampling, first, on_text or (lambda index, text: None))
+        return completions
+    finally:
+        model.train(was_training)
+
+
+def prompt_ids(tokenizer: CharacterTokenizer | BPETokenizer, prompt: str) -> list[int]:
+    """A model needs something to continue: nothing is read as the beginning of a document."""
+    try:
+        ids = tokenizer.encode(prompt).tolist()
+    except UnknownCharacterError as error:
+        raise TokenizerError(f"The prompt {prompt!r} cannot be read: {error.finding}.") from None
+    if ids:
+        return ids
+    return [tokenizer.end_of_text_id] if tokenizer.end_of_text_id is not None else [0]
+
+
+@torch.inference_mode()
+def generate_rows(
+    model: TransformerLanguageModel,
+    tokenizer: CharacterTokenizer | BPETokenizer,
+    rows: list[list[int]],
+    sampling: Sampling,
+    first: int,
+    on_text: Callable[[int, str], None],
+) -> list[Completion]:
+    streams = [TextStream(tokenizer, sampling.stop) for _ in rows]
+    counts = [0] * len(rows)
+    active = set(range(len(rows)))
+    uniforms = torch.stack([draws(sampling, first + i) for i in range(len(rows))]).to(model.device)  # (B, new)
+    unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
+    for tokens in continuations(model, rows, unused, uniforms, sampling):
+        for i in sorted(active):
+            counts[i] += 1
+            if tokens[i] != tokenizer.end_of_text_id:
+                on_text(first + i, streams[i].push(tokens[i]))
+            if tokens[i] == tokenizer.end_of_text_id or streams[i].stopped:
+                active.remove(i)
+        if not active:
+            break
+    for i, stream in enumerate(streams):
+        on_text(first + i, stream.finish())
+    seed = sampling.seed + first
+    return [
+        Completion(stream.text, count, seed + i) for i, (stream, count) in enumerate(zip(streams, counts, strict=True))
+    ]
+
+
+def continuations(
+    model: TransformerLanguageModel,
+    rows: list[list[int]],
+    unused: list[int],
+    uniforms: torch.Tensor,
+    sampling: Sampling,
+) -> Iterator[list[int]]:
+    """The next token of each row, again and again; never one of `unused`. uniforms: (B, max_new_tokens).
+
+    On a GPU the step after a token is queued before the token is read, so that the GPU does not wait for what is done
+    with it here. Whatever depends on tokens is on the device for that; only a full context makes it wait.
+    """
+    rows = [list(row) for row in rows]
+    forbidden = torch.tensor(unused, dtype=torch.long, device=model.device)
+    seen = None
+    if sampling.repetition_penalty != 1.0:
+        seen = torch.zeros(len(rows), model.config.vocab_size, dtype=torch.bool, device=model.device)
+        for i, row in enumerate(rows):
+            seen[i, row] = True
+
+    context = model.config.max_seq_len
+    cache, logits = read(model, rows, context, min(context, max(map(len, rows)) + sampling.max_new_tokens))
+    ahead = machine.runs_ahead(model.device)
+    if ahead:
+        cache = StaticKVCache(cache)
+        step = StaticStep(model, cache)
+    else:
+        step = functools.partial(model.next_logits, cache)
+    for t in range(sampling.max_new_tokens):
+        logits = logits.float().index_fill_(1, forbidden, -torch.inf)
+        if seen is not None:
+            logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
+        tokens = choose(logits, uniforms[:, t], sampling)  # (B,)
+        if seen is not None:
+            seen.scatter_(1, tokens[:, None], True)
+        arrive = send_to_host(tokens)
+        is_last = t + 1 == sampling.max_new_tokens
+        queued = ahead and not is_last and max(cache.lengths) < context
+        if queued:
+            logits = step(tokens)
+        values = arrive()
+        for row, token in zip(rows, values, strict=True):
+            row.append(token)
+        yield values
+        if not queued and not is_last:
+            make_room(model, cache, rows)
+            logits = step(tokens)
+
+
+def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
+    """Start copying; the function returned waits for the copy, and for nothing that is queued after it."""
+    values = tokens.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
+    if not tokens.is_cuda:
+        return values.tolist
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def arrive() -> list[int]:
+        copied.synchronize()
+        return values.tolist()
+
+    return arrive
+
+
+def read(
+    model: TransformerLanguageModel, rows: list[list[int]], keep: int, capacity: int
+) -> tuple[KVCache, torch.Tensor]:
+    """Read the last `keep` tokens of each row into a cache with room for `capacity`. Returns the cache and the logits
+    of each row's next token, (B, V).
+
+    Shorter rows are padded on the right, where causal attention keeps the padding out of sight of what precedes it.
+    """
+    rows = [row[-keep:] for row in rows]
+    lengths = [len(row) for row in rows]
+    padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in rows], device=model.device)
+    cache = KVCache(model.config, len(rows), model.device, model.token_embedding.weight.dtype, capacity)
+    hidden = model.hidden(padded, cache)  # (B, T, C)
+    cache.truncate(lengths)
+    last = torch.tensor(lengths, device=model.device) - 1
+    # The head on one position a row only: all logits of a long prompt would take more memory than the model.
+    return cache, model.logits(hidden[torch.arange(len(rows), device=model.device), last]).float()
+
+
+def make_room(model: TransformerLanguageModel, cache: KVCache, rows: list[list[int]]) -> None:
+    """Where a row fills the context, read its second half again, all but the last token, which comes next.
+
+    Sliding by one token instead would change every position and cost a full pass a token. Only full rows are read:
+    a row's text must not depend on the rows it is batched with.
+    """
+    full = [i for i, length in enumerate(cache.lengths) if length == model.config.max_seq_len]
+    if not full:
+        return
+    keep = max(1, model.config.max_seq_len // 2)
+    lengths = list(cache.lengths)
+    if keep > 1:
+        fresh, _ = read(model, [rows[i][-keep:-1] for i in full], keep, keep)
+        cache.keys[:, full, :, :keep], cache.values[:, full, :, :keep] = fresh.keys, fresh.values
+    for i in full:
+        lengths[i] = keep - 1
+    cache.truncate(lengths)

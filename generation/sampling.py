@@ -1,0 +1,110 @@
+"""The choice of the next token from its logits."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from common import machine
+
+HEAD = 512  # likeliest tokens that are sorted first; the rest only where the choice depends on it
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. Raises ValueError listing every value out of range."""
+
+    max_new_tokens: int = 200
+    temperature: float = 0.8  # 0: always the most likely token
+    top_k: int = 0  # 0: off
+    top_p: float = 0.9  # 1: off
+    repetition_penalty: float = 1.0  # 1: off
+    stop: tuple[str, ...] = ()
+    seed: int = 1337
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        problems = [
+            f"{name} is {getattr(self, name)}; {allowed}"
+            for name, holds, allowed in (
+                ("max_new_tokens", self.max_new_tokens >= 0, "0 or more is needed"),
+                ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more is needed"),
+                ("top_k", self.top_k >= 0, "0 (off) or more is needed"),
+                ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 is needed"),
+                ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0 is needed"),
+                ("seed", self.seed >= 0, "0 or more is needed"),
+            )
+            if not holds
+        ]
+        if "" in self.stop:
+            problems.append("an empty stop string would stop at once")
+        if problems:
+            raise ValueError("; ".join(problems))
+
+
+def draws(sampling: Sampling, index: int) -> torch.Tensor:
+    """The random numbers of one prompt, (max_new_tokens,): its own stream, on the CPU, so that neither the batch nor
+    the device changes them."""
+    generator = torch.Generator().manual_seed((sampling.seed + index) % 2**63)
+    return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
+
+
+def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Make tokens a row already holds less likely (Keskar et al. 2019, "CTRL", section 4.1).
+
+    logits (B, V), seen (B, V) true for those tokens -> logits (B, V)
+    """
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def choose(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """One token a row: logits (B, V) and uniform numbers (B,) in [0, 1) -> (B,).
+
+    Top-k, then nucleus sampling (Holtzman et al. 2020), drawn by inverting the cumulative distribution in descending
+    order of probability.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(dim=-1)
+    # Sorting a large vocabulary takes longer than all else here, and the order of the tail seldom matters. On a GPU,
+    # asking whether it does would be waiting for it.
+    if not sampling.top_k < HEAD < logits.size(1) or machine.runs_ahead(logits.device):
+        return choose_among(logits.size(1), logits, uniforms, sampling)[0]
+    tokens, certain = choose_among(HEAD, logits, uniforms, sampling)
+    rest = (~certain).nonzero().squeeze(1)
+    if len(rest):
+        tokens[rest] = choose_among(logits.size(1), logits[rest], uniforms[rest], sampling)[0]
+    return tokens
+
+
+def choose_among(
+    count: int, logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`choose` looking at the `count` largest logits only.
+
+    Returns the tokens, (B,), and for each whether it is certain: no order of the other logits would change it.
+    """
+    if count < logits.size(1):
+        order = logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
+        values, places = logits.gather(1, order).sort(dim=-1, descending=True, stable=True)
+        order = order.gather(1, places)  # equal logits in ascending order of their ids, as the full sort has them
+    else:
+        values, order = logits.sort(dim=-1, descending=True, stable=True)
+    largest = values[:, :1].double()
+
+    def weigh(values: torch.Tensor) -> torch.Tensor:  # at most 1, whatever the temperature: no inf - inf
+        return ((values.double() - largest) / sampling.temperature).exp()
+
+    weights = weigh(values)[:, : sampling.top_k or None]  # (B, n)
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1:] if sampling.top_k else weigh(logits).sum(dim=-1, keepdim=True)
+    before = cumulative - weights  # 0 for the most likely token, which always stays
+    last = ((before < sampling.top_p * total) & (weights > 0)).sum(dim=-1, keepdim=True) - 1  # of the nucleus
+    everything = sampling.top_p == 1 and not sampling.top_k
+    mass = total if everything else cumulative.gather(1, last)
+    place = torch.searchsorted(cumulative, uniforms[:, None] * mass, right=True).minimum(last)
+    # What was left out is not larger than the smallest value here: it comes after all that is larger than that.
+    certain = values.gather(1, place if everything else last) > values[:, -1:]
+    return order.gather(1, place).squeeze(1), certain.squeeze(1)

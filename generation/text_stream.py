@@ -1,0 +1,50 @@
+"""Token ids to text that can be shown while more is on its way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tokenizer import CharacterTokenizer
+
+if TYPE_CHECKING:
+    from tokenizer_bpe import BPETokenizer
+
+
+class TextStream:
+    """Token ids in, printable text out: whole characters only, nothing that may turn out to begin a stop string."""
+
+    def __init__(self, tokenizer: CharacterTokenizer | BPETokenizer, stop: tuple[str, ...]):
+        self.decoder = tokenizer.decoder()
+        self.stop = stop
+        self.text = ""
+        self.shown = 0
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Returns the text that can be shown now."""
+        return self.extend(self.decoder.push([token]))
+
+    def finish(self) -> str:
+        """The rest, once no more tokens come."""
+        return self.extend(self.decoder.flush(), final=True)
+
+    def extend(self, piece: str, final: bool = False) -> str:
+        if self.stopped:
+            return ""
+        # A stop string may begin in text that came before this piece.
+        search_from = max(0, len(self.text) - max(map(len, self.stop), default=1) + 1)
+        self.text += piece
+        hits = [(at + len(word), at) for word in self.stop if (at := self.text.find(word, search_from)) >= 0]
+        if hits:  # the one completed first, so that it does not matter how the text is cut into tokens
+            self.text = self.text[: min(hits)[1]]
+            self.stopped = True
+        end = len(self.text) if final or self.stopped else len(self.text) - self.held_back()
+        fresh, self.shown = self.text[self.shown : end], max(end, self.shown)
+        return fresh
+
+    def held_back(self) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        return max(
+            (n for word in self.stop for n in range(1, len(word)) if self.text.endswith(word[:n])),
+            default=0,
+        )
