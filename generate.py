@@ -31,10 +31,7 @@ if TYPE_CHECKING:
     from generation.decoding import Completion
     from generation.sampling import Sampling
     from model import ModelConfig, TransformerLanguageModel
-    from tokenizer import CharacterTokenizer
-    from tokenizer_bpe import BPETokenizer
-
-    Tokenizer = CharacterTokenizer | BPETokenizer
+    from tokenizer import Tokenizer
 
 CPU_BF16_MIN_WIDTH = 384  # see generation_dtype
 

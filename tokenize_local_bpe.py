@@ -30,10 +30,7 @@ from tokenization.token_folder import DEFAULT_FOLDER, TokenFolder, open_writer, 
 
 if TYPE_CHECKING:
     from tokenization.corpus import Source
-    from tokenizer import CharacterTokenizer
-    from tokenizer_bpe import BPETokenizer
-
-    Tokenizer = CharacterTokenizer | BPETokenizer
+    from tokenizer import Tokenizer
 
 BAR = {"unit": "B", "unit_scale": True, "mininterval": 0.5}
 

@@ -6,7 +6,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,7 @@ CODE_POINTS = 0x110000
 SURROGATES = range(0xD800, 0xE000)
 
 TokenIds = Sequence[int] | np.ndarray
+Tokenizer: TypeAlias = "CharacterTokenizer | BPETokenizer"
 
 
 class TokenizerError(ValueError):
@@ -191,7 +192,7 @@ def check_ids(ids: TokenIds, vocab_size: int) -> np.ndarray:
     return array
 
 
-def load_tokenizer(path: str | Path) -> CharacterTokenizer | BPETokenizer:
+def load_tokenizer(path: str | Path) -> Tokenizer:
     """Load a tokenizer file of either kind, recognised by its content. Raises TokenizerError naming the file."""
     content = read_tokenizer_json(path)
     if "char_to_idx" in content or content.get("type") == "character":

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,10 +16,7 @@ from generation.cuda_graph import StaticKVCache, StaticStep
 from generation.sampling import Sampling, choose, draws, penalize_repetition
 from generation.text_stream import TextStream
 from model import KVCache, TransformerLanguageModel
-from tokenizer import CharacterTokenizer, TokenizerError, UnknownCharacterError
-
-if TYPE_CHECKING:
-    from tokenizer_bpe import BPETokenizer
+from tokenizer import Tokenizer, TokenizerError, UnknownCharacterError
 
 ROWS_AT_ONCE = 32  # bounds the memory of the cache: about 40 MB a row at GPT-2 small's size
 
@@ -34,7 +30,7 @@ class Completion:
 
 def generate(
     model: TransformerLanguageModel,
-    tokenizer: CharacterTokenizer | BPETokenizer,
+    tokenizer: Tokenizer,
     prompts: Sequence[str],
     sampling: Sampling,
     on_text: Callable[[int, str], None] | None = None,
@@ -57,7 +53,7 @@ def generate(
         model.train(was_training)
 
 
-def prompt_ids(tokenizer: CharacterTokenizer | BPETokenizer, prompt: str) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     """A model needs something to continue: nothing is read as the beginning of a document."""
     try:
         ids = tokenizer.encode(prompt).tolist()
@@ -71,7 +67,7 @@ def prompt_ids(tokenizer: CharacterTokenizer | BPETokenizer, prompt: str) -> lis
 @torch.inference_mode()
 def generate_rows(
     model: TransformerLanguageModel,
-    tokenizer: CharacterTokenizer | BPETokenizer,
+    tokenizer: Tokenizer,
     rows: list[list[int]],
     sampling: Sampling,
     first: int,

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from tokenizer import CharacterTokenizer
-
-if TYPE_CHECKING:
-    from tokenizer_bpe import BPETokenizer
+from tokenizer import Tokenizer
 
 
 class TextStream:
     """Token ids in, printable text out: whole characters only, nothing that may turn out to begin a stop string."""
 
-    def __init__(self, tokenizer: CharacterTokenizer | BPETokenizer, stop: tuple[str, ...]):
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
         self.decoder = tokenizer.decoder()
         self.stop = stop
         self.text = ""

@@ -7,18 +7,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from common.errors import DataError
 from tokenization.corpus import Piece, Source, read_pieces
-from tokenizer import CharacterTokenizer, UnknownCharacterError
-
-if TYPE_CHECKING:
-    from tokenizer_bpe import BPETokenizer
-
-    Tokenizer = CharacterTokenizer | BPETokenizer
+from tokenizer import CharacterTokenizer, Tokenizer, UnknownCharacterError
 
 LARGEST_UINT16_VOCABULARY = 1 << 16
 SPLIT_TOLERANCE = 0.05  # share of all tokens by which the split may move to reach the end of a document

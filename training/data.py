@@ -16,7 +16,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,12 +25,9 @@ from common.files import atomic_write, sha256_file
 from common.machine import available_ram
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenization.token_folder import DEFAULT_FOLDER, holds_unfinished
-from tokenizer import CharacterTokenizer, load_tokenizer
+from tokenizer import Tokenizer, load_tokenizer
 from training.config import TrainConfig
 from training.hardware import Hardware
-
-if TYPE_CHECKING:
-    from tokenizer_bpe import BPETokenizer
 
 RAM_SHARE = 0.7  # of the available memory that tokens may take; the rest is for the model and Python
 GPU_SHARE = 0.2  # of the GPU's memory that tokens may take; the rest is for training
@@ -44,7 +40,7 @@ class TokenData:
         self,
         metadata: TokenMetadata,
         tokens: np.ndarray,
-        tokenizer: CharacterTokenizer | BPETokenizer,
+        tokenizer: Tokenizer,
         tokenizer_path: Path,
         config: TrainConfig,
         device: torch.device,
@@ -264,7 +260,7 @@ def check_tokens(bin_path: Path, tokens: np.ndarray, metadata: TokenMetadata) ->
     return sha256
 
 
-def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[CharacterTokenizer | BPETokenizer, str]:
+def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[Tokenizer, str]:
     """Returns the tokenizer and its SHA-256. Raises DataError if the tokens were made with another one."""
     tokenizer, sha256 = load_tokenizer(path), sha256_file(path)
     if metadata.tokenizer_sha256 not in (None, sha256):
