@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import ablation
 from common.errors import ConfigError
-from tools import ablation
 from training.config import parse_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")

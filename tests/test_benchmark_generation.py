@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import generation
 from common.errors import ConfigError
-from tools import benchmark_generation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -29,7 +29,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_contestant_is_timed_at_each_length_and_batch_size(name: str, capsys: pytest.CaptureFixture) -> None:
     if name.startswith("Hugging Face"):
         pytest.importorskip("transformers")
-    assert benchmark_generation.main([*TOY, "--contestant", name]) == 0
+    assert generation.main([*TOY, "--contestant", name]) == 0
     times = json.loads(capsys.readouterr().out)
     assert set(times) == GREEDY | SAMPLED
     assert all(0 < milliseconds < 60_000 for milliseconds in times.values())
@@ -50,15 +50,15 @@ def test_nanogpt_is_taken_from_a_checkout(tmp_path: Path, capsys: pytest.Capture
         "    def generate(self, tokens, count):\n"
         "        return torch.cat([tokens, tokens[:, -count:]], dim=1)\n"
     )
-    assert benchmark_generation.main([*TOY, "--nanogpt", str(tmp_path), "--contestant", "nanoGPT, fp32"]) == 0
+    assert generation.main([*TOY, "--nanogpt", str(tmp_path), "--contestant", "nanoGPT, fp32"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == GREEDY
 
 
 def test_the_command_writes_what_it_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(benchmark_generation, "RESULTS", tmp_path)
-    assert benchmark_generation.main([*TOY, "--only", "ours, fp32", "nobody, fp32", "--write", "toy"]) == 0
+    monkeypatch.setattr(generation, "RESULTS", tmp_path)
+    assert generation.main([*TOY, "--only", "ours, fp32", "nobody, fp32", "--write", "toy"]) == 0
     printed = capsys.readouterr().out
     assert "nobody, fp32 failed" in printed
     table = printed[printed.index("Milliseconds") :].strip()
@@ -71,4 +71,4 @@ def test_the_command_writes_what_it_prints(
 
 def test_lengths_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"33 tokens .* max_seq_len 32"):
-        benchmark_generation.main([*TOY, "--held", "30"])
+        generation.main([*TOY, "--held", "30"])

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.workload import Training, write_random_tokens
 from common.checkpoint import open_checkpoint
 from generation.decoding import generate
 from generation.sampling import Sampling
 from model import TransformerLanguageModel
-from tools.workload import Training, write_random_tokens
 from training.evaluate import validation_loss
 from training.preflight import estimate_memory
 

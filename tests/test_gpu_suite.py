@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks import gpu_suite
+from benchmarks.gpu_suite import PARTS, PRESETS, summary
 from common.errors import script
-from tools import gpu_suite
-from tools.gpu_suite import PARTS, PRESETS, summary
 
 ROOT = Path(__file__).resolve().parent.parent
 main = script(gpu_suite.main)

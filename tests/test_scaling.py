@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import common.machine
+from benchmarks import scaling
+from benchmarks.scaling import AXES, axes, data_sizes, draw, table
 from common.errors import script
-from tools import scaling
-from tools.scaling import AXES, axes, data_sizes, draw, table
 from training.config import parse_config
 
 main = script(scaling.main)

@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks import measure
 from common.errors import ConfigError, DataError, UserError
-from tools import measure, speed_ladder
+from tools import speed_ladder
 from tools.speed_ladder import NAMES, Rung
 from training.config import SCHEMA, TrainConfig
 from training.data import TokenData

@@ -458,7 +458,7 @@ def test_help_is_quick_and_names_every_flag() -> None:
 
 
 def test_the_benchmark_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    from tools.benchmark_tokenizing import main as benchmark
+    from benchmarks.tokenizing import main as benchmark
 
     assert benchmark(["--generate_mb", "0.2", "--vocab_size", "400"]) == 0
     printed = capsys.readouterr().out

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import tools.workload
-from tools.measure import machine_kind
-from tools.workload import Training, measure_training, time_steps, write_random_tokens
+import benchmarks.workload
+from benchmarks.measure import machine_kind
+from benchmarks.workload import Training, measure_training, time_steps, write_random_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -31,7 +31,7 @@ def test_a_step_is_a_step_of_the_trainer(tmp_path: Path, train: Callable, train_
 
 def test_random_tokens_are_what_the_trainer_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash and the range of the ids are checked on opening; here a block of ids comes two and a half times."""
-    monkeypatch.setattr(tools.workload, "BLOCK_TOKENS", 1_000)
+    monkeypatch.setattr(benchmarks.workload, "BLOCK_TOKENS", 1_000)
     folder = write_random_tokens(tmp_path / "tokens", 2_500, 300)
     shape = ["--num_layers", "1", "--embed_dim", "16", "--num_heads", "1", "--max_seq_len", "8", "--batch_size", "2"]
     measured = measure_training([*shape, "--device", "cpu", "--data_dir", str(folder)], seconds=0.01, started=0.0)
@@ -63,7 +63,7 @@ def test_a_measurement_takes_the_time_it_is_given(
         nonlocal waits
         waits += 1
 
-    monkeypatch.setattr(tools.workload.time, "perf_counter", lambda: clock)
+    monkeypatch.setattr(benchmarks.workload.time, "perf_counter", lambda: clock)
     mean, steps = time_steps(step, synchronize, seconds)
     assert steps == timed and mean == pytest.approx(step_seconds)
     assert waits == 6  # before and after the first call, the warm-up and the measurement, never in between

@@ -168,9 +168,9 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
 
 def find_tokens(config: TrainConfig, scratch: Path) -> tuple[TrainConfig, str]:
     """The tokens the configuration names, else random ones in `scratch`; and in words which."""
+    from benchmarks.workload import write_random_tokens
     from tokenization.metadata import metadata_files
     from tokenization.token_folder import DEFAULT_FOLDER
-    from tools.workload import write_random_tokens
     from train_colab_mmap import tokenize_input, use_builtin_files
 
     config = use_builtin_files(config)
@@ -239,8 +239,8 @@ def choose_batch(config: TrainConfig, vocab_size: int, hardware: Hardware, scrat
 
     Raises UserError if the baseline cannot be measured at all.
     """
+    from benchmarks.measure import measure_in_turn
     from common.errors import UserError
-    from tools.measure import measure_in_turn
 
     if config.sources["batch_size"] == "flag":
         return config, "as given"
@@ -275,7 +275,7 @@ def summarize(
     measured: Mapping[str, list[dict[str, Any]]], failures: Mapping[str, str], floor_seconds: float | None
 ) -> list[dict[str, Any]]:
     """One entry a rung. `floor_seconds`: of a step at the device's peak FLOP/s, None where that is not known."""
-    from tools.measure import Spread
+    from benchmarks.measure import Spread
 
     rows = []
     baseline = None
@@ -315,7 +315,7 @@ def describe(row: Mapping[str, Any]) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    from tools.measure import Spread, markdown_table
+    from benchmarks.measure import Spread, markdown_table
 
     columns = ["what", "s/step (lowest to highest)", "speed-up", "peak memory", "of peak FLOP/s", "compiling"]
     cells = []
@@ -388,9 +388,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.rounds < 1 or (flags.steps is not None and flags.steps < 1):
         raise ConfigError("--rounds and --steps are at least 1.")
 
+    from benchmarks.measure import describe_machine, machine_kind, measure_in_turn, this_command, write_results
     from common.formatting import si
     from tokenization.metadata import TokenMetadata
-    from tools.measure import describe_machine, machine_kind, measure_in_turn, this_command, write_results
     from training.data import locate
     from training.hardware import detect_hardware
 

@@ -1,8 +1,8 @@
 """Time generation on this machine, token by token: ours, Hugging Face transformers, and nanoGPT.
 
-    python tools/benchmark_generation.py
-    python tools/benchmark_generation.py --nanogpt ../nanoGPT --write cpu-2core-xeon
-    python tools/benchmark_generation.py --checkpoint runs/gpt2_small
+    python benchmarks/generation.py
+    python benchmarks/generation.py --nanogpt ../nanoGPT --write cpu-2core-xeon
+    python benchmarks/generation.py --checkpoint runs/gpt2_small
 
 The model has GPT-2 small's shape and random weights, unless told otherwise. The contestants take turns, each in a
 process of its own; what counts is the median time from one token to the next, without the prompt's.
@@ -38,11 +38,11 @@ NANOGPT_TOKENS = 3  # each takes as long as reading the prompt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    from benchmarks.measure import Spread, describe_machine, measure_in_turn, this_command, write_results
     from common.errors import ConfigError
     from common.flags import Parser, add_debug
-    from tools.measure import Spread, describe_machine, measure_in_turn, this_command, write_results
 
-    parser = Parser(prog="tools/benchmark_generation.py", description=__doc__.splitlines()[0])
+    parser = Parser(prog="benchmarks/generation.py", description=__doc__.splitlines()[0])
     model = parser.add_argument_group("model")
     model.add_argument("--checkpoint", metavar="PATH", help="shape and our weights from a checkpoint or run folder")
     for name, default in SHAPE.items():
@@ -243,7 +243,7 @@ def nanogpt(config: ModelConfig, checkout: str, device: torch.device, dtype: tor
 
 
 def as_markdown(spreads: dict[str, dict], flags: Namespace) -> str:
-    from tools.measure import markdown_table
+    from benchmarks.measure import markdown_table
 
     def cells(cases: dict, keys: list[str]) -> list[str]:
         return [str(cases[key]) if key in cases else "" for key in keys]

@@ -1,8 +1,8 @@
 """Training speed beside a plain PyTorch loop, Hugging Face transformers and nanoGPT: same shapes, batch and machine.
 
-    python tools/benchmark.py
-    python tools/benchmark.py --nanogpt PATH_OF_A_CHECKOUT
-    python tools/benchmark.py --update_readme
+    python benchmarks/peers.py
+    python benchmarks/peers.py --nanogpt PATH_OF_A_CHECKOUT
+    python benchmarks/peers.py --update_readme
 
 Each measurement is a process of its own, and they alternate. Results go to docs/benchmarks/, one file for each kind of
 machine, and from there into the README's table.
@@ -203,7 +203,7 @@ def nanogpt(case: Case, folder: str, device: torch.device, checkout: str) -> Con
 
 def measure(name: str, case: Case, folder: str, device: str, checkout: str | None, seconds: float) -> dict[str, Any]:
     """What one contestant does in this process."""
-    from tools.workload import measure_training, time_steps
+    from benchmarks.workload import measure_training, time_steps
 
     if name == "ours":
         return measure_training([*case.flags(folder), "--device", device], seconds, STARTED)
@@ -246,8 +246,8 @@ def compare(
     case: Case, names: Sequence[str], device: str, checkout: str | None, rounds: int, seconds: float
 ) -> dict[str, list[dict[str, Any]]]:
     """Measurements of each contestant, in turn."""
-    from tools.measure import measure_in_turn
-    from tools.workload import write_random_tokens
+    from benchmarks.measure import measure_in_turn
+    from benchmarks.workload import write_random_tokens
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_random_tokens(Path(temporary) / "tokens", TOKENS, case.vocab_size)
@@ -273,7 +273,7 @@ def speedups(measured: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> 
 
 
 def case_table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    from tools.measure import Spread, markdown_table
+    from benchmarks.measure import Spread, markdown_table
 
     def spread(rows: Sequence[Mapping[str, Any]], key: str, digits: str) -> str:
         values = [row[key] for row in rows]
@@ -319,7 +319,7 @@ def document(results: Mapping[str, Any]) -> str:
 
 def performance_table(folder: Path = RESULTS) -> str:
     """The README's table, from the results of every machine in `folder`."""
-    from tools.measure import Spread, markdown_table
+    from benchmarks.measure import Spread, markdown_table
 
     peers = [name for name in CONTESTANTS if name != "ours"]
     table = []
@@ -364,14 +364,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     from common.errors import ConfigError
     from common.flags import Parser, add_debug
 
-    parser = Parser(prog="tools/benchmark.py", description=__doc__.split("\n")[0])
+    parser = Parser(prog="benchmarks/peers.py", description=__doc__.split("\n")[0])
     names = list(cases(False))
     parser.add_argument("--cases", nargs="+", metavar="CASE", default=names[:-1], help=f"of {', '.join(names)} [all]")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each contestant [3]")
     parser.add_argument("--seconds", type=float, default=4.0, help="timed in each measurement; a step at least [4]")
     parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT to measure beside")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
-    parser.add_argument("--generation", action="store_true", help="then run tools/benchmark_generation.py too")
+    parser.add_argument("--generation", action="store_true", help="then run benchmarks/generation.py too")
     parser.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
     parser.add_argument("--update_readme", action="store_true", help="only write the README's table from the results")
     parser.add_argument("--worker", help="(used by the script itself)")
@@ -393,8 +393,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.nanogpt and not (Path(flags.nanogpt) / "model.py").is_file():
         raise ConfigError(f"--nanogpt {flags.nanogpt} holds no model.py; a checkout of nanoGPT is expected.")
 
+    from benchmarks.measure import describe_machine, machine_kind, this_command, write_results
     from common.machine import pick_device
-    from tools.measure import describe_machine, machine_kind, this_command, write_results
 
     device = pick_device(flags.device).type
     left_out = {}
@@ -418,13 +418,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         write_results(stem, "Training beside its peers", this_command(), results, document(results))
     print(f"\nWritten to {stem}.json and .md")
     if flags.generation:
-        try:
-            from tools import benchmark_generation
-        except ImportError:
-            print("There is no tools/benchmark_generation.py here; only training was measured.")
-        else:
-            more = ["--nanogpt", flags.nanogpt] if flags.nanogpt else []
-            return benchmark_generation.main(["--write", machine_kind(machine), *more])
+        from benchmarks import generation
+
+        more = ["--nanogpt", flags.nanogpt] if flags.nanogpt else []
+        return generation.main(["--write", machine_kind(machine), *more])
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import torch
 
 from common.files import sha256_file
 from model import TransformerLanguageModel
+from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig, parse_config
 from training.data import TokenData
@@ -44,21 +44,20 @@ def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
             part = block[: tokens - start].tobytes()
             sha256.update(part)
             file.write(part)
-    metadata = {
-        "format_version": 1,
-        "tokenizer_type": "character",
-        "vocab_size": vocab_size,
-        "dtype": "uint16",
-        "bytes_per_token": 2,
-        "total_tokens": tokens,
-        "train_split": 0.9,
-        "train_split_index": tokens * 9 // 10,
-        "bin_file": "tokens.bin",
-        "tokenizer_file": "tokenizer.json",
-        "tokens_sha256": sha256.hexdigest(),
-        "tokenizer_sha256": sha256_file(folder / "tokenizer.json"),
-    }
-    (folder / "tokens_metadata.json").write_text(json.dumps(metadata))
+    metadata = TokenMetadata(
+        path=folder / "tokens_metadata.json",
+        vocab_size=vocab_size,
+        total_tokens=tokens,
+        train_tokens=tokens * 9 // 10,
+        dtype="uint16",
+        tokenizer_type="character",
+        bin_file="tokens.bin",
+        tokenizer_file="tokenizer.json",
+        tokens_sha256=sha256.hexdigest(),
+        tokenizer_sha256=sha256_file(folder / "tokenizer.json"),
+        val_bytes=None,
+    )
+    metadata.write(metadata.path)
     return folder
 
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-import tools.measure
+import benchmarks.measure
+from benchmarks import peers
+from benchmarks.peers import Case, cases, compare, performance_table, with_table
 from common.errors import script
-from tools import benchmark
-from tools.benchmark import Case, cases, compare, performance_table, with_table
 
 ROOT = Path(__file__).resolve().parent.parent
-main = script(benchmark.main)
+main = script(peers.main)
 
 # Stands for nanoGPT's model.py: its names and its tied head, over our model.
 NANOGPT = """
@@ -91,7 +91,7 @@ def test_everyone_present_is_measured_and_written_down(tmp_path: Path, capsys: p
 
 def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(benchmark, "compare", lambda case, names, *rest: {name: [ours()] for name in names})
+    monkeypatch.setattr(peers, "compare", lambda case, names, *rest: {name: [ours()] for name in names})
 
     def ours() -> dict[str, Any]:
         return run_of(1000, precision="fp32", compiled=False)
@@ -105,7 +105,7 @@ def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_another_number_of_parameters_is_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {"ours": [run_of(10)], "transformers": [run_of(10, parameters=900)]}
-    monkeypatch.setattr(tools.measure, "measure_in_turn", lambda commands, rounds: measured)
+    monkeypatch.setattr(benchmarks.measure, "measure_in_turn", lambda commands, rounds: measured)
     with pytest.raises(AssertionError, match="transformers has 900 parameters, not 1,000"):
         compare(cases(False)["toy"], list(measured), "cpu", None, 1, 0.1)
 
@@ -150,7 +150,7 @@ def test_speedups_are_taken_round_by_round(tmp_path: Path) -> None:
 
 
 def test_the_readme_shows_the_results_on_record() -> None:
-    """`python tools/benchmark.py --update_readme` after new results."""
+    """`python benchmarks/peers.py --update_readme` after new results."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert with_table(readme, performance_table()) == readme
 

@@ -1,6 +1,6 @@
 """Time the pre-tokenizer on this machine: learning the vocabulary, encoding alone, and the whole command.
 
-python tools/benchmark_tokenizing.py --input my_text.txt
+python benchmarks/tokenizing.py --input my_text.txt
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How the cost of training grows with the data, the context, the model and the batch, in the trainer's own step.
 
-    python tools/scaling.py
+    python benchmarks/scaling.py
 
 One thing changes at a time. Results go to docs/benchmarks/: a table, a plot with a panel for each, and the numbers.
 """
@@ -81,7 +81,7 @@ def data_sizes(size: str, folder: Path) -> tuple[list[float], str]:
 
 def tokens_of(point: Flags, folder: Path) -> Path:
     """The token folder a point trains on, written on first use."""
-    from tools.workload import write_random_tokens
+    from benchmarks.workload import write_random_tokens
 
     data_mb, vocab_size = point.get("data_mb", DATA_MB), point["vocab_size"]
     path = folder / f"{data_mb}mb_{vocab_size}"
@@ -99,7 +99,7 @@ def measure_axes(
     size: str, chosen: Sequence[str], device: str, rounds: int, seconds: float, folder: Path
 ) -> tuple[dict[str, dict[str, list[dict[str, Any]]]], str]:
     """Measurements of every point of the chosen axes, by axis and name, and what had to be left out."""
-    from tools.measure import measure_in_turn
+    from benchmarks.measure import measure_in_turn
 
     sizes, left_out = data_sizes(size, folder)
     measured = {}
@@ -117,7 +117,7 @@ def measure_axes(
 
 
 def table(axis: str, measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    from tools.measure import Spread, markdown_table
+    from benchmarks.measure import Spread, markdown_table
 
     rows = []
     for name, runs in measured.items():
@@ -145,7 +145,7 @@ def draw(measured: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], mach
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter
 
-    from tools.measure import Spread
+    from benchmarks.measure import Spread
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     figure.suptitle(f"Training speed on {machine}")
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from common.errors import ConfigError
     from common.flags import Parser, add_debug
 
-    parser = Parser(prog="tools/scaling.py", description=__doc__.split("\n")[0])
+    parser = Parser(prog="benchmarks/scaling.py", description=__doc__.split("\n")[0])
     parser.add_argument("--axes", nargs="+", metavar="AXIS", default=list(AXES), help=f"of {', '.join(AXES)} [all]")
     parser.add_argument("--rounds", type=int, default=2, help="measurements of each point [2]")
     parser.add_argument("--seconds", type=float, default=1.5, help="timed in each measurement; a step at least [1.5]")
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_debug(parser)
     flags = parser.parse_args(argv)
     if flags.worker:
-        from tools.workload import measure_training
+        from benchmarks.workload import measure_training
 
         print(json.dumps(measure_training(**json.loads(flags.worker), started=STARTED)))
         return 0
@@ -203,8 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.rounds < 1 or flags.seconds <= 0:
         raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
 
+    from benchmarks.measure import describe_machine, machine_kind, this_command, write_results
     from common.machine import pick_device
-    from tools.measure import describe_machine, machine_kind, this_command, write_results
 
     device = pick_device(flags.device).type
     machine = describe_machine(device)

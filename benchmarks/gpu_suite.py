@@ -1,8 +1,8 @@
 """Everything that needs a GPU, in one command and under nine minutes: tests, speeds, memory, variants; into one JSON.
 
-    python tools/gpu_suite.py
-    python tools/gpu_suite.py --parts presets variants
-    python tools/gpu_suite.py --toy          # tiny models on a CPU, to see that it works
+    python benchmarks/gpu_suite.py
+    python benchmarks/gpu_suite.py --parts presets variants
+    python benchmarks/gpu_suite.py --toy          # tiny models on a CPU, to see that it works
 
 Each part is a process with a time limit of its own. It reports row by row and the file is written after every part:
 what fails, hangs or is cut off takes nothing else with it.
@@ -19,14 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from tools.workload import Training
+    from benchmarks.workload import Training
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = {  # vocabulary of the tokens each is measured on
@@ -67,7 +67,7 @@ class Setting:
         return "cpu" if self.toy else "auto"
 
     def tokens(self, vocab_size: int) -> Path:
-        from tools.workload import write_random_tokens
+        from benchmarks.workload import write_random_tokens
 
         folder = self.folder / f"tokens_{vocab_size}"
         return folder if folder.exists() else write_random_tokens(folder, 10_000 if self.toy else TOKENS, vocab_size)
@@ -84,7 +84,7 @@ class Setting:
 
 def attempt(name: str, measure: Callable[[], Row]) -> Row:
     """A row, or what went wrong with it: the rows that follow should still be measured."""
-    from tools.workload import release_memory
+    from benchmarks.workload import release_memory
 
     try:
         return {"name": name, **measure()}
@@ -104,7 +104,7 @@ def tests(setting: Setting) -> Iterator[Row]:
 
 def presets(setting: Setting) -> Iterator[Row]:
     """Speed, MFU and memory of the configs as they are."""
-    from tools.workload import measure_training
+    from benchmarks.workload import measure_training
 
     for preset in PRESETS:
         if (ROOT / "configs" / f"{preset}.json").exists():
@@ -112,46 +112,45 @@ def presets(setting: Setting) -> Iterator[Row]:
             yield attempt(preset, lambda flags=flags: measure_training(flags, setting.seconds, time.perf_counter()))
 
 
-def peers(setting: Setting) -> Iterator[Row]:
+def peers(setting: Setting) -> Iterable[Row]:
+    """Its script leaves a file of results, which becomes a row."""
     case = "toy" if setting.toy else "gpt2_small"
     flags = ["--cases", case, "--rounds", "1", "--seconds", str(setting.seconds), "--device", setting.device]
     flags += ["--nanogpt", setting.nanogpt] if setting.nanogpt else []
-    yield from run_script("benchmark.py", [*flags, "--output_dir", str(setting.results)])
+    run_script("benchmarks/peers.py", [*flags, "--output_dir", str(setting.results)])
+    return []
 
 
-def ladder(setting: Setting) -> Iterator[Row]:
+def ladder(setting: Setting) -> Iterable[Row]:
+    """As `peers`."""
     flags = setting.flags("gpt2_small", output_dir=setting.results)
-    yield from run_script("speed_ladder.py", [*flags, "--rounds", "1", "--steps", "1" if setting.toy else "3"])
+    run_script("tools/speed_ladder.py", [*flags, "--rounds", "1", "--steps", "1" if setting.toy else "3"])
+    return []
 
 
 def generation(setting: Setting) -> Iterator[Row]:
     """Its script writes under docs/benchmarks/ itself; what it wrote there becomes a row."""
-    from tools.measure import describe_machine, machine_kind
+    from benchmarks.measure import describe_machine, machine_kind
 
     flags = ["--held", "16", "512", "--batches", "1", "16", "--rounds", "2"]
     if setting.toy:
         shape = ["--num_layers", "1", "--embed_dim", "32", "--num_heads", "2", "--vocab_size", "300"]
-        yield from run_script("benchmark_generation.py", [*shape, *flags])
+        run_script("benchmarks/generation.py", [*shape, *flags])
         return
     kind = machine_kind(describe_machine())
-    yield from run_script("benchmark_generation.py", ["--write", kind, *flags])
+    run_script("benchmarks/generation.py", ["--write", kind, *flags])
     written = ROOT / "docs" / "benchmarks" / f"generation-{kind}.json"
-    if written.exists():
-        yield {"name": written.stem, "results": json.loads(written.read_text())}
+    yield {"name": written.stem, "results": json.loads(written.read_text())}
 
 
-def run_script(script: str, flags: Sequence[str]) -> Iterator[Row]:
-    """Run another script of this folder; it becomes a row only where it is not there."""
-    path = ROOT / "tools" / script
-    if not path.exists():
-        yield {"name": script, "skipped": "not in this checkout"}
-        return
-    subprocess.run([sys.executable, str(path), *flags], check=True, stdout=subprocess.DEVNULL)
+def run_script(script: str, flags: Sequence[str]) -> None:
+    """Run another script of this project. Raises CalledProcessError if it fails."""
+    subprocess.run([sys.executable, str(ROOT / script), *flags], check=True, stdout=subprocess.DEVNULL)
 
 
 def memory(setting: Setting) -> Iterator[Row]:
     """What --dry_run estimates against what a run takes, by batch size."""
-    from tools.workload import measure_training
+    from benchmarks.workload import measure_training
 
     for rows in (2, 4) if setting.toy else MEMORY_BATCHES:
         flags = setting.flags("gpt2_small", batch_size=rows)
@@ -163,7 +162,7 @@ def memory(setting: Setting) -> Iterator[Row]:
 
 def placements(setting: Setting) -> Iterator[Row]:
     """Speed with the tokens on the GPU, in RAM, and mapped; in a small model, which waits for its batches soonest."""
-    from tools.workload import measure_training
+    from benchmarks.workload import measure_training
 
     for place in ("ram", "mmap") if setting.toy else ("gpu", "ram", "mmap"):
         flags = setting.flags("shakespeare_char", placement=place)
@@ -264,8 +263,8 @@ def against_ours(flags: Sequence[str], build: Callable[[Training], Callable], se
     """Step times of a variant and of ours, both in this process and alternating; below a ratio of 1 it is faster."""
     import torch
 
-    from tools.measure import Spread
-    from tools.workload import Training, time_steps
+    from benchmarks.measure import Spread
+    from benchmarks.workload import Training, time_steps
 
     def opened(build: Callable[[Training], Callable] | None) -> tuple[Training, Row]:
         started = time.perf_counter()
@@ -298,7 +297,7 @@ def against_ours(flags: Sequence[str], build: Callable[[Training], Callable], se
 
 
 # In the order they run, each with its limit in seconds; --minutes limits all of them together.
-PARTS: dict[str, tuple[Callable[[Setting], Iterator[Row]], float]] = {
+PARTS: dict[str, tuple[Callable[[Setting], Iterable[Row]], float]] = {
     "tests": (tests, 110),
     "presets": (presets, 130),
     "resume": (resume, 60),
@@ -368,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from common.errors import ConfigError
     from common.flags import Parser, add_debug
 
-    parser = Parser(prog="tools/gpu_suite.py", description=__doc__.split("\n")[0])
+    parser = Parser(prog="benchmarks/gpu_suite.py", description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", metavar="PART", default=list(PARTS), help=f"of {', '.join(PARTS)} [all]")
     parser.add_argument("--minutes", type=float, default=8.75, help="limit of all parts together [8.75]")
     parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT to measure beside")
@@ -387,8 +386,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown:
         raise ConfigError(f"--parts {unknown[0]} is not known; there are: {', '.join(PARTS)}.")
 
+    from benchmarks.measure import describe_machine, machine_kind, this_command
     from common.files import write_json
-    from tools.measure import describe_machine, machine_kind, this_command
 
     started = time.monotonic()
     machine = describe_machine("cpu" if flags.toy else "cuda")

@@ -1,6 +1,6 @@
 """What each piece of the modern recipe is worth: short runs at equal tokens, each with one piece taken away.
 
-    python tools/ablation.py --data_dir datasets_cache
+    python benchmarks/ablation.py --data_dir datasets_cache
 
 Every run is the trainer's own, in a folder below runs/ablation; one that is finished is not repeated. Results,
 in bits per byte of the validation split, go to docs/benchmarks/.
@@ -98,7 +98,7 @@ def mean(measured: Mapping[int, Mapping[str, Any]]) -> float:
 
 def table(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
     """A row a variant: bits per byte with each seed, their mean, and how far that is from the modern recipe's."""
-    from tools.measure import markdown_table
+    from benchmarks.measure import markdown_table
 
     base = mean(results["modern"]) if "modern" in results else None
     rows = []
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from common.errors import ConfigError
     from common.flags import Parser, add_debug, suggest
 
-    parser = Parser(prog="tools/ablation.py", description=__doc__.split("\n")[0])
+    parser = Parser(prog="benchmarks/ablation.py", description=__doc__.split("\n")[0])
     parser.add_argument("--data_dir", default="datasets_cache", metavar="DIR", help="token folder [datasets_cache]")
     parser.add_argument("--variants", nargs="+", metavar="NAME", default=list(VARIANTS), help="some of them [all]")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", default=[1337], help="[1337]")
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--variants {name} is not known.{suggest(name, VARIANTS)} There are: {', '.join(VARIANTS)}."
             )
 
-    from tools.measure import describe_machine, this_command, write_results
+    from benchmarks.measure import describe_machine, this_command, write_results
 
     results: dict[str, dict[int, dict[str, Any]]] = {}
     for seed in flags.seeds:

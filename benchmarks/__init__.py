@@ -1,0 +1,1 @@
+"""What measures this project and its peers; results with their commands lie in docs/benchmarks/."""

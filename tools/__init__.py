@@ -1,0 +1,1 @@
+"""What a user runs beside the road from text to text."""
