@@ -33,6 +33,7 @@ def train(config: TrainConfig) -> int:
 
     from common.checkpoint import open_checkpoint
     from model import TransformerLanguageModel
+    from training.compilation import compile_model
     from training.data import TokenData
     from training.evaluate import (
         answer_prompts,
@@ -98,8 +99,9 @@ def train(config: TrainConfig) -> int:
     first_step = run.step
 
     with memory_advice(config), report.paused():
-        step_model = hardware.compile(
+        step_model = compile_model(
             model,
+            hardware,
             lambda: data.batch(run.sequences_seen, config.rows_at_once),
             evaluates=bool(config.eval_interval),
             cache_dir=config.compile_cache_dir,

@@ -17,6 +17,7 @@ from common.files import sha256_file
 from model import TransformerLanguageModel
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
+from training.compilation import compile_model
 from training.config import TrainConfig, parse_config
 from training.data import TokenData
 from training.hardware import Hardware, detect_hardware
@@ -86,8 +87,8 @@ class Training:
         model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
         config = fit_micro_batch(config, model, hardware)
         optimizer = build_optimizer(model, config)
-        step_model = hardware.compile(
-            model, lambda: data.batch(0, config.rows_at_once), evaluates=bool(config.eval_interval)
+        step_model = compile_model(
+            model, hardware, lambda: data.batch(0, config.rows_at_once), evaluates=bool(config.eval_interval)
         )
         max_steps = last_step(0, 0, data.windows, config)
         return cls(config, hardware, data, model, optimizer, hardware.grad_scaler(), step_model, max_steps)

@@ -13,6 +13,7 @@ import torch
 import common.machine
 from common.errors import ConfigError
 from model import ModelConfig, TransformerLanguageModel
+from training.compilation import cache_name, compile_model
 from training.config import TrainConfig
 from training.hardware import Hardware, detect_hardware
 
@@ -254,7 +255,7 @@ def test_compile_off_does_not_try() -> None:
     def tried() -> tuple[torch.Tensor, torch.Tensor]:
         raise AssertionError("tried")
 
-    assert cpu_hardware(compiles=False).compile(model, tried) is model
+    assert compile_model(model, cpu_hardware(compiles=False), tried) is model
 
 
 def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
@@ -272,7 +273,7 @@ def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
         return compiled
 
     monkeypatch.setattr(torch, "compile", lazy)
-    assert cpu_hardware().compile(model, example) is model
+    assert compile_model(model, cpu_hardware(), example) is model
     printed = capsys.readouterr().out
     assert printed.count("torch.compile failed") == 1 and "no compiler found" in printed
     assert "long tail" not in printed and "--compile off" in printed
@@ -286,7 +287,7 @@ def test_running_out_of_memory_is_not_taken_for_a_failure_to_compile(monkeypatch
 
     monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
     with pytest.raises(torch.OutOfMemoryError):
-        cpu_hardware().compile(TransformerLanguageModel(SHAPE), example)
+        compile_model(TransformerLanguageModel(SHAPE), cpu_hardware(), example)
 
 
 def test_bad_data_is_not_taken_for_a_failure_to_compile() -> None:
@@ -294,13 +295,13 @@ def test_bad_data_is_not_taken_for_a_failure_to_compile() -> None:
         raise RuntimeError("cannot pin")
 
     with pytest.raises(RuntimeError, match="cannot pin"):
-        cpu_hardware().compile(TransformerLanguageModel(SHAPE), broken)
+        compile_model(TransformerLanguageModel(SHAPE), cpu_hardware(), broken)
 
 
 def test_a_compiled_model_has_the_same_loss(capsys: pytest.CaptureFixture) -> None:
     torch.manual_seed(0)
     model = TransformerLanguageModel(SHAPE)
-    compiled = cpu_hardware().compile(model, example)
+    compiled = compile_model(model, cpu_hardware(), example)
     assert compiled is not model, capsys.readouterr().out
     assert all(parameter.grad is None for parameter in model.parameters())
     tokens = torch.randint(11, (2, 4))
@@ -334,8 +335,8 @@ def test_nothing_is_compiled_after_the_start(tmp_path: Path, train: Callable, mo
 
 def test_compiled_code_that_cannot_be_read_is_compiled_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model, hardware = TransformerLanguageModel(SHAPE), cpu_hardware()
-    cache = tmp_path / hardware.cache_name(model, example()[0])
+    cache = tmp_path / cache_name(model, hardware, example()[0])
     cache.mkdir()  # reading it is an error of the system, as on a Drive that is gone
-    assert hardware.compile(model, example, cache_dir=tmp_path) is not model
+    assert compile_model(model, hardware, example, cache_dir=tmp_path) is not model
     printed = capsys.readouterr().out
     assert "it is compiled again" in printed and "Compiled in" in printed

@@ -102,6 +102,7 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
 
     import training.hardware
     from model import TransformerLanguageModel
+    from training.compilation import compile_model
     from training.data import TokenData
     from training.hardware import choose_precision, detect_hardware
     from training.optimizer import build_optimizer
@@ -134,7 +135,7 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
     scaler = hardware.grad_scaler()
     told, started = io.StringIO(), time.perf_counter()
     with contextlib.redirect_stdout(told):
-        step_model = hardware.compile(model, lambda: data.batch(0, config.rows_at_once))
+        step_model = compile_model(model, hardware, lambda: data.batch(0, config.rows_at_once))
     hardware.synchronize()
     compiled = step_model is not model
     compile_seconds = time.perf_counter() - started if compiled else None

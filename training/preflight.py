@@ -13,6 +13,7 @@ from common.checkpoint import step_folders
 from common.errors import MemoryExhausted, is_out_of_memory
 from common.formatting import clock, si
 from model import TransformerLanguageModel
+from training.compilation import compile_model
 from training.config import TrainConfig
 from training.data import TokenData
 from training.hardware import Hardware
@@ -109,7 +110,7 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
         f"Disk       about {3 * 12 * model.num_parameters() / 1e9:.1f} GB in {config.run_dir} (two checkpoints and the "
         "best)"
     )
-    step_model = hardware.compile(model, lambda: data.batch(0, config.rows_at_once))
+    step_model = compile_model(model, hardware, lambda: data.batch(0, config.rows_at_once))
     seconds, rows = time_step(step_model, run, config, hardware)
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from common.formatting import si
+from training.compilation import compile_model
 from training.config import TrainConfig
 from training.hardware import Hardware
 from training.report import Report
@@ -125,7 +126,7 @@ def cycles_per_second() -> float:
 
 def profile(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     """Time the parts of real steps for some seconds, print them and what limits the run. Writes no run."""
-    step_model = hardware.compile(run.model, lambda: run.data.batch(0, config.rows_at_once))
+    step_model = compile_model(run.model, hardware, lambda: run.data.batch(0, config.rows_at_once))
     sequences = itertools.count()
 
     def step(rows: int, watch: Stopwatch) -> tuple[torch.Tensor, torch.Tensor]:

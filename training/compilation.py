@@ -1,0 +1,90 @@
+"""Compiling the model, and keeping what was compiled for the next machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from common.errors import is_out_of_memory
+from common.files import atomic_write
+from model import TransformerLanguageModel
+from training.hardware import Hardware
+
+
+def compile_model(
+    model: TransformerLanguageModel,
+    hardware: Hardware,
+    example: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    evaluates: bool = False,
+    cache_dir: str | Path | None = None,
+) -> Callable[..., torch.Tensor]:
+    """torch.compile, proven by taking the inputs and targets that `example` gives forward and backward, and if the
+    run `evaluates` through an evaluation: nothing is left to be compiled after the first step.
+
+    What was compiled is kept in `cache_dir` too (None: only where torch keeps it, on the local disk), so that a new
+    machine does not compile again. The files there hold code, and are run. A failure to compile is reported once
+    and the model is returned as it is: slower, with the same results.
+    """
+    if not hardware.compiles:
+        return model
+    inputs, targets = example()  # outside the try: bad data is no failure to compile
+    started = time.perf_counter()
+    cache = Path(cache_dir) / cache_name(model, hardware, inputs) if cache_dir else None
+    if cache:
+        load_compiled(cache)
+    try:
+        compiled = torch.compile(model, dynamic=False)
+        with hardware.autocast():
+            loss = compiled(inputs, targets)
+        loss.backward()
+        if evaluates:
+            model.eval()
+            with torch.no_grad(), hardware.autocast():
+                compiled(inputs, targets)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        print(f"torch.compile failed ({first_line}); training goes on uncompiled. --compile off skips the attempt.")
+        return model
+    finally:
+        model.train()
+        model.zero_grad(set_to_none=True)
+    hardware.synchronize()
+    print(f"Compiled in {time.perf_counter() - started:.0f} s.")
+    if cache:
+        keep_compiled(cache)
+    return compiled
+
+
+def cache_name(model: TransformerLanguageModel, hardware: Hardware, inputs: torch.Tensor) -> str:
+    """Named after all that compiled code depends on, for nothing in it says for which machine it was made."""
+    of = [hardware.name, torch.backends.cpu.get_cpu_capability(), torch.__version__, hardware.precision]
+    of += [model.config.to_dict(), list(inputs.shape)]
+    return f"compiled-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.bin"
+
+
+def load_compiled(cache: Path) -> None:
+    try:
+        if cache.exists():
+            torch.compiler.load_cache_artifacts(cache.read_bytes())
+    except Exception as problem:  # of any kind: compiling anew is the answer
+        print(f"The compiled code in {cache} could not be used ({problem}); it is compiled again.")
+
+
+def keep_compiled(cache: Path) -> None:
+    """Write what was compiled to one file: a folder of thousands of small ones would be slow on Drive."""
+    artifacts = torch.compiler.save_cache_artifacts()
+    if artifacts is None:
+        return
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(cache) as file:
+            file.write(artifacts[0])
+    except OSError as problem:
+        print(f"Compiled code was not kept in {cache.parent} ({problem}); the next start compiles again.")
