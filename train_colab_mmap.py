@@ -44,13 +44,16 @@ def train(config: TrainConfig) -> int:
         validation_loss,
     )
     from training.hardware import detect_hardware, frozen_garbage
+    from training.interruption import Interruption
     from training.optimizer import build_optimizer
     from training.preflight import dry_run, fit_micro_batch, memory_advice
     from training.profile import profile
+    from training.records import SUMMARY, rewind
     from training.report import Report
     from training.run import Run
     from training.schedule import learning_rate
     from training.step import train_step
+    from training.summary import write_summary
 
     hardware = detect_hardware(config)
     print(hardware.describe())
@@ -81,24 +84,25 @@ def train(config: TrainConfig) -> int:
         return 0
 
     run = Run.start_or_resume(config, model, optimizer, scaler, data)
-    if run.finished and (run.dir / "summary.md").exists():
+    if run.finished and (run.dir / SUMMARY).exists():
         print(
-            f"This run is finished: step {run.step:,} of {run.max_steps:,}, results in {run.dir / 'summary.md'}. "
+            f"This run is finished: step {run.step:,} of {run.max_steps:,}, results in {run.dir / SUMMARY}. "
             f"To go on, ask for more: {run.more()}. "
             f"To start over: --resume never (the old run is kept aside)."
         )
         return 0
     run.write_config()
-    (run.dir / "summary.md").unlink(missing_ok=True)  # of a shorter run that this one continues
+    (run.dir / SUMMARY).unlink(missing_ok=True)  # of a shorter run that this one continues
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
     if config.warmup_steps >= run.max_steps:
         print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run")
     report = Report(run.dir, hardware, run.step, run.max_steps, run.elapsed, hardware.units_per_hour(config))
-    report.rewind(run.step)
+    rewind(run.dir, run.step)
     answers = []
     first_step = run.step
+    interruption = Interruption()
 
-    with memory_advice(config), report.paused():
+    with memory_advice(config), report.timer.paused():
         step_model = compile_model(
             model,
             hardware,
@@ -106,7 +110,7 @@ def train(config: TrainConfig) -> int:
             evaluates=bool(config.eval_interval),
             cache_dir=config.compile_cache_dir,
         )
-    with run.saving_on_signals(), memory_advice(config), frozen_garbage():
+    with interruption.awaited(), memory_advice(config), frozen_garbage():
         while not run.finished:
             lr = learning_rate(run.step, run.max_steps, config)
             loss, grad_norm = train_step(
@@ -122,27 +126,27 @@ def train(config: TrainConfig) -> int:
                 report.say(f"First step {time.perf_counter() - started:.1f} s after the start")
 
             if reporting:  # nothing waits for the device on the other steps
-                row |= report.training_row(loss, grad_norm, lr, model.flops_per_token())
+                row |= report.timer.training_row(loss, grad_norm, lr, model.flops_per_token())
                 run.require_finite(row["train_loss"])
                 report.progress(row)
             if evaluating:
                 report.announce_evaluation(evaluated_windows(data, config) * config.max_seq_len)
-                with report.paused():
+                with report.timer.paused():
                     row["val_loss"] = validation_loss(model, step_model, data, config, hardware)
                     row["val_bits_per_byte"] = bits_per_byte(row["val_loss"], data)
                     run.require_finite(row["val_loss"])
                     if prompts:
                         answers = answer_prompts(model, data, prompts)
-                    run.save_best(row["val_loss"], report.elapsed)
+                    run.save_best(row["val_loss"], report.timer.elapsed)
                 report.evaluation(row, answers)
             if reporting or evaluating:
                 report.write(row)
             if evaluating:
                 report.curve()
-            stopping = run.interrupted  # read once: a signal from here on waits for the end of the next step
+            stopping = interruption.requested  # read once: a signal from here on waits for the end of the next step
             if stopping or run.checkpoint_due():
-                with report.paused():
-                    report.say(run.save(report.elapsed))
+                with report.timer.paused():
+                    report.say(run.save(report.timer.elapsed))
             if stopping:
                 break
 
@@ -152,7 +156,7 @@ def train(config: TrainConfig) -> int:
         return INTERRUPTED
     if prompts and not answers:  # evaluation is off, or the machine went away between the last step and this line
         answers = answer_prompts(model, data, prompts)
-    report.summary(config, hardware, data, model, answers)
+    write_summary(run, hardware, report.timer, answers)
     return 0
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.formatting import cell, clock, si
+from common.formatting import cell, clock, si, table_row
 from training import report as report_module
 from training.config import parse_config
 from training.evaluate import Answer, Prompt
 from training.hardware import Hardware, detect_hardware
-from training.report import Report, read_metrics
+from training.records import read_metrics, rewind
+from training.report import Report
 
 CONTRACT_FIELDS = {
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
@@ -41,7 +42,7 @@ def columns(row: str) -> list[str]:
 
 def training_row(report: Report, step: int) -> dict:
     report.step_done(512)
-    row = report.training_row(torch.tensor(2.5), torch.tensor(0.7), 1e-3, flops_per_token=1_000_000)
+    row = report.timer.training_row(torch.tensor(2.5), torch.tensor(0.7), 1e-3, flops_per_token=1_000_000)
     return {"step": step, "epoch": 0.1, "tokens": 512 * step, **row}
 
 
@@ -50,12 +51,12 @@ def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: 
     table = "| step | exactly right | a 12 |\n| --- | --- | --- |\n| expected |  | 9 |\n| 2 | 0 of 1 | x |\n"
     (tmp_path / "metrics.jsonl").write_text(rows + '{"step": 3, "train_lo')
     (tmp_path / "samples.md").write_text(table + "| 6 | 1 of 1 | y |\n| 1")
-    report.rewind(5)
+    rewind(tmp_path, 5)
     assert read_metrics(tmp_path) == [json.loads(line) for line in rows.splitlines()[:5]]
     assert (tmp_path / "samples.md").read_text() == table
     report.write({"step": 6, "train_loss": 0.5})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    report.rewind(0)
+    rewind(tmp_path, 0)
     assert read_metrics(tmp_path) == []
 
 
@@ -64,7 +65,7 @@ def test_rewind_survives_a_character_cut_in_half(report: Report, tmp_path: Path)
     whole = "| step | exactly right | q |\n| --- | --- | --- |\n| 1 |  | größer |\n".encode()
     (tmp_path / "samples.md").write_bytes(whole + "| 2 |  | grö".encode()[:-1])
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe')
-    report.rewind(1)
+    rewind(tmp_path, 1)
     assert (tmp_path / "samples.md").read_bytes() == whole
     assert read_metrics(tmp_path) == [{"step": 1}]
 
@@ -84,14 +85,14 @@ def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path,
 
 
 def test_speed_leaves_out_what_happens_while_paused(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [report.interval_started]
+    now = [report.timer.interval_started]
     monkeypatch.setattr(report_module.time, "perf_counter", lambda: now[0])
     for _ in range(4):
         now[0] += 0.5
         report.step_done(100)
-    with report.paused():
+    with report.timer.paused():
         now[0] += 1000.0
-    row = report.training_row(torch.tensor(1.0), torch.tensor(1.0), 1e-3, flops_per_token=1)
+    row = report.timer.training_row(torch.tensor(1.0), torch.tensor(1.0), 1e-3, flops_per_token=1)
     assert row["ms_per_step"] == pytest.approx(500.0)
     assert row["tokens_per_second"] == pytest.approx(200.0)
 
@@ -118,7 +119,7 @@ def test_progress_in_a_log_file_is_a_line_now_and_then_and_always_at_the_end(
 def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Path) -> None:
     nasty = ["a | b", "line\nbreak\r\nand\ttab", "\x1b[31mred\x07", "back\\slash \\| pipe", "", "\u2028sep\x85"]
     for text in nasty:
-        row = report_module.table_row([cell(text), "end"])
+        row = table_row([cell(text), "end"])
         assert len(columns(row)) == 2 and len(row.splitlines()) == 1, repr(text)
         assert all(character.isprintable() for character in row), repr(text)
     answers = [Answer(Prompt(text, text), text) for text in nasty]
@@ -128,7 +129,7 @@ def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Pa
     assert len(rows) == 2 + 1 + 2  # header, rule, expected answers, one row an evaluation
     assert {len(columns(row)) for row in rows} == {2 + len(nasty)}
     assert [columns(row)[:2] for row in rows[3:]] == [[step, f"{len(nasty)} of {len(nasty)}"] for step in ("10", "20")]
-    report.rewind(10)
+    rewind(tmp_path, 10)
     assert len((tmp_path / "samples.md").read_text(encoding="utf-8").splitlines()) == 4
 
 

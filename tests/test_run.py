@@ -26,7 +26,7 @@ from training import evaluate as evaluate_module
 from training import run as run_module
 from training import step as step_module
 from training.data import TokenData
-from training.report import read_metrics
+from training.records import read_metrics
 from training.run import Run
 
 ROOT = Path(__file__).parents[1]

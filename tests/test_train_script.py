@@ -20,7 +20,8 @@ import train_colab_mmap
 from common.errors import ConfigError
 from training import evaluate as evaluate_module
 from training import step as step_module
-from training.report import Report, read_metrics
+from training import summary as summary_module
+from training.records import read_metrics
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ALWAYS = {"step", "epoch", "tokens"}
@@ -163,7 +164,7 @@ def test_a_run_killed_before_its_summary_writes_it_at_the_next_start(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(Report, "summary", die)
+        patch.setattr(summary_module, "write_summary", die)
         with pytest.raises(Killed):
             train(tmp_path / "run", max_steps=12)
     assert train(tmp_path / "run", max_steps=12).code == 0

@@ -54,6 +54,10 @@ def evaluated_windows(data: TokenData, config: TrainConfig) -> int:
     return min(config.eval_batches * config.batch_size, data.val_windows) or data.val_windows
 
 
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
 def bits_per_byte(loss: float, data: TokenData) -> float | None:
     """Loss in bits per byte of text: comparable across tokenizers. None where the metadata does not count the bytes."""
     if not data.metadata.val_bytes:

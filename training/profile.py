@@ -192,7 +192,7 @@ def time_report(
         report.step_done(config.tokens_per_step)
         hardware.synchronize()
         started = time.perf_counter()
-        row = {"step": 1, **report.training_row(loss, grad_norm, 0.0, run.model.flops_per_token())}
+        row = {"step": 1, **report.timer.training_row(loss, grad_norm, 0.0, run.model.flops_per_token())}
         report.progress(row)
         report.write(row)
         return time.perf_counter() - started

@@ -1,0 +1,89 @@
+"""The records of a run, in its folder: metrics.jsonl, samples.md, loss_curve.png; `summary.py` adds summary.md."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.files import atomic_write
+from common.formatting import cell, table_row
+from training.evaluate import Answer, accuracy
+
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.md"
+CURVE = "loss_curve.png"
+SUMMARY = "summary.md"
+
+
+def metrics_line(row: dict[str, Any]) -> str:
+    """One line of metrics.jsonl; a field that was not measured is left out."""
+    rounded = {
+        key: float(f"{value:.6g}") if isinstance(value, float) else value
+        for key, value in row.items()
+        if value is not None and math.isfinite(value)  # JSON has no infinity
+    }
+    return json.dumps(rounded) + "\n"
+
+
+def samples_lines(step: int, answers: Sequence[Answer], header: bool) -> str:
+    """A row of samples.md, with the `header` of the table if it is the first: one column a prompt, one row a step."""
+    right, judged = accuracy(answers)
+    lines = []
+    if header:
+        columns = ["step", "exactly right", *(cell(answer.prompt.text) for answer in answers)]
+        lines = [table_row(columns), table_row(["---"] * len(columns))]
+        known = [cell(answer.prompt.expected or "") for answer in answers]
+        if judged:
+            lines.append(table_row(["expected", "", *known]))
+    score = f"{right} of {judged}" if judged else ""
+    lines.append(table_row([str(step), score, *(cell(answer.text) for answer in answers)]))
+    return "".join(line + "\n" for line in lines)
+
+
+def rewind(run_dir: Path, step: int) -> None:
+    """Forget rows after `step`: the steps a killed session took beyond its last checkpoint are taken again."""
+    for name, row_step in ((METRICS, metrics_step), (SAMPLES, samples_step)):
+        path = run_dir / name
+        if not path.exists():
+            continue
+        lines = path.read_bytes().splitlines(keepends=True)  # bytes: the last may end inside a character
+        kept = [line for line in lines if line.endswith(b"\n") and row_step(line.decode(errors="replace")) <= step]
+        if kept != lines:
+            with atomic_write(path) as file:
+                file.write(b"".join(kept))
+
+
+def metrics_step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return math.inf  # cut short when the machine went away
+
+
+def samples_step(line: str) -> float:
+    first = line.split("|")[1].strip() if line.count("|") > 1 else ""
+    return int(first) if first.isdigit() else -math.inf  # the header stays
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    path = run_dir / METRICS
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
+def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
+    from matplotlib.figure import Figure  # no pyplot: it would look for a display
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for key, label, style in (("train_loss", "training", {"alpha": 0.6}), ("val_loss", "validation", {"marker": "o"})):
+        points = [(row["step"], row[key]) for row in rows if key in row]
+        if points:
+            axes.plot(*zip(*points, strict=True), label=label, markersize=4, **style)
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png", dpi=120)

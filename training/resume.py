@@ -1,0 +1,180 @@
+"""How a run gets back to where it was: the checkpoint it continues from, and what may not have changed since."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.checkpoint import (
+    STEP_NAME,
+    Checkpoint,
+    mirror,
+    newest_valid,
+    open_checkpoint,
+    restore_interrupted,
+    step_folders,
+)
+from common.errors import CheckpointError
+from common.files import sha256_file
+from model import ModelConfig
+from training.config import MODEL_KEYS, TrainConfig
+from training.data import TokenData
+from training.mirror import MIRRORED_FILES
+
+# Keys that say where files lie or how to start, not how to train: a change of them is no news.
+UNREPORTED = (
+    "input", "tokenizer", "vocab_size", "data_dir", "bin_file", "tokenizer_file", "metadata_file", "placement",
+    "output_dir", "checkpoint_dir", "compile_cache_dir", "resume", "resume_from", "init_from", "dry_run", "profile",
+    "model_size",
+)  # fmt: skip
+
+
+class Found(NamedTuple):
+    """What a run continues from."""
+
+    checkpoint: Checkpoint
+    damaged: list[Path]  # the checkpoints that are newer
+
+
+def tidy(run_dir: Path) -> None:
+    """Clean up after a process that was killed while it saved into a run folder."""
+    with contextlib.suppress(OSError):  # a Drive that is not there is reported when a copy fails
+        restore_interrupted(run_dir)
+        restore_interrupted(run_dir / "checkpoints")
+
+
+def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: TrainConfig) -> Found | None:
+    """The newest whole checkpoint here or in the mirror, or the one asked for. Raises CheckpointError if none of those
+    that are there is whole, or if the one asked for is not that of the run that is there."""
+    folders = step_folders(*(parent / "checkpoints" for parent in (run_dir, mirror_dir) if parent is not None))
+    newest = newest_valid(folders)
+    if folders and newest is None:
+        raise CheckpointError(
+            f"None of the checkpoints of this run is whole ({', '.join(map(str, folders))}). "
+            "--resume never starts over and keeps them aside."
+        )
+    if config.resume_from is None:
+        return newest and Found(newest, folders[: folders.index(newest.path)])
+    if newest is None:
+        return Found(open_checkpoint(config.resume_from), [])
+    found = Found(newest, folders[: folders.index(newest.path)])
+    # The same command again: the run has come further than the checkpoint it was once started from.
+    if newest.training_state().get("resumed_from") == resolved(config.resume_from):
+        return found
+    asked = open_checkpoint(config.resume_from)
+    if asked.path.resolve() == newest.path.resolve():
+        return found._replace(checkpoint=asked)
+    raise CheckpointError(
+        f"{run_dir} already holds a run of its own, at {newest.path.name}. To continue from {asked.path} "
+        "instead, choose another --output_dir."
+    )
+
+
+def resolved(path: str) -> str:
+    """A path as a state keeps it: from wherever the next command is typed, the same."""
+    return str(Path(path).resolve())
+
+
+def saved_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Raises CheckpointError for weights that came without a training state."""
+    if not (checkpoint.path / "training_state.json").exists():
+        raise CheckpointError(
+            f"{checkpoint.path} holds weights but no training state (the blog's form): --init_from "
+            f"{checkpoint.path} starts a new run from them."
+        )
+    return checkpoint.training_state()
+
+
+def require_the_same(
+    checkpoint: Checkpoint, state: dict[str, Any], config: TrainConfig, model: ModelConfig, data: TokenData
+) -> None:
+    """Raises CheckpointError listing what changed since and may not: architecture, optimizer, tokenizer, data."""
+    saved, ours = checkpoint.model_config().to_dict(), model.to_dict()
+    clashes = [
+        f"{key}: {saved[key]!r} in the checkpoint, {ours[key]!r} now"
+        for key in saved
+        if saved[key] != ours[key] and key != "dropout"
+    ]
+    saved_with = state["config"].get("optimizer", "adamw")
+    if saved_with != config.optimizer:
+        clashes.append(f"optimizer: {saved_with!r} in the checkpoint, {config.optimizer!r} now")
+    clashes += [
+        f"{key} of the data: {str(state['data'].get(key))[:16]} in the checkpoint, {str(value)[:16]} now"
+        for key, value in data.fingerprint.items()
+        if state["data"].get(key) != value
+    ]
+    if clashes:
+        said = f"{checkpoint.path} cannot be continued: architecture, optimizer, tokenizer and data may not change."
+        raise CheckpointError(
+            "\n  ".join([said, *clashes])
+            + f"\nGive the old values, or another --output_dir, or --resume never ({config.run_dir} is kept aside)."
+        )
+    initialized_from = state.get("initialized_from")
+    if config.init_from and resolved(config.init_from) != initialized_from:
+        raise CheckpointError(
+            f"{config.run_dir} already holds a run that did not start from {config.init_from}. Choose another "
+            "--output_dir for the new one, or --resume never to keep the old one aside."
+        )
+
+
+def print_changes(saved: dict[str, Any], config: TrainConfig) -> None:
+    """Tell which keys of the configuration have another value than in the session before."""
+    now = config.values()
+    for key, value in saved.items():
+        fixed = key in UNREPORTED or (key in MODEL_KEYS and key != "dropout")
+        if key in now and not fixed and now[key] != value:
+            print(f"  changed: {key} {value} -> {now[key]} ({config.sources.get(key, '')})")
+
+
+def bring_back_files(checkpoint: Checkpoint, run_dir: Path) -> None:
+    """A run found in the mirror alone brings its metrics, samples and best weights with it."""
+    source = checkpoint.path.resolve().parent  # of best/, or of a folder of checkpoints
+    if source.name == "checkpoints":
+        source = source.parent
+    if source.resolve() == run_dir.resolve():
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    for name in MIRRORED_FILES:
+        if (source / name).exists() and not (run_dir / name).exists():
+            shutil.copyfile(source / name, run_dir / name)
+    folders = [source / "best"]
+    if STEP_NAME.fullmatch(checkpoint.path.name):
+        folders.append(source / "checkpoints" / checkpoint.path.name)
+    for folder in folders:
+        target = run_dir / folder.relative_to(source)
+        if folder.is_dir() and not target.exists() and (problem := mirror(folder, target)):
+            print(f"Warning: {folder} could not be copied to {target} ({problem}); the training goes on.")
+
+
+def require_tokenizer(checkpoint: Checkpoint, data: TokenData) -> None:
+    """Raises CheckpointError if the data was tokenized with another tokenizer than the checkpoint's."""
+    tokenizer_path = checkpoint.tokenizer_path()
+    if sha256_file(tokenizer_path) != data.metadata.tokenizer_sha256:
+        raise CheckpointError(
+            f"The data was not tokenized with the tokenizer of {checkpoint.path}. Tokenize it with: python "
+            f"tokenize_local_bpe.py --input my_text.txt --tokenizer_file {tokenizer_path}"
+        )
+
+
+def set_aside(run_dir: Path) -> None:
+    """Rename an old run, so that starting over loses nothing."""
+    if run_dir.exists():
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        names = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+        candidates = (run_dir.with_name(f"{run_dir.name}.{stamp}{name}") for name in names)
+        old = next(path for path in candidates if not path.exists())
+        os.replace(run_dir, old)
+        print(f"The run that was in {run_dir} is now {old}.")
+
+
+def quarantine(folder: Path) -> None:
+    """Take a damaged checkpoint out of the succession of steps, and keep it to be looked at."""
+    with contextlib.suppress(OSError):
+        target = folder.with_name(f"damaged_{folder.name}")
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(folder, target)

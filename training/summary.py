@@ -1,0 +1,67 @@
+"""summary.md: what was run, on what, how fast and how well; printed at the end of a run."""
+
+from __future__ import annotations
+
+import torch
+
+from common.files import atomic_write
+from common.formatting import cell, clock, si, table_row
+from training.evaluate import Answer, accuracy, perplexity
+from training.hardware import Hardware
+from training.records import SUMMARY, read_metrics
+from training.run import Run
+from training.timer import Timer
+
+
+def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answer]) -> None:
+    """Write summary.md and print what matters of it."""
+    config, data = run.config, run.data
+    facts = {
+        "Model": f"{run.model.num_parameters():,} parameters",
+        "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
+        "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
+        "Training": f"{run.max_steps:,} steps of {config.tokens_per_step:,} tokens in {clock(timer.elapsed)}",
+    }
+    if timer.tokens_per_second:
+        facts["Speed"] = f"{si(timer.tokens_per_second)} tokens/s while training"
+    if peak := hardware.peak_memory():
+        facts["Peak memory"] = f"{peak / 1e9:.2f} GB"
+    if (units := timer.compute_units) is not None:
+        facts["Compute units"] = f"{units:.2f}"
+    if evaluated := [row for row in read_metrics(run.dir) if "val_loss" in row]:
+        best, last = min(evaluated, key=lambda row: row["val_loss"]), evaluated[-1]
+        per_byte = f", {last['val_bits_per_byte']:.3f} bits per byte" if "val_bits_per_byte" in last else ""
+        told = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
+        facts["Validation loss"] = told
+        facts["Best"] = f"{best['val_loss']:.4f} at step {best['step']:,}"
+    right, judged = accuracy(answers)
+    if judged:
+        facts["Answers"] = f"{right} of {judged} exactly right ({right / judged:.0%})"
+
+    lines = [f"# {config.name}", "", "| | |", "|---|---|"]
+    lines += [table_row([key, cell(value)]) for key, value in facts.items()]
+    if answers:
+        lines += ["", "## Answers", "", *answer_table(answers)]
+    lines += ["", "## Configuration", "", "What differs from the defaults, and where it came from:", ""]
+    lines += [table_row(["key", "value", "source"]), table_row(["---"] * 3)]
+    given = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
+    lines += [table_row([key, cell(str(value)), config.sources.get(key, "")]) for key, value in given]
+    with atomic_write(run.dir / SUMMARY) as file:
+        file.write(("\n".join(lines) + "\n").encode())
+
+    print()
+    for line in answer_table(answers) if answers else []:
+        print(line)
+    for key, value in facts.items():
+        print(f"{key:<16} {value}")
+    print(f"{'Files':<16} {run.dir}: summary.md, loss_curve.png, metrics.jsonl, checkpoints/, best/")
+    print('\nTalk to it: python generate.py --prompt "..." or --interactive')
+
+
+def answer_table(answers: list[Answer]) -> list[str]:
+    """A Markdown table of prompts and answers, wrong ones with what was expected."""
+    lines = [table_row(["prompt", "answer", "exactly right"]), table_row(["---"] * 3)]
+    for answer in answers:
+        verdict = {None: "", True: "yes", False: f"no: {cell(answer.prompt.expected or '')}"}[answer.right]
+        lines.append(table_row([cell(answer.prompt.text), cell(answer.text), verdict]))
+    return lines
