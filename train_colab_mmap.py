@@ -14,11 +14,24 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from common.errors import INTERRUPTED, script
 from tokenization.token_folder import DEFAULT_FOLDER
 from training.config import TrainConfig, parse_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from model import TransformerLanguageModel
+    from training.data import TokenData
+    from training.evaluate import Answer, Prompt
+    from training.hardware import Hardware
+    from training.optimizer import Optimizer
+    from training.report import Report
+    from training.run import Run
 
 
 @script
@@ -26,34 +39,78 @@ def main(argv: Sequence[str] | None = None) -> int:
     return train(parse_config(argv))
 
 
+# torch takes seconds to import, and --help should not wait for it: functions import what needs it when they run.
+
+
 def train(config: TrainConfig) -> int:
     started = time.perf_counter()
-    # Imported here, not above: torch takes seconds, and --help should not wait for it.
-    import torch
-
-    from common.checkpoint import open_checkpoint
-    from model import TransformerLanguageModel
-    from training.compilation import compile_model
-    from training.data import TokenData
-    from training.evaluate import (
-        answer_prompts,
-        bits_per_byte,
-        check_prompts,
-        evaluated_windows,
-        read_prompts,
-        validation_loss,
-    )
-    from training.hardware import detect_hardware, frozen_garbage
-    from training.interruption import Interruption
-    from training.optimizer import build_optimizer
-    from training.preflight import dry_run, fit_micro_batch, memory_advice
+    from training.evaluate import answer_prompts
+    from training.preflight import dry_run, memory_advice
     from training.profile import profile
     from training.records import SUMMARY, rewind
     from training.report import Report
     from training.run import Run
-    from training.schedule import learning_rate
-    from training.step import train_step
     from training.summary import write_summary
+
+    parts = prepare(config)
+    config, hardware, model, data = parts.config, parts.hardware, parts.model, parts.data
+    if config.dry_run or config.profile:
+        look = dry_run if config.dry_run else profile
+        with memory_advice(config):
+            look(config, Run(config, model, parts.optimizer, parts.scaler, data), hardware)
+        return 0
+
+    run = Run.start_or_resume(config, model, parts.optimizer, parts.scaler, data)
+    if run.finished and (run.dir / SUMMARY).exists():
+        print(
+            f"This run is finished: step {run.step:,} of {run.max_steps:,}, results in {run.dir / SUMMARY}. "
+            f"To go on, ask for more: {run.more()}. "
+            f"To start over: --resume never (the old run is kept aside)."
+        )
+        return 0
+    run.write_config()
+    (run.dir / SUMMARY).unlink(missing_ok=True)  # of a shorter run that this one continues
+    print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
+    if config.warmup_steps >= run.max_steps:
+        print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run")
+    report = Report(run.dir, hardware, run.step, run.max_steps, run.elapsed, hardware.units_per_hour(config))
+    rewind(run.dir, run.step)
+    with memory_advice(config):
+        answers = take_steps(run, report, hardware, parts.prompts, started)
+    report.close()
+    if not run.finished:
+        print(f"Interrupted after step {run.step:,}. The same command continues from there.")
+        return INTERRUPTED
+    if parts.prompts and not answers:  # evaluation is off, or the machine went away between the last step and this line
+        answers = answer_prompts(model, data, parts.prompts)
+    write_summary(run, hardware, report.timer, answers)
+    return 0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a training is made of, checked and in place; whether it starts or continues is not known yet."""
+
+    config: TrainConfig
+    hardware: Hardware
+    data: TokenData
+    prompts: list[Prompt]
+    model: TransformerLanguageModel
+    optimizer: Optimizer
+    scaler: torch.amp.GradScaler
+
+
+def prepare(config: TrainConfig) -> Parts:
+    """Find out what the machine can do, check the data, build the model: each told in a line of its own."""
+    import torch
+
+    from common.checkpoint import open_checkpoint
+    from model import TransformerLanguageModel
+    from training.data import TokenData
+    from training.evaluate import check_prompts, read_prompts
+    from training.hardware import detect_hardware
+    from training.optimizer import build_optimizer
+    from training.preflight import fit_micro_batch
 
     hardware = detect_hardware(config)
     print(hardware.describe())
@@ -76,33 +133,27 @@ def train(config: TrainConfig) -> int:
     )
     config = fit_micro_batch(config, model, hardware)
     optimizer = build_optimizer(model, config)
-    scaler = hardware.grad_scaler()
-    if config.dry_run or config.profile:
-        look = dry_run if config.dry_run else profile
-        with memory_advice(config):
-            look(config, Run(config, model, optimizer, scaler, data), hardware)
-        return 0
+    return Parts(config, hardware, data, prompts, model, optimizer, hardware.grad_scaler())
 
-    run = Run.start_or_resume(config, model, optimizer, scaler, data)
-    if run.finished and (run.dir / SUMMARY).exists():
-        print(
-            f"This run is finished: step {run.step:,} of {run.max_steps:,}, results in {run.dir / SUMMARY}. "
-            f"To go on, ask for more: {run.more()}. "
-            f"To start over: --resume never (the old run is kept aside)."
-        )
-        return 0
-    run.write_config()
-    (run.dir / SUMMARY).unlink(missing_ok=True)  # of a shorter run that this one continues
-    print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
-    if config.warmup_steps >= run.max_steps:
-        print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run")
-    report = Report(run.dir, hardware, run.step, run.max_steps, run.elapsed, hardware.units_per_hour(config))
-    rewind(run.dir, run.step)
-    answers = []
-    first_step = run.step
+
+def take_steps(run: Run, report: Report, hardware: Hardware, prompts: list[Prompt], started: float) -> list[Answer]:
+    """Train to the last step, or until it is asked to stop. Returns the answers of the last evaluation.
+
+    `started` is the time.perf_counter() at which the command began.
+    """
+    from training.compilation import compile_model
+    from training.evaluate import answer_prompts, bits_per_byte, evaluated_windows, validation_loss
+    from training.hardware import frozen_garbage
+    from training.interruption import Interruption
+    from training.schedule import learning_rate
+    from training.step import train_step
+
+    config, model, data, timer = run.config, run.model, run.data, report.timer
     interruption = Interruption()
+    answers: list[Answer] = []
+    first_step = run.step
 
-    with memory_advice(config), report.timer.paused():
+    with timer.paused():
         step_model = compile_model(
             model,
             hardware,
@@ -110,15 +161,15 @@ def train(config: TrainConfig) -> int:
             evaluates=bool(config.eval_interval),
             cache_dir=config.compile_cache_dir,
         )
-    with interruption.awaited(), memory_advice(config), frozen_garbage():
+    with interruption.awaited(), frozen_garbage():
         while not run.finished:
             lr = learning_rate(run.step, run.max_steps, config)
             loss, grad_norm = train_step(
-                step_model, optimizer, scaler, data, run.step, run.sequences_seen, lr, config, hardware
+                step_model, run.optimizer, run.scaler, data, run.step, run.sequences_seen, lr, config, hardware
             )
             run.advance()
             report.step_done(config.tokens_per_step)
-            row = {"step": run.step, "epoch": run.epoch, "tokens": run.tokens}
+            row: dict[str, Any] = {"step": run.step, "epoch": run.epoch, "tokens": run.tokens}
             reporting, evaluating = run.due(config.log_interval), run.due(config.eval_interval)
             if run.step == first_step + 1:
                 reporting = bool(config.log_interval)  # on a slow machine the first sign of life should not take hours
@@ -126,18 +177,18 @@ def train(config: TrainConfig) -> int:
                 report.say(f"First step {time.perf_counter() - started:.1f} s after the start")
 
             if reporting:  # nothing waits for the device on the other steps
-                row |= report.timer.training_row(loss, grad_norm, lr, model.flops_per_token())
+                row |= timer.training_row(loss, grad_norm, lr, model.flops_per_token())
                 run.require_finite(row["train_loss"])
                 report.progress(row)
             if evaluating:
                 report.announce_evaluation(evaluated_windows(data, config) * config.max_seq_len)
-                with report.timer.paused():
+                with timer.paused():
                     row["val_loss"] = validation_loss(model, step_model, data, config, hardware)
                     row["val_bits_per_byte"] = bits_per_byte(row["val_loss"], data)
                     run.require_finite(row["val_loss"])
                     if prompts:
                         answers = answer_prompts(model, data, prompts)
-                    run.save_best(row["val_loss"], report.timer.elapsed)
+                    run.save_best(row["val_loss"], timer.elapsed)
                 report.evaluation(row, answers)
             if reporting or evaluating:
                 report.write(row)
@@ -145,19 +196,11 @@ def train(config: TrainConfig) -> int:
                 report.curve()
             stopping = interruption.requested  # read once: a signal from here on waits for the end of the next step
             if stopping or run.checkpoint_due():
-                with report.timer.paused():
-                    report.say(run.save(report.timer.elapsed))
+                with timer.paused():
+                    report.say(run.save(timer.elapsed))
             if stopping:
                 break
-
-    report.close()
-    if not run.finished:
-        print(f"Interrupted after step {run.step:,}. The same command continues from there.")
-        return INTERRUPTED
-    if prompts and not answers:  # evaluation is off, or the machine went away between the last step and this line
-        answers = answer_prompts(model, data, prompts)
-    write_summary(run, hardware, report.timer, answers)
-    return 0
+    return answers
 
 
 def use_builtin_files(config: TrainConfig) -> TrainConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import hashlib
 import time
@@ -17,12 +18,12 @@ from common.files import sha256_file
 from model import TransformerLanguageModel
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
+from train_colab_mmap import prepare
 from training.compilation import compile_model
 from training.config import TrainConfig, parse_config
 from training.data import TokenData
-from training.hardware import Hardware, detect_hardware
-from training.optimizer import build_optimizer
-from training.preflight import estimate_memory, fit_micro_batch, held_memory
+from training.hardware import Hardware
+from training.preflight import estimate_memory, held_memory
 from training.schedule import last_step, learning_rate
 from training.step import train_step
 
@@ -80,18 +81,14 @@ class Training:
     @classmethod
     def open(cls, flags: Sequence[str]) -> Training:
         """Prepare what `python train_colab_mmap.py FLAGS` would train, with the choices it would make by itself."""
-        config = parse_config(flags)
-        hardware = detect_hardware(config)
-        data = TokenData.open(config, hardware)
-        torch.manual_seed(config.seed)
-        model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
-        config = fit_micro_batch(config, model, hardware)
-        optimizer = build_optimizer(model, config)
+        # On the token folder that is named: a config with text of its own would tokenize that into it.
+        parts = prepare(dataclasses.replace(parse_config(flags), input=None, eval_prompts=None))
+        config, hardware, data, model = parts.config, parts.hardware, parts.data, parts.model
         step_model = compile_model(
             model, hardware, lambda: data.batch(0, config.rows_at_once), evaluates=bool(config.eval_interval)
         )
         max_steps = last_step(0, 0, data.windows, config)
-        return cls(config, hardware, data, model, optimizer, hardware.grad_scaler(), step_model, max_steps)
+        return cls(config, hardware, data, model, parts.optimizer, parts.scaler, step_model, max_steps)
 
     def step(self) -> None:
         """One step of the run, as the trainer's loop takes it where it does not report."""
