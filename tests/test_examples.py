@@ -14,8 +14,8 @@ import pytest
 from examples import conversations, facts
 from examples.countries import CAPITALS, CONTINENTS
 from examples.topics import topics
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).parents[1]
 REGENERATE = (
     "examples/held_out.jsonl is out of date; in the repository: python -c 'from examples import conversations as c; "
     'c.HELD_OUT_FILE.write_text(c.held_out_jsonl(), encoding="utf-8")\''

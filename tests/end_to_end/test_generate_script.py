@@ -18,10 +18,10 @@ import generate as script
 from common.checkpoint import save_checkpoint
 from common.errors import CheckpointError, ConfigError
 from model import ModelConfig, TransformerLanguageModel
+from tests.helpers import ROOT, with_large_weights
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
 
-ROOT = Path(__file__).parents[1]
 ALPHABET = "\n abcdefgh?"
 SHORT = ("--max_new_tokens", "12")
 
@@ -39,11 +39,7 @@ def empty_folder_without_gpu(tmp_path, monkeypatch):
 def random_model(vocab_size: int, seed: int = 0) -> TransformerLanguageModel:
     torch.manual_seed(seed)
     model = TransformerLanguageModel(ModelConfig(vocab_size, 16, 2, 1, max_seq_len=32))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(std=0.4)
-    return model
+    return with_large_weights(model)
 
 
 @pytest.fixture(scope="module")

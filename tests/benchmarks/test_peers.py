@@ -14,8 +14,8 @@ import benchmarks.measure
 from benchmarks import peers
 from benchmarks.peers import Case, cases, compare, performance_table, with_table
 from common.errors import script
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 main = script(peers.main)
 
 # Stands for nanoGPT's model.py: its names and its tied head, over our model.
@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 
 from model import ModelConfig, TransformerLanguageModel
+from tests.helpers import ROOT
 
 
 @dataclass

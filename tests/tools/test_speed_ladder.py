@@ -16,13 +16,13 @@ import torch.nn.functional as F
 
 from benchmarks import measure
 from common.errors import ConfigError, DataError, UserError
+from tests.helpers import CPU, ROOT
 from tools import speed_ladder
 from tools.speed_ladder import NAMES, Rung
 from training.config import SCHEMA, TrainConfig
 from training.data import TokenData
 from training.hardware import Hardware
 
-ROOT = Path(__file__).parents[1]
 TINY = ("--num_layers", "1", "--embed_dim", "16", "--num_heads", "2", "--max_seq_len", "16", "--device", "cpu")
 CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32, device="cpu")
 CONFIG = dataclasses.replace(CONFIG, sources=dict.fromkeys(SCHEMA, "default"))
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def machine(memory_bytes: int | None = None) -> Hardware:
-    return Hardware(torch.device("cpu"), "a machine", "fp32", "", False, "", None, memory_bytes)
+    return dataclasses.replace(CPU, memory_bytes=memory_bytes)
 
 
 def measured(seconds: float, **values: Any) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import pytest
 from benchmarks import gpu_suite
 from benchmarks.gpu_suite import PARTS, PRESETS, summary
 from common.errors import script
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 main = script(gpu_suite.main)
 
 

@@ -15,14 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import ModelConfig, TransformerLanguageModel
+from tests.helpers import CPU
 from tokenization.metadata import TokenMetadata
 from training.config import TrainConfig
 from training.data import TokenData
-from training.hardware import Hardware
 from training.optimizer import Muon, MuonAndAdamW, apply_hyperparameters, build_optimizer, clip_gradients, orthogonalize
 from training.step import train_step
 
-CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)
 VOCAB_SIZE = 23
 # Without biases: the gradient of a key's bias is zero but for rounding, which Adam would scale up to a whole step.
 CONFIG = TrainConfig(

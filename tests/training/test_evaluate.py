@@ -14,14 +14,13 @@ import torch.nn.functional as F
 
 from common.errors import DataError
 from model import TransformerLanguageModel
+from tests.helpers import CPU
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
 from training.data import TokenData
 from training.evaluate import Answer, Prompt, accuracy, answer_prompts, bits_per_byte, read_prompts, validation_loss
-from training.hardware import Hardware
 
-CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)
 CHARACTERS = "abcdefghij .?"
 TRAIN_TOKENS = 100
 VAL_TOKENS = 165  # 20 windows of 8, and some tokens over

@@ -17,13 +17,12 @@ from hypothesis import strategies as st
 import training.data
 from common.errors import ConfigError, DataError, UserError
 from common.files import sha256_file
+from tests.helpers import CPU
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
 from training.data import ReadAhead, TokenData, choose_placement
-from training.hardware import Hardware
 
-CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)
 VOCAB_SIZE = 20
 TOKENS = 400
 TRAIN_TOKENS = 300

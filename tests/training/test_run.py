@@ -22,6 +22,7 @@ import safetensors.torch
 import torch
 
 from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
+from tests.helpers import ROOT
 from training import evaluate as evaluate_module
 from training import run as run_module
 from training import step as step_module
@@ -29,7 +30,6 @@ from training.data import TokenData
 from training.records import read_metrics
 from training.run import Run
 
-ROOT = Path(__file__).parents[1]
 # One thread: on cores that other tests keep busy, threads that wait for each other take ten times as long.
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # what differs between two runs

@@ -16,6 +16,7 @@ import torch
 import train_colab_mmap
 from common.errors import MemoryExhausted
 from model import TransformerLanguageModel
+from tests.helpers import CPU
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
 from training.hardware import Hardware
@@ -28,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def machine(memory_bytes: int | None, precision: str = "fp32") -> Hardware:
-    return Hardware(torch.device("cpu"), "a machine", precision, "", False, "", None, memory_bytes)
+    return dataclasses.replace(CPU, precision=precision, memory_bytes=memory_bytes)
 
 
 def config_of(**values: Any) -> TrainConfig:

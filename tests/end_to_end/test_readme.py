@@ -11,8 +11,8 @@ import pytest
 import generate
 import tokenize_local_bpe
 import train_colab_mmap
+from tests.helpers import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SCRIPTS = {
     "tokenize_local_bpe.py": tokenize_local_bpe.main,

@@ -29,9 +29,9 @@ from common.checkpoint import (
 )
 from common.errors import CheckpointError
 from model import ModelConfig, TransformerLanguageModel
+from tests.helpers import ROOT
 from tokenizer import CharacterTokenizer
 
-ROOT = Path(__file__).parents[1]
 CONTRACT = {
     "model.safetensors", "config.json", "tokenizer.json", "optimizer_state.bin", "training_state.json", "manifest.json",
 }  # fmt: skip

@@ -1,7 +1,7 @@
 """Training gives the numbers it always gave: a small fp32 run on the CPU against the losses committed beside this file.
 
 A change that is meant to be about speed must not move a digit. One that changes the numbers on purpose records them
-anew, `python tests/test_loss_trace.py`, and says why in its commit.
+anew, `python -m tests.end_to_end.test_loss_trace`, and says why in its commit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import pytest
 import safetensors.numpy
 import torch
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.helpers import ROOT, flags_of_a_tiny_run, generated_text, write_tokens
+
 TRACE = Path(__file__).parent / "data" / "loss_trace.json"
 # Instruction sets differ between machines, and with them the order of additions: these pin one order for all.
 SAME_ON_EVERY_CPU = {
@@ -56,9 +57,6 @@ def test_the_losses_are_those_on_record(tmp_path: Path, train_flags: Callable[..
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    from tests.conftest import flags_of_a_tiny_run, generated_text, write_tokens
-
     with tempfile.TemporaryDirectory() as folder:
         tokens = write_tokens(Path(folder) / "tokens", generated_text(30_000))
         run_trainer(flags_of_a_tiny_run(tokens, Path(folder) / "run"))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from common.formatting import cell, clock, si, table_row
+from common.formatting import cell, table_row
 from training import report as report_module
 from training.config import parse_config
 from training.evaluate import Answer, Prompt
@@ -154,10 +153,3 @@ def test_a_curve_that_cannot_be_drawn_is_told_and_raises_nothing(
     report.curve()
     assert "loss_curve.png" in capsys.readouterr().out
     assert (tmp_path / "loss_curve.png").read_bytes() == drawn
-
-
-def test_durations_and_large_numbers_are_readable() -> None:
-    assert [clock(seconds) for seconds in (0, 59.6, 61, 3600)] == ["0:00", "1:00", "1:01", "1:00:00"]
-    assert clock(36_061) == "10:01:01"
-    assert [si(number) for number in (3.14159, 1234, 2_500_000)] == ["3.14", "1.23k", "2.5M"]
-    assert all(math.isfinite(float(si(number).rstrip("kM"))) for number in (0, 999.9, 999_999, 1e12))

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import CPU
 from training.config import TrainConfig
 from training.hardware import Hardware
 from training.profile import NOTICEABLE, PARTS, STEP_PARTS, Stopwatch, limit, measure, split_on_cpu, split_on_gpu
@@ -25,8 +26,7 @@ positive_parts = st.fixed_dictionaries(dict.fromkeys(PARTS, st.floats(0.001, 100
 
 
 def machine(device: str = "cpu", **values: Any) -> Hardware:
-    hardware = Hardware(torch.device(device), "a machine", "bf16", "", True, "", None, None)
-    return dataclasses.replace(hardware, **values)
+    return dataclasses.replace(CPU, device=torch.device(device), **{"precision": "bf16", "compiles": True, **values})
 
 
 def parts_of(**shares: float) -> dict[str, float]:

@@ -15,9 +15,9 @@ import torch
 
 from common.errors import ConfigError
 from model import ModelConfig, TransformerLanguageModel
+from tests.helpers import ROOT
 from training.config import MODEL_KEYS, MODEL_SIZES, SCHEMA, TrainConfig, kind_of, parse_config
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 BLOG_COMMAND = (
     "--bin_file a.bin --tokenizer_file b.json --metadata_file c.json --model_size gpt2_small --batch_size 64 "

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,9 +12,9 @@ import torch
 import common.machine
 from common.errors import ConfigError
 from model import ModelConfig, TransformerLanguageModel
-from training.compilation import cache_name, compile_model
+from tests.helpers import CPU
 from training.config import TrainConfig
-from training.hardware import Hardware, detect_hardware
+from training.hardware import detect_hardware
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 2.0GHz\nflags\t\t: fpu sse2 {}\n\nprocessor\t: 1\nflags\t\t: fpu\n"
 WIDE = TrainConfig(embed_dim=768)
@@ -44,11 +43,6 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     before = torch.get_float32_matmul_precision()
     yield fake
     torch.set_float32_matmul_precision(before)
-
-
-def cpu_hardware(**values: object) -> Hardware:
-    fields = {"precision": "fp32", "compiles": True, "peak_flops": None, "memory_bytes": None, "name": "a CPU"}
-    return Hardware(torch.device("cpu"), precision_reason="", compile_reason="", **{**fields, **values})
 
 
 # Precision
@@ -122,7 +116,7 @@ def test_a_precision_that_is_asked_for_is_taken(cpu: Callable, precision: str) -
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_products_run_in_the_chosen_precision_and_weights_stay_fp32(precision: str, dtype: torch.dtype) -> None:
-    hardware = cpu_hardware(precision=precision)
+    hardware = dataclasses.replace(CPU, compiles=True, precision=precision)
     model = TransformerLanguageModel(SHAPE)
     tokens = torch.zeros(2, 4, dtype=torch.long)
     with hardware.autocast():
@@ -223,11 +217,6 @@ def test_memory_is_that_of_this_machine() -> None:
 # Compilation
 
 
-def example() -> tuple[torch.Tensor, torch.Tensor]:
-    tokens = torch.zeros(2, 4, dtype=torch.long)
-    return tokens, tokens
-
-
 @pytest.mark.parametrize(("choice", "compiles"), [("on", True), ("off", False), ("auto", False)])
 def test_a_cpu_compiles_only_when_asked_to(cpu: Callable, choice: str, compiles: bool) -> None:
     cpu("")
@@ -247,96 +236,3 @@ def test_a_cpu_compiles_where_the_run_repays_it(cpu: Callable, values: dict, com
     cpu("")
     hardware = detect_hardware(TrainConfig(**values))
     assert hardware.compiles is compiles and said in hardware.compile_reason
-
-
-def test_compile_off_does_not_try() -> None:
-    model = TransformerLanguageModel(SHAPE)
-
-    def tried() -> tuple[torch.Tensor, torch.Tensor]:
-        raise AssertionError("tried")
-
-    assert compile_model(model, cpu_hardware(compiles=False), tried) is model
-
-
-def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """torch.compile fails at the first call, and may do so in the backward pass, when gradients are half there."""
-    model = TransformerLanguageModel(SHAPE)
-    before = copy.deepcopy(model.state_dict())
-
-    def lazy(model: torch.nn.Module, **options: object) -> Callable:
-        def compiled(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            model(tokens, targets).backward()
-            raise RuntimeError("no compiler found\nand a long tail of lines")
-
-        return compiled
-
-    monkeypatch.setattr(torch, "compile", lazy)
-    assert compile_model(model, cpu_hardware(), example) is model
-    printed = capsys.readouterr().out
-    assert printed.count("torch.compile failed") == 1 and "no compiler found" in printed
-    assert "long tail" not in printed and "--compile off" in printed
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-
-
-def test_running_out_of_memory_is_not_taken_for_a_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
-    with pytest.raises(torch.OutOfMemoryError):
-        compile_model(TransformerLanguageModel(SHAPE), cpu_hardware(), example)
-
-
-def test_bad_data_is_not_taken_for_a_failure_to_compile() -> None:
-    def broken() -> tuple[torch.Tensor, torch.Tensor]:
-        raise RuntimeError("cannot pin")
-
-    with pytest.raises(RuntimeError, match="cannot pin"):
-        compile_model(TransformerLanguageModel(SHAPE), cpu_hardware(), broken)
-
-
-def test_a_compiled_model_has_the_same_loss(capsys: pytest.CaptureFixture) -> None:
-    torch.manual_seed(0)
-    model = TransformerLanguageModel(SHAPE)
-    compiled = compile_model(model, cpu_hardware(), example)
-    assert compiled is not model, capsys.readouterr().out
-    assert all(parameter.grad is None for parameter in model.parameters())
-    tokens = torch.randint(11, (2, 4))
-    assert compiled(tokens, tokens).item() == pytest.approx(model(tokens, tokens).item(), rel=1e-5)
-    assert "Compiled in" in capsys.readouterr().out
-
-
-def test_nothing_is_compiled_after_the_start(tmp_path: Path, train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One shape for training, one for evaluation, though the last micro-batch and the last validation batch are
-    smaller, and answers are generated in between."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "the cat"}\n')
-    shape = {"batch_size": 7, "micro_batch_size": 3, "gradient_accumulation_steps": 1, "eval_batches": 3, "dropout": 0}
-    flags = {**shape, "compile": "on", "max_steps": 6, "eval_interval": 3, "eval_prompts": prompts}
-    result = train(tmp_path / "run", compile_cache_dir=tmp_path / "drive", **flags)
-    assert result.code == 0 and "Compiled in" in result.out, result
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert len(list((tmp_path / "drive").glob("compiled-*.bin"))) == 1
-
-    # Another machine, another day: what was compiled comes back from Drive.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    assert train(tmp_path / "again", **flags, compile_cache_dir=tmp_path / "drive").code == 0
-    counters = torch._dynamo.utils.counters
-    assert counters["aot_autograd"]["autograd_cache_hit"] == 2 and not counters["aot_autograd"]["autograd_cache_miss"]
-
-
-def test_compiled_code_that_cannot_be_read_is_compiled_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    model, hardware = TransformerLanguageModel(SHAPE), cpu_hardware()
-    cache = tmp_path / cache_name(model, hardware, example()[0])
-    cache.mkdir()  # reading it is an error of the system, as on a Drive that is gone
-    assert compile_model(model, hardware, example, cache_dir=tmp_path) is not model
-    printed = capsys.readouterr().out
-    assert "it is compiled again" in printed and "Compiled in" in printed

@@ -1,0 +1,125 @@
+"""A step of fixed shapes, read one step late: what a GPU does, on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from common import machine
+from generation import cuda_graph, decoding
+from generation.cuda_graph import StaticKVCache
+from generation.decoding import generate
+from generation.sampling import Sampling
+from model import KVCache, TransformerLanguageModel
+from tests.generation.helpers import CHARACTERS, CONTEXT, GREEDY, SAMPLED, changed, either_way, random_model, texts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Recorded:
+    """Stands in for a CUDA graph: recording leaves no trace on the device, a replay none in Python."""
+
+    def __init__(self, step, cache: StaticKVCache):
+        self.step, self.cache = step, cache
+        before = cache.next.clone()
+        self.logits = step()
+        cache.next.copy_(before)
+
+    def replay(self) -> None:
+        lengths = self.cache.lengths
+        self.logits.copy_(self.step())
+        self.cache.lengths = lengths
+
+
+@contextlib.contextmanager
+def as_on_a_gpu(recording: bool = True) -> Iterator[None]:
+    caches = []
+
+    def static_cache(cache: KVCache) -> StaticKVCache:
+        caches.append(StaticKVCache(cache))
+        return caches[-1]
+
+    def record(step):
+        if not recording:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        recorded = Recorded(step, caches[-1])
+        return recorded, recorded.logits
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "runs_ahead", lambda device: True)
+        patch.setattr(decoding, "StaticKVCache", static_cache)
+        patch.setattr(cuda_graph, "record", record)
+        with contextlib.nullcontext() if recording else pytest.warns(UserWarning, match="no CUDA graph"):
+            yield
+
+
+@either_way
+@pytest.mark.parametrize("changes", [{}, {"position": "rope"}], ids=["learned", "rope"])
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+@pytest.mark.parametrize("recording", [True, False], ids=["recorded", "not recorded"])
+def test_a_gpus_way_gives_the_same_text(characters, sampling, changes, penalty, recording):
+    """Rows of different lengths, to the end of the context and past it, more than once."""
+    model = random_model(len(CHARACTERS), **changes)
+    prompts = ["a", "badge", "abcdefgh" * 2, "hh"]
+    sampling = changed(sampling, max_new_tokens=3 * CONTEXT, repetition_penalty=penalty)
+    expected = generate(model, characters, prompts, sampling)
+    with as_on_a_gpu(recording):
+        assert generate(model, characters, prompts, sampling) == expected
+    assert len(set(texts(expected))) == 4
+
+
+def test_a_gpus_way_streams_and_stops_the_same(bpe):
+    """Stop strings, the end of the text and pieces of characters: decided on the host, a step late."""
+    model, prompts = random_model(bpe.vocab_size, max_seq_len=64), ["the", "cat and", "dog"]
+    sampling = Sampling(max_new_tokens=120, temperature=1.0, top_p=1.0, stop=("a", "th"), seed=5)
+
+    def streamed() -> tuple[list, list]:
+        pieces = []
+        return generate(model, bpe, prompts, sampling, on_text=lambda *piece: pieces.append(piece)), pieces
+
+    expected = streamed()
+    with as_on_a_gpu():
+        assert streamed() == expected
+    assert all(completion.tokens < 120 for completion in expected[0])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+def test_a_gpus_way_with_few_tokens(model, characters, count):
+    sampling = changed(SAMPLED, max_new_tokens=count)
+    expected = generate(model, characters, ["abc"], sampling)
+    with as_on_a_gpu():
+        assert generate(model, characters, ["abc"], sampling) == expected
+
+
+@pytest.mark.parametrize("context", [1, 2, 3])
+def test_a_gpus_way_in_the_smallest_contexts(characters, context):
+    model = random_model(len(CHARACTERS), max_seq_len=context)
+    expected = generate(model, characters, ["abc"], GREEDY)
+    with as_on_a_gpu():
+        assert generate(model, characters, ["abc"], GREEDY) == expected
+
+
+def test_on_a_gpu_the_next_step_is_queued_before_a_token_is_read(model, characters):
+    steps, steps_when_shown = [], []
+    real = TransformerLanguageModel.next_logits
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformerLanguageModel, "next_logits", lambda *given: steps.append(1) or real(*given))
+        for ahead in (False, True):
+            steps.clear()
+            with as_on_a_gpu() if ahead else contextlib.nullcontext():
+                show = lambda i, piece: steps_when_shown.append(len(steps))  # noqa: E731
+                generate(model, characters, ["abc"], changed(GREEDY, max_new_tokens=2), on_text=show)
+    assert steps_when_shown == [0, 1, 1, 1, 1, 1]  # each token, and what remains at the end
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU")
+@either_way
+def test_a_gpu_gives_the_text_of_the_cpu(model, characters, sampling):
+    prompts = ["a", "badge", "abcdefgh" * 2, "hh"]
+    sampling = changed(sampling, max_new_tokens=3 * CONTEXT, repetition_penalty=1.5)
+    on_gpu = random_model(len(CHARACTERS)).cuda()
+    assert generate(on_gpu, characters, prompts, sampling) == generate(model, characters, prompts, sampling)

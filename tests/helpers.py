@@ -1,0 +1,95 @@
+"""What several tests write or build: text, a token folder made by hand, the flags of a tiny run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from model import TransformerLanguageModel
+from tokenizer import CharacterTokenizer
+from training.hardware import Hardware
+
+CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)  # of no kind in particular
+ROOT = Path(__file__).resolve().parents[1]
+ALPHABET = "abcdefghijklmnopqrstuvwxyz .,|\n"
+WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "big", "red", "dog", "ran", "over", "that", "hill")
+
+
+def generated_text(characters: int, seed: int = 0) -> str:
+    """Lines of a few words in a fixed order of succession: easy to learn, and not the same line twice in a row."""
+    random = np.random.RandomState(seed)
+    lines, length = [], 0
+    while length < characters:
+        start, count = random.randint(len(WORDS)), random.randint(4, 9)
+        lines.append(" ".join(WORDS[(start + i) % len(WORDS)] for i in range(count)) + ".\n")
+        length += len(lines[-1])
+    return "".join(lines)[:characters]
+
+
+def write_tokens(folder: Path, text: str, alphabet: str = ALPHABET) -> Path:
+    """A complete character token folder, as docs describe it, written without the pre-tokenizer."""
+    folder.mkdir(parents=True)
+    tokenizer = CharacterTokenizer.from_characters(alphabet)
+    tokenizer.save(folder / "tokenizer.json")
+    tokens = tokenizer.encode(text).astype("<u2")
+    (folder / "tokens.bin").write_bytes(tokens.tobytes())
+    split = len(tokens) * 9 // 10
+    metadata = {
+        "format_version": 1,
+        "tokenizer_type": "character",
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": "uint16",
+        "bytes_per_token": 2,
+        "total_tokens": len(tokens),
+        "train_split": 0.9,
+        "train_split_index": split,
+        "train_tokens": split,
+        "val_tokens": len(tokens) - split,
+        "train_bytes": len(text[:split].encode()),
+        "val_bytes": len(text[split:].encode()),
+        "bin_file": "tokens.bin",
+        "tokenizer_file": "tokenizer.json",
+        "tokens_sha256": hashlib.sha256(tokens.tobytes()).hexdigest(),
+        "tokenizer_sha256": hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest(),
+    }
+    (folder / "tokens_metadata.json").write_text(json.dumps(metadata), encoding="utf-8")
+    return folder
+
+
+def flags_of_a_tiny_run(token_folder: Path, output_dir: Path, **changes: object) -> list[str]:
+    """The command line of a tiny run; None leaves a flag out."""
+    values = {
+        "data_dir": token_folder,
+        "output_dir": output_dir,
+        "device": "cpu",
+        "num_layers": 1,
+        "embed_dim": 32,
+        "num_heads": 2,
+        "max_seq_len": 16,
+        "dropout": 0.1,
+        "batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 24,
+        "learning_rate": 0.005,
+        "log_interval": 1,
+        "eval_interval": 12,
+        "eval_batches": 4,
+        "checkpoint_steps": 6,
+        "checkpoint_interval": 0,
+        "checkpoint_minutes": 0,
+        **changes,
+    }
+    return [word for key, value in values.items() if value is not None for word in (f"--{key}", str(value))]
+
+
+def with_large_weights(model: TransformerLanguageModel) -> TransformerLanguageModel:
+    """The model with large random weights, so that its text depends on all of the context."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.normal_(std=0.4)
+    return model

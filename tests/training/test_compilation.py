@@ -1,0 +1,116 @@
+"""Compiling changes the speed and nothing else, and a failure to compile stops nothing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from model import ModelConfig, TransformerLanguageModel
+from tests.helpers import CPU
+from training.compilation import cache_name, compile_model
+
+SHAPE = ModelConfig(11, 8, 2, 1, max_seq_len=4)
+COMPILING = dataclasses.replace(CPU, compiles=True)
+
+
+def example() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    return tokens, tokens
+
+
+def test_compile_off_does_not_try() -> None:
+    model = TransformerLanguageModel(SHAPE)
+
+    def tried() -> tuple[torch.Tensor, torch.Tensor]:
+        raise AssertionError("tried")
+
+    assert compile_model(model, CPU, tried) is model
+
+
+def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """torch.compile fails at the first call, and may do so in the backward pass, when gradients are half there."""
+    model = TransformerLanguageModel(SHAPE)
+    before = copy.deepcopy(model.state_dict())
+
+    def lazy(model: torch.nn.Module, **options: object) -> Callable:
+        def compiled(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            model(tokens, targets).backward()
+            raise RuntimeError("no compiler found\nand a long tail of lines")
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", lazy)
+    assert compile_model(model, COMPILING, example) is model
+    printed = capsys.readouterr().out
+    assert printed.count("torch.compile failed") == 1 and "no compiler found" in printed
+    assert "long tail" not in printed and "--compile off" in printed
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_running_out_of_memory_is_not_taken_for_a_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
+    with pytest.raises(torch.OutOfMemoryError):
+        compile_model(TransformerLanguageModel(SHAPE), COMPILING, example)
+
+
+def test_bad_data_is_not_taken_for_a_failure_to_compile() -> None:
+    def broken() -> tuple[torch.Tensor, torch.Tensor]:
+        raise RuntimeError("cannot pin")
+
+    with pytest.raises(RuntimeError, match="cannot pin"):
+        compile_model(TransformerLanguageModel(SHAPE), COMPILING, broken)
+
+
+def test_a_compiled_model_has_the_same_loss(capsys: pytest.CaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = TransformerLanguageModel(SHAPE)
+    compiled = compile_model(model, COMPILING, example)
+    assert compiled is not model, capsys.readouterr().out
+    assert all(parameter.grad is None for parameter in model.parameters())
+    tokens = torch.randint(11, (2, 4))
+    assert compiled(tokens, tokens).item() == pytest.approx(model(tokens, tokens).item(), rel=1e-5)
+    assert "Compiled in" in capsys.readouterr().out
+
+
+def test_nothing_is_compiled_after_the_start(tmp_path: Path, train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One shape for training, one for evaluation, though the last micro-batch and the last validation batch are
+    smaller, and answers are generated in between."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the cat"}\n')
+    shape = {"batch_size": 7, "micro_batch_size": 3, "gradient_accumulation_steps": 1, "eval_batches": 3, "dropout": 0}
+    flags = {**shape, "compile": "on", "max_steps": 6, "eval_interval": 3, "eval_prompts": prompts}
+    result = train(tmp_path / "run", compile_cache_dir=tmp_path / "drive", **flags)
+    assert result.code == 0 and "Compiled in" in result.out, result
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    assert len(list((tmp_path / "drive").glob("compiled-*.bin"))) == 1
+
+    # Another machine, another day: what was compiled comes back from Drive.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    assert train(tmp_path / "again", **flags, compile_cache_dir=tmp_path / "drive").code == 0
+    counters = torch._dynamo.utils.counters
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 2 and not counters["aot_autograd"]["autograd_cache_miss"]
+
+
+def test_compiled_code_that_cannot_be_read_is_compiled_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model, hardware = TransformerLanguageModel(SHAPE), COMPILING
+    cache = tmp_path / cache_name(model, hardware, example()[0])
+    cache.mkdir()  # reading it is an error of the system, as on a Drive that is gone
+    assert compile_model(model, hardware, example, cache_dir=tmp_path) is not model
+    printed = capsys.readouterr().out
+    assert "it is compiled again" in printed and "Compiled in" in printed
