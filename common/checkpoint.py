@@ -94,7 +94,7 @@ def load_tensors(path: Path) -> dict[str, Any]:
 
 
 # What config.json holds besides the ModelConfig: ours, and the blog's.
-CONFIG_EXTRAS = ("tokenizer_type", "total_parameters", "model_type", "architecture")
+CONFIG_EXTRAS = ("tokenizer_type", "total_parameters", "model_type", "architecture", "description", "model_name")
 
 
 def save_checkpoint(

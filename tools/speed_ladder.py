@@ -104,7 +104,7 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
     from model import TransformerLanguageModel
     from training.compilation import compile_model
     from training.data import TokenData
-    from training.hardware import choose_precision, detect_hardware
+    from training.hardware import detect_hardware
     from training.optimizer import build_optimizer
     from training.step import train_step
 
@@ -112,9 +112,7 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
         training.hardware.keep_freed_memory = lambda: None  # in this process alone, like the attention below
     hardware = detect_hardware(config)
     if rung < Rung.OURS:
-        mixed = choose_precision(dataclasses.replace(config, precision="auto"), hardware.device)[0]
-        mixed = "bf16" if mixed == "fp32" else mixed  # measured also where the trainer would not choose it
-        precision = mixed if rung >= Rung.MIXED else "fp32"
+        precision = mixed_precision(hardware.device) if rung >= Rung.MIXED else "fp32"
         hardware = dataclasses.replace(hardware, precision=precision, compiles=rung >= Rung.COMPILE)
         config = dataclasses.replace(config, placement="ram" if rung >= Rung.RAM else "mmap")
         torch.set_float32_matmul_precision("highest")
@@ -164,7 +162,23 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
     }
 
 
-# Around the rungs: the data, the batch, the processes
+# Around the rungs: which of them, the data, the batch, the processes
+
+
+def mixed_precision(device: torch.device) -> str:
+    """What the machine has units for; measured also where the trainer would not choose it."""
+    from common.machine import has_fast_bf16
+
+    if has_fast_bf16(device):
+        return "bf16"
+    return "fp16" if device.type == "cuda" else "fp32"
+
+
+def left_out(device: torch.device) -> dict[str, str]:
+    """The rungs for units that this machine lacks, by name, each with the reason."""
+    if mixed_precision(device) != "fp32":
+        return {}
+    return {NAMES[Rung.MIXED]: "this CPU has neither AMX nor AVX512-BF16, without which a step in bf16 takes minutes"}
 
 
 def find_tokens(config: TrainConfig, scratch: Path) -> tuple[TrainConfig, str]:
@@ -273,9 +287,10 @@ def choose_batch(config: TrainConfig, vocab_size: int, hardware: Hardware, scrat
 
 
 def summarize(
-    measured: Mapping[str, list[dict[str, Any]]], failures: Mapping[str, str], floor_seconds: float | None
+    measured: Mapping[str, list[dict[str, Any]]], missing: Mapping[str, str], floor_seconds: float | None
 ) -> list[dict[str, Any]]:
-    """One entry a rung. `floor_seconds`: of a step at the device's peak FLOP/s, None where that is not known."""
+    """One entry a rung; `missing` says of those that were not measured why. `floor_seconds`: of a step at the device's
+    peak FLOP/s, None where that is not known."""
     from benchmarks.measure import Spread
 
     rows = []
@@ -283,7 +298,7 @@ def summarize(
     for rung, name in NAMES.items():
         results = measured.get(name)
         if not results:
-            rows.append({"name": name, "failed": failures.get(name, "")})
+            rows.append({"name": name, "missing": missing.get(name, "")})
             continue
         seconds = Spread.of([result["seconds"] for result in results])
         baseline = seconds.median if rung == Rung.BASELINE else baseline
@@ -321,8 +336,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = ["what", "s/step (lowest to highest)", "speed-up", "peak memory", "of peak FLOP/s", "compiling"]
     cells = []
     for row in rows:
-        if "failed" in row:
-            cells.append([row["name"], f"failed: {row['failed']}".replace("|", "\\|"), "-", "-", "-", "-"])
+        if "missing" in row:
+            cells.append([row["name"], row["missing"].replace("|", "\\|"), "-", "-", "-", "-"])
             continue
         cells.append(
             [
@@ -408,17 +423,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         batch = f"{config.sequences_per_step} x {config.max_seq_len} tokens"
         print(f"Step       {batch}, {reason}")
         steps = flags.steps or (20 if hardware.is_cuda else 1)
-        print(f"Measuring  {len(NAMES)} rungs in turn, {flags.rounds} rounds of {steps} steps ...", flush=True)
-        commands = {name: rung_command(rung, steps, config, scratch) for rung, name in NAMES.items()}
-        failures = {}
+        missing = {name: f"left out: {reason}" for name, reason in left_out(hardware.device).items()}
+        rungs = {name: rung for rung, name in NAMES.items() if name not in missing}
+        for name, said in missing.items():
+            print(f"Rung       {name} is {said}")
+        print(f"Measuring  {len(rungs)} rungs in turn, {flags.rounds} rounds of {steps} steps ...", flush=True)
+        commands = {name: rung_command(rung, steps, config, scratch) for name, rung in rungs.items()}
 
         def note_failure(message: str) -> None:
             name, _, reason = message.partition(" failed: ")
-            failures[name] = reason
+            missing[name] = f"failed: {reason}"
 
         measured = measure_in_turn(commands, flags.rounds, note_failure)
 
-    rows = summarize(measured, failures, floor_seconds(config, vocab_size, hardware))
+    rows = summarize(measured, missing, floor_seconds(config, vocab_size, hardware))
     printed = table(rows)
     print(f"\n{printed}\n")
     machine = describe_machine(hardware.device.type)

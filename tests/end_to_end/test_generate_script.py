@@ -153,6 +153,8 @@ def blog_checkpoint(tmp_path) -> Path:
         "ff_dim": 64,
         "max_seq_len": 32,
         "dropout": 0.1,
+        "model_name": "gpt2_small",
+        "description": "GPT-2 Small, trained in Google Colab",
         "model_type": "gpt2_small",
         "architecture": "TransformerLanguageModel",
         "total_parameters": model.num_parameters(),
