@@ -95,7 +95,7 @@ def attempt(name: str, measure: Callable[[], Row]) -> Row:
 
 
 def tests(setting: Setting) -> Iterator[Row]:
-    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-rfE", "--durations=5"]
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "-rfE", "--durations=5", "-n", "0"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     yield {"exit_code": run.returncode, "output": run.stdout.splitlines()[-40:]}
     if run.returncode:

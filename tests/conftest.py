@@ -5,9 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+# Before torch is imported, here and in the processes that tests start: models this small lose time to threads that wait
+# for each other, and as many tests run at a time as there are cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -30,15 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Models this small lose time to threads waiting for each other, a lot of it on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

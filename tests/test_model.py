@@ -37,9 +37,6 @@ def pairwise_options() -> list[dict]:
     return chosen
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 every_pair_of_options = pytest.mark.parametrize(
     "options", pairwise_options(), ids=lambda options: "-".join(str(value) for value in options.values())
 )

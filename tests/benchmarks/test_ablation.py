@@ -11,8 +11,6 @@ from benchmarks import ablation
 from common.errors import ConfigError
 from training.config import parse_config
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.mark.parametrize("name", ablation.VARIANTS)
 def test_every_variant_is_a_configuration_that_holds(name: str) -> None:

@@ -11,8 +11,6 @@ import torch
 from benchmarks import generation
 from common.errors import ConfigError
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 SHAPE = {"vocab_size": 80, "embed_dim": 64, "num_heads": 2, "num_layers": 2, "max_seq_len": 32}
 TOY = [f"--{name}={value}" for name, value in {**SHAPE, "new_tokens": 3, "rounds": 1}.items()]
 TOY += ["--held", "4", "20", "--batches", "1", "3"]

@@ -13,8 +13,6 @@ import benchmarks.workload
 from benchmarks.measure import machine_kind
 from benchmarks.workload import Training, measure_training, time_steps, write_random_tokens
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_a_step_is_a_step_of_the_trainer(tmp_path: Path, train: Callable, train_flags: Callable) -> None:
     """The same losses, to the last digit that is logged, dropout and accumulated gradients included."""

@@ -26,9 +26,6 @@ ALPHABET = "\n abcdefgh?"
 SHORT = ("--max_new_tokens", "12")
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(autouse=True)
 def empty_folder_without_gpu(tmp_path, monkeypatch):
     """The script's defaults look at the current folder and at the machine: here, an empty one without a GPU."""

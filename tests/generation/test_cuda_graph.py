@@ -16,8 +16,6 @@ from generation.sampling import Sampling
 from model import KVCache, TransformerLanguageModel
 from tests.generation.helpers import CHARACTERS, CONTEXT, GREEDY, SAMPLED, changed, either_way, random_model, texts
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Recorded:
     """Stands in for a CUDA graph: recording leaves no trace on the device, a replay none in Python."""

@@ -26,8 +26,6 @@ from tests.generation.helpers import (
 from tokenizer import CharacterTokenizer, TokenizerError
 from tokenizer_bpe import BPETokenizer
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class ScriptedModel(TransformerLanguageModel):
     """Continues any prompt of `prompt_length` tokens with the tokens of `script`, whatever it reads."""

@@ -13,9 +13,6 @@ from generation import sampling as sampling_module
 from generation.sampling import Sampling, choose, penalize_repetition
 from tests.generation.helpers import next_token
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 logit_rows = st.lists(
     st.floats(-20, 20, allow_nan=False) | st.sampled_from([0.0, 1.0, -math.inf]), min_size=2, max_size=12
 ).filter(lambda row: max(row) > -math.inf)

@@ -28,7 +28,6 @@ from training.hardware import Hardware
 TINY = ("--num_layers", "1", "--embed_dim", "16", "--num_heads", "2", "--max_seq_len", "16", "--device", "cpu")
 CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32, device="cpu")
 CONFIG = dataclasses.replace(CONFIG, sources=dict.fromkeys(SCHEMA, "default"))
-pytestmark = pytest.mark.usefixtures("one_thread")
 HAS_BF16 = has_fast_bf16(torch.device("cpu"))
 
 
@@ -59,7 +58,6 @@ def climbed(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     words = ["--data_dir", str(token_folder), "--output_dir", str(output), "--rounds", "1", "--batch_size", "2", *TINY]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        patch.setenv("OMP_NUM_THREADS", "1")
         command = [sys.executable, str(ROOT / "tools" / "speed_ladder.py"), *words]
         run = subprocess.run(command, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

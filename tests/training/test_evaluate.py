@@ -27,9 +27,6 @@ VAL_TOKENS = 165  # 20 windows of 8, and some tokens over
 CONFIG = TrainConfig(embed_dim=16, num_heads=2, num_layers=1, max_seq_len=8, dropout=0.4, batch_size=6, eval_batches=0)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture
 def data() -> TokenData:
     tokens = np.random.default_rng(0).integers(0, len(CHARACTERS), TRAIN_TOKENS + VAL_TOKENS).astype(np.uint16)

@@ -29,9 +29,6 @@ CONFIG = TrainConfig(
 )
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def make_data(config: TrainConfig) -> TokenData:
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 700).astype(np.uint16)
     metadata = TokenMetadata(Path("m"), VOCAB_SIZE, 700, 600, "uint16", "character", *[None] * 4, val_bytes=None)

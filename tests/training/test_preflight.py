@@ -25,9 +25,6 @@ from training.preflight import MEMORY_SHARE, PROCESS_BYTES, estimate_memory, fit
 CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 def machine(memory_bytes: int | None, precision: str = "fp32") -> Hardware:
     return dataclasses.replace(CPU, precision=precision, memory_bytes=memory_bytes)
 

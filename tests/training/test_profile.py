@@ -18,7 +18,6 @@ from training.hardware import Hardware
 from training.profile import NOTICEABLE, PARTS, STEP_PARTS, Stopwatch, limit, measure, split_on_cpu, split_on_gpu
 
 CONFIG = TrainConfig(batch_size=8)
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 seconds = st.floats(0.0, 100.0)
 step_parts = st.fixed_dictionaries(dict.fromkeys(STEP_PARTS, seconds))

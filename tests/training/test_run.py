@@ -31,7 +31,6 @@ from training.records import read_metrics
 from training.run import Run
 
 # One thread: on cores that other tests keep busy, threads that wait for each other take ten times as long.
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # what differs between two runs
 
 
@@ -164,7 +163,7 @@ def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_pa
         [sys.executable, "-u", str(ROOT / "train_colab_mmap.py"), *train_flags(tmp_path / name, **flags)]
         for name in ("killed", "unbroken")
     )
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path, "env": ENVIRONMENT}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
     unbroken = subprocess.Popen(unbroken_command, **pipes)
     moments = random.Random(5)
     reached = []
@@ -218,7 +217,7 @@ def test_a_signal_saves_and_the_same_command_finishes(
 def test_sigterm_to_a_real_process_saves_within_moments(train_flags: Callable, tmp_path: Path) -> None:
     flags = train_flags(tmp_path / "run", max_steps=100_000, checkpoint_steps=0, eval_interval=0)
     command = [sys.executable, "-u", str(ROOT / "train_colab_mmap.py"), *flags]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path, "env": ENVIRONMENT}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
     process = subprocess.Popen(command, **pipes)
     assert process.stdout is not None
     assert any(line.startswith("step ") for line in iter(process.stdout.readline, ""))
