@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse_arguments(argv: Sequence[str] | None):
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="generate.py",
         usage="%(prog)s [--prompt TEXT] [--FLAG VALUE ...]",
@@ -186,7 +186,7 @@ def parse_arguments(argv: Sequence[str] | None):
     return arguments
 
 
-def read_prompts(arguments) -> list[str]:
+def read_prompts(arguments: argparse.Namespace) -> list[str]:
     """All prompts; without any, one empty prompt: text from scratch."""
     prompts = list(arguments.prompt or [])
     if arguments.prompts_file:
@@ -241,7 +241,7 @@ def stream_one(model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: st
     return completion
 
 
-def compare(arguments, sampling: Sampling) -> None:
+def compare(arguments: argparse.Namespace, sampling: Sampling) -> None:
     """One table a prompt: what each checkpoint makes of it."""
     from common.checkpoint import open_checkpoint
 
@@ -306,13 +306,14 @@ def change_setting(command: str, sampling: Sampling, settings: list[str], help_t
         print(f"{name} is {getattr(sampling, name)}")
         return sampling
     kind = type(getattr(sampling, name))
+    converted: dict[str, Any]
     try:
-        converted = (unescape(value),) if name == "stop" else kind(value)
+        converted = {name: (unescape(value),) if name == "stop" else kind(value)}
     except ValueError:
         print(f"{name} is {value}; a {'whole ' if kind is int else ''}number is needed")
         return sampling
     try:
-        changed = dataclasses.replace(sampling, **{name: converted})
+        changed = dataclasses.replace(sampling, **converted)
     except ValueError as problem:
         print(problem)
         return sampling

@@ -34,7 +34,7 @@ class ModelConfig:
     embed_dim: int = 768
     num_heads: int = 12
     num_layers: int = 12
-    ff_dim: int | None = None  # None: 4 * embed_dim
+    ff_dim: int = None  # type: ignore[assignment]  # None, until __post_init__ makes it 4 * embed_dim
     max_seq_len: int = 512
     dropout: float = 0.0
     bias: bool = True
@@ -143,7 +143,9 @@ class KVCache:
         seen = torch.arange(held + T, device=device) <= positions[..., None]  # (T, S) or (B, T, S)
         return positions, seen if seen.dim() == 2 else seen[:, None]  # broadcast over heads
 
-    def write(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    def write(
+        self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store k and v, each (B, H, T, D), and return all keys and values up to the longest row: (B, H, S, D)."""
         keys, values = self.keys[layer], self.values[layer]
         end = max(self.lengths) + k.size(2)
@@ -316,6 +318,7 @@ class TransformerLanguageModel(nn.Module):
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         for block in self.blocks:
+            assert isinstance(block, TransformerBlock)
             for projection in (block.attention.out_proj, block.feed_forward.fc2):
                 nn.init.normal_(projection.weight, std=0.02 / math.sqrt(2 * self.config.num_layers))
                 if self.config.zero_init:

@@ -61,6 +61,7 @@ def tokenize(
 def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Path, quiet: bool) -> Path:
     from tokenization.corpus import find_sources, unpacked_bytes
     from tokenizer import TokenizerError, load_tokenizer
+    from tokenizer_bpe import BPETokenizer
 
     say = say_nothing if quiet else print
     sources = find_sources(inputs)
@@ -89,7 +90,7 @@ def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Pa
         try:
             if not folder.awaits_publishing:
                 tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes, quiet)
-                if kind == "bpe" and tokenizer.encoder_name != "tiktoken":
+                if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_name != "tiktoken":
                     say(tokenizer.encoder_note)
                 encode_sources(folder, tokenizer, sources, options, total_bytes, quiet)
                 described = describe_tokens(folder, tokenizer, sources, options, fingerprint)

@@ -116,7 +116,7 @@ def prepare(config: TrainConfig) -> Parts:
     print(hardware.describe())
     config = use_builtin_files(config)
     if config.input:
-        config = tokenize_input(config)
+        config = tokenize_input(config.input, config)
     if config.init_from:
         checkpoint = open_checkpoint(config.init_from)
         config = config.with_model(checkpoint.model_config(), str(checkpoint.path))
@@ -209,7 +209,7 @@ def use_builtin_files(config: TrainConfig) -> TrainConfig:
         return config
     from examples import conversations
 
-    files = {}
+    files: dict[str, Any] = {}
     if config.input == "builtin:conversations":
         text = Path(DEFAULT_FOLDER) / "conversations" / "conversations.txt"
         if not text.exists():
@@ -221,13 +221,13 @@ def use_builtin_files(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, **files)
 
 
-def tokenize_input(config: TrainConfig) -> TrainConfig:
-    """Tokenize `input` on first use, into a folder of its own unless `data_dir` names one."""
+def tokenize_input(text: str, config: TrainConfig) -> TrainConfig:
+    """Tokenize a text on first use, into a folder of its own unless `data_dir` names one."""
     from tokenize_local_bpe import tokenize
 
-    name = re.sub(r"[^\w.-]+", "_", Path(config.input).stem)  # a pattern's * is no name for a folder
+    name = re.sub(r"[^\w.-]+", "_", Path(text).stem)  # a pattern's * is no name for a folder
     folder = config.data_dir or str(Path(DEFAULT_FOLDER) / name)
-    tokenize([config.input], folder, tokenizer=config.tokenizer, vocab_size=config.vocab_size, quiet=True)
+    tokenize([text], folder, tokenizer=config.tokenizer, vocab_size=config.vocab_size, quiet=True)
     return dataclasses.replace(config, data_dir=folder)
 
 

@@ -19,7 +19,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -169,7 +169,7 @@ def hugging_face(config: ModelConfig, checkpoint: str | None, device: torch.devi
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    model = GPT2LMHeadModel(
+    model: Any = GPT2LMHeadModel(  # typed too narrowly: `to` and the streamer below are fine with it
         GPT2Config(
             vocab_size=config.vocab_size,
             n_positions=config.max_seq_len,
@@ -184,7 +184,7 @@ def hugging_face(config: ModelConfig, checkpoint: str | None, device: torch.devi
         model.lm_head.weight.mul_(8)
     model.to(device, dtype).eval()
 
-    class Stamps(list):
+    class Stamps(list[float]):
         """A streamer: `generate` puts the prompt, then each token, on the host."""
 
         def put(self, tokens: torch.Tensor) -> None:
@@ -213,12 +213,10 @@ def hugging_face(config: ModelConfig, checkpoint: str | None, device: torch.devi
 
 def nanogpt(config: ModelConfig, checkout: str, device: torch.device, dtype: torch.dtype) -> Generator:
     import contextlib
-    import importlib.util
 
-    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout) / "model.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
+    from benchmarks.measure import load_nanogpt
+
+    module = load_nanogpt(checkout)
     shape = module.GPTConfig(
         block_size=config.max_seq_len,
         vocab_size=config.vocab_size,
@@ -242,10 +240,10 @@ def nanogpt(config: ModelConfig, checkout: str, device: torch.device, dtype: tor
     return run
 
 
-def as_markdown(spreads: dict[str, dict], flags: Namespace) -> str:
+def as_markdown(spreads: dict[str, dict[str, Any]], flags: Namespace) -> str:
     from benchmarks.measure import markdown_table
 
-    def cells(cases: dict, keys: list[str]) -> list[str]:
+    def cells(cases: dict[str, Any], keys: list[str]) -> list[str]:
         return [str(cases[key]) if key in cases else "" for key in keys]
 
     lengths = [case_name(held, 1, False) for held in flags.held]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import signal
@@ -43,6 +44,8 @@ ROUNDS = 3  # of a variant and ours, alternating
 ERROR_LINES = 15
 
 Row = dict[str, Any]
+StepModel = Callable[..., "torch.Tensor"]
+Build = Callable[["Training"], StepModel]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +75,14 @@ class Setting:
         folder = self.folder / f"tokens_{vocab_size}"
         return folder if folder.exists() else write_random_tokens(folder, 10_000 if self.toy else TOKENS, vocab_size)
 
-    def flags(self, preset: str, **changes: object) -> list[str]:
+    def flags(self, preset: str, batch_size: int | None = None, **changes: object) -> list[str]:
         """The trainer's flags for a config of ours on random tokens."""
         values = {"config": f"{preset}.json", "device": self.device, "max_steps": 20_000, **changes}
+        if batch_size:
+            values["batch_size"] = batch_size
         if self.toy:
             shape = {"num_layers": 1, "embed_dim": 32, "num_heads": 2, "max_seq_len": 16}
-            values |= shape | {"batch_size": min(4, int(changes.get("batch_size", 4)))}
+            values |= shape | {"batch_size": min(4, batch_size or 4)}
         values["data_dir"] = self.tokens(65 if self.toy else PRESETS[preset])
         return [word for key, value in values.items() for word in (f"--{key}", str(value))]
 
@@ -94,6 +99,12 @@ def attempt(name: str, measure: Callable[[], Row]) -> Row:
         release_memory()
 
 
+def timed_training(flags: Sequence[str], seconds: float) -> Row:
+    from benchmarks.workload import measure_training
+
+    return measure_training(flags, seconds, time.perf_counter())
+
+
 def tests(setting: Setting) -> Iterator[Row]:
     command = [sys.executable, "-m", "pytest", "-m", "cuda", "-rfE", "--durations=5", "-n", "0"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -104,12 +115,10 @@ def tests(setting: Setting) -> Iterator[Row]:
 
 def presets(setting: Setting) -> Iterator[Row]:
     """Speed, MFU and memory of the configs as they are."""
-    from benchmarks.workload import measure_training
-
     for preset in PRESETS:
         if (ROOT / "configs" / f"{preset}.json").exists():
             flags = setting.flags(preset)
-            yield attempt(preset, lambda flags=flags: measure_training(flags, setting.seconds, time.perf_counter()))
+            yield attempt(preset, functools.partial(timed_training, flags, setting.seconds))
 
 
 def peers(setting: Setting) -> Iterable[Row]:
@@ -150,11 +159,9 @@ def run_script(script: str, flags: Sequence[str]) -> None:
 
 def memory(setting: Setting) -> Iterator[Row]:
     """What --dry_run estimates against what a run takes, by batch size."""
-    from benchmarks.workload import measure_training
-
     for rows in (2, 4) if setting.toy else MEMORY_BATCHES:
         flags = setting.flags("gpt2_small", batch_size=rows)
-        row = attempt(f"batch {rows}", lambda flags=flags: measure_training(flags, 0.1, time.perf_counter()))
+        row = attempt(f"batch {rows}", functools.partial(timed_training, flags, 0.1))
         if row.get("peak_memory_gb"):
             row["estimate_over_peak"] = row["estimated_memory_gb"] / row["peak_memory_gb"]
         yield row
@@ -162,11 +169,9 @@ def memory(setting: Setting) -> Iterator[Row]:
 
 def placements(setting: Setting) -> Iterator[Row]:
     """Speed with the tokens on the GPU, in RAM, and mapped; in a small model, which waits for its batches soonest."""
-    from benchmarks.workload import measure_training
-
     for place in ("ram", "mmap") if setting.toy else ("gpu", "ram", "mmap"):
         flags = setting.flags("shakespeare_char", placement=place)
-        yield attempt(place, lambda flags=flags: measure_training(flags, setting.seconds, time.perf_counter()))
+        yield attempt(place, functools.partial(timed_training, flags, setting.seconds))
 
 
 def resume(setting: Setting) -> Iterator[Row]:
@@ -206,18 +211,18 @@ def variants(setting: Setting) -> Iterator[Row]:
     torch._dynamo.config.recompile_limit = 64
     torch._functorch.config.enable_autograd_cache = False
 
-    def compiled(**options: object) -> Callable[[Training], Callable]:
-        return lambda training: torch.compile(training.model, dynamic=False, **options)
+    def compiled(mode: str) -> Build:
+        return lambda training: torch.compile(training.model, dynamic=False, mode=mode)
 
-    def eager(training: Training) -> Callable:
+    def eager(training: Training) -> StepModel:
         return training.model
 
-    def per_block(training: Training) -> Callable:
+    def per_block(training: Training) -> StepModel:
         for block in training.model.blocks:
             block.compile(dynamic=False)
         return training.model
 
-    def cudnn_attention(training: Training) -> Callable:
+    def cudnn_attention(training: Training) -> StepModel:
         backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
         model = torch.compile(training.model, dynamic=False)
 
@@ -227,7 +232,7 @@ def variants(setting: Setting) -> Iterator[Row]:
 
         return step_model
 
-    def chunked_loss(training: Training) -> Callable:
+    def chunked_loss(training: Training) -> StepModel:
         model = training.model
         hidden = torch.compile(model.hidden, dynamic=False) if training.hardware.compiles else model.hidden
 
@@ -241,7 +246,7 @@ def variants(setting: Setting) -> Iterator[Row]:
 
         return step_model
 
-    tried: list[tuple[str, str, Callable[[Training], Callable]]] = [("not compiled", "gpt2_small", eager)]
+    tried: list[tuple[str, str, Build]] = [("not compiled", "gpt2_small", eager)]
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         tried.append(("chunked linear cross-entropy", "gpt2_small", chunked_loss))
     else:
@@ -256,17 +261,17 @@ def variants(setting: Setting) -> Iterator[Row]:
         ]
     for name, preset, build in tried:
         flags = setting.flags(preset)
-        yield attempt(name, lambda flags=flags, build=build: against_ours(flags, build, setting.seconds / 2))
+        yield attempt(name, functools.partial(against_ours, flags, build, setting.seconds / 2))
 
 
-def against_ours(flags: Sequence[str], build: Callable[[Training], Callable], seconds: float) -> Row:
+def against_ours(flags: Sequence[str], build: Build, seconds: float) -> Row:
     """Step times of a variant and of ours, both in this process and alternating; below a ratio of 1 it is faster."""
     import torch
 
     from benchmarks.measure import Spread
     from benchmarks.workload import Training, time_steps
 
-    def opened(build: Callable[[Training], Callable] | None) -> tuple[Training, Row]:
+    def opened(build: Build | None) -> tuple[Training, Row]:
         started = time.perf_counter()
         training = Training.open(flags if build is None else [*flags, "--compile", "off"])
         if build is not None:
@@ -393,21 +398,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = describe_machine("cpu" if flags.toy else "cuda")
     output = Path(flags.output or ROOT / "docs" / "benchmarks" / f"gpu_suite-{machine_kind(machine)}.json")
     output.parent.mkdir(parents=True, exist_ok=True)
-    results = {"command": this_command(), "machine": machine, "parts": {}}
+    results: dict[str, Any] = {"command": this_command(), "machine": machine, "parts": {}}
     for name in flags.parts:
         left = 60 * flags.minutes - (time.monotonic() - started)
         limit = min(PARTS[name][1], left)
-        result = run_part(name, flags.toy, flags.nanogpt, limit) if left > 0 else {"status": "no time left", "rows": []}
+        result: dict[str, Any] = {"status": "no time left", "rows": []}
+        if left > 0:
+            result = run_part(name, flags.toy, flags.nanogpt, limit)
         results["parts"][name] = result
         results["seconds"] = round(time.monotonic() - started, 1)
         write_json(output, results)
-        print(f"{name}: {result['status']}{f', {seconds} s' if (seconds := result.get('seconds')) else ''}")
+        took = f", {result['seconds']} s" if "seconds" in result else ""
+        print(f"{name}: {result['status']}{took}")
         for row in result["rows"]:
             print(summary(row))
         for line in result.get("stderr", [])[-3:]:
             print(f"  | {line}", flush=True)
     print(f"Written to {output}")
-    return 0 if all(result["status"] == "done" for result in results["parts"].values()) else 1
+    return 0 if all(part["status"] == "done" for part in results["parts"].values()) else 1
 
 
 if __name__ == "__main__":

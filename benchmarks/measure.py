@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from common.machine import device_name
@@ -57,6 +59,16 @@ def measure_in_turn(
                 continue
             results[name].append(json.loads(run.stdout.strip().splitlines()[-1]))
     return results
+
+
+def load_nanogpt(checkout: str | Path) -> ModuleType:
+    """The model.py of a checkout of nanoGPT."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout) / "model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks itself up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def describe_machine(device: str = "auto") -> dict[str, Any]:

@@ -137,8 +137,9 @@ def transformers_gpt2(case: Case, folder: str, device: torch.device) -> Contesta
         bos_token_id=0,
         eos_token_id=0,
     )
-    model = GPT2LMHeadModel(config).to(device).train()
-    defaults = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    model: Any = GPT2LMHeadModel(config)  # typed too narrowly: `to` takes a device
+    model.to(device).train()
+    defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=5e-5, weight_decay=0.0, fused=str(defaults["optim"]).endswith("fused")
     )
@@ -159,10 +160,9 @@ def nanogpt(case: Case, folder: str, device: torch.device, checkout: str) -> Con
 
     import torch
 
-    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout) / "model.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
+    from benchmarks.measure import load_nanogpt
+
+    module = load_nanogpt(checkout)
     config = module.GPTConfig(
         block_size=case.max_seq_len,
         vocab_size=case.vocab_size,
@@ -175,7 +175,8 @@ def nanogpt(case: Case, folder: str, device: torch.device, checkout: str) -> Con
     model = module.GPT(config).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), device.type)
-    precision, autocast, step_model = torch.float32, contextlib.nullcontext, model
+    precision, step_model = torch.float32, model
+    autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
@@ -214,10 +215,10 @@ def measure(name: str, case: Case, folder: str, device: str, checkout: str | Non
     from training.hardware import Hardware
 
     target = pick_device(device)
-    builders = {
+    builders: dict[str, Callable[[Case, str, torch.device], Contestant]] = {
         "plain PyTorch": plain_pytorch,
         "transformers": transformers_gpt2,
-        "nanoGPT": functools.partial(nanogpt, checkout=checkout),
+        "nanoGPT": functools.partial(nanogpt, checkout=checkout or ""),
     }
     torch.manual_seed(0)
     contestant = builders[name](case, folder, target)
@@ -253,8 +254,8 @@ def compare(
         folder = write_random_tokens(Path(temporary) / "tokens", TOKENS, case.vocab_size)
         commands = {}
         for name in names:
-            spec = {"name": name, "case": dataclasses.asdict(case), "folder": str(folder), "device": device}
-            spec |= {"checkout": checkout, "seconds": seconds}
+            spec: dict[str, Any] = {"name": name, "case": dataclasses.asdict(case), "folder": str(folder)}
+            spec |= {"device": device, "checkout": checkout, "seconds": seconds}
             commands[name] = [sys.executable, __file__, "--worker", json.dumps(spec)]
         results = measure_in_turn(commands, rounds)
     if "ours" not in results:

@@ -39,8 +39,8 @@ def axes(size: str, data_mb: Sequence[float]) -> dict[str, dict[str, Flags]]:
     `data_mb` and `vocab_size` say which tokens are trained on; the rest are flags of the trainer.
     """
     toy = {"num_layers": 1, "embed_dim": 32, "num_heads": 2, "max_seq_len": 16, "vocab_size": 65, "batch_size": 4}
-    char = {"num_layers": 4, "embed_dim": 256, "num_heads": 4, "max_seq_len": 256, "vocab_size": 65}
-    gpt2 = {"config": "gpt2_small.json", "vocab_size": 32_000}
+    char: Flags = {"num_layers": 4, "embed_dim": 256, "num_heads": 4, "max_seq_len": 256, "vocab_size": 65}
+    gpt2: Flags = {"config": "gpt2_small.json", "vocab_size": 32_000}
     if size == "toy":
         return {
             "data": {str(mb): {**toy, "data_mb": mb} for mb in data_mb},
@@ -49,12 +49,12 @@ def axes(size: str, data_mb: Sequence[float]) -> dict[str, dict[str, Flags]]:
             "batch": {str(rows): {**toy, "batch_size": rows} for rows in (2, 4)},
         }
     if size == "cpu":
-        small = {"config": "shakespeare_char.json", "vocab_size": 65}
-        tokens, contexts, model_rows, batches = 4096, (64, 128, 256, 512, 1024), 2, (1, 2, 4, 8, 16, 32)
+        small: Flags = {"config": "shakespeare_char.json", "vocab_size": 65}
+        tokens, contexts, model_rows, batches = 4096, [64, 128, 256, 512, 1024], 2, [1, 2, 4, 8, 16, 32]
         middle = char
     else:
         small = middle = gpt2
-        tokens, contexts, model_rows, batches = 32_768, (128, 256, 512, 1024, 2048, 4096), 32, (2, 4, 8, 16, 32, 64)
+        tokens, contexts, model_rows, batches = 32_768, [128, 256, 512, 1024, 2048, 4096], 32, [2, 4, 8, 16, 32, 64]
     models = {name: {"config": f"{name}.json", "vocab_size": 32_000} for name in MODELS}
     return {
         "data": {f"{mb:g}": {**small, "data_mb": mb} for mb in data_mb},
@@ -64,7 +64,7 @@ def axes(size: str, data_mb: Sequence[float]) -> dict[str, dict[str, Flags]]:
     }
 
 
-def data_sizes(size: str, folder: Path) -> tuple[list[float], str]:
+def data_sizes(size: str, folder: Path) -> tuple[list[int], str]:
     """Sizes of token files in MB that fit here, and a sentence if the largest of them do not."""
     from common.machine import available_ram
 

@@ -6,6 +6,7 @@ python benchmarks/tokenizing.py --input my_text.txt
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import platform
 import random
@@ -87,7 +88,7 @@ def measure(sources: Sequence[Source], inputs: Sequence[str], vocab_size: int, s
         texts = (piece.text for piece in read_pieces(sources))
         rows.append(Row("learning the vocabulary", megabytes, timed(lambda: BPETokenizer.train(texts, vocab_size))))
         for workers in dict.fromkeys((os.cpu_count() or 1, 1)):
-            seconds = timed(lambda workers=workers: encode_all(sources, vocabulary, workers))
+            seconds = timed(functools.partial(encode_all, sources, vocabulary, workers))
             rows.append(Row(f"encoding alone, {workers} thread{'s' * (workers > 1)}", megabytes, seconds))
         rows.append(Row("the whole command", megabytes, whole))
 

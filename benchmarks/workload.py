@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from training.compilation import compile_model
 from training.config import TrainConfig, parse_config
 from training.data import TokenData
 from training.hardware import Hardware
+from training.optimizer import Optimizer
 from training.preflight import estimate_memory, held_memory
 from training.schedule import last_step, learning_rate
 from training.step import train_step
@@ -71,12 +73,12 @@ class Training:
     hardware: Hardware
     data: TokenData
     model: TransformerLanguageModel
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     scaler: torch.amp.GradScaler
     step_model: Callable[..., torch.Tensor]
     max_steps: int
     steps_done: int = 0
-    loss: torch.Tensor | None = None  # of the last step, on the device
+    loss: torch.Tensor = field(default_factory=lambda: torch.tensor(math.nan))  # of the last step, on the device
 
     @classmethod
     def open(cls, flags: Sequence[str]) -> Training:

@@ -13,10 +13,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol, cast
 
 import safetensors.torch
 import torch
@@ -30,6 +30,14 @@ MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "optimizer_state.bin", "training_state.json")
 KEEP = 2  # never one: the newest may be the one that turns out damaged
 STEP_NAME = re.compile(r"step_(\d{8})")
+
+
+class Stateful(Protocol):
+    """An optimizer, or several as one."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Checkpoint:
     def training_state(self) -> dict[str, Any]:
         return read_json(self.path / "training_state.json", CheckpointError)
 
-    def load_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def load_optimizer(self, optimizer: Stateful) -> None:
         try:
             optimizer.load_state_dict(load_tensors(self.path / "optimizer_state.bin"))
         except (ValueError, KeyError, AttributeError) as problem:
@@ -100,7 +108,7 @@ CONFIG_EXTRAS = ("tokenizer_type", "total_parameters", "model_type", "architectu
 def save_checkpoint(
     folder: Path,
     model: TransformerLanguageModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Stateful,
     tokenizer_path: Path,
     tokenizer_type: str,
     training_state: dict[str, Any],
@@ -122,19 +130,13 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         written = {
-            "model.safetensors": write_verified(
-                temporary / "model.safetensors", lambda file: file.write(safetensors.torch.save(weights))
-            ),
-            "optimizer_state.bin": write_verified(
-                temporary / "optimizer_state.bin", lambda file: torch.save(optimizer.state_dict(), file)
-            ),
-            "tokenizer.json": write_verified(
-                temporary / "tokenizer.json", lambda file: file.write(tokenizer_path.read_bytes())
-            ),
+            "model.safetensors": write_verified(temporary / "model.safetensors", safetensors.torch.save(weights)),
+            "optimizer_state.bin": write_verified(temporary / "optimizer_state.bin", optimizer.state_dict()),
+            "tokenizer.json": write_verified(temporary / "tokenizer.json", tokenizer_path.read_bytes()),
         }
         for name, value in (("config.json", described), ("training_state.json", training_state)):
             text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-            written[name] = write_verified(temporary / name, lambda file, text=text: file.write(text.encode()))
+            written[name] = write_verified(temporary / name, text.encode())
         files = {
             name: {"size": (temporary / name).stat().st_size, "sha256": sha256} for name, sha256 in written.items()
         }
@@ -166,11 +168,17 @@ class HashingWriter:
         self.file.flush()
 
 
-def write_verified(path: Path, write: Callable[[HashingWriter], Any]) -> str:
-    """Write a file, flush it to disk, read it back. Returns its SHA-256. Raises OSError if other bytes come back."""
+def write_verified(path: Path, content: bytes | dict[str, Any]) -> str:
+    """Write bytes, or a dict of tensors as torch.save does; flush them to disk and read them back.
+
+    Returns the file's SHA-256. Raises OSError if other bytes come back.
+    """
     with open(path, "wb") as file:
         writer = HashingWriter(file)
-        write(writer)
+        if isinstance(content, bytes):
+            writer.write(content)
+        else:
+            torch.save(content, cast(BinaryIO, writer))  # which needs no more of a file than `write` and `flush`
         file.flush()
         os.fsync(file.fileno())
     sha256 = writer.sha256.hexdigest()

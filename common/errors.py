@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 INTERRUPTED = 130
 # How allocators that raise a plain RuntimeError say it: the CPU's (Linux, Windows), CUDA's and cuBLAS's.
@@ -55,7 +56,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def script(main: Callable[[Sequence[str] | None], int | None]) -> Callable[[Sequence[str] | None], int]:
+class Script(Protocol):
+    """What a shell, a test or a notebook cell calls; without arguments it takes those of the command line."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int: ...
+
+
+def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
     """Wrap a script's `main(argv=None)`: returns its exit code, and turns a user's mistake into one message on stderr.
 
     An exception that carries `exit_code` is a user's mistake. Any other exception is a bug of ours and keeps its
@@ -66,7 +73,7 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Callable[[Sequ
     def run(argv: Sequence[str] | None = None) -> int:
         debug = "--debug" in (sys.argv[1:] if argv is None else argv)
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(AttributeError):  # a notebook's streams cannot be told
+            if isinstance(stream, io.TextIOWrapper):  # a notebook's streams are not, and cannot be told
                 stream.reconfigure(errors="replace")  # text that a terminal or a Windows pipe cannot show
         try:
             return main(argv) or 0

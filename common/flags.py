@@ -6,7 +6,7 @@ import argparse
 import difflib
 import shutil
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from common.errors import ConfigError
 
@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
         formatter = lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=width)  # noqa: E731
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
 
-    def parse_args(
+    def parse_args(  # type: ignore[override]  # its overloads are for a namespace of one's own
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         known, unknown = self.parse_known_args(args, namespace)
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
                 problems.append(f"{word!r} belongs to no flag")
         return problems
 
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         end = "" if message.endswith((".", "?")) else "."
         raise ConfigError(f"{message}{end} `python {self.prog} --help` lists all flags.")
 

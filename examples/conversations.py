@@ -48,7 +48,7 @@ def documents(seed: int = 0) -> Iterator[str]:
 
 def held_out() -> list[dict[str, str]]:
     """The questions that the training text never asks, each with `prompt`, `answer` and `topic`."""
-    rows = []
+    rows: list[dict[str, str]] = []
     for topic in topics():
         for row in topic.rows:
             _, questions, answer = topic.fact(row)

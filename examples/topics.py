@@ -27,7 +27,8 @@ class Topic:
 
     def fact(self, row: dict[str, str]) -> tuple[list[str], list[str], str]:
         """(questions that are trained on, questions that are held out, answer) of one row."""
-        trained, held_out = [], []
+        trained: list[str] = []
+        held_out: list[str] = []
         for template in self.questions:
             is_held_out = next(iter(row.values())) in self.held_out.get(template, ())
             (held_out if is_held_out else trained).append(sentence(template, row))

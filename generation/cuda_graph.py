@@ -29,7 +29,9 @@ class StaticKVCache(KVCache):
         assert T == 1, "one token a row at a time"
         return self.next, (self.slots <= self.next)[:, None, None]  # mask: (B, 1, 1, capacity)
 
-    def write(self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple:
+    def write(
+        self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.keys[layer], self.values[layer]
         keys[self.rows, :, positions] = k.transpose(1, 2).to(keys.dtype)
         values[self.rows, :, positions] = v.transpose(1, 2).to(values.dtype)
@@ -63,15 +65,15 @@ class StaticStep:
             return self.model.next_logits(self.cache, self.tokens)
         self.tokens.copy_(tokens)
         if self.replay is None:
-            self.replay = self.recorded()
+            self.replay = self.recorded(self.tokens)
         return self.replay()
 
-    def recorded(self) -> Callable[[], torch.Tensor]:
-        """The step from `self.tokens` on as a recording or, where that fails, as it is: slower, same result."""
+    def recorded(self, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """The step that reads `tokens`, as a recording or, where that fails, as it is: slower, with the same result."""
         lengths = self.cache.lengths
 
         def step() -> torch.Tensor:
-            return self.model.next_logits(self.cache, self.tokens)
+            return self.model.next_logits(self.cache, tokens)
 
         try:
             graph, logits = record(step)

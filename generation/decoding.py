@@ -118,6 +118,7 @@ def continuations(
     context = model.config.max_seq_len
     cache, logits = read(model, rows, context, min(context, max(map(len, rows)) + sampling.max_new_tokens))
     ahead = machine.runs_ahead(model.device)
+    step: Callable[[torch.Tensor], torch.Tensor]
     if ahead:
         cache = StaticKVCache(cache)
         step = StaticStep(model, cache)

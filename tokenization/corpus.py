@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import glob
 import gzip
+import io
 import json
 import os
 import re
@@ -13,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from common.errors import DataError
 from tokenizer_bpe import valid_unicode
@@ -120,13 +121,13 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
     for block in blocks:
         rest += block
         start = 0
-        for match in separator_line.finditer(rest):
-            text = rest[start + fresh : match.start()]
+        for separated in separator_line.finditer(rest):
+            text = rest[start + fresh : separated.start()]
             if text or not fresh:
-                yield text, True, match[1], skipped
+                yield text, True, separated[1], skipped
                 skipped = 0
-            skipped += 1 + (match.start() > start or not fresh)
-            start, fresh = match.end(), True
+            skipped += 1 + (separated.start() > start or not fresh)
+            start, fresh = separated.end(), True
         rest = rest[start:]
         if len(rest) > PIECE_CHARACTERS:
             newline = rest.rfind("\n")  # what follows may be the beginning of a separator
@@ -184,7 +185,7 @@ def suffix_list() -> str:
     return f"{', '.join(SUFFIXES)} (or these with .gz)"
 
 
-def open_source(source: Source) -> BinaryIO:
+def open_source(source: Source) -> io.BufferedIOBase:
     return gzip.open(source.path, "rb") if source.is_compressed else open(source.path, "rb")
 
 

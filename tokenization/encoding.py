@@ -93,7 +93,7 @@ def encode_chunk(
     for piece in pieces:
         ids = (
             encode_characters(tokenizer, piece, unknown)
-            if tokenizer.kind == "character"
+            if isinstance(tokenizer, CharacterTokenizer)
             else tokenizer.encode(piece.text)
         )
         arrays.append(ids)

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     import numpy as np
@@ -117,12 +117,12 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
         config = dataclasses.replace(config, placement="ram" if rung >= Rung.RAM else "mmap")
         torch.set_float32_matmul_precision("highest")
     if rung < Rung.FLASH:
-        F.scaled_dot_product_attention = materialized_attention  # as textbooks have it
+        F.scaled_dot_product_attention = cast(Any, materialized_attention)  # as textbooks have it
     data = TokenData.open(config, hardware)
     if rung < Rung.OURS:
         data.reader = None  # nothing is read ahead
     if rung < Rung.VECTORIZED:
-        data.gather = functools.partial(gather_row_by_row, data)
+        cast(Any, data).gather = functools.partial(gather_row_by_row, data)
 
     torch.manual_seed(config.seed)
     model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
@@ -190,7 +190,7 @@ def find_tokens(config: TrainConfig, scratch: Path) -> tuple[TrainConfig, str]:
 
     config = use_builtin_files(config)
     if config.input:
-        config = tokenize_input(config)
+        config = tokenize_input(config.input, config)
     if config.bin_file or config.data_dir or metadata_files(Path(DEFAULT_FOLDER)):
         return config, f"the tokens of {config.bin_file or config.data_dir or DEFAULT_FOLDER}"
     folder = scratch / "tokens"
@@ -235,8 +235,8 @@ def rung_command(rung: Rung, steps: int, config: TrainConfig, scratch: Path) -> 
     from training.config import SCHEMA
 
     # The tokens are there by now, and the shape stands in its own keys.
-    done = ("input", "tokenizer", "vocab_size", "model_size", "eval_prompts")
-    done += ("optimizer", "muon_learning_rate", "muon_momentum")  # AdamW on every rung: they show speed alone
+    done = ["input", "tokenizer", "vocab_size", "model_size", "eval_prompts"]
+    done += ["optimizer", "muon_learning_rate", "muon_momentum"]  # AdamW on every rung: they show speed alone
     values = {key: value for key, value in config.values().items() if value != SCHEMA[key].default and key not in done}
     path = scratch / f"{config.sequences_per_step}_sequences.json"
     path.write_text(json.dumps({**values, "output_dir": str(scratch)}))
@@ -293,7 +293,7 @@ def summarize(
     peak FLOP/s, None where that is not known."""
     from benchmarks.measure import Spread
 
-    rows = []
+    rows: list[dict[str, Any]] = []
     baseline = None
     for rung, name in NAMES.items():
         results = measured.get(name)

@@ -64,8 +64,8 @@ def compile_model(
 
 def cache_name(model: TransformerLanguageModel, hardware: Hardware, inputs: torch.Tensor) -> str:
     """Named after all that compiled code depends on, for nothing in it says for which machine it was made."""
-    of = [hardware.name, torch.backends.cpu.get_cpu_capability(), torch.__version__, hardware.precision]
-    of += [model.config.to_dict(), list(inputs.shape)]
+    built_for = [hardware.name, torch.backends.cpu.get_cpu_capability(), torch.__version__, hardware.precision]
+    of = [*built_for, model.config.to_dict(), list(inputs.shape)]
     return f"compiled-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.bin"
 
 

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -205,7 +205,7 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
         layers.append((str(path), read_json(path, ConfigError)))
     layers.append(("flag", flags))
 
-    values = {key: f.default for key, f in SCHEMA.items()}
+    values: dict[str, Any] = {key: f.default for key, f in SCHEMA.items()}
     sources = dict.fromkeys(SCHEMA, "default")
     for source, layer in layers:
         checked = check_values(layer, source, problems)
@@ -273,7 +273,7 @@ def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any
     return {key: value for key, value in vars(known).items() if value is not None and key != "debug"}
 
 
-def kind_of(f: dataclasses.Field) -> str:
+def kind_of(f: dataclasses.Field[Any]) -> str:
     return str(f.type).split(" | ")[0]  # annotations are strings here: "int | None" -> "int"
 
 
@@ -293,7 +293,7 @@ def check_values(layer: dict[str, Any], source: str, problems: list[str]) -> dic
     return checked
 
 
-def convert(value: Any, f: dataclasses.Field, from_flag: bool) -> Any:
+def convert(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
     """One value to its field's type. Raises ValueError saying what is allowed."""
     allowed, kind = f.metadata, kind_of(f)
     if value is None and f.default is None:
@@ -319,7 +319,7 @@ def convert(value: Any, f: dataclasses.Field, from_flag: bool) -> Any:
     if whole and value != int(value):
         raise ValueError("a whole number is needed")
     value = int(value) if whole else float(value)
-    limits = {
+    limits: dict[str, tuple[Callable[[float], bool], str]] = {
         "low": (lambda limit: value >= limit, "at least"),
         "above": (lambda limit: value > limit, "more than"),
         "high": (lambda limit: value <= limit, "at most"),

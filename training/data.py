@@ -159,14 +159,12 @@ class ReadAhead:
 
     def windows(self, first: int, rows: int) -> torch.Tensor:
         """(rows, T + 1) on the device."""
-        if self.foreseen is None or self.foreseen[0] != (first, rows):
-            self.foresee(first, rows)
-        windows = self.foreseen[1].result().to(self.device, non_blocking=True)
-        self.foresee(first + rows, rows)
+        asked, reading = self.foreseen or ((0, 0), None)
+        if reading is None or asked != (first, rows):
+            reading = self.thread.submit(self.fill, first, rows)
+        windows = reading.result().to(self.device, non_blocking=True)
+        self.foreseen = (first + rows, rows), self.thread.submit(self.fill, first + rows, rows)
         return windows
-
-    def foresee(self, first: int, rows: int) -> None:
-        self.foreseen = (first, rows), self.thread.submit(self.fill, first, rows)
 
     def fill(self, first: int, rows: int) -> torch.Tensor:
         windows = self.read(first, rows)
@@ -204,6 +202,7 @@ def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -
 def locate(config: TrainConfig) -> tuple[Path | None, Path | None, Path]:
     """Paths of the token file, the tokenizer and the metadata; the first two None where the metadata names them."""
     if config.bin_file:
+        assert config.tokenizer_file and config.metadata_file, "the configuration has all three or none"
         return Path(config.bin_file), Path(config.tokenizer_file), Path(config.metadata_file)
     folder = Path(config.data_dir or DEFAULT_FOLDER)
     found = metadata_files(folder)
@@ -244,7 +243,7 @@ def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
 
 def check_tokens(bin_path: Path, tokens: np.ndarray, metadata: TokenMetadata) -> str:
     """Hash and range of the ids. Returns the SHA-256. Raises DataError where the metadata says otherwise."""
-    sha256 = hashlib.sha256(tokens).hexdigest()
+    sha256 = hashlib.sha256(tokens.data).hexdigest()
     if metadata.tokens_sha256 not in (None, sha256):
         raise DataError(
             f"{bin_path} is not the file {metadata.path.name} describes: its SHA-256 is {sha256[:16]}..., expected "
@@ -282,7 +281,7 @@ def choose_placement(size: int, config: TrainConfig, hardware: Hardware) -> str:
         raise ConfigError("--placement gpu needs a CUDA GPU; --placement auto uses RAM here.")
     if config.placement != "auto":
         return config.placement
-    if hardware.is_cuda and size <= GPU_SHARE * hardware.memory_bytes:
+    if hardware.is_cuda and hardware.memory_bytes and size <= GPU_SHARE * hardware.memory_bytes:
         return "gpu"
     free = available_ram()
     if free is None or size <= RAM_SHARE * free:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +82,7 @@ class Answer:
         return None if self.prompt.expected is None else self.text.strip() == self.prompt.expected.strip()
 
 
-def accuracy(answers: list[Answer]) -> tuple[int, int]:
+def accuracy(answers: Sequence[Answer]) -> tuple[int, int]:
     """(exactly right, with a known answer)"""
     judged = [answer.right for answer in answers if answer.right is not None]
     return sum(judged), len(judged)

@@ -49,7 +49,7 @@ class Hardware:
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def autocast(self) -> contextlib.AbstractContextManager:
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
         """Weights stay fp32; matrix products inside run in the chosen precision."""
         if self.precision == "fp32":
             return contextlib.nullcontext()
@@ -94,7 +94,9 @@ def keep_freed_memory() -> None:
     A step frees and takes again gigabytes of activations. By glibc's defaults each large one is mapped anew, and the
     kernel clears its pages one by one: half of a step at a vocabulary of 32,000 (docs/benchmarks/what_was_tried.md).
     """
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return
+    library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # musl has none
         library.mallopt(M_MMAP_MAX, 0)
         library.mallopt(M_TRIM_THRESHOLD, -1)  # never
@@ -121,7 +123,7 @@ def detect_hardware(config: TrainConfig) -> Hardware:
     if use_cuda:
         if precision != "fp32":
             torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
-        memory = torch.cuda.get_device_properties(device).total_memory
+        memory: int | None = torch.cuda.get_device_properties(device).total_memory
     else:
         keep_freed_memory()
         memory = total_ram()

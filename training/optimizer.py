@@ -59,7 +59,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "pieces": 1})
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
         batches = defaultdict(list)  # shape of a matrix -> (its part of the parameter, its update, its group)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -135,15 +135,15 @@ def apply_hyperparameters(optimizer: Optimizer, lr: float, config: TrainConfig) 
 
     `lr` is AdamW's; Muon's stays in the same proportion to it all along the schedule.
     """
-    has_muon = isinstance(optimizer, MuonAndAdamW)
-    for group in (optimizer.adamw if has_muon else optimizer).param_groups:
-        decays = group["params"][0].dim() >= 2 and not has_muon
+    muon, adamw = (optimizer.muon, optimizer.adamw) if isinstance(optimizer, MuonAndAdamW) else (None, optimizer)
+    for group in adamw.param_groups:
+        decays = group["params"][0].dim() >= 2 and muon is None
         group |= {
             "lr": lr,
             "betas": (config.beta1, config.beta2),
             "weight_decay": config.weight_decay if decays else 0.0,
         }
-    for group in optimizer.muon.param_groups if has_muon else []:
+    for group in muon.param_groups if muon is not None else []:
         group |= {
             "lr": lr / config.learning_rate * config.muon_learning_rate,
             "momentum": config.muon_momentum,

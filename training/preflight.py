@@ -126,8 +126,8 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     units = hardware.units_per_hour(config)
     if units:
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
-    if hardware.is_cuda:
-        print(f"Peak       {hardware.peak_memory() / 1e9:.2f} GB of GPU memory in the timed step")
+    if hardware.is_cuda and (peak := hardware.peak_memory()):
+        print(f"Peak       {peak / 1e9:.2f} GB of GPU memory in the timed step")
     there = step_folders(config.run_dir / "checkpoints")
     if there:
         print(f"Resume     {config.run_dir} holds {there[0].name}; training would continue from it")

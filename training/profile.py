@@ -109,9 +109,14 @@ def measure(step: Callable[[Stopwatch], object], steps: int, hardware: Hardware)
         step(device_watch)
         device_watch.begin("end")
         torch.cuda.synchronize()
-    device = device_watch.sums(lambda one, other: one.device.elapsed_time(other.device) / 1000)
+    device = device_watch.sums(device_seconds)
     device = {part: seconds / device_steps for part, seconds in device.items()}
     return split_on_gpu(elapsed / steps, device, wall["data"] / steps)
+
+
+def device_seconds(one: Mark, other: Mark) -> float:
+    assert one.device is not None and other.device is not None, "of a stopwatch on the device"
+    return one.device.elapsed_time(other.device) / 1000
 
 
 def cycles_per_second() -> float:

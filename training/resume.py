@@ -58,11 +58,11 @@ def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: TrainConfig)
             f"None of the checkpoints of this run is whole ({', '.join(map(str, folders))}). "
             "--resume never starts over and keeps them aside."
         )
-    if config.resume_from is None:
-        return newest and Found(newest, folders[: folders.index(newest.path)])
     if newest is None:
-        return Found(open_checkpoint(config.resume_from), [])
+        return Found(open_checkpoint(config.resume_from), []) if config.resume_from is not None else None
     found = Found(newest, folders[: folders.index(newest.path)])
+    if config.resume_from is None:
+        return found
     # The same command again: the run has come further than the checkpoint it was once started from.
     if newest.training_state().get("resumed_from") == resolved(config.resume_from):
         return found

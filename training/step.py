@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -10,12 +11,12 @@ from model import IGNORE_INDEX
 from training.config import TrainConfig
 from training.data import TokenData
 from training.hardware import Hardware
-from training.optimizer import apply_hyperparameters, clip_gradients
+from training.optimizer import Optimizer, apply_hyperparameters, clip_gradients
 
 
 def train_step(
     step_model: Callable[..., torch.Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     scaler: torch.amp.GradScaler,
     data: TokenData,
     step: int,
@@ -44,10 +45,10 @@ def train_step(
         scaler.scale(loss).backward()
         total += loss.detach()
     begin("optimizer")
-    scaler.unscale_(optimizer)
+    scaler.unscale_(cast(torch.optim.Optimizer, optimizer))  # which needs no more of one than `param_groups`
     apply_hyperparameters(optimizer, lr, config)
     grad_norm = clip_gradients(optimizer, config.grad_clip)
-    scaler.step(optimizer)
+    scaler.step(cast(torch.optim.Optimizer, optimizer))
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return total, grad_norm
