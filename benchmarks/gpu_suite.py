@@ -25,9 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
-    from benchmarks.workload import Training
+    pass
 
 ROOT = Path(__file__).resolve().parents[1]
 PRESETS = {  # vocabulary of the tokens each is measured on
@@ -40,12 +38,9 @@ PRESETS = {  # vocabulary of the tokens each is measured on
 TOKENS = 5_000_000
 MEMORY_BATCHES = (8, 32, 128)
 RESUMED_STEPS = 20
-ROUNDS = 3  # of a variant and ours, alternating
 ERROR_LINES = 15
 
 Row = dict[str, Any]
-StepModel = Callable[..., "torch.Tensor"]
-Build = Callable[["Training"], StepModel]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,104 +196,16 @@ def resume(setting: Setting) -> Iterator[Row]:
 
 
 def variants(setting: Setting) -> Iterator[Row]:
-    """Other ways to run the same step, each against ours: start-up, time of a step, peak memory, loss."""
-    import torch
-    import torch.nn.functional as F
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+    """Other ways to run the same step, each against ours."""
+    from benchmarks.variants import HAS_CHUNKED_LOSS, VARIANTS, against_ours, chunked_loss, unshare_caches
 
-    # Two models and all their blocks share code. And traces must be made anew: which attention kernels are preferred is
-    # not part of the key under which they are cached.
-    torch._dynamo.config.recompile_limit = 64
-    torch._functorch.config.enable_autograd_cache = False
-
-    def compiled(mode: str) -> Build:
-        return lambda training: torch.compile(training.model, dynamic=False, mode=mode)
-
-    def eager(training: Training) -> StepModel:
-        return training.model
-
-    def per_block(training: Training) -> StepModel:
-        for block in training.model.blocks:
-            block.compile(dynamic=False)
-        return training.model
-
-    def cudnn_attention(training: Training) -> StepModel:
-        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-        model = torch.compile(training.model, dynamic=False)
-
-        def step_model(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            with sdpa_kernel([*backends, SDPBackend.MATH], set_priority=True):
-                return model(inputs, targets)
-
-        return step_model
-
-    def chunked_loss(training: Training) -> StepModel:
-        model = training.model
-        hidden = torch.compile(model.hidden, dynamic=False) if training.hardware.compiles else model.hidden
-
-        def step_model(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return F.linear_cross_entropy(
-                hidden(inputs).flatten(0, 1),  # (B * T, C)
-                model.head.weight,
-                targets.flatten(),
-                options=torch.nn.LinearCrossEntropyOptions(),
-            )
-
-        return step_model
-
-    tried: list[tuple[str, str, Build]] = [("not compiled", "gpt2_small", eager)]
-    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        tried.append(("chunked linear cross-entropy", "gpt2_small", chunked_loss))
-    else:
-        yield {"name": "chunked linear cross-entropy", "skipped": f"torch {torch.__version__} has none"}
-    if not setting.toy:
-        tried += [
-            ("compiled block by block", "gpt2_small", per_block),
-            ("cuDNN attention first", "gpt2_small", cudnn_attention),
-            ("CUDA graphs, small model", "quickstart", compiled(mode="reduce-overhead")),
-            ("mode reduce-overhead", "gpt2_small", compiled(mode="reduce-overhead")),
-            ("mode max-autotune-no-cudagraphs", "gpt2_small", compiled(mode="max-autotune-no-cudagraphs")),
-        ]
-    for name, preset, build in tried:
-        flags = setting.flags(preset)
-        yield attempt(name, functools.partial(against_ours, flags, build, setting.seconds / 2))
-
-
-def against_ours(flags: Sequence[str], build: Build, seconds: float) -> Row:
-    """Step times of a variant and of ours, both in this process and alternating; below a ratio of 1 it is faster."""
-    import torch
-
-    from benchmarks.measure import Spread
-    from benchmarks.workload import Training, time_steps
-
-    def opened(build: Build | None) -> tuple[Training, Row]:
-        started = time.perf_counter()
-        training = Training.open(flags if build is None else [*flags, "--compile", "off"])
-        if build is not None:
-            training.hardware = dataclasses.replace(training.hardware, compiles=ours.hardware.compiles)
-            training.step_model = build(training)
-        hardware = training.hardware
-        training.step()
-        hardware.synchronize()
-        about = {"startup_seconds": time.perf_counter() - started}
-        if hardware.is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
-        training.step()
-        if hardware.is_cuda:
-            about["gb_of_a_step"] = (torch.cuda.max_memory_allocated() - held) / 1e9  # the other model's weights aside
-        return training, {**about, "loss_of_step_2": training.loss.item()}
-
-    ours, about_ours = opened(None)
-    variant, about_variant = opened(build)
-    pairs = []
-    for _ in range(ROUNDS):
-        pairs.append([1000 * time_steps(t.step, t.hardware.synchronize, seconds)[0] for t in (ours, variant)])
-    return {
-        "time_ratio": dataclasses.asdict(Spread.of([theirs / own for own, theirs in pairs])),
-        "variant": {"ms_per_step": [theirs for _, theirs in pairs], **about_variant},
-        "ours": {"ms_per_step": [own for own, _ in pairs], **about_ours},
-    }
+    unshare_caches()
+    for variant in VARIANTS:
+        if variant.build is chunked_loss and not HAS_CHUNKED_LOSS:
+            yield {"name": variant.name, "skipped": "this torch has none"}
+        elif variant.on_any_device or not setting.toy:
+            measure = functools.partial(against_ours, setting.flags(variant.preset), variant.build, setting.seconds / 2)
+            yield attempt(variant.name, measure)
 
 
 # In the order they run, each with its limit in seconds; --minutes limits all of them together.

@@ -9,176 +9,28 @@ replaced by what they improve on.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import enum
-import functools
-import io
 import json
-import math
-import os
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":  # Python looks beside the script, not in the project
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.rungs import NAMES, Rung, climb, left_out
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
-
     from training.config import TrainConfig
-    from training.data import TokenData
     from training.hardware import Hardware
 
-ROOT = Path(__file__).resolve().parents[1]
 STEP_SECONDS = 6.0  # that a step of the baseline may take on a CPU
-WARM_UP_STEPS = 2  # the first uses every kernel first, the second takes its memory
 SYNTHETIC_TOKENS = 100_000_000  # 200 MB, far beyond a CPU's caches
 
 
-class Rung(enum.IntEnum):
-    """Each has what those before it have."""
-
-    BASELINE = 0  # memory map, a Python loop over rows, fp32, eager, the score matrix in memory, AdamW by the parameter
-    RAM = 1
-    VECTORIZED = 2
-    COMPILE = 3
-    MIXED = 4
-    FLASH = 5
-    OURS = 6  # the trainer as it is
-
-
-NAMES = {
-    Rung.BASELINE: "baseline",
-    Rung.RAM: "+ tokens in RAM",
-    Rung.VECTORIZED: "+ vectorized batches",
-    Rung.COMPILE: "+ torch.compile",
-    Rung.MIXED: "+ mixed precision",
-    Rung.FLASH: "+ flash attention",
-    Rung.OURS: "this trainer",
-}
-
-
-# What the trainer's pieces improve on
-
-
-def materialized_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-) -> torch.Tensor:
-    """Attention as it is written in a textbook, with every score in memory. q, k, v: (B, H, T, D) -> (B, H, T, D)."""
-    import torch
-    import torch.nn.functional as F
-
-    assert is_causal and attn_mask is None, "training needs no other mask"
-    T = q.size(-2)
-    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, T)
-    weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
-    return F.dropout(weights, dropout_p) @ v
-
-
-def gather_row_by_row(data: TokenData, starts: np.ndarray) -> torch.Tensor:
-    """`TokenData.gather` with a Python loop: a read for each row. (rows, T + 1), as stored."""
-    import torch
-
-    return torch.stack([data.tokens[start : start + data.seq_len + 1] for start in starts.tolist()])
-
-
-def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
-    """Measure one rung in this process: mean seconds of `steps` steps after two that are not counted.
-
-    `losses` are those of the first and the last step. Raises SystemExit if the rung is torch.compile and it fails.
-    """
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(config.run_dir / "compiled")  # empty at first: compiling is timed
-    import torch
-    import torch.nn.functional as F
-
-    import training.hardware
-    from model import TransformerLanguageModel
-    from training.compilation import compile_model
-    from training.data import TokenData
-    from training.hardware import detect_hardware
-    from training.optimizer import build_optimizer
-    from training.step import train_step
-
-    if rung < Rung.OURS:
-        training.hardware.keep_freed_memory = lambda: None  # in this process alone, like the attention below
-    hardware = detect_hardware(config)
-    if rung < Rung.OURS:
-        precision = mixed_precision(hardware.device) if rung >= Rung.MIXED else "fp32"
-        hardware = dataclasses.replace(hardware, precision=precision, compiles=rung >= Rung.COMPILE)
-        config = dataclasses.replace(config, placement="ram" if rung >= Rung.RAM else "mmap")
-        torch.set_float32_matmul_precision("highest")
-    if rung < Rung.FLASH:
-        F.scaled_dot_product_attention = cast(Any, materialized_attention)  # as textbooks have it
-    data = TokenData.open(config, hardware)
-    if rung < Rung.OURS:
-        data.reader = None  # nothing is read ahead
-    if rung < Rung.VECTORIZED:
-        cast(Any, data).gather = functools.partial(gather_row_by_row, data)
-
-    torch.manual_seed(config.seed)
-    model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
-    optimizer = build_optimizer(model, config)
-    if rung < Rung.OURS:
-        groups = [{"params": group["params"]} for group in optimizer.param_groups]
-        optimizer = torch.optim.AdamW(groups, foreach=False, fused=False)
-    scaler = hardware.grad_scaler()
-    told, started = io.StringIO(), time.perf_counter()
-    with contextlib.redirect_stdout(told):
-        step_model = compile_model(model, hardware, lambda: data.batch(0, config.rows_at_once))
-    hardware.synchronize()
-    compiled = step_model is not model
-    compile_seconds = time.perf_counter() - started if compiled else None
-    if rung == Rung.COMPILE and not compiled:
-        said = told.getvalue().strip()
-        raise SystemExit(said if "failed" in said else "torch.compile is switched off (TORCHDYNAMO_DISABLE)")
-
-    losses = []
-    for step in range(WARM_UP_STEPS + steps):
-        seen = step * config.sequences_per_step
-        loss, _ = train_step(step_model, optimizer, scaler, data, step, seen, config.learning_rate, config, hardware)
-        losses.append(loss if rung == Rung.OURS else loss.item())
-        if step == WARM_UP_STEPS - 1:
-            hardware.synchronize()
-            started = time.perf_counter()
-    hardware.synchronize()
-    seconds = (time.perf_counter() - started) / steps
-    return {
-        "seconds": seconds,
-        "compile_seconds": compile_seconds,
-        "peak_memory": hardware.peak_memory(),
-        "losses": [float(losses[0]), float(losses[-1])],
-        "precision": hardware.precision,
-        "compiled": compiled,
-        "tokens": data.placement,
-    }
-
-
-# Around the rungs: which of them, the data, the batch, the processes
-
-
-def mixed_precision(device: torch.device) -> str:
-    """What the machine has units for; measured also where the trainer would not choose it."""
-    from common.machine import has_fast_bf16
-
-    if has_fast_bf16(device):
-        return "bf16"
-    return "fp16" if device.type == "cuda" else "fp32"
-
-
-def left_out(device: torch.device) -> dict[str, str]:
-    """The rungs for units that this machine lacks, by name, each with the reason."""
-    if mixed_precision(device) != "fp32":
-        return {}
-    return {NAMES[Rung.MIXED]: "this CPU has neither AMX nor AVX512-BF16, without which a step in bf16 takes minutes"}
+# The data, the batch, the processes
 
 
 def find_tokens(config: TrainConfig, scratch: Path) -> tuple[TrainConfig, str]:
@@ -486,7 +338,6 @@ def floor_seconds(config: TrainConfig, vocab_size: int, hardware: Hardware) -> f
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     from common.errors import script
 
     sys.exit(script(main)())

@@ -12,7 +12,8 @@ import pytest
 
 import benchmarks.measure
 from benchmarks import peers
-from benchmarks.peers import Case, cases, compare, performance_table, with_table
+from benchmarks.contestants import Case
+from benchmarks.peers import cases, compare, performance_table, with_table
 from common.errors import script
 from tests.helpers import ROOT
 

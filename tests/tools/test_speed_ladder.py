@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import measure
+from benchmarks import measure, rungs
+from benchmarks.rungs import NAMES, Rung
 from common import machine as machine_module
 from common.errors import ConfigError, DataError, UserError
 from common.machine import has_fast_bf16
 from tests.helpers import CPU, ROOT
 from tools import speed_ladder
-from tools.speed_ladder import NAMES, Rung
 from training.config import SCHEMA, TrainConfig
 from training.data import TokenData
 from training.hardware import Hardware
@@ -138,7 +138,7 @@ def test_a_rung_for_units_that_the_machine_lacks_is_left_out_and_said_so(
     monkeypatch.setattr(measure, "measure_in_turn", in_turn)
     words = ["--data_dir", str(token_folder), "--output_dir", str(tmp_path), "--device", "cpu", "--batch_size", "2"]
     assert speed_ladder.main([*words, *TINY]) == 0
-    assert speed_ladder.mixed_precision(torch.device("cpu")) == precision
+    assert rungs.mixed_precision(torch.device("cpu")) == precision
     printed = capsys.readouterr().out
     if precision == "bf16":
         assert climbed == list(NAMES.values()) and "left out" not in printed
@@ -155,14 +155,14 @@ def test_a_rung_for_units_that_the_machine_lacks_is_left_out_and_said_so(
 def test_materialized_attention_is_attention(T: int) -> None:
     q, k, v = torch.randn(3, 2, 3, T, 8, generator=torch.Generator().manual_seed(0)).unbind()
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(speed_ladder.materialized_attention(q, k, v, is_causal=True), expected)
+    torch.testing.assert_close(rungs.materialized_attention(q, k, v, is_causal=True), expected)
 
 
 def test_rows_gathered_one_by_one_are_the_same_rows(token_folder: Path) -> None:
     config = dataclasses.replace(CONFIG, data_dir=str(token_folder))
     data = TokenData.open(config, machine())
     starts = torch.tensor([0, 5, 900, 17]).numpy()
-    one_by_one, at_once = speed_ladder.gather_row_by_row(data, starts), data.gather(starts)
+    one_by_one, at_once = rungs.gather_row_by_row(data, starts), data.gather(starts)
     assert torch.equal(one_by_one, at_once) and one_by_one.dtype == at_once.dtype
 
 
