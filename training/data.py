@@ -34,7 +34,7 @@ GPU_SHARE = 0.2  # of the GPU's memory that tokens may take; the rest is for tra
 
 
 class TokenData:
-    """Verified tokens and their tokenizer; `batch` and `validation_batches` are what training needs of them."""
+    """Verified tokens and their tokenizer; `batch` and `validation_batch` are what training needs of them."""
 
     def __init__(
         self,

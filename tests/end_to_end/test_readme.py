@@ -83,11 +83,29 @@ def test_colab_cell_runs(tmp_path, monkeypatch, capsys):
     assert list(drive.glob("checkpoints/gpt2_small/checkpoints/step_*/manifest.json"))
 
 
-@pytest.mark.parametrize("path", re.findall(r"\]\(([^)#]+)\)", README))
-def test_links_lead_somewhere(path):
-    assert (ROOT / path).exists()
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_and_files_that_are_named_are_there(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    linked = re.findall(r"\]\(([^)#]+)[)#]", text)
+    named = re.findall(r"(?<!\S)`?((?:tests|training|tokenization|generation|common|tools|benchmarks)/[\w/.]*)", text)
+    assert linked and named
+    assert [path for path in [*linked, *named] if not (ROOT / path.rstrip(".")).exists()] == []
 
 
 def test_every_config_is_in_the_table():
     listed = set(re.findall(r"^\| `(\w+)\.json` \|", README, flags=re.MULTILINE))
     assert listed == {path.stem for path in (ROOT / "configs").glob("*.json")}
+
+
+def test_the_map_names_every_file_of_the_wings() -> None:
+    """And nothing that is not there. A second name in a line stands in the folder of the first."""
+    (found,) = re.findall(r"^```text\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    named = set()
+    for line in found.splitlines():
+        folder = ""
+        for name in re.findall(r"[\w/]+\.py", line):
+            folder = f"{Path(name).parent}/" if "/" in name else folder
+            named.add(f"{folder}{Path(name).name}")
+    wings = [path for wing in ("tokenization", "training", "generation") for path in (ROOT / wing).glob("[a-z]*.py")]
+    files = {path.relative_to(ROOT).as_posix() for path in [*wings, *ROOT.glob("*.py")]}
+    assert named == files
