@@ -1,6 +1,6 @@
 """A decoder-only Transformer language model (Radford et al. 2019, "GPT-2"), one class for every size.
 
-More than 400 lines, so that a model is read, and taken elsewhere, as one file: its shape, its cache, its layers.
+One file, though a long one, so that the model can be read, and taken elsewhere, whole: shape, cache, layers.
 
 Shapes in comments: B sequences in a batch, T tokens in a sequence, C = embed_dim, H = num_heads, D = C / H,
 V = vocab_size, S = tokens held in a key/value cache.

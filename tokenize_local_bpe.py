@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import INTERRUPTED, ConfigError, DataError, script
 from common.files import atomic_write, sha256_file
 from common.flags import Parser, add_debug
-from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files
+from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
 from tokenization.settings import HELP, Settings
 from tokenization.token_folder import DEFAULT_FOLDER, TokenFolder, open_writer, pack
 
@@ -89,10 +89,10 @@ def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Pa
         folder.open_work(digest([fingerprint, options.chunk_size_mb]), say)
         try:
             if not folder.awaits_publishing:
-                tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes, quiet)
+                tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes)
                 if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_name != "tiktoken":
                     say(tokenizer.encoder_note)
-                encode_sources(folder, tokenizer, sources, options, total_bytes, quiet)
+                encode_sources(folder, tokenizer, sources, options, total_bytes)
                 described = describe_tokens(folder, tokenizer, sources, options, fingerprint)
                 folder.prepare_publishing(described, options.compress)
         except (DataError, TokenizerError):
@@ -128,7 +128,6 @@ def prepare_tokenizer(
     options: Settings,
     kind: str,
     total_bytes: int,
-    quiet: bool,
 ) -> Tokenizer:
     """The tokenizer in the work folder: kept from before, copied from `tokenizer_file`, or trained."""
     from tqdm import tqdm
@@ -186,12 +185,11 @@ def encode_sources(
     sources: Sequence[Source],
     options: Settings,
     total_bytes: int,
-    quiet: bool,
 ) -> None:
     """Encode, in order, what the work folder does not hold yet."""
     from tqdm import tqdm
 
-    from tokenization.encoding import encode_in_order, read_chunks, token_dtype
+    from tokenization.encoding import encode_in_order, read_chunks
 
     dtype = token_dtype(tokenizer.vocab_size)
     workers = options.num_workers or os.cpu_count() or 1
@@ -214,7 +212,7 @@ def describe_tokens(
     """The metadata of what the work folder holds."""
     import numpy as np
 
-    from tokenization.encoding import split_index, text_bytes, token_dtype
+    from tokenization.encoding import split_index, text_bytes
 
     dtype = token_dtype(tokenizer.vocab_size)
     with open_writer(folder, dtype) as writer:
@@ -247,7 +245,6 @@ def describe_tokens(
 def print_result(folder: TokenFolder, metadata: TokenMetadata) -> None:
     import numpy as np
 
-    from tokenization.encoding import token_dtype
     from tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder.tokenizer)
@@ -262,7 +259,7 @@ def print_result(folder: TokenFolder, metadata: TokenMetadata) -> None:
         lengths = tokenizer.byte_lengths
         longest = np.argsort(-lengths, kind="stable")[:10]
         print("Longest tokens:", ", ".join(f'"{escaped(tokenizer.decode([i]))}"' for i in longest))
-    sample = np.fromfile(folder.bin, token_dtype(tokenizer.vocab_size), count=60)
+    sample = np.fromfile(folder.bin, metadata.numpy_dtype, count=60)
     print(f'The text begins: "{escaped(tokenizer.decode(sample))}"')
     print("Files:")
     for path in (folder.bin, folder.packed, folder.tokenizer, folder.metadata):

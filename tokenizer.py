@@ -207,6 +207,17 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     )
 
 
+def valid_unicode(text: str) -> str:
+    """The text with lone surrogates, which can come from JSON escapes, replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
 def code_points(text: str) -> np.ndarray:
     """(characters,) uint32. A lone surrogate, which is no character, keeps its own code and so is never known."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenizer import END_OF_TEXT, IncrementalDecoder, TokenIds, TokenizerError, check_ids
+from tokenizer import END_OF_TEXT, IncrementalDecoder, TokenIds, TokenizerError, check_ids, valid_unicode
 
 if TYPE_CHECKING:
     import tiktoken
@@ -239,17 +239,6 @@ def obstacle_to_tiktoken(content: dict[str, Any]) -> str:
     if len(merged) + len(alphabet) != sum(token not in special for token in vocab):
         return "it has tokens that no merge makes"
     return ""
-
-
-def valid_unicode(text: str) -> str:
-    """The text with lone surrogates, which can come from JSON escapes, replaced by U+FFFD."""
-    if text.isascii():
-        return text
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    return text
 
 
 def cut_whitespace(text: str) -> Iterator[str]:

@@ -22,6 +22,7 @@ from common.errors import INTERRUPTED, script
 from tokenization.token_folder import DEFAULT_FOLDER
 from training.config import TrainConfig, parse_config
 
+# torch takes seconds to import, and --help should not wait for it: functions import what needs it when they run.
 if TYPE_CHECKING:
     import torch
 
@@ -39,9 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     return train(parse_config(argv))
 
 
-# torch takes seconds to import, and --help should not wait for it: functions import what needs it when they run.
-
-
 def train(config: TrainConfig) -> int:
     started = time.perf_counter()
     from training.evaluate import answer_prompts
@@ -51,6 +49,7 @@ def train(config: TrainConfig) -> int:
     from training.report import Report
     from training.run import Run
     from training.summary import write_summary
+    from training.timer import Timer
 
     parts = prepare(config)
     config, hardware, model, data = parts.config, parts.hardware, parts.model, parts.data
@@ -73,7 +72,8 @@ def train(config: TrainConfig) -> int:
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
     if config.warmup_steps >= run.max_steps:
         print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run")
-    report = Report(run.dir, hardware, run.step, run.max_steps, run.elapsed, hardware.units_per_hour(config))
+    timer = Timer(hardware, run.elapsed, hardware.units_per_hour(config))
+    report = Report(run.dir, timer, run.step, run.max_steps)
     rewind(run.dir, run.step)
     with memory_advice(config):
         answers = take_steps(run, report, hardware, parts.prompts, started)
@@ -83,7 +83,7 @@ def train(config: TrainConfig) -> int:
         return INTERRUPTED
     if parts.prompts and not answers:  # evaluation is off, or the machine went away between the last step and this line
         answers = answer_prompts(model, data, parts.prompts)
-    write_summary(run, hardware, report.timer, answers)
+    write_summary(run, hardware, timer, answers)
     return 0
 
 
@@ -116,7 +116,7 @@ def prepare(config: TrainConfig) -> Parts:
     print(hardware.describe())
     config = use_builtin_files(config)
     if config.input:
-        config = tokenize_input(config.input, config)
+        config = tokenize_input(config)
     if config.init_from:
         checkpoint = open_checkpoint(config.init_from)
         config = config.with_model(checkpoint.model_config(), str(checkpoint.path))
@@ -221,13 +221,14 @@ def use_builtin_files(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, **files)
 
 
-def tokenize_input(text: str, config: TrainConfig) -> TrainConfig:
-    """Tokenize a text on first use, into a folder of its own unless `data_dir` names one."""
+def tokenize_input(config: TrainConfig) -> TrainConfig:
+    """Tokenize `input` on first use, into a folder of its own unless `data_dir` names one."""
     from tokenize_local_bpe import tokenize
 
-    name = re.sub(r"[^\w.-]+", "_", Path(text).stem)  # a pattern's * is no name for a folder
+    assert config.input
+    name = re.sub(r"[^\w.-]+", "_", Path(config.input).stem)  # a pattern's * is no name for a folder
     folder = config.data_dir or str(Path(DEFAULT_FOLDER) / name)
-    tokenize([text], folder, tokenizer=config.tokenizer, vocab_size=config.vocab_size, quiet=True)
+    tokenize([config.input], folder, tokenizer=config.tokenizer, vocab_size=config.vocab_size, quiet=True)
     return dataclasses.replace(config, data_dir=folder)
 
 

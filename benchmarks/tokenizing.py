@@ -61,8 +61,9 @@ def peak_memory_of_children() -> float | None:
 
 
 def encode_all(sources: Sequence[Source], vocabulary: Path, workers: int) -> None:
-    from tokenization.corpus import DOCUMENT_SEPARATOR
-    from tokenization.encoding import encode_in_order, read_chunks, token_dtype
+    from tokenization.encoding import encode_in_order, read_chunks
+    from tokenization.metadata import token_dtype
+    from tokenization.settings import DOCUMENT_SEPARATOR
     from tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(vocabulary)

@@ -2,7 +2,7 @@
 
 A checkpoint folder alone is enough to generate text and to continue training. It is written under a temporary name,
 flushed, read back, and renamed; `manifest.json`, written last, lists the size and SHA-256 of every file. A folder
-without a manifest, or that disagrees with it, is never loaded silently.
+that disagrees with it is not loaded, nor one without it, the blog's form with `pytorch_model.bin` aside.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder on disk whose files have been verified."""
+    """A checkpoint folder on disk whose files have been verified, or one of the blog's, which has nothing to verify."""
 
     path: Path
 
@@ -315,10 +315,10 @@ def prune(parent: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def mirror(folder: Path, target: Path) -> str | None:
+def copy_checkpoint(folder: Path, target: Path) -> str | None:
     """Copy a whole checkpoint to `target` (on Drive, say) and check the copy.
 
-    Returns None, or the reason why it could not be copied: a mirror that fails never stops the training.
+    Returns None, or the reason why it could not be copied.
     """
     temporary = target.with_name(f".tmp-{target.name}")
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -73,8 +72,8 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
     def run(argv: Sequence[str] | None = None) -> int:
         debug = "--debug" in (sys.argv[1:] if argv is None else argv)
         for stream in (sys.stdout, sys.stderr):
-            if isinstance(stream, io.TextIOWrapper):  # a notebook's streams are not, and cannot be told
-                stream.reconfigure(errors="replace")  # text that a terminal or a Windows pipe cannot show
+            if reconfigure := getattr(stream, "reconfigure", None):  # a notebook's streams cannot be told
+                reconfigure(errors="replace")  # text that a terminal or a Windows pipe cannot show
         try:
             return main(argv) or 0
         except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""Numbers, durations and made-up text as a person can read them, in a terminal and in a Markdown table."""
+"""Numbers, durations and generated text as a person can read them, in a terminal and in a Markdown table."""
 
 from __future__ import annotations
 

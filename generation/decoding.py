@@ -1,6 +1,7 @@
-"""From a model and prompts to text: a key/value cache, batches of prompts, sampling, stop strings.
+"""From a model and prompts to completions: batches of prompts on a key/value cache, past the end of the context too.
 
-`generate.py` is the script around this; the trainer uses it to answer prompts at each evaluation.
+`generate.py` is the script around this; the trainer uses it to answer prompts at each evaluation. How a token is chosen
+stands in `sampling.py`, how tokens become text in `text_stream.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common import machine
+from common.machine import runs_ahead
 from generation.cuda_graph import StaticKVCache, StaticStep
 from generation.sampling import Sampling, choose, draws, penalize_repetition
 from generation.text_stream import TextStream
@@ -54,7 +55,10 @@ def generate(
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """A model needs something to continue: nothing is read as the beginning of a document."""
+    """The ids of a prompt; those of an empty one begin a document, for a model needs something to continue.
+
+    Raises TokenizerError for characters that the tokenizer does not know.
+    """
     try:
         ids = tokenizer.encode(prompt).tolist()
     except UnknownCharacterError as error:
@@ -117,7 +121,7 @@ def continuations(
 
     context = model.config.max_seq_len
     cache, logits = read(model, rows, context, min(context, max(map(len, rows)) + sampling.max_new_tokens))
-    ahead = machine.runs_ahead(model.device)
+    ahead = runs_ahead(model.device)
     step: Callable[[torch.Tensor], torch.Tensor]
     if ahead:
         cache = StaticKVCache(cache)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from common import machine
+from common.machine import runs_ahead
 
-HEAD = 512  # likeliest tokens that are sorted first; the rest only where the choice depends on it
+SORTED_FIRST = 512  # likeliest tokens that are sorted first; the rest only where the choice depends on it
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def choose(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> 
         return logits.argmax(dim=-1)
     # Sorting a large vocabulary takes longer than all else here, and the order of the tail seldom matters. On a GPU,
     # asking whether it does would be waiting for it.
-    if not sampling.top_k < HEAD < logits.size(1) or machine.runs_ahead(logits.device):
+    if not sampling.top_k < SORTED_FIRST < logits.size(1) or runs_ahead(logits.device):
         return choose_among(logits.size(1), logits, uniforms, sampling)[0]
-    tokens, certain = choose_among(HEAD, logits, uniforms, sampling)
+    tokens, certain = choose_among(SORTED_FIRST, logits, uniforms, sampling)
     rest = (~certain).nonzero().squeeze(1)
     if len(rest):
         tokens[rest] = choose_among(logits.size(1), logits[rest], uniforms[rest], sampling)[0]

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import DataError
-from tokenizer_bpe import valid_unicode
+from tokenization.settings import DOCUMENT_SEPARATOR
+from tokenizer import valid_unicode
 
-DOCUMENT_SEPARATOR = "<|endoftext|>"
 SUFFIXES = (".txt", ".md", ".jsonl")
 BLOCK_BYTES = 1 << 18
 PIECE_CHARACTERS = 1 << 18

@@ -14,7 +14,6 @@ from common.errors import DataError
 from tokenization.corpus import Piece, Source, read_pieces
 from tokenizer import CharacterTokenizer, Tokenizer, UnknownCharacterError
 
-LARGEST_UINT16_VOCABULARY = 1 << 16
 SPLIT_TOLERANCE = 0.05  # share of all tokens by which the split may move to reach the end of a document
 
 
@@ -56,10 +55,6 @@ def read_chunks(
             pieces, characters = [], 0
     if pieces:
         yield Chunk(pieces, bytes_read)
-
-
-def token_dtype(vocab_size: int) -> np.dtype:
-    return np.dtype("<u2" if vocab_size <= LARGEST_UINT16_VOCABULARY else "<i4")
 
 
 def encode_in_order(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 FORMAT_VERSION = 1
+LARGEST_UINT16_VOCABULARY = 1 << 16
 DTYPES = ("uint16", "int16", "int32")  # of which the pre-tokenizer writes the first and the last
 
 
@@ -72,7 +73,7 @@ class TokenMetadata:
         problems = [f"{key} is missing" for key in ("vocab_size", "total_tokens") if key not in values]
         if "train_split_index" not in values and "train_split" not in values:
             problems.append("train_split_index is missing")
-        for key in ("vocab_size", "total_tokens", "train_split_index", "train_bytes", "val_bytes", "documents"):
+        for key in ("vocab_size", "total_tokens", "train_split_index", "val_bytes"):
             if key in values and (type(values[key]) is not int or values[key] < 0):
                 problems.append(f"{key} is {values[key]!r}; a whole number is needed")
         split = values.get("train_split", 0.9)
@@ -83,11 +84,9 @@ class TokenMetadata:
             problems.append(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
         if kind not in ("bpe", "character"):
             problems.append(f"tokenizer_type is {kind!r}; allowed: bpe, character")
-        for key in ("bin_file", "tokenizer_file", "tokens_sha256", "tokenizer_sha256", "created", "fingerprint"):
+        for key in ("bin_file", "tokenizer_file", "tokens_sha256", "tokenizer_sha256"):
             if not isinstance(values.get(key), str | None):
                 problems.append(f"{key} is {values[key]!r}; a text is needed")
-        if not isinstance(values.get("source_files", []), list):
-            problems.append(f"source_files is {values['source_files']!r}; a list is needed")
         if not problems:
             train_tokens = values.get("train_split_index", int(values["total_tokens"] * split))
             if not 0 < train_tokens < values["total_tokens"]:
@@ -96,6 +95,10 @@ class TokenMetadata:
             raise DataError(
                 f"{path} is not usable: {'; '.join(problems)}. Run tokenize_local_bpe.py again on your text."
             )
+
+        def told(key: str, kind: type) -> Any:  # what training does not need is no reason to refuse a file
+            return values[key] if type(values.get(key)) is kind else None
+
         return cls(
             path=path,
             vocab_size=values["vocab_size"],
@@ -108,16 +111,17 @@ class TokenMetadata:
             tokens_sha256=values.get("tokens_sha256"),
             tokenizer_sha256=values.get("tokenizer_sha256"),
             val_bytes=values.get("val_bytes"),
-            train_bytes=values.get("train_bytes"),
+            train_bytes=told("train_bytes", int),
             train_split=split,
-            documents=values.get("documents"),
-            source_files=tuple(values.get("source_files", ())),
-            created=values.get("created"),
-            fingerprint=values.get("fingerprint"),
+            documents=told("documents", int),
+            source_files=tuple(told("source_files", list) or ()),
+            created=told("created", str),
+            fingerprint=told("fingerprint", str),
         )
 
     def write(self, path: Path) -> None:
-        """Write it to `path`, whole or not at all. What was not counted is left out."""
+        """Write it to `path`, which may be another than it was read from, whole or not at all. What was not counted is
+        left out."""
         values = {
             "format_version": FORMAT_VERSION,
             "tokenizer_type": self.tokenizer_type,
@@ -141,6 +145,13 @@ class TokenMetadata:
             "fingerprint": self.fingerprint,
         }
         write_json(path, {key: value for key, value in values.items() if value is not None})
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The type that the pre-tokenizer writes: the smallest of DTYPES that holds every id."""
+    import numpy as np
+
+    return np.dtype("<u2" if vocab_size <= LARGEST_UINT16_VOCABULARY else "<i4")
 
 
 def metadata_files(folder: Path) -> list[Path]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from common.errors import ConfigError
 
+DOCUMENT_SEPARATOR = "<|endoftext|>"  # a line between two documents; as a special token it ends each of them
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -20,7 +22,7 @@ class Settings:
     vocab_sample_mb: float = 500
     train_split: float = 0.9
     text_key: str = "text"
-    document_separator: str = "<|endoftext|>"
+    document_separator: str = DOCUMENT_SEPARATOR
     unknown: str = "error"
     compress: bool = False
     chunk_size_mb: float = 4

@@ -7,6 +7,7 @@ a journal, so that a process killed at any moment loses at most the chunk it was
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gzip
 import json
 import os
@@ -132,7 +133,7 @@ class TokenFolder:
         sync_directory(self.folder)
         metadata.write(self.metadata)
         shutil.rmtree(self.work)
-        return metadata
+        return dataclasses.replace(metadata, path=self.metadata)
 
 
 def holds_unfinished(folder: Path) -> bool:
@@ -146,8 +147,8 @@ class TokenWriter:
     A chunk counts once its line is in the journal and its checksum holds; whatever stands beyond is cut off.
     """
 
-    def __init__(self, tokens: BinaryIO, document_ends: BinaryIO, journal: BinaryIO, dtype: np.dtype) -> None:
-        self.token_file, self.ends_file, self.journal = tokens, document_ends, journal
+    def __init__(self, token_file: BinaryIO, ends_file: BinaryIO, journal: BinaryIO, dtype: np.dtype) -> None:
+        self.token_file, self.ends_file, self.journal = token_file, ends_file, journal
         self.chunks = self.tokens = self.documents = 0
         journal_end = 0
         for line in self.journal:

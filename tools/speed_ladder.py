@@ -42,7 +42,7 @@ def find_tokens(config: TrainConfig, scratch: Path) -> tuple[TrainConfig, str]:
 
     config = use_builtin_files(config)
     if config.input:
-        config = tokenize_input(config.input, config)
+        config = tokenize_input(config)
     if config.bin_file or config.data_dir or metadata_files(Path(DEFAULT_FOLDER)):
         return config, f"the tokens of {config.bin_file or config.data_dir or DEFAULT_FOLDER}"
     folder = scratch / "tokens"

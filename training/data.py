@@ -54,7 +54,7 @@ class TokenData:
         self.device = device
         self.placement = placement
         self.is_16_bit = tokens.dtype.itemsize == 2
-        # PyTorch has few operations on uint16: ids above 32,767 travel as negative int16 and `gather` restores them.
+        # PyTorch has few operations on uint16: ids above 32,767 travel as negative int16 and `split` restores them.
         self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
         if placement == "gpu":
             self.tokens = self.tokens.to(device)
@@ -81,6 +81,7 @@ class TokenData:
                     f"{metadata_path} has {count:,}. Lower --max_seq_len, or tokenize more text or with another "
                     "--train_split."
                 )
+        unpack_if_missing(bin_path, metadata)
         check_size(bin_path, metadata)
         placement = choose_placement(bin_path.stat().st_size, config, hardware)
         dtype = metadata.numpy_dtype
@@ -221,17 +222,22 @@ def locate(config: TrainConfig) -> tuple[Path | None, Path | None, Path]:
     raise DataError(f"There is {state} in {folder}/{hint}{where}")
 
 
+def unpack_if_missing(bin_path: Path, metadata: TokenMetadata) -> None:
+    """Make a token file that is not there from its `.gz`. Raises DataError if that is not there either, or damaged."""
+    if bin_path.exists():
+        return
+    packed = Path(f"{bin_path}.gz")
+    if not packed.exists():
+        raise DataError(f"There is no file {bin_path}; {metadata.path} describes it.")
+    print(f"Unpacking {packed} to {bin_path.name} ...")
+    with gzip.open(packed, "rb") as source, atomic_write(bin_path) as target:
+        try:
+            shutil.copyfileobj(source, target, 2**22)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
+            raise DataError(f"{packed} is damaged ({problem}); copy it again.") from None
+
+
 def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
-    if not bin_path.exists():
-        packed = Path(f"{bin_path}.gz")
-        if not packed.exists():
-            raise DataError(f"There is no file {bin_path}; {metadata.path} describes it.")
-        print(f"Unpacking {packed} to {bin_path.name} ...")
-        with gzip.open(packed, "rb") as source, atomic_write(bin_path) as target:
-            try:
-                shutil.copyfileobj(source, target, 2**22)
-            except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
-                raise DataError(f"{packed} is damaged ({problem}); copy it again.") from None
     size, itemsize = bin_path.stat().st_size, metadata.numpy_dtype.itemsize
     if size != metadata.total_tokens * itemsize:
         raise DataError(

@@ -1,4 +1,4 @@
-"""Ctrl-C and the end of the machine: the training is asked to stop, and saves."""
+"""Ctrl-C, and SIGTERM, which a machine that goes away sends: the training is asked to stop, and saves."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import contextlib
 import shutil
 from pathlib import Path
 
-from common.checkpoint import mirror, prune
+from common.checkpoint import copy_checkpoint, prune
 from training.records import METRICS, SAMPLES
 
 MIRRORED_FILES = ("config.json", METRICS, SAMPLES)
@@ -18,13 +18,13 @@ class Mirror:
     def __init__(self, run_dir: Path, checkpoint_dir: str):
         self.run_dir = run_dir
         self.dir = Path(checkpoint_dir) / run_dir.name
-        self.best_is_newer = False  # in the run folder than here
+        self.best_is_newer = False  # the run folder's best/ than the copy here
 
     def copy(self, checkpoint: Path) -> str:
         """Copy a checkpoint of the run and what goes with it. Returns the end of a sentence on how that went."""
-        problem = mirror(checkpoint, self.dir / "checkpoints" / checkpoint.name)
+        problem = copy_checkpoint(checkpoint, self.dir / "checkpoints" / checkpoint.name)
         if problem is None and self.best_is_newer:
-            problem = mirror(self.run_dir / "best", self.dir / "best")
+            problem = copy_checkpoint(self.run_dir / "best", self.dir / "best")
             self.best_is_newer = problem is not None
         if problem is not None:
             return f". Warning: it could not be copied to {self.dir} ({problem}); the training goes on"

@@ -17,7 +17,7 @@ NEWTON_SCHULZ_STEPS = 5
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
-def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW | MuonAndAdamW:
+def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
     """AdamW for everything, or with `optimizer` "muon" Muon for the matrices inside blocks and AdamW for the rest.
 
     Weight decay acts on matrices only: decaying biases and norm gains pulls them away from where they work. Beside

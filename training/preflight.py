@@ -19,7 +19,7 @@ from training.data import TokenData
 from training.hardware import Hardware
 from training.optimizer import hidden_matrices
 from training.run import Run
-from training.step import train_step
+from training.step import part_of_step, smallest_part, train_step
 
 MEMORY_SHARE = 0.8  # of the memory there is; the rest is for tokens, kernels' workspaces and fragmentation
 PROCESS_BYTES = 350_000_000  # resident in a process that has imported torch
@@ -140,12 +140,7 @@ def time_step(
     """Seconds of a training step, and the number of sequences that was measured on (then scaled to the step)."""
 
     def timed(rows: int) -> float:
-        part = dataclasses.replace(
-            config,
-            batch_size=rows,
-            gradient_accumulation_steps=1,
-            micro_batch_size=min(rows, config.rows_at_once),
-        )
+        part = part_of_step(config, rows)
         hardware.synchronize()
         started = time.perf_counter()
         train_step(step_model, run.optimizer, run.scaler, run.data, 0, 0, 0.0, part, hardware)
@@ -153,7 +148,7 @@ def time_step(
         return time.perf_counter() - started
 
     whole = config.sequences_per_step
-    unit = config.rows_at_once if hardware.is_cuda or hardware.compiles else 1  # a compiled model knows one shape
+    unit = smallest_part(config, hardware)
     timed(unit)  # first use of every kernel
     seconds = timed(unit)
     rows = unit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import itertools
 import tempfile
@@ -20,7 +19,8 @@ from training.config import TrainConfig
 from training.hardware import Hardware
 from training.report import Report
 from training.run import Run
-from training.step import train_step
+from training.step import part_of_step, smallest_part, train_step
+from training.timer import Timer
 
 STEP_PARTS = ("data", "forward", "backward", "optimizer")  # as train_step announces them
 PARTS = (*STEP_PARTS, "logging", "idle")
@@ -135,9 +135,7 @@ def profile(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     sequences = itertools.count()
 
     def step(rows: int, watch: Stopwatch) -> tuple[torch.Tensor, torch.Tensor]:
-        part = dataclasses.replace(
-            config, batch_size=rows, gradient_accumulation_steps=1, micro_batch_size=min(rows, config.rows_at_once)
-        )
+        part = part_of_step(config, rows)
         seen = next(sequences) * rows  # other data each time, as in training
         return train_step(
             step_model, run.optimizer, run.scaler, run.data, 0, seen, 0.0, part, hardware, begin=watch.begin
@@ -150,9 +148,9 @@ def profile(config: TrainConfig, run: Run, hardware: Hardware) -> None:
         hardware.synchronize()
         return time.perf_counter() - started
 
-    # A long step is measured on some of its sequences; a compiled model is not given other shapes than in training.
+    # A long step is measured on some of its sequences.
     whole = config.sequences_per_step
-    least = config.rows_at_once if hardware.compiles or hardware.is_cuda else 1
+    least = smallest_part(config, hardware)
     timed(least)  # first use of every kernel
     seconds = timed(least) / least  # a sequence
     rows = min(whole, max(least, int(PROFILE_SECONDS / seconds)))
@@ -193,11 +191,12 @@ def time_report(
         contextlib.redirect_stdout(unseen),
         contextlib.redirect_stderr(unseen),
     ):
-        report = Report(Path(folder), hardware, 0, run.max_steps, 0.0, hardware.units_per_hour(config))
+        timer = Timer(hardware, 0.0, hardware.units_per_hour(config))
+        report = Report(Path(folder), timer, 0, run.max_steps)
         report.step_done(config.tokens_per_step)
         hardware.synchronize()
         started = time.perf_counter()
-        row = {"step": 1, **report.timer.training_row(loss, grad_norm, 0.0, run.model.flops_per_token())}
+        row = {"step": 1, **timer.training_row(loss, grad_norm, 0.0, run.model.flops_per_token())}
         report.progress(row)
         report.write(row)
         return time.perf_counter() - started
@@ -212,9 +211,9 @@ def limit(
     part = max(("data", "optimizer", "logging", "idle"), key=lambda part: shares[part])
     share = f"{shares[part]:.0%} of a step"
     if shares[part] < NOTICEABLE:
-        return computing(shares["forward"] + shares["backward"], config, hardware, mfu)
+        return computing(shares["forward"] + shares["backward"], hardware, mfu)
     if part == "data":
-        return f"Reading data takes {share}: {faster_data(config, hardware, placement)}."
+        return f"Reading data takes {share}: {faster_data(hardware, placement)}."
     if part == "optimizer":
         return (
             f"The optimizer takes {share}, as much for a small batch as for a large one: a larger --batch_size or "
@@ -230,7 +229,7 @@ def limit(
     )
 
 
-def computing(share: float, config: TrainConfig, hardware: Hardware, mfu: float | None) -> str:
+def computing(share: float, hardware: Hardware, mfu: float | None) -> str:
     at = f" at {mfu:.0%} of the GPU's peak" if mfu else ""
     if hardware.is_cuda and hardware.precision == "fp32":
         advice = "leave --precision on auto"
@@ -245,7 +244,7 @@ def computing(share: float, config: TrainConfig, hardware: Hardware, mfu: float 
     )
 
 
-def faster_data(config: TrainConfig, hardware: Hardware, placement: str) -> str:
+def faster_data(hardware: Hardware, placement: str) -> str:
     if placement == "mmap":
         return "they are read from disk, so copy the token file to a local one, or --placement ram if it fits"
     if placement == "ram" and hardware.is_cuda:

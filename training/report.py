@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from common.formatting import clock, si
 from training.evaluate import Answer, accuracy, perplexity
-from training.hardware import Hardware
 from training.records import CURVE, METRICS, SAMPLES, draw_curve, metrics_line, read_metrics, samples_lines
 from training.timer import Timer
 
@@ -21,20 +20,12 @@ LOG_LINE_SECONDS = 10.0  # between progress lines where the output is a file
 
 
 class Report:
-    """The words of a run, and its timer. What cannot be told or written is no reason to lose the training."""
+    """The words of a run. A record that cannot be written is no reason to lose the training."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        hardware: Hardware,
-        step: int,
-        max_steps: int,
-        elapsed: float,
-        units_per_hour: float | None,
-    ):
+    def __init__(self, run_dir: Path, timer: Timer, step: int, max_steps: int):
         self.run_dir = run_dir
+        self.timer = timer
         self.max_steps = max_steps
-        self.timer = Timer(hardware, elapsed, units_per_hour)
         self.interactive = sys.stderr.isatty()
         self.next_line = 0.0
         # Some terminals, Colab's for one, do not tell their size; tqdm alone would then draw nothing.
@@ -66,8 +57,8 @@ class Report:
             parts.append(f"MFU {row['mfu']:.0%}")
         parts.append(f"lr {row['lr']:.2g}")
         left = (self.max_steps - row["step"]) * row["ms_per_step"] / 1000
-        if "compute_units" in row:
-            forecast = row["compute_units"] * (1 + left / row["elapsed_seconds"])
+        if rate := self.timer.units_per_hour:
+            forecast = row["compute_units"] + left / 3600 * rate
             parts.append(f"{row['compute_units']:.1f} of about {forecast:.1f} units")
         if self.interactive:
             self.bar.set_postfix_str(", ".join(parts), refresh=False)

@@ -1,4 +1,4 @@
-"""How a run gets back to where it was: the checkpoint it continues from, and what may not have changed since."""
+"""How a run begins: from a checkpoint of its own, from other weights, or anew, with the old one kept aside."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from common.checkpoint import (
     STEP_NAME,
     Checkpoint,
-    mirror,
+    copy_checkpoint,
     newest_valid,
     open_checkpoint,
     restore_interrupted,
@@ -38,7 +38,7 @@ class Found(NamedTuple):
     """What a run continues from."""
 
     checkpoint: Checkpoint
-    damaged: list[Path]  # the checkpoints that are newer
+    damaged: list[Path]  # newer checkpoints, which are not whole
 
 
 def tidy(run_dir: Path) -> None:
@@ -49,8 +49,11 @@ def tidy(run_dir: Path) -> None:
 
 
 def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: TrainConfig) -> Found | None:
-    """The newest whole checkpoint here or in the mirror, or the one asked for. Raises CheckpointError if none of those
-    that are there is whole, or if the one asked for is not that of the run that is there."""
+    """The newest whole checkpoint here or in the mirror, or the one that `resume_from` asks for; None if there is none.
+
+    Raises CheckpointError if there are checkpoints and none is whole, or if `resume_from` belongs to another run than
+    the one that is there.
+    """
     folders = step_folders(*(parent / "checkpoints" for parent in (run_dir, mirror_dir) if parent is not None))
     newest = newest_valid(folders)
     if folders and newest is None:
@@ -114,6 +117,10 @@ def require_the_same(
             "\n  ".join([said, *clashes])
             + f"\nGive the old values, or another --output_dir, or --resume never ({config.run_dir} is kept aside)."
         )
+
+
+def require_the_same_start(state: dict[str, Any], config: TrainConfig) -> None:
+    """Raises CheckpointError if `init_from` names other weights than those the run started from."""
     initialized_from = state.get("initialized_from")
     if config.init_from and resolved(config.init_from) != initialized_from:
         raise CheckpointError(
@@ -147,7 +154,7 @@ def bring_back_files(checkpoint: Checkpoint, run_dir: Path) -> None:
         folders.append(source / "checkpoints" / checkpoint.path.name)
     for folder in folders:
         target = run_dir / folder.relative_to(source)
-        if folder.is_dir() and not target.exists() and (problem := mirror(folder, target)):
+        if folder.is_dir() and not target.exists() and (problem := copy_checkpoint(folder, target)):
             print(f"Warning: {folder} could not be copied to {target} ({problem}); the training goes on.")
 
 

@@ -24,6 +24,7 @@ from training.resume import (
     print_changes,
     quarantine,
     require_the_same,
+    require_the_same_start,
     require_tokenizer,
     resolved,
     saved_state,
@@ -157,7 +158,7 @@ class Run:
                 self.mirror.best_is_newer = True
 
     def write(self, folder: Path, elapsed: float) -> None:
-        """A good checkpoint must not make way for one that is of no use."""
+        """Save a checkpoint, unless the weights are not finite: a good one must not make way for one of no use."""
         sums = [parameter.detach().sum() for parameter in self.model.parameters()]
         self.require_finite(torch.stack(sums).sum().item())
         m = self.data.metadata
@@ -186,6 +187,7 @@ class Run:
         checkpoint = found.checkpoint
         state = saved_state(checkpoint)
         require_the_same(checkpoint, state, self.config, self.model.config, self.data)
+        require_the_same_start(state, self.config)
         for folder in found.damaged:
             quarantine(folder)
         checkpoint.load_weights(self.model)

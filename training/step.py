@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import cast
 
@@ -62,3 +63,15 @@ def pad_rows(inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> tuple[to
         return inputs, targets
     padding = torch.full_like(targets[:1], IGNORE_INDEX).expand(missing, -1)
     return torch.cat([inputs, inputs[:1].expand(missing, -1)]), torch.cat([targets, padding])
+
+
+def part_of_step(config: TrainConfig, rows: int) -> TrainConfig:
+    """The configuration of a step that takes `rows` sequences, for where a whole one would take too long."""
+    return dataclasses.replace(
+        config, batch_size=rows, gradient_accumulation_steps=1, micro_batch_size=min(rows, config.rows_at_once)
+    )
+
+
+def smallest_part(config: TrainConfig, hardware: Hardware) -> int:
+    """Sequences that such a step has at least: a compiled model knows one shape, and a GPU is not fast on less."""
+    return config.rows_at_once if hardware.is_cuda or hardware.compiles else 1

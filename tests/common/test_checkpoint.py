@@ -384,7 +384,7 @@ def test_a_mirror_is_a_verified_copy_that_replaces_the_one_before(save: Callable
     folder, target = save("best", seed=1), tmp_path / "drive" / "run" / "best"
     for seed in (1, 2):
         folder = save("best", seed=seed)
-        assert checkpoint.mirror(folder, target) is None
+        assert checkpoint.copy_checkpoint(folder, target) is None
         assert contents(target) == contents(folder)
         assert os.listdir(target.parent) == ["best"]
 
@@ -397,7 +397,7 @@ def test_a_mirror_that_fails_gives_a_reason_and_keeps_the_copy_it_had(
     if cause == "file in the way":
         target.parent.write_text("a file, not a folder")
     else:
-        assert checkpoint.mirror(save("best", seed=1), target) is None
+        assert checkpoint.copy_checkpoint(save("best", seed=1), target) is None
     before = contents(target) if target.exists() else {}
     folder = save("best", seed=2)
     copyfile = shutil.copyfile
@@ -413,7 +413,7 @@ def test_a_mirror_that_fails_gives_a_reason_and_keeps_the_copy_it_had(
 
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "copyfile", copy)
-        reason = checkpoint.mirror(folder, target)
+        reason = checkpoint.copy_checkpoint(folder, target)
     assert reason
     assert (contents(target) if target.exists() else {}) == before
     assert sorted(os.listdir(tmp_path)) == ["best", "drive", "tokenizer.json"]

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from common import machine
 from generation import cuda_graph, decoding
+from generation import sampling as sampling_module
 from generation.cuda_graph import StaticKVCache
 from generation.decoding import generate
 from generation.sampling import Sampling
@@ -47,7 +47,8 @@ def as_on_a_gpu(recording: bool = True) -> Iterator[None]:
         return recorded, recorded.logits
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machine, "runs_ahead", lambda device: True)
+        for module in (decoding, sampling_module):
+            patch.setattr(module, "runs_ahead", lambda device: True)
         patch.setattr(decoding, "StaticKVCache", static_cache)
         patch.setattr(cuda_graph, "record", record)
         with contextlib.nullcontext() if recording else pytest.warns(UserWarning, match="no CUDA graph"):

@@ -86,7 +86,7 @@ def test_looking_at_the_likeliest_tokens_first_changes_no_choice(seed, spread, t
     chosen = []
     for head in (6, 40):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(sampling_module, "HEAD", head)
+            patch.setattr(sampling_module, "SORTED_FIRST", head)
             chosen.append(choose(logits.clone(), uniforms, sampling).tolist())
     assert chosen[0] == chosen[1]
 
@@ -95,7 +95,7 @@ def test_looking_at_the_likeliest_tokens_first_changes_no_choice(seed, spread, t
 @pytest.mark.parametrize("top_k", [0, 3, 9])
 @pytest.mark.parametrize("top_p", [0.3, 0.77, 1.0])
 def test_choose_is_what_the_papers_describe(seed, top_k, top_p, monkeypatch):
-    monkeypatch.setattr(sampling_module, "HEAD", 6)  # so that the nucleus ends within it here, beyond it there
+    monkeypatch.setattr(sampling_module, "SORTED_FIRST", 6)  # so that the nucleus ends within it here, beyond it there
     random = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, 40, generator=random) * torch.tensor([0.3, 1.0, 2.0, 4.0, 9.0])[:, None]
     uniforms = torch.rand(5, generator=random, dtype=torch.float64)
@@ -116,7 +116,7 @@ def test_only_a_row_that_needs_it_is_sorted_as_a_whole(monkeypatch):
     )
     tokens = choose(logits, torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64), Sampling(top_p=0.9))
     assert tokens.tolist() == [7, 900, 7]  # halfway through nine tenths of 2000 equal ones
-    assert sorted_rows == [(sampling_module.HEAD, 3), (2000, 1)]
+    assert sorted_rows == [(sampling_module.SORTED_FIRST, 3), (2000, 1)]
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e300])

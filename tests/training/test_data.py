@@ -242,6 +242,15 @@ def test_the_blogs_metadata_is_enough(tmp_path: Path) -> None:
     assert "--bin_file" in refusal(folder)  # data_dir alone: the metadata does not name the file
 
 
+@pytest.mark.parametrize(
+    "told",
+    [{"documents": None, "source_files": "my_text.txt"}, {"created": 1.5, "fingerprint": 7, "train_bytes": "many"}],
+)
+def test_what_training_does_not_need_is_no_reason_to_refuse_metadata(tmp_path: Path, told: dict[str, Any]) -> None:
+    metadata = open_data(edit_metadata(make_folder(tmp_path), **told)).metadata
+    assert all(not getattr(metadata, field) for field in told)
+
+
 def test_packed_tokens_are_unpacked_where_the_bin_is_missing(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     content = (folder / "tokens.bin").read_bytes()

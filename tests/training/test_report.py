@@ -17,6 +17,7 @@ from training.evaluate import Answer, Prompt
 from training.hardware import Hardware, detect_hardware
 from training.records import read_metrics, rewind
 from training.report import Report
+from training.timer import Timer
 
 CONTRACT_FIELDS = {
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
@@ -31,7 +32,7 @@ def hardware() -> Hardware:
 
 @pytest.fixture
 def report(tmp_path: Path, hardware: Hardware) -> Report:
-    return Report(tmp_path, hardware, step=0, max_steps=100, elapsed=0.0, units_per_hour=None)
+    return Report(tmp_path, Timer(hardware, elapsed=0.0, units_per_hour=None), step=0, max_steps=100)
 
 
 def columns(row: str) -> list[str]:
@@ -76,7 +77,7 @@ def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path,
     assert row["train_loss"] == 2.5
 
     fast = dataclasses.replace(hardware, peak_flops=1e12)
-    paid = Report(tmp_path, fast, step=0, max_steps=100, elapsed=3600.0, units_per_hour=8.0)
+    paid = Report(tmp_path, Timer(fast, elapsed=3600.0, units_per_hour=8.0), step=0, max_steps=100)
     row = training_row(paid, 1)
     assert row["mfu"] == pytest.approx(row["tokens_per_second"] * 1e6 / 1e12)
     assert row["compute_units"] == pytest.approx(8.0, abs=0.1)
