@@ -17,8 +17,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from common.machine import device_name
-
 
 @dataclass(frozen=True)
 class Spread:
@@ -75,7 +73,7 @@ def describe_machine(device: str = "auto") -> dict[str, Any]:
     """What a figure depends on besides the code. `device`: auto, cpu or cuda."""
     import torch
 
-    from common.machine import pick_device
+    from common.machine import device_name, pick_device
 
     picked = pick_device(device)
     return {

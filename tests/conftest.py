@@ -38,12 +38,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def make_tokens() -> Callable[..., Path]:
-    """`make_tokens(folder, text, alphabet=...)` writes a complete character token folder."""
-    return write_tokens
-
-
-@pytest.fixture(scope="session")
 def token_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A character token folder of 30 KB of text. Not to be changed by a test."""
     return write_tokens(tmp_path_factory.mktemp("data") / "tiny", generated_text(30_000))

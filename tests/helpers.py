@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,9 @@ from training.hardware import Hardware
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)  # of no kind in particular
 ROOT = Path(__file__).resolve().parents[1]
+# Named, for an environment may lie in the checkout too.
+FOLDERS = ("common", "tokenization", "training", "generation", "examples", "benchmarks", "tools")
+SOURCES = sorted([*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))])
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,|\n"
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "big", "red", "dog", "ran", "over", "that", "hill")
 
@@ -93,3 +97,25 @@ def with_large_weights(model: TransformerLanguageModel) -> TransformerLanguageMo
             if parameter.dim() == 2:
                 parameter.normal_(std=0.4)
     return model
+
+
+class Killed(BaseException):
+    """The process is gone: nothing of ours catches this, no clean-up of ours runs because of it."""
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file below a folder, by its path there."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def columns(row: str) -> list[str]:
+    """The cells of a Markdown table row, split at the bars that are not escaped."""
+    return [part.strip() for part in re.split(r"(?<!\\)\|", row.strip())[1:-1]]

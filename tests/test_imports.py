@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import FOLDERS, ROOT, SOURCES
 
 GROUND = {"common", "model", "tokenizer", "tokenizer_bpe"}
 MAY_IMPORT = {
@@ -29,24 +29,27 @@ MAY_IMPORT["benchmarks"] = set(MAY_IMPORT)
 MAY_IMPORT["tools"] = MAY_IMPORT["benchmarks"] | {"benchmarks"}
 TWO_WAYS = {"tokenizer", "tokenizer_bpe"}
 
-FILES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts): path
-    for path in ROOT.rglob("*.py")
-    if path.relative_to(ROOT).parts[0].removesuffix(".py") in MAY_IMPORT and path.name != "__init__.py"
-}
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES if path.name != "__init__.py"}
+OURS = {*MAY_IMPORT, "tests"}
 
 
 def imports(path: Path) -> Iterator[str]:
     """Every module of ours that a file imports, in functions and for type checking too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] in MAY_IMPORT)
+            yield from (alias.name for alias in node.names if alias.name.partition(".")[0] in OURS)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: a relative import"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
-                if whole in FILES or node.module.partition(".")[0] in MAY_IMPORT:
+                if whole in FILES or node.module.partition(".")[0] in OURS:
                     yield whole if whole in FILES else node.module
+
+
+def test_the_table_names_every_room() -> None:
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
+    assert {path.stem for path in ROOT.glob("*.py")} | folders == set(MAY_IMPORT)
+    assert folders == set(FOLDERS)
 
 
 @pytest.mark.parametrize("module", FILES)

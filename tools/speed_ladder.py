@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.rungs import NAMES, Rung, climb, left_out
+from tools.rungs import NAMES, Rung, climb, left_out
 
 if TYPE_CHECKING:
     from training.config import TrainConfig

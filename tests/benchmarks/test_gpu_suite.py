@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,12 @@ def test_a_part_that_fails_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.M
     assert code == 1 and [part["status"] for part in results["parts"].values()] == ["failed", "done"]
     out = capsys.readouterr().out
     assert "RuntimeError: no" in out and "quickstart: failed: OutOfMemoryError" in out
+
+
+def test_the_scripts_that_run_on_a_gpu_alone_are_there() -> None:
+    started = re.findall(r'run_script\("([^"]+)"', Path(gpu_suite.__file__).read_text(encoding="utf-8"))
+    assert len(started) == 4
+    assert all((ROOT / script).exists() for script in started)
 
 
 def test_an_unknown_part_is_explained(capsys: pytest.CaptureFixture) -> None:

@@ -26,7 +26,6 @@ from dataclasses import dataclass
 import torch
 
 from model import ModelConfig, TransformerLanguageModel
-from tests.helpers import ROOT
 
 
 @dataclass

@@ -29,17 +29,13 @@ from common.checkpoint import (
 )
 from common.errors import CheckpointError
 from model import ModelConfig, TransformerLanguageModel
-from tests.helpers import ROOT
+from tests.helpers import SOURCES, Killed, flip
 from tokenizer import CharacterTokenizer
 
 CONTRACT = {
     "model.safetensors", "config.json", "tokenizer.json", "optimizer_state.bin", "training_state.json", "manifest.json",
 }  # fmt: skip
 HASHED = sorted(CONTRACT - {"manifest.json"})
-
-
-class Killed(BaseException):
-    """The process is gone: nothing of ours catches this, no clean-up of ours runs because of it."""
 
 
 def trained(seed: int = 0, steps: int = 1, **options: Any) -> tuple[TransformerLanguageModel, torch.optim.Optimizer]:
@@ -76,12 +72,6 @@ def save(tmp_path: Path) -> Callable[..., Path]:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def cut(path: Path) -> None:
@@ -422,9 +412,8 @@ def test_a_mirror_that_fails_gives_a_reason_and_keeps_the_copy_it_had(
 
 def test_no_source_loads_a_pickle_it_does_not_trust() -> None:
     """torch.load runs code that is in the file unless weights_only=True; np.load with allow_pickle likewise."""
-    sources = [path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] != "tests"]
     found = 0
-    for source in sources:
+    for source in SOURCES:
         for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Import | ast.ImportFrom):
                 names = [getattr(node, "module", None), *(alias.name for alias in node.names)]

@@ -83,13 +83,16 @@ def test_colab_cell_runs(tmp_path, monkeypatch, capsys):
     assert list(drive.glob("checkpoints/gpt2_small/checkpoints/step_*/manifest.json"))
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
-def test_links_and_files_that_are_named_are_there(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    linked = re.findall(r"\]\(([^)#]+)[)#]", text)
-    named = re.findall(r"(?<!\S)`?((?:tests|training|tokenization|generation|common|tools|benchmarks)/[\w/.]*)", text)
-    assert linked and named
-    assert [path for path in [*linked, *named] if not (ROOT / path.rstrip(".")).exists()] == []
+@pytest.mark.parametrize(
+    "path", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_links_and_files_that_are_named_are_there(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    linked = [path.parent / link for link in re.findall(r"\]\(([^)#:]+)[)#]", text)]
+    folders = "tests|training|tokenization|generation|common|tools|benchmarks|docs|examples|configs|[.]ci"
+    named = [ROOT / name.rstrip(".") for name in re.findall(rf"(?<![\w/.-])((?:{folders})/[\w/.-]*)", text)]
+    there = [*linked, *(name for name in named if not (path.parent / name.relative_to(ROOT)).exists())]
+    assert [str(name) for name in there if not name.exists()] == []
 
 
 def test_every_config_is_in_the_table():

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenize_local_bpe
+from tests.helpers import Killed
 from tokenization import metadata as metadata_module
 from tokenization import token_folder
 from tokenization.encoding import split_index
@@ -314,10 +315,6 @@ def test_an_error_leaves_an_earlier_tokenization_as_it_was(tmp_path: Path) -> No
     assert files_of(tmp_path / "out") == before
 
 
-class Killed(BaseException):
-    pass
-
-
 @pytest.mark.parametrize("stop_at", [0, 1, 3, "learning", "before moving", "while moving", "before metadata"])
 def test_stopped_anywhere_it_continues_to_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stop_at: int | str
@@ -455,12 +452,3 @@ def test_help_is_quick_and_names_every_flag() -> None:
     flags = "input output_dir output_name vocab_size min_frequency chunk_size_mb train_split compress tokenizer"
     flags += " tokenizer_file text_key document_separator vocab_sample_mb num_workers unknown debug"
     assert all(f"--{flag} " in result.stdout or f"--{flag}\n" in result.stdout for flag in flags.split())
-
-
-def test_the_benchmark_prints_its_table(capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks.tokenizing import main as benchmark
-
-    assert benchmark(["--generate_mb", "0.2", "--vocab_size", "400"]) == 0
-    printed = capsys.readouterr().out
-    rows = ("learning the vocabulary", "encoding alone, 1 thread", "the whole command", "`tokenizers` alone")
-    assert all(f"| {row}" in printed for row in rows)

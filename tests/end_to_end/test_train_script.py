@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -18,6 +17,7 @@ import torch
 
 import train_colab_mmap
 from common.errors import ConfigError
+from tests.helpers import Killed, columns, snapshot
 from training import evaluate as evaluate_module
 from training import step as step_module
 from training import summary as summary_module
@@ -27,15 +27,6 @@ PNG = b"\x89PNG\r\n\x1a\n"
 ALWAYS = {"step", "epoch", "tokens"}
 TRAINING = {"train_loss", "lr", "grad_norm", "ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}
 EVALUATION = {"val_loss", "val_bits_per_byte"}
-
-
-def snapshot(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def cells(row: str) -> list[str]:
-    return [part.strip() for part in re.split(r"(?<!\\)\|", row.strip())[1:-1]]
 
 
 @pytest.fixture
@@ -126,7 +117,7 @@ def test_best_holds_the_weights_with_the_lowest_validation_loss(finished: tuple[
 
 
 def test_samples_have_a_row_for_each_evaluation_and_a_column_for_each_prompt(finished: tuple[Path, Any]) -> None:
-    table = [cells(row) for row in (finished[0] / "samples.md").read_text().splitlines()]
+    table = [columns(row) for row in (finished[0] / "samples.md").read_text().splitlines()]
     assert table[0] == ["step", "exactly right", "the cat", "a\\|b", "one big"]
     assert {len(row) for row in table} == {5}
     assert table[2][2] == "sat on a mat."
@@ -156,9 +147,6 @@ def test_a_run_killed_before_its_summary_writes_it_at_the_next_start(
 ) -> None:
     """Also where an earlier, shorter run left a summary: that one is out of date."""
     assert train(tmp_path / "run", max_steps=6).code == 0
-
-    class Killed(BaseException):
-        pass
 
     def die(*_: Any) -> None:
         raise Killed

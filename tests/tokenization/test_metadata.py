@@ -6,7 +6,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tokenization.metadata import DTYPES, TokenMetadata, metadata_files
@@ -39,6 +39,7 @@ def metadata(draw: st.DrawFn) -> TokenMetadata:
     )
 
 
+@settings(deadline=None, max_examples=50)
 @given(metadata())
 def test_what_is_written_is_what_is_read(tmp_path_factory, written: TokenMetadata) -> None:
     path = tmp_path_factory.mktemp("tokens") / "tokens_metadata.json"

@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import measure, rungs
-from benchmarks.rungs import NAMES, Rung
+from benchmarks import measure
 from common import machine as machine_module
 from common.errors import ConfigError, DataError, UserError
 from common.machine import has_fast_bf16
 from tests.helpers import CPU, ROOT
-from tools import speed_ladder
+from tools import rungs, speed_ladder
+from tools.rungs import NAMES, Rung
 from training.config import SCHEMA, TrainConfig
 from training.data import TokenData
 from training.hardware import Hardware
@@ -31,7 +31,7 @@ CONFIG = dataclasses.replace(CONFIG, sources=dict.fromkeys(SCHEMA, "default"))
 HAS_BF16 = has_fast_bf16(torch.device("cpu"))
 
 
-def machine(memory_bytes: int | None = None) -> Hardware:
+def with_memory(memory_bytes: int | None = None) -> Hardware:
     return dataclasses.replace(CPU, memory_bytes=memory_bytes)
 
 
@@ -160,7 +160,7 @@ def test_materialized_attention_is_attention(T: int) -> None:
 
 def test_rows_gathered_one_by_one_are_the_same_rows(token_folder: Path) -> None:
     config = dataclasses.replace(CONFIG, data_dir=str(token_folder))
-    data = TokenData.open(config, machine())
+    data = TokenData.open(config, with_memory())
     starts = torch.tensor([0, 5, 900, 17]).numpy()
     one_by_one, at_once = rungs.gather_row_by_row(data, starts), data.gather(starts)
     assert torch.equal(one_by_one, at_once) and one_by_one.dtype == at_once.dtype
@@ -191,10 +191,10 @@ def test_a_step_is_made_small_enough_for_the_scores_too() -> None:
     config = dataclasses.replace(CONFIG, max_seq_len=1024)
     whole = speed_ladder.baseline_memory(config, 1000)
     assert whole > 4 * 32 * 2 * 1024**2 * 2  # rows, heads, T * T, layers
-    assert speed_ladder.fit_memory(config, 1000, machine(10 * whole)) is config
-    assert speed_ladder.fit_memory(config, 1000, machine(None)) is config
-    assert speed_ladder.fit_memory(config, 1000, machine(whole // 2)).sequences_per_step < 16
-    assert speed_ladder.fit_memory(config, 1000, machine(1)).sequences_per_step == 1
+    assert speed_ladder.fit_memory(config, 1000, with_memory(10 * whole)) is config
+    assert speed_ladder.fit_memory(config, 1000, with_memory(None)) is config
+    assert speed_ladder.fit_memory(config, 1000, with_memory(whole // 2)).sequences_per_step < 16
+    assert speed_ladder.fit_memory(config, 1000, with_memory(1)).sequences_per_step == 1
 
 
 @pytest.mark.parametrize(("seconds_of_two", "sequences"), [(0.01, 32), (1.0, 12), (4.0, 3), (60.0, 1)])
@@ -208,14 +208,14 @@ def test_on_a_cpu_a_step_of_the_baseline_takes_some_seconds_at_most(
         return {name: [measured(seconds_of_two)] for name in commands}
 
     monkeypatch.setattr(measure, "measure_in_turn", in_turn)
-    config, reason = speed_ladder.choose_batch(CONFIG, 100, machine(10**12), tmp_path)
+    config, reason = speed_ladder.choose_batch(CONFIG, 100, with_memory(10**12), tmp_path)
     assert config.sequences_per_step == sequences
     assert reason == "as configured" if sequences == 32 else "instead of 32" in reason
 
 
 def test_a_batch_that_was_given_is_measured(tmp_path: Path) -> None:
     config = dataclasses.replace(CONFIG, sources={**CONFIG.sources, "batch_size": "flag"})
-    assert speed_ladder.choose_batch(config, 100, machine(1), tmp_path) == (config, "as given")
+    assert speed_ladder.choose_batch(config, 100, with_memory(1), tmp_path) == (config, "as given")
 
 
 def test_a_baseline_that_cannot_be_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,7 +225,7 @@ def test_a_baseline_that_cannot_be_measured_is_an_error(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(measure, "measure_in_turn", in_turn)
     with pytest.raises(UserError, match="no space"):
-        speed_ladder.choose_batch(CONFIG, 100, machine(10**12), tmp_path)
+        speed_ladder.choose_batch(CONFIG, 100, with_memory(10**12), tmp_path)
 
 
 def test_a_rung_is_told_the_configuration_that_was_resolved(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from training.preflight import MEMORY_SHARE, PROCESS_BYTES, estimate_memory, fit
 CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
 
 
-def machine(memory_bytes: int | None, precision: str = "fp32") -> Hardware:
+def with_memory(memory_bytes: int | None, precision: str = "fp32") -> Hardware:
     return dataclasses.replace(CPU, precision=precision, memory_bytes=memory_bytes)
 
 
@@ -78,7 +78,9 @@ def test_what_lies_in_the_same_memory_is_counted_too() -> None:
     def held(is_cuda: bool, place: str) -> int:
         tokens = SimpleNamespace(nbytes=1000, device=torch.device("cuda" if place == "gpu" else "cpu"))
         data = SimpleNamespace(tokens=tokens, placement=place)
-        return held_memory(data, dataclasses.replace(machine(None), device=torch.device("cuda" if is_cuda else "cpu")))
+        return held_memory(
+            data, dataclasses.replace(with_memory(None), device=torch.device("cuda" if is_cuda else "cpu"))
+        )
 
     assert (held(True, "gpu"), held(True, "ram"), held(True, "mmap")) == (1000, 0, 0)
     assert (held(False, "ram"), held(False, "mmap")) == (PROCESS_BYTES + 1000, PROCESS_BYTES)
@@ -95,7 +97,7 @@ def test_the_micro_batch_is_halved_until_it_fits(rows_that_fit: int, capsys: pyt
         estimate_memory(dataclasses.replace(config, micro_batch_size=rows), model, "fp32")
         for rows in (rows_that_fit, 2 * rows_that_fit)
     )
-    fitted = fit_micro_batch(config, model, machine(int((needed + too_much) / 2 / MEMORY_SHARE)))
+    fitted = fit_micro_batch(config, model, with_memory(int((needed + too_much) / 2 / MEMORY_SHARE)))
     assert fitted.rows_at_once == rows_that_fit
     assert fitted.sequences_per_step == config.sequences_per_step  # the result does not change
     printed = capsys.readouterr().out
@@ -107,22 +109,22 @@ def test_the_micro_batch_is_halved_until_it_fits(rows_that_fit: int, capsys: pyt
 def test_a_step_that_fits_is_left_as_it_is(capsys: pytest.CaptureFixture) -> None:
     config = config_of()
     model = TransformerLanguageModel(config.model_config(1000))
-    assert fit_micro_batch(config, model, machine(10**12)) is config
-    assert fit_micro_batch(config, model, machine(None)) is config  # a machine that does not tell
+    assert fit_micro_batch(config, model, with_memory(10**12)) is config
+    assert fit_micro_batch(config, model, with_memory(None)) is config  # a machine that does not tell
     assert not capsys.readouterr().out
 
 
 def test_a_micro_batch_that_was_given_is_respected() -> None:
     config = config_of(micro_batch_size=32)
     model = TransformerLanguageModel(config.model_config(1000))
-    assert fit_micro_batch(config, model, machine(1)) is config
+    assert fit_micro_batch(config, model, with_memory(1)) is config
 
 
 def test_a_model_that_cannot_fit_ends_with_exit_code_5() -> None:
     config = config_of()
     model = TransformerLanguageModel(config.model_config(1000))
     with pytest.raises(MemoryExhausted) as caught:
-        fit_micro_batch(config, model, machine(10**6))
+        fit_micro_batch(config, model, with_memory(10**6))
     assert caught.value.exit_code == 5
     assert all(said in str(caught.value) for said in ("one sequence", "--max_seq_len", "--micro_batch_size 1"))
 

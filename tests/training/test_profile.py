@@ -24,7 +24,7 @@ step_parts = st.fixed_dictionaries(dict.fromkeys(STEP_PARTS, seconds))
 positive_parts = st.fixed_dictionaries(dict.fromkeys(PARTS, st.floats(0.001, 100.0)))
 
 
-def machine(device: str = "cpu", **values: Any) -> Hardware:
+def fast_hardware(device: str = "cpu", **values: Any) -> Hardware:
     return dataclasses.replace(CPU, device=torch.device(device), **{"precision": "bf16", "compiles": True, **values})
 
 
@@ -170,7 +170,7 @@ def test_a_gpu_is_held_while_the_host_queues_a_step(monkeypatch: pytest.MonkeyPa
             watch.begin(part)
             clock.now += on_device if watch.on_device else on_host
 
-    parts = measure(step, 3, machine("cuda"))
+    parts = measure(step, 3, fast_hardware("cuda"))
     assert parts == pytest.approx({"data": 2.5, "forward": 1, "backward": 2, "optimizer": 0.25, "idle": 4.25})
     assert held[1:] == [pytest.approx(10e9)] * 3  # after a calibration, as long as the host takes
 
@@ -189,7 +189,7 @@ def test_a_gpu_is_held_while_the_host_queues_a_step(monkeypatch: pytest.MonkeyPa
 def test_it_is_one_sentence_with_a_share_whatever_the_parts(
     parts: dict, device: str, compiles: bool, precision: str, placement: str, mfu: float | None
 ) -> None:
-    hardware = machine(device, compiles=compiles, precision=precision)
+    hardware = fast_hardware(device, compiles=compiles, precision=precision)
     sentence = limit(parts, CONFIG, hardware, placement, mfu)
     assert sentence[0].isupper() and sentence.endswith(".")
     assert not re.search(r"[.!?]\s", sentence)
@@ -219,27 +219,27 @@ def test_it_is_one_sentence_with_a_share_whatever_the_parts(
 def test_a_part_that_takes_much_is_named_with_what_to_do(
     part: str, device: str, placement: str, said: tuple[str, ...], share: float
 ) -> None:
-    sentence = limit(parts_of(**{part: share}), CONFIG, machine(device), placement)
+    sentence = limit(parts_of(**{part: share}), CONFIG, fast_hardware(device), placement)
     assert f"{share:.0%}" in sentence
     assert all(words in sentence for words in said), sentence
 
 
 def test_parts_that_take_little_are_not_worth_a_word() -> None:
     parts = parts_of(**dict.fromkeys(("data", "optimizer", "logging", "idle"), 0.9 * NOTICEABLE))
-    assert "computation is the limit" in limit(parts, CONFIG, machine(), "mmap")
+    assert "computation is the limit" in limit(parts, CONFIG, fast_hardware(), "mmap")
 
 
 def test_the_computation_is_told_with_what_it_reaches_of_the_peak() -> None:
-    sentence = limit(parts_of(optimizer=0.07), CONFIG, machine("cuda"), "gpu", mfu=0.41)
+    sentence = limit(parts_of(optimizer=0.07), CONFIG, fast_hardware("cuda"), "gpu", mfu=0.41)
     assert "93% of a step at 41% of the GPU's peak" in sentence
 
 
 def test_what_is_off_is_suggested_before_smaller_models() -> None:
     computing = parts_of()
-    assert "--precision on auto" in limit(computing, CONFIG, machine("cuda", precision="fp32"), "gpu")
-    assert "--compile on" in limit(computing, CONFIG, machine("cuda", compiles=False), "gpu")
-    assert "smaller model" in limit(computing, CONFIG, machine("cuda"), "gpu")
+    assert "--precision on auto" in limit(computing, CONFIG, fast_hardware("cuda", precision="fp32"), "gpu")
+    assert "--compile on" in limit(computing, CONFIG, fast_hardware("cuda", compiles=False), "gpu")
+    assert "smaller model" in limit(computing, CONFIG, fast_hardware("cuda"), "gpu")
     idle = parts_of(idle=0.3)
-    assert "--compile on" in limit(idle, CONFIG, machine("cuda", compiles=False), "gpu")
+    assert "--compile on" in limit(idle, CONFIG, fast_hardware("cuda", compiles=False), "gpu")
     accumulating = dataclasses.replace(CONFIG, micro_batch_size=2)
-    assert "--micro_batch_size, now 2" in limit(idle, accumulating, machine("cuda"), "gpu")
+    assert "--micro_batch_size, now 2" in limit(idle, accumulating, fast_hardware("cuda"), "gpu")

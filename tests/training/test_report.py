@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from common.formatting import cell, table_row
+from tests.helpers import columns
 from training import report as report_module
+from training import timer as timer_module
 from training.config import parse_config
 from training.evaluate import Answer, Prompt
 from training.hardware import Hardware, detect_hardware
@@ -33,11 +34,6 @@ def hardware() -> Hardware:
 @pytest.fixture
 def report(tmp_path: Path, hardware: Hardware) -> Report:
     return Report(tmp_path, Timer(hardware, elapsed=0.0, units_per_hour=None), step=0, max_steps=100)
-
-
-def columns(row: str) -> list[str]:
-    """The cells of a Markdown table row, split at the bars that are not escaped."""
-    return [part.strip() for part in re.split(r"(?<!\\)\|", row.strip())[1:-1]]
 
 
 def training_row(report: Report, step: int) -> dict:
@@ -86,7 +82,7 @@ def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path,
 
 def test_speed_leaves_out_what_happens_while_paused(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [report.timer.interval_started]
-    monkeypatch.setattr(report_module.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: now[0])
     for _ in range(4):
         now[0] += 0.5
         report.step_done(100)
@@ -102,7 +98,7 @@ def test_progress_in_a_log_file_is_a_line_now_and_then_and_always_at_the_end(
 ) -> None:
     assert not report.interactive
     clock_now = [1000.0]
-    monkeypatch.setattr(report_module.time, "perf_counter", lambda: clock_now[0])
+    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock_now[0])
     row = {"train_loss": 2.345678, "tokens_per_second": 12_345.0, "lr": 0.001, "ms_per_step": 1000.0}
     for step in range(1, 101):
         clock_now[0] += 1.0

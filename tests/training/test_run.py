@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 
 from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
-from tests.helpers import ROOT
+from tests.helpers import ROOT, Killed, flip, snapshot, write_tokens
 from training import evaluate as evaluate_module
 from training import run as run_module
 from training import step as step_module
@@ -30,12 +30,7 @@ from training.data import TokenData
 from training.records import read_metrics
 from training.run import Run
 
-# One thread: on cores that other tests keep busy, threads that wait for each other take ten times as long.
 TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # what differs between two runs
-
-
-class Killed(BaseException):
-    """The process is gone: nothing of ours catches this."""
 
 
 def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
@@ -96,17 +91,6 @@ def measured(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key not in TIMES} for row in read_metrics(run_dir)]
 
 
-def snapshot(folder: Path) -> dict[str, str]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 # Resuming exactly
 
 
@@ -133,6 +117,20 @@ def test_a_run_with_muon_resumes_exactly(interrupt: Callable, train: Callable, t
     assert train(tmp_path / "run", optimizer="muon").code == 0
     assert final_weights(tmp_path / "run") == final_weights(tmp_path / "unbroken")
     assert measured(tmp_path / "run") == measured(tmp_path / "unbroken")
+
+
+def test_resuming_is_exact_with_several_threads_too(interrupt: Callable, train: Callable, tmp_path: Path) -> None:
+    """In a model large enough for them to share the work."""
+    flags = {"embed_dim": 128, "max_seq_len": 64, "batch_size": 8, "max_steps": 12, "checkpoint_steps": 4}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert train(tmp_path / "unbroken", **flags).code == 0
+        interrupt(tmp_path / "run", after=6, **flags)
+        assert train(tmp_path / "run", **flags).code == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert final_weights(tmp_path / "run", 12) == final_weights(tmp_path / "unbroken", 12)
 
 
 def test_another_optimizer_cannot_take_over_a_run(train: Callable, copy_of: Path) -> None:
@@ -330,11 +328,11 @@ def test_another_architecture_is_refused_with_both_values(train: Callable, copy_
 
 @pytest.mark.parametrize("other", ["tokens", "tokenizer"])
 def test_other_data_is_refused_with_both_hashes(
-    other: str, train: Callable, make_tokens: Callable, token_folder: Path, copy_of: Path, tmp_path: Path
+    other: str, train: Callable, token_folder: Path, copy_of: Path, tmp_path: Path
 ) -> None:
     text = "a mat and a cat on a hill.\n" * 60
     if other == "tokens":
-        folder = make_tokens(tmp_path / "other", text)
+        folder = write_tokens(tmp_path / "other", text)
     else:  # the same ids and another meaning: only the tokenizer's own hash can tell
         folder = tmp_path / "other"
         shutil.copytree(token_folder, folder)
@@ -499,10 +497,8 @@ def test_resume_from_another_place_than_a_run_in_progress_is_refused(
     assert snapshot(copy_of) == before
 
 
-def test_init_from_takes_weights_and_shape_and_starts_at_zero(
-    train: Callable, unbroken: Path, make_tokens: Callable, tmp_path: Path
-) -> None:
-    data = make_tokens(tmp_path / "new_data", "the old hill and a red mat. " * 60)
+def test_init_from_takes_weights_and_shape_and_starts_at_zero(train: Callable, unbroken: Path, tmp_path: Path) -> None:
+    data = write_tokens(tmp_path / "new_data", "the old hill and a red mat. " * 60)
     source = unbroken / "checkpoints" / "step_00000024"
     flags = dict.fromkeys(("num_layers", "embed_dim", "num_heads", "max_seq_len"))  # adopted from the weights
     flags |= {"data_dir": data, "init_from": source, "learning_rate": 1e-12, "min_lr": 0, "weight_decay": 0}
@@ -520,10 +516,8 @@ def test_init_from_takes_weights_and_shape_and_starts_at_zero(
     assert [row["step"] for row in read_metrics(tmp_path / "tuned")] == [1, 2, 3, 4]
 
 
-def test_init_from_refuses_another_tokenizer_or_shape(
-    train: Callable, unbroken: Path, make_tokens: Callable, tmp_path: Path
-) -> None:
-    data = make_tokens(tmp_path / "digits", "0123456789 " * 200, alphabet="0123456789 ")
+def test_init_from_refuses_another_tokenizer_or_shape(train: Callable, unbroken: Path, tmp_path: Path) -> None:
+    data = write_tokens(tmp_path / "digits", "0123456789 " * 200, alphabet="0123456789 ")
     other = train(tmp_path / "a", data_dir=data, init_from=unbroken)
     assert other.code == 4
     command = re.search(r"python tokenize_local_bpe\.py .*--tokenizer_file (\S+)", other.err)

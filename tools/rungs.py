@@ -1,4 +1,4 @@
-"""The rungs of `tools/speed_ladder.py`: the trainer's own step, and what its pieces improve on."""
+"""The rungs of `speed_ladder.py`: the trainer's own step, and what its pieces improve on."""
 
 from __future__ import annotations
 
