@@ -21,6 +21,7 @@ OPTIONS = {
     "bias": (True, False),
     "tie_embeddings": (False, True),
     "logit_softcap": (0.0, 3.0),
+    "embed_norm": (False, True),
 }
 
 
