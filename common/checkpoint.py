@@ -109,11 +109,13 @@ def save_checkpoint(
     folder: Path,
     model: TransformerLanguageModel,
     optimizer: Stateful,
-    tokenizer_path: Path,
+    tokenizer_file: bytes,
     tokenizer_type: str,
     training_state: dict[str, Any],
 ) -> None:
     """Write the checkpoint `folder`, replacing an older one of that name only when the new one is complete.
+
+    `tokenizer_file` is the content of its tokenizer.json: what a path leads to may have changed since training began.
 
     Raises CheckpointError (a full disk, say) and leaves every checkpoint there was as it was.
     """
@@ -132,7 +134,7 @@ def save_checkpoint(
         written = {
             "model.safetensors": write_verified(temporary / "model.safetensors", safetensors.torch.save(weights)),
             "optimizer_state.bin": write_verified(temporary / "optimizer_state.bin", optimizer.state_dict()),
-            "tokenizer.json": write_verified(temporary / "tokenizer.json", tokenizer_path.read_bytes()),
+            "tokenizer.json": write_verified(temporary / "tokenizer.json", tokenizer_file),
         }
         for name, value in (("config.json", described), ("training_state.json", training_state)):
             text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from common.errors import ConfigError, DataError
-from common.files import atomic_write, sha256_file
+from common.files import atomic_write
 from common.machine import available_ram
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenization.token_folder import DEFAULT_FOLDER, holds_unfinished
@@ -41,13 +41,13 @@ class TokenData:
         metadata: TokenMetadata,
         tokens: np.ndarray,
         tokenizer: Tokenizer,
-        tokenizer_path: Path,
+        tokenizer_file: bytes,
         config: TrainConfig,
         device: torch.device,
         placement: str,
     ):
         self.metadata = metadata
-        self.tokenizer_path = tokenizer_path
+        self.tokenizer_file = tokenizer_file  # as it was verified: the data folder may change or go while training
         self.tokenizer = tokenizer
         self.seq_len = config.max_seq_len
         self.seed = config.seed
@@ -88,9 +88,10 @@ class TokenData:
         # mode "c" maps private pages: PyTorch asks for writable memory, and the file must stay as it is.
         tokens = np.memmap(bin_path, dtype, mode="c") if placement == "mmap" else np.fromfile(bin_path, dtype)
         tokens_sha256 = check_tokens(bin_path, tokens, metadata)
-        tokenizer, tokenizer_sha256 = check_tokenizer(tokenizer_path, metadata)
+        tokenizer, tokenizer_file = check_tokenizer(tokenizer_path, metadata)
+        tokenizer_sha256 = hashlib.sha256(tokenizer_file).hexdigest()
         metadata = replace(metadata, tokens_sha256=tokens_sha256, tokenizer_sha256=tokenizer_sha256)
-        return cls(metadata, tokens, tokenizer, tokenizer_path, config, hardware.device, placement)
+        return cls(metadata, tokens, tokenizer, tokenizer_file, config, hardware.device, placement)
 
     @property
     def vocab_size(self) -> int:
@@ -265,9 +266,10 @@ def check_tokens(bin_path: Path, tokens: np.ndarray, metadata: TokenMetadata) ->
     return sha256
 
 
-def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[Tokenizer, str]:
-    """Returns the tokenizer and its SHA-256. Raises DataError if the tokens were made with another one."""
-    tokenizer, sha256 = load_tokenizer(path), sha256_file(path)
+def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[Tokenizer, bytes]:
+    """Returns the tokenizer and its file. Raises DataError if the tokens were made with another one."""
+    tokenizer, content = load_tokenizer(path), path.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
     if metadata.tokenizer_sha256 not in (None, sha256):
         raise DataError(
             f"{path} is not the tokenizer the tokens were made with: its SHA-256 is {sha256[:16]}..., "
@@ -278,7 +280,7 @@ def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[Tokenizer, str
             f"{path} is a {tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} ids; {metadata.path.name} describes "
             f"{metadata.tokenizer_type} tokens of {metadata.vocab_size:,}. Use the tokenizer file written beside them."
         )
-    return tokenizer, sha256
+    return tokenizer, content
 
 
 def choose_placement(size: int, config: TrainConfig, hardware: Hardware) -> str:

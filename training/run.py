@@ -163,7 +163,7 @@ class Run:
         self.require_finite(torch.stack(sums).sum().item())
         m = self.data.metadata
         save_checkpoint(
-            folder, self.model, self.optimizer, self.data.tokenizer_path, m.tokenizer_type, self.state(elapsed)
+            folder, self.model, self.optimizer, self.data.tokenizer_file, m.tokenizer_type, self.state(elapsed)
         )
 
     def state(self, elapsed: float) -> dict[str, Any]:

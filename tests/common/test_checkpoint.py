@@ -64,7 +64,7 @@ def save(tmp_path: Path) -> Callable[..., Path]:
     def write(name: str, seed: int = 0) -> Path:
         model, optimizer = trained(seed)
         folder = tmp_path / name
-        save_checkpoint(folder, model, optimizer, tokenizer, "character", {"step": seed})
+        save_checkpoint(folder, model, optimizer, tokenizer.read_bytes(), "character", {"step": seed})
         return folder
 
     return write
@@ -94,7 +94,9 @@ def test_weights_and_optimizer_come_back_bit_for_bit(tmp_path: Path, save: Calla
         model, optimizer = trained(steps=3, tie_embeddings=tied, position="rope" if tied else "learned")
         folder = tmp_path / f"tied_{tied}"
         save("any")  # for its tokenizer
-        save_checkpoint(folder, model, optimizer, tmp_path / "tokenizer.json", "character", {"step": 3, "x": [1.5]})
+        save_checkpoint(
+            folder, model, optimizer, (tmp_path / "tokenizer.json").read_bytes(), "character", {"step": 3, "x": [1.5]}
+        )
 
         loaded = open_checkpoint(folder)
         assert loaded.model_config() == model.config

@@ -54,7 +54,7 @@ def make_checkpoint(tmp_path_factory) -> Callable[..., Path]:
     def save(path: Path, kind: str = "character", seed: int = 0) -> Path:
         model = random_model(tokenizers[kind].vocab_size, seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        save_checkpoint(path, model, optimizer, folder / kind, tokenizers[kind].kind, {"step": 1})
+        save_checkpoint(path, model, optimizer, (folder / kind).read_bytes(), tokenizers[kind].kind, {"step": 1})
         return path
 
     return save

@@ -80,7 +80,7 @@ def counting_data(train_tokens: int, seq_len: int, seed: int, val_tokens: int = 
         Path("m"), len(tokens), len(tokens), train_tokens, "int32", "character", *[None] * 4, val_bytes=None
     )
     config = TrainConfig(max_seq_len=seq_len, seed=seed)
-    return TokenData(metadata, tokens, None, Path("t"), config, torch.device("cpu"), "ram")
+    return TokenData(metadata, tokens, None, b"{}", config, torch.device("cpu"), "ram")
 
 
 @st.composite

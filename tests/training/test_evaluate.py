@@ -34,7 +34,7 @@ def data() -> TokenData:
         Path("m"), len(CHARACTERS), len(tokens), TRAIN_TOKENS, "uint16", "character", *[None] * 4, val_bytes=330
     )
     tokenizer = CharacterTokenizer(CHARACTERS)
-    return TokenData(metadata, tokens, tokenizer, Path("t"), CONFIG, torch.device("cpu"), "ram")
+    return TokenData(metadata, tokens, tokenizer, b"{}", CONFIG, torch.device("cpu"), "ram")
 
 
 @pytest.fixture

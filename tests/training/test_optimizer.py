@@ -32,7 +32,7 @@ CONFIG = TrainConfig(
 def make_data(config: TrainConfig) -> TokenData:
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 700).astype(np.uint16)
     metadata = TokenMetadata(Path("m"), VOCAB_SIZE, 700, 600, "uint16", "character", *[None] * 4, val_bytes=None)
-    return TokenData(metadata, tokens, None, Path("t"), config, torch.device("cpu"), "ram")
+    return TokenData(metadata, tokens, None, b"{}", config, torch.device("cpu"), "ram")
 
 
 def make_model(**values: Any) -> TransformerLanguageModel:

@@ -326,6 +326,25 @@ def test_another_architecture_is_refused_with_both_values(train: Callable, copy_
     assert snapshot(copy_of) == before
 
 
+@pytest.mark.parametrize("change", ["other text is tokenized into it", "it is deleted"])
+def test_checkpoints_keep_the_tokenizer_of_the_start_whatever_becomes_of_the_data_folder(
+    change: str, train: Callable, token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "tokens"
+    shutil.copytree(token_folder, folder)
+    expected = (folder / "tokenizer.json").read_bytes()
+
+    def replace() -> None:
+        shutil.rmtree(folder)
+        if change != "it is deleted":
+            write_tokens(folder, "0123456789 " * 3000, alphabet="0123456789 ")
+
+    at_step(monkeypatch, 2, replace)
+    assert train(tmp_path / "run", data_dir=folder).code == 0
+    saved = [*(tmp_path / "run").glob("checkpoints/*/tokenizer.json"), tmp_path / "run" / "best" / "tokenizer.json"]
+    assert len(saved) == 3 and all(path.read_bytes() == expected for path in saved)
+
+
 @pytest.mark.parametrize("other", ["tokens", "tokenizer"])
 def test_other_data_is_refused_with_both_hashes(
     other: str, train: Callable, token_folder: Path, copy_of: Path, tmp_path: Path
