@@ -13,7 +13,7 @@ import dataclasses
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,11 +74,11 @@ def train(config: TrainConfig) -> int:
         print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run")
     timer = Timer(hardware, run.elapsed, hardware.units_per_hour(config))
     report = Report(run.dir, timer, run.step, run.max_steps)
-    rewind(run.dir, run.step)
+    rewind(run.dir, run.step if run.unevaluated is None else run.step - 1)
     with memory_advice(config):
         answers = take_steps(run, report, hardware, parts.prompts, started)
     report.close()
-    if not run.finished:
+    if not run.finished or run.unevaluated is not None:
         print(f"Interrupted after step {run.step:,}. The same command continues from there.")
         return INTERRUPTED
     if parts.prompts and not answers:  # evaluation is off, or the machine went away between the last step and this line
@@ -142,9 +142,8 @@ def take_steps(run: Run, report: Report, hardware: Hardware, prompts: list[Promp
     `started` is the time.perf_counter() at which the command began.
     """
     from training.compilation import compile_model
-    from training.evaluate import answer_prompts, bits_per_byte, evaluated_windows, validation_loss
     from training.hardware import frozen_garbage
-    from training.interruption import Interruption
+    from training.interruption import Interruption, StopRequested
     from training.schedule import learning_rate
     from training.step import train_step
 
@@ -162,44 +161,79 @@ def take_steps(run: Run, report: Report, hardware: Hardware, prompts: list[Promp
             cache_dir=config.compile_cache_dir,
         )
     with interruption.awaited(), frozen_garbage():
-        while not run.finished:
-            lr = learning_rate(run.step, run.max_steps, config)
-            loss, grad_norm = train_step(
-                step_model, run.optimizer, run.scaler, data, run.step, run.sequences_seen, lr, config, hardware
-            )
-            run.advance()
-            report.step_done(config.tokens_per_step)
-            row: dict[str, Any] = {"step": run.step, "epoch": run.epoch, "tokens": run.tokens}
-            reporting, evaluating = run.due(config.log_interval), run.due(config.eval_interval)
-            if run.step == first_step + 1:
-                reporting = bool(config.log_interval)  # on a slow machine the first sign of life should not take hours
-                hardware.synchronize()
-                report.say(f"First step {time.perf_counter() - started:.1f} s after the start")
+        while not interruption.requested:
+            row: dict[str, Any]
+            if run.unevaluated is not None:  # what the last session was stopped in
+                row, reporting, evaluating = run.unevaluated, False, True
+            elif run.finished:
+                break
+            else:
+                lr = learning_rate(run.step, run.max_steps, config)
+                place = run.step, run.sequences_seen, lr
+                try:
+                    loss, grad_norm = train_step(
+                        step_model, run.optimizer, run.scaler, data, *place, config, hardware, interruption.begin
+                    )
+                except StopRequested:
+                    break
+                interruption.step_done()
+                run.advance()
+                report.step_done(config.tokens_per_step)
+                row = {"step": run.step, "epoch": run.epoch, "tokens": run.tokens}
+                reporting, evaluating = run.due(config.log_interval), run.due(config.eval_interval)
+                if run.step == first_step + 1:
+                    reporting = bool(config.log_interval)  # on a slow machine a sign of life should not take hours
+                    hardware.synchronize()
+                    report.say(f"First step {time.perf_counter() - started:.1f} s after the start")
 
             if reporting:  # nothing waits for the device on the other steps
                 row |= timer.training_row(loss, grad_norm, lr, model.flops_per_token())
                 run.require_finite(row["train_loss"])
                 report.progress(row)
             if evaluating:
-                report.announce_evaluation(evaluated_windows(data, config) * config.max_seq_len)
-                with timer.paused():
-                    row["val_loss"] = validation_loss(model, step_model, data, config, hardware)
-                    row["val_bits_per_byte"] = bits_per_byte(row["val_loss"], data)
-                    run.require_finite(row["val_loss"])
-                    if prompts:
-                        answers = answer_prompts(model, data, prompts)
-                    run.save_best(row["val_loss"], timer.elapsed)
-                report.evaluation(row, answers)
+                run.unevaluated = row
+                try:
+                    answers = evaluate(row, run, report, hardware, step_model, prompts, interruption.check)
+                except StopRequested:
+                    break
+                run.unevaluated = None
             if reporting or evaluating:
                 report.write(row)
             if evaluating:
                 report.curve()
-            stopping = interruption.requested  # read once: a signal from here on waits for the end of the next step
-            if stopping or run.checkpoint_due():
+            if run.checkpoint_due():
                 with timer.paused():
                     report.say(run.save(timer.elapsed))
-            if stopping:
-                break
+        if run.step > run.saved_step:  # asked to stop
+            with timer.paused():
+                report.say(run.save(timer.elapsed))
+    return answers
+
+
+def evaluate(
+    row: dict[str, Any],
+    run: Run,
+    report: Report,
+    hardware: Hardware,
+    step_model: Callable[..., torch.Tensor],
+    prompts: list[Prompt],
+    between: Callable[[], None],
+) -> list[Answer]:
+    """Complete a row of metrics by an evaluation, and keep the weights if they are the best. Returns the answers.
+
+    `between` is called between two batches, and may raise to give the evaluation up.
+    """
+    from training.evaluate import answer_prompts, bits_per_byte, evaluated_windows, validation_loss
+
+    config, model, data = run.config, run.model, run.data
+    report.announce_evaluation(evaluated_windows(data, config) * config.max_seq_len)
+    with report.timer.paused():
+        val_loss = validation_loss(model, step_model, data, config, hardware, between)
+        run.require_finite(val_loss)
+        answers = answer_prompts(model, data, prompts, between) if prompts else []
+        row |= {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte(val_loss, data)}
+        run.save_best(val_loss, report.timer.elapsed)
+    report.evaluation(row, answers)
     return answers
 
 

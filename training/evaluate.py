@@ -30,22 +30,27 @@ def validation_loss(
     data: TokenData,
     config: TrainConfig,
     hardware: Hardware,
+    between: Callable[[], None] = lambda: None,
 ) -> float:
     """Mean cross-entropy in nats per token over a fixed set of validation windows; draws no random numbers.
 
     `step_model` is the model as it trains, compiled or not. Every batch has the same shape, so that it is compiled for
-    evaluation once: the rows missing from the last one repeat the first and do not count.
+    evaluation once: the rows missing from the last one repeat the first and do not count. `between` is called between
+    two batches, and may raise to give the evaluation up.
     """
     windows = evaluated_windows(data, config)
     rows = config.rows_at_once
     total = torch.zeros((), device=data.device, dtype=torch.float64)
     model.eval()
-    for first in range(0, windows, rows):
-        here = min(rows, windows - first)
-        inputs, targets = data.validation_batch(first, here, windows)
-        with hardware.autocast():
-            total += step_model(*pad_rows(inputs, targets, rows)).double() * here
-    model.train()
+    try:
+        for first in range(0, windows, rows):
+            between()
+            here = min(rows, windows - first)
+            inputs, targets = data.validation_batch(first, here, windows)
+            with hardware.autocast():
+                total += step_model(*pad_rows(inputs, targets, rows)).double() * here
+    finally:
+        model.train()
     return total.item() / windows
 
 
@@ -128,8 +133,14 @@ def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
             ) from None
 
 
-def answer_prompts(model: TransformerLanguageModel, data: TokenData, prompts: list[Prompt]) -> list[Answer]:
-    """The model's most likely continuation of each prompt."""
+def answer_prompts(
+    model: TransformerLanguageModel,
+    data: TokenData,
+    prompts: list[Prompt],
+    between: Callable[[], None] = lambda: None,
+) -> list[Answer]:
+    """The model's most likely continuation of each prompt. `between` is called at each token, and may raise."""
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0)
-    completions = generate(model, data.tokenizer, [prompt.text for prompt in prompts], sampling)
+    texts = [prompt.text for prompt in prompts]
+    completions = generate(model, data.tokenizer, texts, sampling, on_text=lambda index, piece: between())
     return [Answer(prompt, completion.text) for prompt, completion in zip(prompts, completions, strict=True)]

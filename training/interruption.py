@@ -1,4 +1,4 @@
-"""Ctrl-C, and SIGTERM, which a machine that goes away sends: the training is asked to stop, and saves."""
+"""The wish to stop: Ctrl-C, a notebook's stop button, a terminal that closes, a machine that goes away."""
 
 from __future__ import annotations
 
@@ -6,23 +6,42 @@ import contextlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 
+SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+SAME_WISH_SECONDS = 2.0  # a notebook's stop button sends two signals for one click
+LONG_STEP_SECONDS = 1.0  # that whoever sent the signal may not wait for
+
+
+class StopRequested(Exception):
+    """What was under way is given up, so that the state before it can be saved in time."""
+
 
 class Interruption:
-    """`requested` becomes true at the first signal; the loop reads it after each step."""
+    """The first signal asks: `requested` is true from then on, and the loop saves and ends.
+
+    A step in hand is finished first, unless steps are long: then it is given up (StopRequested out of train_step, where
+    nothing but gradients has changed yet), and the state after the last finished step is what is saved. A second signal
+    within two seconds is the same wish; a later or a third one stops at once, without saving (KeyboardInterrupt).
+    """
 
     def __init__(self) -> None:
         self.requested = False
+        self.signals = 0
+        self.first_signal = 0.0
+        self.part = ""  # of the step, as train_step announces them
+        self.step_began = 0.0
+        self.step_seconds: float | None = None  # of the last one
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
-        """Ctrl-C and SIGTERM only ask: the loop ends after the step in hand, and saves. A second one stops at once."""
         if threading.current_thread() is not threading.main_thread():
             yield  # signals reach the main thread alone
             return
-        before = {number: signal.signal(number, self.ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        before = {number: signal.signal(number, self.ask) for number in heard}
         try:
             yield
         finally:
@@ -30,8 +49,36 @@ class Interruption:
                 signal.signal(number, handler)
 
     def ask(self, signum: int, frame: FrameType | None) -> None:
-        if self.requested:
+        self.signals += 1
+        if self.signals == 1:
+            self.requested = True
+            self.first_signal = time.monotonic()
+            gives_up = self.part in ("data", "forward", "backward") and (
+                self.step_seconds is None or self.step_seconds > LONG_STEP_SECONDS
+            )
+            now = (
+                "Stopping now, and saving the last finished step"
+                if gives_up
+                else "Stopping after this step, then saving"
+            )
+            with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
+                os.write(2, f"\n{now}. Once more, after two seconds, stops at once.\n".encode())
+            if gives_up:
+                raise StopRequested
+        elif self.signals > 2 or time.monotonic() - self.first_signal > SAME_WISH_SECONDS:
             raise KeyboardInterrupt
-        self.requested = True
-        with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
-            os.write(2, b"\nStopping after this step, then saving. Once more stops at once.\n")
+
+    def begin(self, part: str) -> None:
+        """The part of a step that begins, as train_step tells it."""
+        if part == "data":
+            self.step_began = time.monotonic()
+        self.part = part
+
+    def step_done(self) -> None:
+        self.part = ""
+        self.step_seconds = time.monotonic() - self.step_began
+
+    def check(self) -> None:
+        """Between two batches of what takes long and can be given up. Raises StopRequested."""
+        if self.requested:
+            raise StopRequested

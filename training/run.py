@@ -56,6 +56,8 @@ class Run:
         self.sequences_seen = 0
         self.tokens = 0
         self.best_val_loss: float | None = None
+        self.unevaluated: dict[str, Any] | None = None  # the row of metrics of an evaluation that is not done yet
+        self.saved_step = 0  # of the newest checkpoint
         self.elapsed = 0.0  # seconds, of earlier sessions
         self.resumed_from = resolved(config.resume_from) if config.resume_from else None
         self.initialized_from: str | None = None
@@ -146,6 +148,7 @@ class Run:
         folder = self.dir / "checkpoints" / f"step_{self.step:08d}"
         self.write(folder, elapsed)
         prune(folder.parent)
+        self.saved_step = self.step
         self.last_saved = time.monotonic()
         return f"Saved {folder}{self.mirror.copy(folder) if self.mirror else ''}"
 
@@ -173,6 +176,7 @@ class Run:
             "sequences_seen": self.sequences_seen,
             "tokens": self.tokens,
             "best_val_loss": self.best_val_loss,
+            "unevaluated": self.unevaluated,
             "elapsed_seconds": elapsed,
             "resumed_from": self.resumed_from,
             "initialized_from": self.initialized_from,
@@ -194,10 +198,11 @@ class Run:
         checkpoint.load_optimizer(self.optimizer)
         if state["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(state["scaler"])
-        self.step = state["step"]
+        self.step = self.saved_step = state["step"]
         self.sequences_seen = state["sequences_seen"]
         self.tokens = state["tokens"]
         self.best_val_loss = state["best_val_loss"]
+        self.unevaluated = state.get("unevaluated")  # not in states of older versions
         self.elapsed = state["elapsed_seconds"]
         self.resumed_from = self.resumed_from or state["resumed_from"]
         self.initialized_from = state.get("initialized_from")

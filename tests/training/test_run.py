@@ -24,6 +24,7 @@ import torch
 from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
 from tests.helpers import ROOT, Killed, flip, snapshot, write_tokens
 from training import evaluate as evaluate_module
+from training import interruption
 from training import run as run_module
 from training import step as step_module
 from training.data import TokenData
@@ -195,7 +196,7 @@ def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_pa
     assert sorted(os.listdir(tmp_path / "killed/checkpoints")) == sorted(os.listdir(tmp_path / "unbroken/checkpoints"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_the_same_command_finishes(
     number: int, train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,16 +247,82 @@ def test_a_signal_between_two_steps_is_saved_too(
     assert steps_of(tmp_path / "run")[0] in (8, 9)
 
 
-def test_a_second_signal_stops_at_once(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def twice() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+def signals(*numbers: int) -> Callable[[], None]:
+    def send() -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    return send
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGHUP])
+def test_a_second_signal_at_once_is_the_same_wish(
+    second: int, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A click on Colab's stop button sends SIGINT twice, Jupyter SIGINT and then SIGHUP."""
+    at_step(monkeypatch, 8, signals(signal.SIGINT, second))
+    assert train(tmp_path / "run").code == 130
+    assert steps_of(tmp_path / "run")[0] == 9
+
+
+@pytest.mark.parametrize("pause", [False, True], ids=["third", "after a pause"])
+def test_a_third_signal_or_one_after_a_pause_stops_at_once(
+    pause: bool, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interruption, "SAME_WISH_SECONDS", 0.0 if pause else 60.0)
+    at_step(monkeypatch, 8, signals(*[signal.SIGINT] * (2 if pause else 3)))
+    assert train(tmp_path / "run").code == 130
+    assert steps_of(tmp_path / "run") == [6]
+
+
+def test_a_long_step_is_given_up_and_the_state_before_it_saved(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stops a notebook's cell kills it soon after: there may be no time for the rest of a step."""
+    original = TokenData.batch
+
+    def batch(data: TokenData, sequences_seen: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if sequences_seen == 9 * 8:
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("the step went on")
+        return original(data, sequences_seen, rows)
 
     with monkeypatch.context() as patch:
-        at_step(patch, 8, twice)
+        patch.setattr(interruption, "LONG_STEP_SECONDS", 0.0)
+        patch.setattr(TokenData, "batch", batch)
+        result = train(tmp_path / "run")
+    assert result.code == 130 and "Interrupted after step 9" in result.out
+    assert steps_of(tmp_path / "run")[0] == 9
+    assert train(tmp_path / "run").code == 0
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+    assert measured(tmp_path / "run") == measured(unbroken)
+
+
+@pytest.mark.parametrize("step", [12, 24], ids=["in between", "the last one"])
+def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_for(
+    step: int, train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, batches = TokenData.validation_batch, []
+
+    def validation_batch(data: TokenData, first: int, rows: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
+        batches.append(first)
+        if len(batches) == 4 * (step // 12) - 2:  # of four an evaluation
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(data, first, rows, of)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenData, "validation_batch", validation_batch)
         result = train(tmp_path / "run")
     assert result.code == 130
-    assert steps_of(tmp_path / "run") == [6]
+    assert len(batches) == 4 * (step // 12) - 2, "the evaluation went on"
+    assert steps_of(tmp_path / "run")[0] == step
+    assert not any(row["step"] == step for row in read_metrics(tmp_path / "run"))
+    again = train(tmp_path / "run")
+    assert again.code == 0, again
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+    assert measured(tmp_path / "run") == measured(unbroken)
+    best = [(folder / "best" / "model.safetensors").read_bytes() for folder in (tmp_path / "run", unbroken)]
+    assert best[0] == best[1]
 
 
 # Going on, starting over
