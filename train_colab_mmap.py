@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import INTERRUPTED, script
+from common.output import unbreakable_output
 from tokenization.token_folder import DEFAULT_FOLDER
 from training.config import TrainConfig, parse_config
 
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    return train(parse_config(argv))
+    with unbreakable_output():  # no training is lost because nobody listens any more
+        return train(parse_config(argv))
 
 
 def train(config: TrainConfig) -> int:

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from common.output import drop
+
 INTERRUPTED = 130
 # How allocators that raise a plain RuntimeError say it: the CPU's (Linux, Windows), CUDA's and cuBLAS's.
 OUT_OF_MEMORY = (
@@ -71,6 +73,9 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
     @functools.wraps(main)
     def run(argv: Sequence[str] | None = None) -> int:
         debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by whoever started us, as by `2>&-`
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as we run)
         for stream in (sys.stdout, sys.stderr):
             if reconfigure := getattr(stream, "reconfigure", None):  # a notebook's streams cannot be told
                 reconfigure(errors="replace")  # text that a terminal or a Windows pipe cannot show
@@ -80,8 +85,7 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
             print("\nInterrupted.", file=sys.stderr)
             return INTERRUPTED
         except BrokenPipeError:
-            # The reader of our output (`| head`) is gone. Point stdout at nothing, or Python complains at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop(sys.stdout)  # the reader of our output (`| head`) is gone, and has what it wanted
             return 0
         except Exception as error:
             code, message = getattr(error, "exit_code", None), str(error)

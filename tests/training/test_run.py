@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pty
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -323,6 +325,50 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
     assert measured(tmp_path / "run") == measured(unbroken)
     best = [(folder / "best" / "model.safetensors").read_bytes() for folder in (tmp_path / "run", unbroken)]
     assert best[0] == best[1]
+
+
+# Losing the output
+
+
+def test_a_reader_that_ends_does_not_end_the_training(train_flags: Callable, unbroken: Path, tmp_path: Path) -> None:
+    """`| head`, or `| tee log` when Ctrl-C reaches tee first."""
+    command = [sys.executable, "-u", str(ROOT / "train_colab_mmap.py"), *train_flags(tmp_path / "run")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith("Device")
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 0
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+    assert (tmp_path / "run" / "summary.md").exists()
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-", "> /dev/full 2> /dev/full"])
+def test_streams_that_are_closed_or_full_are_no_matter(
+    closed: str, train_flags: Callable, unbroken: Path, tmp_path: Path
+) -> None:
+    words = [sys.executable, str(ROOT / "train_colab_mmap.py"), *train_flags(tmp_path / "run")]
+    assert subprocess.run(["sh", "-c", f"{shlex.join(words)} {closed}"], cwd=tmp_path, check=False).returncode == 0
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+
+
+def test_a_terminal_that_closes_saves(train_flags: Callable, tmp_path: Path) -> None:
+    flags = train_flags(tmp_path / "run", max_steps=100_000, checkpoint_steps=0, eval_interval=0)
+    ours, theirs = pty.openpty()
+    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
+    take_terminal = (
+        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", take_terminal, sys.executable, str(ROOT / "train_colab_mmap.py"), *flags]
+    process = subprocess.Popen(command, cwd=tmp_path, **terminal)
+    os.close(theirs)
+    seen = b""
+    while b"First step" not in seen:
+        seen += os.read(ours, 4096)
+    os.close(ours)
+    assert process.wait(timeout=30) == 130
+    (step,) = steps_of(tmp_path / "run")
+    assert step > 0
 
 
 # Going on, starting over
