@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     stream = arguments.stream if arguments.stream is not None else len(prompts) == 1 and not arguments.json
     if arguments.json:
         for row in rows_as_dicts(model, tokenizer, checkpoint, prompts, sampling):
-            print(json.dumps(row, ensure_ascii=False), flush=True)
+            print(json.dumps(row), flush=True)
     elif stream:
         for i, prompt in enumerate(prompts):
             separate(i)
@@ -254,7 +254,7 @@ def compare(arguments: argparse.Namespace, sampling: Sampling) -> None:
         answers.append(rows_as_dicts(model, tokenizer, checkpoint, repeated, sampling))
     if arguments.json:
         for row in (row for rows in answers for row in rows):
-            print(json.dumps(row, ensure_ascii=False))
+            print(json.dumps(row))
         return
     from common.formatting import cell, table_row
 

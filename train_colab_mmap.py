@@ -113,6 +113,7 @@ def prepare(config: TrainConfig) -> Parts:
     from training.hardware import detect_hardware
     from training.optimizer import build_optimizer
     from training.preflight import fit_micro_batch
+    from training.resume import own_checkpoint
 
     hardware = detect_hardware(config)
     print(hardware.describe())
@@ -120,7 +121,7 @@ def prepare(config: TrainConfig) -> Parts:
     if config.input:
         config = tokenize_input(config)
     if config.init_from:
-        checkpoint = open_checkpoint(config.init_from)
+        checkpoint = own_checkpoint(config) or open_checkpoint(config.init_from)
         config = config.with_model(checkpoint.model_config(), str(checkpoint.path))
     prompts = read_prompts(config.eval_prompts) if config.eval_prompts else []
     data = TokenData.open(config, hardware)

@@ -57,10 +57,12 @@ def rewind(run_dir: Path, step: int) -> None:
 
 
 def metrics_step(line: str) -> float:
+    """Infinity for a line that was cut short."""
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return math.inf  # cut short when the machine went away
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+    return step if isinstance(step, int) else math.inf
 
 
 def samples_step(line: str) -> float:
@@ -69,8 +71,10 @@ def samples_step(line: str) -> float:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a line that was torn, by a disk that was full for a moment say, is passed over."""
     path = run_dir / METRICS
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if metrics_step(line) < math.inf]
 
 
 def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:

@@ -24,7 +24,7 @@ from common.files import sha256_file
 from model import ModelConfig
 from training.config import MODEL_KEYS, TrainConfig
 from training.data import TokenData
-from training.mirror import MIRRORED_FILES
+from training.mirror import MIRRORED_FILES, Mirror
 
 # Keys that say where files lie or how to start, not how to train: a change of them is no news.
 UNREPORTED = (
@@ -39,6 +39,7 @@ class Found(NamedTuple):
 
     checkpoint: Checkpoint
     damaged: list[Path]  # newer checkpoints, which are not whole
+    own: bool = True  # it is one of this run, here or in the mirror
 
 
 def tidy(run_dir: Path) -> None:
@@ -46,6 +47,44 @@ def tidy(run_dir: Path) -> None:
     with contextlib.suppress(OSError):  # a Drive that is not there is reported when a copy fails
         restore_interrupted(run_dir)
         restore_interrupted(run_dir / "checkpoints")
+
+
+def require_own_mirror(run_dir: Path, mirror_dir: Path, config: TrainConfig) -> None:
+    """Raises CheckpointError if the mirror holds the copies of another run whose folder has the same last name."""
+    theirs, ours = newest_state(mirror_dir), newest_state(run_dir)
+    if theirs is None:
+        return
+    their_dir = theirs.get("config", {}).get("output_dir")
+    if ours is not None:
+        is_other = None not in (ours.get("run_id"), theirs.get("run_id")) and ours["run_id"] != theirs["run_id"]
+    else:  # the local folder was lost with its machine, or this is a new run
+        is_other = their_dir != config.output_dir
+    if is_other:
+        named = f"--output_dir {their_dir}" if their_dir else "without --output_dir"
+        raise CheckpointError(
+            f"{mirror_dir} holds the copies of another run ({named}), not of {run_dir}. Give this one a "
+            f"--checkpoint_dir or an --output_dir of its own; to continue the other, train {named}."
+        )
+
+
+def own_checkpoint(config: TrainConfig) -> Checkpoint | None:
+    """One of the checkpoints that this configuration would continue, not verified: they are all of one shape.
+
+    None if it starts a run.
+    """
+    folders = [config.run_dir / "checkpoints"]
+    if config.checkpoint_dir:
+        folders.append(Mirror(config.run_dir, config.checkpoint_dir).dir / "checkpoints")
+    there = [folder for folder in step_folders(*folders) if (folder / "config.json").exists()]
+    return Checkpoint(there[0]) if there and config.resume != "never" else None
+
+
+def newest_state(run_dir: Path) -> dict[str, Any] | None:
+    """The training state of the newest checkpoint that has a readable one."""
+    for folder in step_folders(run_dir / "checkpoints"):
+        with contextlib.suppress(CheckpointError, OSError):
+            return Checkpoint(folder).training_state()
+    return None
 
 
 def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: TrainConfig) -> Found | None:
@@ -62,7 +101,7 @@ def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: TrainConfig)
             "--resume never starts over and keeps them aside."
         )
     if newest is None:
-        return Found(open_checkpoint(config.resume_from), []) if config.resume_from is not None else None
+        return Found(open_checkpoint(config.resume_from), [], own=False) if config.resume_from is not None else None
     found = Found(newest, folders[: folders.index(newest.path)])
     if config.resume_from is None:
         return found

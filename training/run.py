@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from training.resume import (
     find_checkpoint,
     print_changes,
     quarantine,
+    require_own_mirror,
     require_the_same,
     require_the_same_start,
     require_tokenizer,
@@ -62,6 +64,7 @@ class Run:
         self.resumed_from = resolved(config.resume_from) if config.resume_from else None
         self.initialized_from: str | None = None
         self.last_saved = time.monotonic()
+        self.id = uuid.uuid4().hex  # of this run and no other, whatever its folder is called
         self.max_steps = self.plan()
 
     @classmethod
@@ -80,6 +83,9 @@ class Run:
         run = cls(config, model, optimizer, scaler, data)
         mirror_dir = run.mirror.dir if run.mirror else None
         folders = [run.dir] if mirror_dir is None else [run.dir, mirror_dir]
+        if run.mirror is not None:
+            run.mirror.require_mounted()
+            require_own_mirror(run.dir, run.mirror.dir, config)
         for folder in folders:
             tidy(folder)
         found = None if config.resume == "never" else find_checkpoint(run.dir, mirror_dir, config)
@@ -150,7 +156,7 @@ class Run:
         prune(folder.parent)
         self.saved_step = self.step
         self.last_saved = time.monotonic()
-        return f"Saved {folder}{self.mirror.copy(folder) if self.mirror else ''}"
+        return f"Saved {folder}{self.mirror.copy(folder, self.id) if self.mirror else ''}"
 
     def save_best(self, val_loss: float, elapsed: float) -> None:
         """Keep the weights with the lowest validation loss in best/."""
@@ -172,6 +178,7 @@ class Run:
     def state(self, elapsed: float) -> dict[str, Any]:
         """What `restore` needs beside the weights and the optimizer's state."""
         return {
+            "run_id": self.id,
             "step": self.step,
             "sequences_seen": self.sequences_seen,
             "tokens": self.tokens,
@@ -206,6 +213,8 @@ class Run:
         self.elapsed = state["elapsed_seconds"]
         self.resumed_from = self.resumed_from or state["resumed_from"]
         self.initialized_from = state.get("initialized_from")
+        if found.own:
+            self.id = state.get("run_id") or self.id  # not in states of older versions
         bring_back_files(checkpoint, self.dir)
         print(f"Continuing from {checkpoint.path}: step {self.step:,}, epoch {self.epoch:.2f}.")
         saved = state["config"]

@@ -648,6 +648,19 @@ def test_init_from_takes_weights_and_shape_and_starts_at_zero(train: Callable, u
     assert [row["step"] for row in read_metrics(tmp_path / "tuned")] == [1, 2, 3, 4]
 
 
+def test_a_run_goes_on_when_the_weights_it_started_from_are_gone(
+    train: Callable, unbroken: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(unbroken, source)
+    flags = {"init_from": source, "embed_dim": None, "num_heads": None, "num_layers": None, "max_seq_len": None}
+    assert train(tmp_path / "run", **flags, max_steps=6).code == 0
+    shutil.rmtree(source)
+    result = train(tmp_path / "run", **flags, max_steps=8)
+    assert result.code == 0 and steps_of(tmp_path / "run")[0] == 8, result
+    assert train(tmp_path / "new", **flags, max_steps=8).code == 4  # a new run needs them
+
+
 def test_init_from_refuses_another_tokenizer_or_shape(train: Callable, unbroken: Path, tmp_path: Path) -> None:
     data = write_tokens(tmp_path / "digits", "0123456789 " * 200, alphabet="0123456789 ")
     other = train(tmp_path / "a", data_dir=data, init_from=unbroken)
@@ -696,6 +709,63 @@ def test_a_damaged_local_checkpoint_is_replaced_by_the_mirrors(train: Callable, 
     result = train(tmp_path / "run", **{**flags, "max_steps": 14})
     assert result.code == 0
     assert f"Continuing from {tmp_path / 'drive' / 'run' / 'checkpoints' / 'step_00000012'}" in result.out
+
+
+def test_a_drive_that_is_not_mounted_is_not_made_up_on_the_local_disk(train: Callable, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive" / "MyDrive" / "checkpoints")
+    assert (
+        result.code == 2 and "drive.mount" in result.err and f"mkdir -p {tmp_path / 'drive' / 'MyDrive'}" in result.err
+    )
+    assert not (tmp_path / "drive").exists() and not (tmp_path / "run").exists()
+
+
+def test_a_drive_that_is_unmounted_on_the_way_is_told_and_not_made_up(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of it is the empty folder it was mounted on; once it is back, the copies go on."""
+    drive, away = tmp_path / "drive", tmp_path / "away"
+    drive.mkdir()
+
+    def unmount() -> None:
+        drive.rename(away)
+        drive.mkdir()
+
+    def mount() -> None:
+        assert os.listdir(drive) == []
+        drive.rmdir()
+        away.rename(drive)
+
+    taken: list[int] = []
+    original = step_module.train_step
+
+    def train_step(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        {8: unmount, 20: mount}.get(args[4], lambda: None)()
+        taken.append(args[4])
+        return original(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_module, "train_step", train_step)
+        result = train(tmp_path / "run", checkpoint_dir=drive / "checkpoints")
+    assert result.code == 0
+    told = [line for line in result.out.splitlines() if line.startswith("Saved")]
+    assert ["copied to" in line and "could not" not in line for line in told] == [True, False, False, True]
+    assert "unmounted" in told[1]
+    assert final_weights(drive / "checkpoints" / "run") == final_weights(unbroken)
+
+
+def test_the_mirror_of_another_run_of_the_same_name_is_refused_with_both_named(train: Callable, tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    first, second = tmp_path / "lr1" / "run", tmp_path / "lr2" / "run"
+    assert train(first, checkpoint_dir=drive).code == 0
+    before = snapshot(drive)
+    for more in ({}, {"resume": "never"}):
+        result = train(second, checkpoint_dir=drive, **more)
+        assert result.code == 4 and str(first) in result.err and str(second) in result.err
+        assert snapshot(drive) == before and not second.exists()
+    assert train(second).code == 0
+    assert train(second, checkpoint_dir=drive, max_steps=30).code == 4  # it has checkpoints of its own, of another run
+    shutil.rmtree(first)
+    assert train(first, checkpoint_dir=drive, max_steps=26).code == 0  # the machine went away; only the Drive is left
 
 
 @pytest.mark.parametrize("cause", ["a file", "full"])
