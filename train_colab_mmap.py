@@ -9,6 +9,7 @@ Every key of the config is a flag. Running the same command again continues the 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import sys
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from training.optimizer import Optimizer
     from training.report import Report
     from training.run import Run
+    from training.run_folder import FolderLock
 
 
 @script
@@ -44,23 +46,36 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config: TrainConfig) -> int:
     started = time.perf_counter()
-    from training.evaluate import answer_prompts
     from training.preflight import dry_run, memory_advice
     from training.profile import profile
+    from training.run import Run
+    from training.run_folder import FolderLock, require_ours
+
+    require_ours(config.run_dir, "--output_dir")
+    parts = prepare(config)
+    if parts.config.dry_run or parts.config.profile:
+        look = dry_run if parts.config.dry_run else profile
+        run = Run(parts.config, parts.model, parts.optimizer, parts.scaler, parts.data)
+        with memory_advice(parts.config):
+            look(parts.config, run, parts.hardware)
+        return 0
+    with FolderLock() as lock:
+        return train_run(parts, lock, started)
+
+
+def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
+    """Start or continue the run in its folder, and take it to its end. Returns the exit code."""
+    from training.evaluate import answer_prompts
+    from training.preflight import memory_advice
     from training.records import SUMMARY, rewind
     from training.report import Report
     from training.run import Run
+    from training.run_folder import write_config
     from training.summary import write_summary
     from training.timer import Timer
 
-    parts = prepare(config)
     config, hardware, model, data = parts.config, parts.hardware, parts.model, parts.data
-    if config.dry_run or config.profile:
-        look = dry_run if config.dry_run else profile
-        with memory_advice(config):
-            look(config, Run(config, model, parts.optimizer, parts.scaler, data), hardware)
-        return 0
-
+    lock.take(config.run_dir)
     run = Run.start_or_resume(config, model, parts.optimizer, parts.scaler, data)
     if run.finished and (run.dir / SUMMARY).exists():
         print(
@@ -69,7 +84,8 @@ def train(config: TrainConfig) -> int:
             f"To start over: --resume never (the old run is kept aside)."
         )
         return 0
-    run.write_config()
+    write_config(config)
+    lock.take(run.dir)  # which may have been made just now
     (run.dir / SUMMARY).unlink(missing_ok=True)  # of a shorter run that this one continues
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
     if config.warmup_steps >= run.max_steps:
@@ -164,6 +180,9 @@ def take_steps(run: Run, report: Report, hardware: Hardware, prompts: list[Promp
             cache_dir=config.compile_cache_dir,
         )
     with interruption.awaited(), frozen_garbage():
+        if not run.best_is_comparable and config.eval_interval:
+            with timer.paused(), contextlib.suppress(StopRequested):
+                run.evaluate_best(hardware, step_model, interruption.check)
         while not interruption.requested:
             row: dict[str, Any]
             if run.unevaluated is not None:  # what the last session was stopped in

@@ -30,6 +30,7 @@ MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "optimizer_state.bin", "training_state.json")
 KEEP = 2  # never one: the newest may be the one that turns out damaged
 STEP_NAME = re.compile(r"step_(\d{8})")
+CHECKPOINT_NAME = re.compile(rf"best|{STEP_NAME.pattern}")
 
 
 class Stateful(Protocol):
@@ -208,17 +209,18 @@ def publish(temporary: Path, folder: Path) -> None:
 
 
 def restore_interrupted(parent: Path) -> None:
-    """Clean up after a process that was killed while saving into `parent`."""
+    """Clean up after a process that was killed while saving into `parent`, nothing but what carries a name of ours."""
     for old in parent.glob(".old-*"):
+        if not CHECKPOINT_NAME.fullmatch(old.name.removeprefix(".old-")):
+            continue
         folder = old.with_name(old.name.removeprefix(".old-"))
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
         else:
             os.replace(old, folder)
     for temporary in parent.glob(".tmp-*"):
-        shutil.rmtree(temporary, ignore_errors=True)
-    for temporary in parent.glob(".*.tmp"):  # of atomic_write
-        temporary.unlink(missing_ok=True)
+        if CHECKPOINT_NAME.fullmatch(temporary.name.removeprefix(".tmp-")):
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def problems_of(folder: Path) -> list[str]:

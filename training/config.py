@@ -201,8 +201,9 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     name = "default"
     if config_name is not None:
         path = find_config(config_name)
-        name = path.stem
-        layers.append((str(path), read_json(path, ConfigError)))
+        content = read_json(path, ConfigError)
+        name = path.resolve().parent.name if is_resolved(content) else path.stem
+        layers.append((str(path), given(content) if is_resolved(content) else content))
     layers.append(("flag", flags))
 
     values: dict[str, Any] = {key: f.default for key, f in SCHEMA.items()}
@@ -224,6 +225,26 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     if problems:
         raise ConfigError("\n  ".join(["The configuration does not hold:", *problems]))
     return TrainConfig(**values, name=name, sources=sources)
+
+
+def is_resolved(content: dict[str, Any]) -> bool:
+    """Whether a JSON file is the config.json of a run folder: every value, and where it came from."""
+    return isinstance(content.get("config"), dict) and isinstance(content.get("sources"), dict)
+
+
+def given(resolved: dict[str, Any]) -> dict[str, Any]:
+    """What of a run's resolved configuration was given when it was trained: the run is continued by it."""
+    once = ("resume", "dry_run", "profile")  # of the command, not of the run
+    values = {
+        key: value
+        for key, value in resolved["config"].items()
+        if resolved["sources"].get(key, "default") not in ("default", "memory") and key not in once
+    }
+    if values.get("max_steps"):  # of the two ways to say how long a run is, the one that counted
+        values.pop("epochs", None)
+    if values.get("optimizer") != "muon":
+        values = {key: value for key, value in values.items() if not key.startswith("muon_")}
+    return values
 
 
 def find_config(name: str) -> Path:

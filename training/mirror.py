@@ -10,9 +10,9 @@ from common.checkpoint import copy_checkpoint, prune
 from common.errors import CheckpointError, ConfigError
 from common.files import read_json, write_json
 from training.records import METRICS, SAMPLES
+from training.run_folder import CONFIG, MARKER
 
-MIRRORED_FILES = ("config.json", METRICS, SAMPLES)
-MARKER = "run.json"  # which run these are the copies of; it is gone with the disk that is unmounted
+MIRRORED_FILES = (CONFIG, METRICS, SAMPLES)
 
 
 class Mirror:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
-import itertools
-import os
 import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +13,6 @@ from common.checkpoint import (
     copy_checkpoint,
     newest_valid,
     open_checkpoint,
-    restore_interrupted,
     step_folders,
 )
 from common.errors import CheckpointError
@@ -40,13 +36,6 @@ class Found(NamedTuple):
     checkpoint: Checkpoint
     damaged: list[Path]  # newer checkpoints, which are not whole
     own: bool = True  # it is one of this run, here or in the mirror
-
-
-def tidy(run_dir: Path) -> None:
-    """Clean up after a process that was killed while it saved into a run folder."""
-    with contextlib.suppress(OSError):  # a Drive that is not there is reported when a copy fails
-        restore_interrupted(run_dir)
-        restore_interrupted(run_dir / "checkpoints")
 
 
 def require_own_mirror(run_dir: Path, mirror_dir: Path, config: TrainConfig) -> None:
@@ -205,22 +194,3 @@ def require_tokenizer(checkpoint: Checkpoint, data: TokenData) -> None:
             f"The data was not tokenized with the tokenizer of {checkpoint.path}. Tokenize it with: python "
             f"tokenize_local_bpe.py --input my_text.txt --tokenizer_file {tokenizer_path}"
         )
-
-
-def set_aside(run_dir: Path) -> None:
-    """Rename an old run, so that starting over loses nothing."""
-    if run_dir.exists():
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        names = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-        candidates = (run_dir.with_name(f"{run_dir.name}.{stamp}{name}") for name in names)
-        old = next(path for path in candidates if not path.exists())
-        os.replace(run_dir, old)
-        print(f"The run that was in {run_dir} is now {old}.")
-
-
-def quarantine(folder: Path) -> None:
-    """Take a damaged checkpoint out of the succession of steps, and keep it to be looked at."""
-    with contextlib.suppress(OSError):
-        target = folder.with_name(f"damaged_{folder.name}")
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(folder, target)

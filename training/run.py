@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 import time
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.checkpoint import open_checkpoint, prune, save_checkpoint
+from common.checkpoint import newest_valid, open_checkpoint, prune, save_checkpoint
 from common.errors import ConfigError
-from common.files import write_json
 from model import TransformerLanguageModel
 from training.config import TrainConfig
 from training.data import TokenData
+from training.evaluate import evaluated_windows, validation_loss
+from training.hardware import Hardware
 from training.mirror import Mirror
 from training.optimizer import Optimizer
 from training.resume import (
@@ -23,16 +25,14 @@ from training.resume import (
     bring_back_files,
     find_checkpoint,
     print_changes,
-    quarantine,
     require_own_mirror,
     require_the_same,
     require_the_same_start,
     require_tokenizer,
     resolved,
     saved_state,
-    set_aside,
-    tidy,
 )
+from training.run_folder import quarantine, require_ours, set_aside, tidy
 from training.schedule import epoch_sequences, last_step
 
 
@@ -58,6 +58,7 @@ class Run:
         self.sequences_seen = 0
         self.tokens = 0
         self.best_val_loss: float | None = None
+        self.best_windows: int | None = None  # of validation that it is the loss over
         self.unevaluated: dict[str, Any] | None = None  # the row of metrics of an evaluation that is not done yet
         self.saved_step = 0  # of the newest checkpoint
         self.elapsed = 0.0  # seconds, of earlier sessions
@@ -85,6 +86,7 @@ class Run:
         folders = [run.dir] if mirror_dir is None else [run.dir, mirror_dir]
         if run.mirror is not None:
             run.mirror.require_mounted()
+            require_ours(run.mirror.dir, "--checkpoint_dir")
             require_own_mirror(run.dir, run.mirror.dir, config)
         for folder in folders:
             tidy(folder)
@@ -136,6 +138,11 @@ class Run:
         minutes_passed = bool(c.checkpoint_minutes) and time.monotonic() - self.last_saved >= 60 * c.checkpoint_minutes
         return steps_passed or epochs_passed or minutes_passed or self.finished
 
+    @property
+    def best_is_comparable(self) -> bool:
+        """Whether the best loss is over the validation windows that are evaluated now."""
+        return self.best_val_loss is None or self.best_windows == evaluated_windows(self.data, self.config)
+
     def require_finite(self, *values: float) -> None:
         """Raises ConfigError if the training diverged: from here on it would only burn time."""
         if not all(map(math.isfinite, values)):
@@ -144,10 +151,6 @@ class Run:
                 f"Checkpoints saved before are whole. Run the same command with a lower --learning_rate, more "
                 "--warmup_steps, or --precision fp32 to continue from there."
             )
-
-    def write_config(self) -> None:
-        self.dir.mkdir(parents=True, exist_ok=True)
-        write_json(self.dir / "config.json", {"config": self.config.values(), "sources": self.config.sources})
 
     def save(self, elapsed: float) -> str:
         """Write a checkpoint, drop the older ones, copy it to the mirror. Returns one sentence on how that went."""
@@ -162,9 +165,27 @@ class Run:
         """Keep the weights with the lowest validation loss in best/."""
         if self.best_val_loss is None or val_loss < self.best_val_loss:
             self.best_val_loss = val_loss
+            self.best_windows = evaluated_windows(self.data, self.config)
             self.write(self.dir / "best", elapsed)
             if self.mirror:
                 self.mirror.best_is_newer = True
+
+    def evaluate_best(
+        self, hardware: Hardware, step_model: Callable[..., torch.Tensor], between: Callable[[], None]
+    ) -> None:
+        """Evaluate the best weights again, over the validation windows of now: the weights that are kept and the loss
+        that is to be beaten belong together. `between` is that of `validation_loss`."""
+        best = newest_valid([self.dir / "best"]) if (self.dir / "best").exists() else None
+        if best is None:
+            self.best_val_loss = None
+            return
+        current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        try:
+            best.load_weights(self.model)
+            self.best_val_loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
+            self.best_windows = evaluated_windows(self.data, self.config)
+        finally:
+            self.model.load_state_dict(current)
 
     def write(self, folder: Path, elapsed: float) -> None:
         """Save a checkpoint, unless the weights are not finite: a good one must not make way for one of no use."""
@@ -183,6 +204,7 @@ class Run:
             "sequences_seen": self.sequences_seen,
             "tokens": self.tokens,
             "best_val_loss": self.best_val_loss,
+            "best_windows": self.best_windows,
             "unevaluated": self.unevaluated,
             "elapsed_seconds": elapsed,
             "resumed_from": self.resumed_from,
@@ -219,8 +241,9 @@ class Run:
         print(f"Continuing from {checkpoint.path}: step {self.step:,}, epoch {self.epoch:.2f}.")
         saved = state["config"]
         print_changes(saved, self.config)
-        if any(getattr(self.config, key) != saved.get(key) for key in ("eval_batches", "batch_size")):
-            self.best_val_loss = None  # another set of validation windows: losses before and after do not compare
+        same = all(getattr(self.config, key) == saved.get(key) for key in ("eval_batches", "batch_size"))
+        in_older_states = evaluated_windows(self.data, self.config) if same else None
+        self.best_windows = state.get("best_windows", in_older_states)
 
     def initialize_from(self, path: str) -> None:
         """Take trained weights as the start of a new run on data that was tokenized with the same tokenizer."""

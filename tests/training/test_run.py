@@ -327,6 +327,63 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
     assert best[0] == best[1]
 
 
+# Whose folder it is
+
+
+@pytest.mark.parametrize("flag", ["output_dir", "checkpoint_dir"])
+def test_a_folder_of_the_users_is_not_taken_over(flag: str, train: Callable, tmp_path: Path) -> None:
+    mine = tmp_path / "run" if flag == "output_dir" else tmp_path / "drive" / "run"
+    (mine / ".tmp-photos").mkdir(parents=True)
+    (mine / ".old-thesis").mkdir()
+    for name in (".tmp-photos/a.png", ".old-thesis/b.tex", ".draft.tmp", "summary.md", "config.json"):
+        (mine / name).write_text("{}")
+    before = snapshot(mine)
+    for more in ({}, {"resume": "never"}, {"dry_run": "true"} if flag == "output_dir" else {}):
+        result = train(tmp_path / "run", **({} if flag == "output_dir" else {flag: tmp_path / "drive"}), **more)
+        assert result.code == 2 and str(mine) in result.err and f"--{flag}" in result.err and "summary.md" in result.err
+        assert snapshot(mine) == before
+
+
+def test_only_names_of_ours_are_cleaned_up_in_a_run_folder(train: Callable, copy_of: Path) -> None:
+    """What a killed process leaves goes; what a user put beside it stays."""
+    ours = [
+        ".tmp-best/x",
+        "checkpoints/.tmp-step_00000004/x",
+        "checkpoints/.old-step_00000018/x",
+        ".config.json.77.tmp",
+    ]
+    theirs = [".draft.tmp", ".tmp-photos/a.png", "checkpoints/.old-thesis/b.tex", "notes.md", ".notes.md.5.tmp"]
+    for name in ours + theirs:
+        (copy_of / name).parent.mkdir(exist_ok=True)
+        (copy_of / name).write_text("x")
+    assert train(copy_of, max_steps=26).code == 0
+    assert not any((copy_of / name).exists() for name in ours)
+    assert all((copy_of / name).read_text() == "x" for name in theirs)
+
+
+def test_the_config_of_a_run_continues_it(train: Callable, train_flags: Callable, tmp_path: Path) -> None:
+    import train_colab_mmap
+
+    assert train(tmp_path / "run", max_steps=6, seed=5).code == 0
+    assert train_colab_mmap.main(["--config", str(tmp_path / "run" / "config.json"), "--max_steps", "8"]) == 0
+    assert steps_of(tmp_path / "run")[0] == 8
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["config"]["seed"] == 5
+
+
+def test_a_second_training_in_the_same_folder_is_told_who_holds_it(
+    train: Callable, train_flags: Callable, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-u", str(ROOT / "train_colab_mmap.py"), *train_flags(tmp_path / "run", max_steps=10**6)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    assert process.stdout is not None
+    assert any(line.startswith("First step") for line in iter(process.stdout.readline, ""))
+    result = train(tmp_path / "run")
+    assert result.code == 4 and f"({process.pid} on " in result.err and "since 20" in result.err
+    process.kill()  # no chance to let go of anything
+    process.communicate()
+    assert train(tmp_path / "run", max_steps=40).code == 0
+
+
 # Losing the output
 
 
@@ -499,6 +556,23 @@ def test_what_may_change_takes_effect_and_is_told(train: Callable, copy_of: Path
     assert saved["dropout"] == 0.0
     again = train(copy_of, **{**changes, "max_steps": 30})
     assert "dropout" not in again.out and "max_steps 27 -> 30" in again.out
+
+
+@pytest.mark.parametrize(
+    "change", [{"eval_batches": 2}, {"batch_size": 8}, {"batch_size": 8, "eval_batches": 2}], ids=str
+)
+def test_best_is_not_replaced_by_worse_weights_when_the_validation_windows_change(
+    change: dict[str, int], train: Callable, copy_of: Path
+) -> None:
+    """Losses over other windows do not compare: the best weights are evaluated again over those of now."""
+    before = snapshot(copy_of / "best")
+    spoiled = train(copy_of, **change, learning_rate=5.0, max_steps=30, eval_interval=3)
+    assert spoiled.code == 0
+    assert snapshot(copy_of / "best") == before
+    state = open_checkpoint(copy_of).training_state()
+    assert state["best_windows"] == change.get("batch_size", 4) * change.get("eval_batches", 4)
+    losses = [row["val_loss"] for row in read_metrics(copy_of) if row["step"] > 24 and "val_loss" in row]
+    assert len(losses) == 2 and state["best_val_loss"] < min(losses)
 
 
 def test_every_window_comes_once_an_epoch_though_the_batch_size_changes(

@@ -1,0 +1,136 @@
+"""The run folder: whose it is, that one training at a time writes into it, and how an old one makes way."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint import restore_interrupted, step_folders
+from common.errors import CheckpointError, ConfigError
+from common.files import read_json, write_json
+from training.config import TrainConfig, is_resolved
+from training.records import CURVE, METRICS, SAMPLES, SUMMARY
+
+with contextlib.suppress(ImportError):  # Windows has none: there, two trainings are not told apart
+    import fcntl
+
+CONFIG = "config.json"
+MARKER = "run.json"  # in a mirror: which run these are the copies of
+FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY, MARKER)
+
+
+def write_config(config: TrainConfig) -> None:
+    """Write the resolved configuration, and who trains: the folder is a run's of ours from here on."""
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    session = {
+        "pid": os.getpid(),
+        "machine": socket.gethostname(),
+        "started": datetime.datetime.now().isoformat(" ", timespec="seconds"),
+    }
+    write_json(config.run_dir / CONFIG, {"config": config.values(), "sources": config.sources, "session": session})
+
+
+def require_ours(folder: Path, flag: str) -> None:
+    """Raises ConfigError if the folder that `flag` leads to holds other things than a run of ours."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} ({flag}) is a file; a folder is needed.")
+    if (folder / MARKER).exists() or step_folders(folder / "checkpoints"):
+        return
+    there = sorted(path.name for path in folder.iterdir() if not is_leftover(path.name))
+    with contextlib.suppress(ConfigError):
+        if is_resolved(read_json(folder / CONFIG, ConfigError)):
+            return
+    if there:
+        named = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
+        raise ConfigError(
+            f"{folder} ({flag}) holds files that are not a run's ({named}), and training would write between them. "
+            f"Choose a folder that is empty or not there yet."
+        )
+
+
+def is_leftover(name: str) -> bool:
+    """Whether a file was on its way to a name of ours when a process was killed, as `atomic_write` calls it."""
+    return any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in FILES)
+
+
+def tidy(run_dir: Path) -> None:
+    """Clean up after a process that was killed while it saved into a run folder: what carries names of ours."""
+    with contextlib.suppress(OSError):  # a Drive that is not there is reported when a copy fails
+        restore_interrupted(run_dir)
+        restore_interrupted(run_dir / "checkpoints")
+        for path in run_dir.iterdir():
+            if is_leftover(path.name):
+                path.unlink(missing_ok=True)
+
+
+class FolderLock:
+    """One training at a time writes into a run folder. The lock is on the open folder: the system lets it go when the
+    process ends, however it ends."""
+
+    def __init__(self) -> None:
+        self.held: dict[tuple[int, int], int] = {}  # (device, inode) -> descriptor
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self.held.values():
+            os.close(descriptor)
+
+    def take(self, folder: Path) -> None:
+        """Raises CheckpointError saying who holds it since when. A folder that is not there yet is free."""
+        if os.name == "nt" or not folder.is_dir():
+            return
+        descriptor = os.open(folder, os.O_RDONLY)
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) in self.held:
+            os.close(descriptor)
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise CheckpointError(
+                f"{folder} is being trained by another process{holder(folder)}. Wait for it, stop it, or choose "
+                f"another --output_dir."
+            ) from None
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+            return
+        self.held[status.st_dev, status.st_ino] = descriptor
+
+
+def holder(folder: Path) -> str:
+    """Who wrote the configuration last, as the end of a sentence."""
+    with contextlib.suppress(ConfigError, TypeError):
+        session: dict[str, Any] = read_json(folder / CONFIG, ConfigError).get("session") or {}
+        if session:
+            return f" ({session['pid']} on {session['machine']}, since {session['started']})"
+    return ""
+
+
+def set_aside(run_dir: Path) -> None:
+    """Rename an old run, so that starting over loses nothing."""
+    if run_dir.exists():
+        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        names = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+        candidates = (run_dir.with_name(f"{run_dir.name}.{stamp}{name}") for name in names)
+        old = next(path for path in candidates if not path.exists())
+        os.replace(run_dir, old)
+        print(f"The run that was in {run_dir} is now {old}.")
+
+
+def quarantine(folder: Path) -> None:
+    """Take a damaged checkpoint out of the succession of steps, and keep it to be looked at."""
+    with contextlib.suppress(OSError):
+        target = folder.with_name(f"damaged_{folder.name}")
+        shutil.rmtree(target, ignore_errors=True)
+        os.replace(folder, target)
