@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import INTERRUPTED, script
 from common.output import unbreakable_output
-from tokenization.token_folder import DEFAULT_FOLDER
+from tokenization.token_folder import DEFAULT_FOLDER, folder_of_text, require_tokens_of
 from training.config import TrainConfig, parse_config
 
 # torch takes seconds to import, and --help should not wait for it: functions import what needs it when they run.
@@ -278,12 +277,15 @@ def use_builtin_files(config: TrainConfig) -> TrainConfig:
 
 
 def tokenize_input(config: TrainConfig) -> TrainConfig:
-    """Tokenize `input` on first use, into a folder of its own unless `data_dir` names one."""
+    """Tokenize `input` on first use, into a folder of its own unless `data_dir` names one.
+
+    Raises DataError if that holds the tokens of another text.
+    """
     from tokenize_local_bpe import tokenize
 
     assert config.input
-    name = re.sub(r"[^\w.-]+", "_", Path(config.input).stem)  # a pattern's * is no name for a folder
-    folder = config.data_dir or str(Path(DEFAULT_FOLDER) / name)
+    folder = config.data_dir or folder_of_text(config.input, config.tokenizer, config.vocab_size)
+    require_tokens_of(folder, config.input, config.tokenizer)
     tokenize([config.input], folder, tokenizer=config.tokenizer, vocab_size=config.vocab_size, quiet=True)
     return dataclasses.replace(config, data_dir=folder)
 

@@ -34,7 +34,7 @@ class Sampling:
                 ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more is needed"),
                 ("top_k", self.top_k >= 0, "0 (off) or more is needed"),
                 ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 is needed"),
-                ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "more than 0 is needed"),
+                ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100 is allowed"),
                 ("seed", self.seed >= 0, "0 or more is needed"),
             )
             if not holds

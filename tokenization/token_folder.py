@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gzip
+import hashlib
 import json
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from common.errors import DataError
 from common.files import atomic_write, read_json, sha256_file, sync_directory, write_json
-from tokenization.metadata import TokenMetadata
+from tokenization.metadata import TokenMetadata, metadata_files
 
 if TYPE_CHECKING:
     import numpy as np
@@ -134,6 +136,26 @@ class TokenFolder:
         metadata.write(self.metadata)
         shutil.rmtree(self.work)
         return dataclasses.replace(metadata, path=self.metadata)
+
+
+def folder_of_text(text: str, tokenizer: str, vocab_size: int) -> str:
+    """Where the trainer's `--input` puts its tokens: a folder for each text, wherever it lies, and way to tokenize it."""
+    name = re.sub(r"[^\w.-]+", "_", Path(text).stem)  # a pattern's * is no name for a folder
+    way = [str(Path(text).resolve()), tokenizer, vocab_size]
+    return str(Path(DEFAULT_FOLDER) / f"{name}-{hashlib.sha256(json.dumps(way).encode()).hexdigest()[:8]}")
+
+
+def require_tokens_of(folder: str, text: str, tokenizer: str) -> None:
+    """Raises DataError if a folder holds the tokens of another text, or of this one tokenized in another way."""
+    for path in metadata_files(Path(folder)):
+        metadata = TokenMetadata.read(path)
+        kind = "char" if metadata.tokenizer_type == "character" else "bpe"
+        names = {source["name"] for source in metadata.source_files}
+        if kind != tokenizer or (Path(text).is_file() and names != {Path(text).name}):
+            raise DataError(
+                f"{folder} holds {metadata.tokenizer_type} tokens of {', '.join(sorted(names)) or 'another text'}, "
+                f"not {tokenizer} tokens of {text}. Name another --data_dir, or leave --input out to train on what is there."
+            )
 
 
 def holds_unfinished(folder: Path) -> bool:

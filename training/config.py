@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
+MOST_SEQUENCES = 1_000_000  # beyond it nothing but mistakes
 MODEL_KEYS = (
     "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len", "dropout", "bias", "tie_embeddings",
     "activation", "norm", "position", "qk_norm", "logit_softcap", "embed_norm", "zero_init",
@@ -73,8 +74,8 @@ class TrainConfig:
     max_steps: int = option(0, "length", "optimizer steps in all; 0: as many as the epochs take", low=0)
     max_steps_per_epoch: int = option(0, "length", "end an epoch after this many steps, 0 is off", low=0)
 
-    batch_size: int = option(32, "batch", "sequences per batch", low=1)
-    gradient_accumulation_steps: int = option(1, "batch", "batches per optimizer step", low=1)
+    batch_size: int = option(32, "batch", "sequences per batch", low=1, high=MOST_SEQUENCES)
+    gradient_accumulation_steps: int = option(1, "batch", "batches per optimizer step", low=1, high=MOST_SEQUENCES)
     micro_batch_size: int | None = option(
         None, "batch", "sequences through the model at once: memory only, not the result [batch_size]", low=1
     )

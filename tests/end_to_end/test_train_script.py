@@ -377,3 +377,31 @@ def test_a_bug_of_ours_keeps_its_traceback(train: Callable, tmp_path: Path, monk
 
 def test_the_script_stays_short_enough_to_read_in_one_sitting() -> None:
     assert len(Path(train_colab_mmap.__file__).read_text(encoding="utf-8").splitlines()) < 300
+
+
+def test_inputs_of_one_name_do_not_share_a_folder(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, text in (("a", "the cat sat on a mat. " * 300), ("b", "0 1 2 3 4 5 6 7 8 9. " * 300)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my.txt").write_text(text)
+    shape = {"data_dir": None, "max_steps": 2, "eval_interval": 0}
+    ways = [("a", "char", None), ("b", "char", None), ("a", "bpe", 300)]
+    for i, (folder, tokenizer, size) in enumerate(ways):
+        flags = {**shape, "input": f"{folder}/my.txt", "tokenizer": tokenizer, "vocab_size": size}
+        for _ in range(2):  # again: the tokens are there
+            assert train(tmp_path / f"run{i}", **flags).code == 0
+    folders = sorted((tmp_path / "datasets_cache").iterdir())
+    assert len(folders) == 3 and all(folder.name.startswith("my-") for folder in folders)
+
+
+def test_tokens_of_another_text_are_not_replaced(train: Callable, token_folder: Path, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    shutil.copytree(token_folder, precious)
+    (tmp_path / "my.txt").write_text("0 1 2 3 4 5 6 7 8 9. " * 300)
+    before = snapshot(precious)
+    for tokenizer in ("char", "bpe"):
+        result = train(tmp_path / "run", data_dir=precious, input=tmp_path / "my.txt", tokenizer=tokenizer)
+        assert result.code == 3 and str(precious) in result.err and "my.txt" in result.err
+        assert snapshot(precious) == before

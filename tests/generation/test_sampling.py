@@ -152,6 +152,7 @@ def test_repetition_penalty_is_ctrls():
         ({"top_p": 0.0}, "top_p is 0.0"),
         ({"top_p": 1.01}, "top_p is 1.01"),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty is 1e-40"),
         ({"repetition_penalty": math.inf}, "repetition_penalty is inf"),
         ({"seed": -1}, "seed is -1"),
         ({"stop": ("",)}, "empty stop string"),
