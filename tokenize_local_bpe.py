@@ -322,6 +322,8 @@ def parse_arguments(argv: Sequence[str] | None) -> dict[str, Any]:
         for name in ("vocab_size", "min_frequency", "vocab_sample_mb"):
             if name in given:
                 problems.append(f"--{name} has no effect {reason}; leave it out")
+    if given.get("unknown") == "drop" and given.get("tokenizer") == "char" and "tokenizer_file" not in given:
+        problems.append("--unknown drop has no effect where the vocabulary is learned from the text; leave it out")
     if problems:
         raise ConfigError("\n".join(problems) + f"\n`python {parser.prog} --help` lists all flags.")
     return given

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -85,14 +86,35 @@ def cpu_name() -> str:
     return f"{model} ({os.cpu_count()} cores)"
 
 
+# Limit and use of a container's memory in bytes: cgroup v2, then v1.
+CGROUP_MEMORY = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
 def total_ram() -> int | None:
-    """Bytes of memory of this machine; None where the system does not tell."""
-    return memory_info("MemTotal")
+    """Bytes of memory of this machine, or of the container we run in; None where the system does not tell."""
+    limit, _ = container_memory()
+    return least(memory_info("MemTotal"), limit)
 
 
 def available_ram() -> int | None:
     """Bytes of memory a process could use without swapping; None where the system does not tell."""
-    return memory_info("MemAvailable")
+    limit, used = container_memory()
+    return least(memory_info("MemAvailable"), None if limit is None else max(0, limit - used))
+
+
+def least(*values: int | None) -> int | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def container_memory() -> tuple[int | None, int]:
+    """(limit, used) in bytes; None where there is no limit."""
+    for limit, used in CGROUP_MEMORY:
+        with contextlib.suppress(OSError, ValueError):  # "max" is no limit
+            return int(Path(limit).read_text()), int(Path(used).read_text())
+    return None, 0
 
 
 def memory_info(name: str) -> int | None:

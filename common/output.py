@@ -28,6 +28,8 @@ class Unbreakable:
     def dropping(self) -> Iterator[None]:
         try:
             yield
+        except UnicodeError:  # this text alone cannot be written
+            pass
         except (OSError, ValueError):  # ValueError: the stream was closed
             with contextlib.suppress(OSError, ValueError):  # a stream without a file
                 drop(self.stream)

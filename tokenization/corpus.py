@@ -161,7 +161,8 @@ def expand(given: str) -> list[tuple[Path, str]]:
         files = []
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            files += [Path(folder, name) for name in names if not name.startswith(".") and is_text_name(name)]
+            named = [Path(folder, name) for name in names if not name.startswith(".") and is_text_name(name)]
+            files += [path for path in named if path.is_file()]  # reading a pipe would wait for its writer
         if not files:
             raise DataError(f"The folder {given} holds no file whose name ends in {suffix_list()}.")
         return [(file, file.relative_to(path).as_posix()) for file in sorted(files)]
@@ -266,6 +267,8 @@ def text_of_record(source: Source, number: int, position: int, line: bytes, text
         raise not_utf8(source, position + error.start, error) from None
     except json.JSONDecodeError as error:
         raise DataError(f"{source.path}, line {number}, column {error.colno}: not valid JSON ({error.msg}).") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of open brackets
+        raise DataError(f"{source.path}, line {number}: not usable JSON ({error}).") from None
     if not isinstance(record, dict):
         raise DataError(
             f"{source.path}, line {number}: a JSON {type(record).__name__}; an object {{...}} was expected."

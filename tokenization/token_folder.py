@@ -139,7 +139,7 @@ class TokenFolder:
 
 
 def folder_of_text(text: str, tokenizer: str, vocab_size: int) -> str:
-    """Where the trainer's `--input` puts its tokens: a folder for each text, wherever it lies, and way to tokenize it."""
+    """Where the trainer's `--input` puts its tokens: a folder for each text, wherever it lies, and each tokenizer."""
     name = re.sub(r"[^\w.-]+", "_", Path(text).stem)  # a pattern's * is no name for a folder
     way = [str(Path(text).resolve()), tokenizer, vocab_size]
     return str(Path(DEFAULT_FOLDER) / f"{name}-{hashlib.sha256(json.dumps(way).encode()).hexdigest()[:8]}")
@@ -154,7 +154,8 @@ def require_tokens_of(folder: str, text: str, tokenizer: str) -> None:
         if kind != tokenizer or (Path(text).is_file() and names != {Path(text).name}):
             raise DataError(
                 f"{folder} holds {metadata.tokenizer_type} tokens of {', '.join(sorted(names)) or 'another text'}, "
-                f"not {tokenizer} tokens of {text}. Name another --data_dir, or leave --input out to train on what is there."
+                f"not {tokenizer} tokens of {text}. Name another --data_dir, or leave --input out to train on what "
+                f"is there."
             )
 
 

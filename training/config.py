@@ -77,7 +77,10 @@ class TrainConfig:
     batch_size: int = option(32, "batch", "sequences per batch", low=1, high=MOST_SEQUENCES)
     gradient_accumulation_steps: int = option(1, "batch", "batches per optimizer step", low=1, high=MOST_SEQUENCES)
     micro_batch_size: int | None = option(
-        None, "batch", "sequences through the model at once: memory only, not the result [batch_size]", low=1
+        None,
+        "batch",
+        "sequences at once: a matter of memory, not of the result (dropout's draws aside) [batch_size]",
+        low=1,
     )
 
     optimizer: str = option(
@@ -151,7 +154,7 @@ class TrainConfig:
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.output_dir or Path("runs") / self.name)
+        return Path(self.output_dir or Path("runs") / self.name).expanduser()
 
     @property
     def sequences_per_step(self) -> int:

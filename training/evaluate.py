@@ -112,7 +112,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             if not (isinstance(prompt.text, str) and isinstance(prompt.expected, str | None)):
                 raise TypeError
             prompts.append(prompt)
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             raise DataError(
                 f'{path}, line {number}: {{"prompt": "...", "answer": "..."}} is expected (the answer may be left out).'
             ) from None

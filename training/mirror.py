@@ -20,7 +20,7 @@ class Mirror:
 
     def __init__(self, run_dir: Path, checkpoint_dir: str):
         self.run_dir = run_dir
-        self.root = Path(checkpoint_dir)
+        self.root = Path(checkpoint_dir).expanduser()
         self.dir = self.root / run_dir.name
         self.best_is_newer = False  # the run folder's best/ than the copy here
         self.marked = False

@@ -22,6 +22,7 @@ from training.run import Run
 from training.step import part_of_step, smallest_part, train_step
 
 MEMORY_SHARE = 0.8  # of the memory there is; the rest is for tokens, kernels' workspaces and fragmentation
+DROPOUT_ASIDE = " but for the draws of dropout"  # which go through a micro-batch at a time
 PROCESS_BYTES = 350_000_000  # resident in a process that has imported torch
 TIMED_SECONDS = 8.0  # a step that takes longer than this is timed on a part of its sequences
 
@@ -74,7 +75,7 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
     if fitted is not config:
         print(
             f"Memory     a step of {config.rows_at_once} sequences at once would not fit: micro_batch_size {rows}, "
-            "with the same result"
+            f"with the same result{DROPOUT_ASIDE if config.dropout else ''}"
         )
     return fitted
 
@@ -90,6 +91,7 @@ def memory_advice(config: TrainConfig) -> Iterator[None]:
         rows = config.rows_at_once
         advice = (
             f"Run the same command with --micro_batch_size {rows // 2}: the result stays the same"
+            f"{DROPOUT_ASIDE if config.dropout else ''}"
             if rows > 1
             else "Choose a smaller --model_size or --max_seq_len"
         )
@@ -107,8 +109,8 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
         f"Steps      {run.max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} sequences, "
         f"{config.rows_at_once} at once), {run.max_steps * config.tokens_per_step / 1e6:,.1f}M tokens in all\n"
         f"Memory     about {estimate / 1e9:.1f} GB{there_is} (an estimate)\n"
-        f"Disk       about {3 * 12 * model.num_parameters() / 1e9:.1f} GB in {config.run_dir} (two checkpoints and the "
-        "best)"
+        f"Disk       about {4 * 12 * model.num_parameters() / 1e9:.1f} GB in {config.run_dir} (two checkpoints, the "
+        "best, and the one that is being written)"
     )
     step_model = compile_model(model, hardware, lambda: data.batch(0, config.rows_at_once))
     seconds, rows = time_step(step_model, run, config, hardware)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
 import tracemalloc
 from collections.abc import Iterable, Iterator
@@ -206,6 +207,8 @@ def test_utf16_is_recognised(tmp_path: Path) -> None:
         (b"[1]", "line 3: a JSON list"),
         (b'{"content": "x"}', "line 3 has no key \"text\"; it has 'content'.*--text_key"),
         (b'{"text": 5}', 'line 3: "text" is not a string'),
+        (b'{"text": ' + b"9" * 5000 + b"}", "line 3: not usable JSON"),
+        (b"[" * 200_000, "line 3: not usable JSON"),
         (b'{"text": "\xff"}', "not UTF-8 text: .* at byte 28 "),
     ],
 )
@@ -213,6 +216,13 @@ def test_a_bad_line_of_jsonl_is_located(tmp_path: Path, line: bytes, complaint: 
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
     with pytest.raises(DataError, match=complaint):
         documents(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="POSIX")
+def test_a_pipe_in_a_folder_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "one")
+    os.mkfifo(tmp_path / "b.txt")
+    assert documents(tmp_path) == ["one"]
 
 
 def test_another_key_of_jsonl(tmp_path: Path) -> None:

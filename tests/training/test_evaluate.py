@@ -197,3 +197,10 @@ def test_accuracy_counts_only_answers_that_are_known() -> None:
     answers = [Answer(Prompt("a", "x"), "x"), Answer(Prompt("b", "x"), "y"), Answer(Prompt("c"), "z")]
     assert accuracy(answers) == (1, 2)
     assert accuracy([]) == (0, 0)
+
+
+@pytest.mark.parametrize("line", ["9" * 5000, '{"prompt": ' * 100_000], ids=["digits", "nested"])
+def test_prompts_that_no_reader_can_take_are_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(line)
+    with pytest.raises(DataError, match="line 1"):
+        read_prompts(tmp_path / "prompts.jsonl")
