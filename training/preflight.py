@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from common.checkpoint import step_folders
 from common.errors import MemoryExhausted, is_out_of_memory
 from common.formatting import clock, si
 from model import TransformerLanguageModel
@@ -102,6 +101,8 @@ def memory_advice(config: TrainConfig) -> Iterator[None]:
 
 def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     """Print everything known before the first step, one timed step and a forecast. Writes no run."""
+    run.require_own_folders()
+    found = run.find()
     model, data = run.model, run.data
     estimate = estimate_memory(config, model, hardware.precision) + held_memory(data, hardware)
     there_is = f" of {hardware.memory_bytes / 1e9:.1f} GB" if hardware.memory_bytes else ""
@@ -130,9 +131,8 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
     if hardware.is_cuda and (peak := hardware.peak_memory()):
         print(f"Peak       {peak / 1e9:.2f} GB of GPU memory in the timed step")
-    there = step_folders(config.run_dir / "checkpoints")
-    if there:
-        print(f"Resume     {config.run_dir} holds {there[0].name}; training would continue from it")
+    if found is not None:
+        print(f"Resume     {found.checkpoint.path} is whole and fits; training would continue from it")
     print("Dry run: no run was written. Leave --dry_run out to train.")
 
 

@@ -82,15 +82,11 @@ class Run:
         Raises CheckpointError if what is there belongs to another model or other data, or cannot be trusted.
         """
         run = cls(config, model, optimizer, scaler, data)
-        mirror_dir = run.mirror.dir if run.mirror else None
-        folders = [run.dir] if mirror_dir is None else [run.dir, mirror_dir]
-        if run.mirror is not None:
-            run.mirror.require_mounted()
-            require_ours(run.mirror.dir, "--checkpoint_dir")
-            require_own_mirror(run.dir, run.mirror.dir, config)
+        folders = [run.dir] if run.mirror is None else [run.dir, run.mirror.dir]
+        run.require_own_folders()
         for folder in folders:
             tidy(folder)
-        found = None if config.resume == "never" else find_checkpoint(run.dir, mirror_dir, config)
+        found = run.find()
         if found is not None:
             run.restore(found)
         elif config.init_from:
@@ -100,6 +96,24 @@ class Run:
                 set_aside(folder)
         run.max_steps = run.plan()
         return run
+
+    def require_own_folders(self) -> None:
+        """Raises ConfigError or CheckpointError if the mirror is not there, or is not this run's."""
+        if self.mirror is not None:
+            self.mirror.require_mounted()
+            require_ours(self.mirror.dir, "--checkpoint_dir")
+            require_own_mirror(self.dir, self.mirror.dir, self.config)
+
+    def find(self) -> Found | None:
+        """The checkpoint to continue from. Raises CheckpointError if it cannot be continued as things are now."""
+        if self.config.resume == "never":
+            return None
+        found = find_checkpoint(self.dir, self.mirror.dir if self.mirror else None, self.config)
+        if found is not None:
+            state = saved_state(found.checkpoint)
+            require_the_same(found.checkpoint, state, self.config, self.model.config, self.data)
+            require_the_same_start(state, self.config)
+        return found
 
     def plan(self) -> int:
         return last_step(self.step, self.sequences_seen, self.data.windows, self.config)
@@ -216,11 +230,9 @@ class Run:
         }
 
     def restore(self, found: Found) -> None:
-        """Load everything; report what changed since. Raises CheckpointError for what may not change."""
+        """Load everything; report what changed since."""
         checkpoint = found.checkpoint
         state = saved_state(checkpoint)
-        require_the_same(checkpoint, state, self.config, self.model.config, self.data)
-        require_the_same_start(state, self.config)
         for folder in found.damaged:
             quarantine(folder)
         checkpoint.load_weights(self.model)

@@ -384,6 +384,21 @@ def test_a_second_training_in_the_same_folder_is_told_who_holds_it(
     assert train(tmp_path / "run", max_steps=40).code == 0
 
 
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+def test_a_dry_run_finds_what_would_keep_the_run_from_going_on(dry_run: str, train: Callable, copy_of: Path) -> None:
+    before = snapshot(copy_of)
+    for change, said in (
+        ({"embed_dim": 64}, "embed_dim"),
+        ({"resume_from": copy_of.parent / "nowhere"}, "nowhere"),
+        ({"checkpoint_dir": copy_of / "no" / "drive"}, "drive.mount"),
+        ({"output_dir": copy_of / "config.json"}, "is a file"),
+    ):
+        output_dir = change.pop("output_dir", copy_of if "resume_from" not in change else copy_of.parent / "other")
+        result = train(output_dir, **change, max_steps=30, dry_run=dry_run)
+        assert result.code in (2, 4) and said in result.err, change
+        assert snapshot(copy_of) == before
+
+
 # Losing the output
 
 
