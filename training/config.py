@@ -9,8 +9,7 @@ import argparse
 import dataclasses
 import json
 import math
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ConfigError
 from common.files import read_json
 from common.flags import Parser, add_debug, suggest
+from training.conversion import convert, kind_of
 
 if TYPE_CHECKING:
     from model import ModelConfig
@@ -298,10 +298,6 @@ def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any
     return {key: value for key, value in vars(known).items() if value is not None and key != "debug"}
 
 
-def kind_of(f: dataclasses.Field[Any]) -> str:
-    return str(f.type).split(" | ")[0]  # annotations are strings here: "int | None" -> "int"
-
-
 def check_values(layer: dict[str, Any], source: str, problems: list[str]) -> dict[str, Any]:
     """Convert one layer's values to their types; what cannot be converted or is out of range goes to `problems`."""
     checked = {}
@@ -316,57 +312,6 @@ def check_values(layer: dict[str, Any], source: str, problems: list[str]) -> dic
             shown = "missing" if value is True and source == "flag" else json.dumps(value, ensure_ascii=False)
             problems.append(f"{where} is {shown}; {problem}")
     return checked
-
-
-def convert(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
-    """One value to its field's type. Raises ValueError saying what is allowed."""
-    allowed, kind = f.metadata, kind_of(f)
-    if value is None and f.default is None:
-        return None
-    if from_flag and isinstance(value, str) and (kind != "str" or "switch" in allowed):
-        value = parse_word(value)
-    if "switch" in allowed and isinstance(value, bool):
-        value = allowed["switch"][0 if value else 1]
-    if kind == "bool":
-        if not isinstance(value, bool):
-            raise ValueError("true or false is needed")
-        return value
-    if kind == "str":
-        choices = allowed.get("choices")
-        if not isinstance(value, str) or not value:
-            raise ValueError(f"one of {', '.join(choices)} is needed" if choices else "a text is needed")
-        if choices and value not in choices:
-            raise ValueError(f"allowed: {', '.join(choices)}.{suggest(value, choices)}")
-        return value
-    whole = kind == "int"
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:  # or NaN
-        raise ValueError("a whole number is needed" if whole else "a number is needed")
-    if whole and value != int(value):
-        raise ValueError("a whole number is needed")
-    value = int(value) if whole else float(value)
-    limits: dict[str, tuple[Callable[[float], bool], str]] = {
-        "low": (lambda limit: value >= limit, "at least"),
-        "above": (lambda limit: value > limit, "more than"),
-        "high": (lambda limit: value <= limit, "at most"),
-        "below": (lambda limit: value < limit, "less than"),
-    }
-    if not all(holds(allowed[name]) for name, (holds, _) in limits.items() if name in allowed):
-        said = [f"{words} {allowed[name]:,}" for name, (_, words) in limits.items() if name in allowed]
-        raise ValueError(f"allowed: {' and '.join(said)}")
-    return value
-
-
-def parse_word(word: str) -> Any:
-    """A flag's word as JSON would read it: 64, 3e-4, true; also 1_000. Anything else stays a word."""
-    if word.lower() in ("true", "false"):
-        return word.lower() == "true"
-    try:
-        return int(word)
-    except ValueError:
-        try:
-            return float(word)
-        except ValueError:
-            return word
 
 
 def cross_check(values: dict[str, Any], sources: dict[str, str]) -> list[str]:

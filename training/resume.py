@@ -1,4 +1,4 @@
-"""How a run begins: from a checkpoint of its own, from other weights, or anew, with the old one kept aside."""
+"""How a run begins: from a checkpoint of its own, or from other weights; and what may not have changed since."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ import torch
 from common.errors import ConfigError
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import ROOT
-from training.config import MODEL_KEYS, MODEL_SIZES, SCHEMA, TrainConfig, kind_of, parse_config
+from training.config import MODEL_KEYS, MODEL_SIZES, SCHEMA, TrainConfig, parse_config
+from training.conversion import kind_of
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 BLOG_COMMAND = (
