@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from training.data import TokenData
     from training.evaluate import Answer, Prompt
     from training.hardware import Hardware
+    from training.interruption import Interruption
     from training.optimizer import Optimizer
     from training.report import Report
     from training.run import Run
@@ -65,6 +66,7 @@ def train(config: TrainConfig) -> int:
 def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
     """Start or continue the run in its folder, and take it to its end. Returns the exit code."""
     from training.evaluate import answer_prompts
+    from training.interruption import Interruption
     from training.preflight import memory_advice
     from training.records import SUMMARY, rewind
     from training.report import Report
@@ -77,6 +79,8 @@ def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
     lock.take(config.run_dir)
     run = Run.start_or_resume(config, model, parts.optimizer, parts.scaler, data)
     if run.finished and (run.dir / SUMMARY).exists():
+        with run.saving(print, lambda: False):
+            pass  # but for the mirror, if that could not be brought up to date before
         print(
             f"This run is finished: step {run.step:,} of {run.max_steps:,}, results in {run.dir / SUMMARY}. "
             f"To go on, ask for more: {run.more()}. "
@@ -92,15 +96,18 @@ def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
     timer = Timer(hardware, run.elapsed, hardware.units_per_hour(config))
     report = Report(run.dir, timer, run.step, run.max_steps)
     rewind(run.dir, run.step if run.unevaluated is None else run.step - 1)
-    with memory_advice(config):
-        answers = take_steps(run, report, hardware, parts.prompts, started)
-    report.close()
-    if not run.finished or run.unevaluated is not None:
+    interruption = Interruption()
+    with memory_advice(config), interruption.awaited(), run.saving(report.say, interruption.is_requested):
+        answers = take_steps(run, report, hardware, parts.prompts, interruption, started)
+        report.close()
+        is_done = run.finished and run.unevaluated is None
+        if is_done:
+            if parts.prompts and not answers:  # evaluation is off, or the machine went away after the last step
+                answers = answer_prompts(model, data, parts.prompts)
+            write_summary(run, hardware, timer, answers)
+    if not is_done:
         print(f"Interrupted after step {run.step:,}. The same command continues from there.")
         return INTERRUPTED
-    if parts.prompts and not answers:  # evaluation is off, or the machine went away between the last step and this line
-        answers = answer_prompts(model, data, parts.prompts)
-    write_summary(run, hardware, timer, answers)
     return 0
 
 
@@ -154,19 +161,26 @@ def prepare(config: TrainConfig) -> Parts:
     return Parts(config, hardware, data, prompts, model, optimizer, hardware.grad_scaler())
 
 
-def take_steps(run: Run, report: Report, hardware: Hardware, prompts: list[Prompt], started: float) -> list[Answer]:
+def take_steps(
+    run: Run,
+    report: Report,
+    hardware: Hardware,
+    prompts: list[Prompt],
+    interruption: Interruption,
+    started: float,
+) -> list[Answer]:
     """Train to the last step, or until it is asked to stop. Returns the answers of the last evaluation.
 
     `started` is the time.perf_counter() at which the command began.
     """
     from training.compilation import compile_model
+    from training.evaluate import evaluated_windows
     from training.hardware import frozen_garbage
-    from training.interruption import Interruption, StopRequested
+    from training.interruption import StopRequested
     from training.schedule import learning_rate
     from training.step import train_step
 
     config, model, data, timer = run.config, run.model, run.data, report.timer
-    interruption = Interruption()
     answers: list[Answer] = []
     first_step = run.step
 
@@ -178,7 +192,7 @@ def take_steps(run: Run, report: Report, hardware: Hardware, prompts: list[Promp
             evaluates=bool(config.eval_interval),
             cache_dir=config.compile_cache_dir,
         )
-    with interruption.awaited(), frozen_garbage():
+    with frozen_garbage():
         if not run.best_is_comparable and config.eval_interval:
             with timer.paused(), contextlib.suppress(StopRequested):
                 run.evaluate_best(hardware, step_model, interruption.check)
@@ -210,51 +224,29 @@ def take_steps(run: Run, report: Report, hardware: Hardware, prompts: list[Promp
             if reporting:  # nothing waits for the device on the other steps
                 row |= timer.training_row(loss, grad_norm, lr, model.flops_per_token())
                 run.require_finite(row["train_loss"])
-                report.progress(row)
+                report.progress(row, run.mirror.status() if run.mirror else "")
             if evaluating:
                 run.unevaluated = row
+                report.announce_evaluation(evaluated_windows(data, config) * config.max_seq_len)
                 try:
-                    answers = evaluate(row, run, report, hardware, step_model, prompts, interruption.check)
+                    with timer.paused():
+                        answers = run.evaluate(row, hardware, step_model, prompts, interruption.check)
                 except StopRequested:
                     break
                 run.unevaluated = None
+                report.evaluation(row, answers)
             if reporting or evaluating:
                 report.write(row)
             if evaluating:
                 report.curve()
-            if run.checkpoint_due():
+            if (is_due := run.checkpoint_due()) or run.best_is_new:
                 with timer.paused():
-                    report.say(run.save(timer.elapsed))
+                    run.save(timer.elapsed, best_only=not is_due)
+            for line in run.news():
+                report.say(line)
         if run.step > run.saved_step:  # asked to stop
             with timer.paused():
-                report.say(run.save(timer.elapsed))
-    return answers
-
-
-def evaluate(
-    row: dict[str, Any],
-    run: Run,
-    report: Report,
-    hardware: Hardware,
-    step_model: Callable[..., torch.Tensor],
-    prompts: list[Prompt],
-    between: Callable[[], None],
-) -> list[Answer]:
-    """Complete a row of metrics by an evaluation, and keep the weights if they are the best. Returns the answers.
-
-    `between` is called between two batches, and may raise to give the evaluation up.
-    """
-    from training.evaluate import answer_prompts, bits_per_byte, evaluated_windows, validation_loss
-
-    config, model, data = run.config, run.model, run.data
-    report.announce_evaluation(evaluated_windows(data, config) * config.max_seq_len)
-    with report.timer.paused():
-        val_loss = validation_loss(model, step_model, data, config, hardware, between)
-        run.require_finite(val_loss)
-        answers = answer_prompts(model, data, prompts, between) if prompts else []
-        row |= {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte(val_loss, data)}
-        run.save_best(val_loss, report.timer.elapsed)
-    report.evaluation(row, answers)
+                run.save(timer.elapsed)
     return answers
 
 

@@ -7,12 +7,15 @@ that disagrees with it is not loaded, nor one without it, the blog's form with `
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 import sys
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,7 @@ FILES = ("model.safetensors", "config.json", "tokenizer.json", "optimizer_state.
 KEEP = 2  # never one: the newest may be the one that turns out damaged
 STEP_NAME = re.compile(r"step_(\d{8})")
 CHECKPOINT_NAME = re.compile(rf"best|{STEP_NAME.pattern}")
+PUBLISHING = threading.Lock()  # held where a folder makes way for another of its name
 
 
 class Stateful(Protocol):
@@ -106,6 +110,52 @@ def load_tensors(path: Path) -> dict[str, Any]:
 CONFIG_EXTRAS = ("tokenizer_type", "total_parameters", "model_type", "architecture", "description", "model_name")
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint is made of, in memory."""
+
+    weights: dict[str, torch.Tensor]  # on the CPU
+    optimizer_state: dict[str, Any]  # likewise
+    tokenizer_file: bytes  # its content: what a path leads to may have changed since training began
+    config: dict[str, Any]
+    training_state: dict[str, Any]
+
+    @property
+    def bytes(self) -> int:
+        return 12 * self.config["total_parameters"]  # of weights and AdamW's two moments
+
+
+def take_snapshot(
+    model: TransformerLanguageModel,
+    optimizer: Stateful,
+    tokenizer_file: bytes,
+    tokenizer_type: str,
+    training_state: dict[str, Any],
+    copy: bool = False,
+) -> Snapshot:
+    """What `write_checkpoint` needs; with `copy`, nothing of it changes when the training goes on."""
+    weights = model.state_dict()
+    if model.config.tie_embeddings:
+        del weights["head.weight"]  # the same tensor as token_embedding.weight
+    config = {
+        **model.config.to_dict(),
+        "tokenizer_type": tokenizer_type,
+        "total_parameters": model.num_parameters(),
+    }
+    return Snapshot(
+        on_host(weights, copy), on_host(optimizer.state_dict(), copy), tokenizer_file, config, training_state
+    )
+
+
+def on_host(state: Any, copy: bool) -> Any:
+    """The same structure of dicts and lists, with its tensors on the CPU, as copies if asked for."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=copy).contiguous()
+    if isinstance(state, dict):
+        return {key: on_host(value, copy) for key, value in state.items()}
+    return [on_host(value, copy) for value in state] if isinstance(state, list) else state
+
+
 def save_checkpoint(
     folder: Path,
     model: TransformerLanguageModel,
@@ -114,30 +164,27 @@ def save_checkpoint(
     tokenizer_type: str,
     training_state: dict[str, Any],
 ) -> None:
-    """Write the checkpoint `folder`, replacing an older one of that name only when the new one is complete.
+    """`write_checkpoint` of a model and an optimizer as they are."""
+    write_checkpoint(folder, take_snapshot(model, optimizer, tokenizer_file, tokenizer_type, training_state))
 
-    `tokenizer_file` is the content of its tokenizer.json: what a path leads to may have changed since training began.
+
+def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
+    """Write the checkpoint `folder`, replacing an older one of that name only when the new one is complete.
 
     Raises CheckpointError (a full disk, say) and leaves every checkpoint there was as it was.
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
-    weights = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    if model.config.tie_embeddings:
-        del weights["head.weight"]  # the same tensor as token_embedding.weight
-    described = {
-        **model.config.to_dict(),
-        "tokenizer_type": tokenizer_type,
-        "total_parameters": model.num_parameters(),
-    }
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         written = {
-            "model.safetensors": write_verified(temporary / "model.safetensors", safetensors.torch.save(weights)),
-            "optimizer_state.bin": write_verified(temporary / "optimizer_state.bin", optimizer.state_dict()),
-            "tokenizer.json": write_verified(temporary / "tokenizer.json", tokenizer_file),
+            "model.safetensors": write_verified(
+                temporary / "model.safetensors", safetensors.torch.save(snapshot.weights)
+            ),
+            "optimizer_state.bin": write_verified(temporary / "optimizer_state.bin", snapshot.optimizer_state),
+            "tokenizer.json": write_verified(temporary / "tokenizer.json", snapshot.tokenizer_file),
         }
-        for name, value in (("config.json", described), ("training_state.json", training_state)):
+        for name, value in (("config.json", snapshot.config), ("training_state.json", snapshot.training_state)):
             text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
             written[name] = write_verified(temporary / name, text.encode())
         files = {
@@ -149,10 +196,11 @@ def save_checkpoint(
         shutil.rmtree(temporary, ignore_errors=True)
         # torch.save answers a failed write with a RuntimeError of its own; the reason hangs on it as its context.
         reason = problem.__context__ if isinstance(problem.__context__, OSError) else problem
+        is_full = isinstance(reason, OSError) and reason.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = f"Free some space (one takes about {snapshot.bytes / 1e6:,.0f} MB)" if is_full else "Put that right"
         raise CheckpointError(
-            f"{folder} could not be saved: {reason}. Checkpoints saved before are whole. Free some space "
-            f"(one takes about {12 * model.num_parameters() / 1e6:,.0f} MB) or choose another --output_dir, "
-            "then run the same command to continue."
+            f"{folder} could not be saved: {reason}. Checkpoints saved before are whole. {remedy} or choose another "
+            "--output_dir, then run the same command to continue."
         ) from problem
 
 
@@ -190,37 +238,39 @@ def write_verified(path: Path, content: bytes | dict[str, Any]) -> str:
     return sha256
 
 
-def publish(temporary: Path, folder: Path) -> None:
+def publish(temporary: Path, folder: Path, truncate: bool = False) -> None:
     """Give a complete folder its name. A folder of that name makes way first, and is back if the machine dies between
-    the two renames (`restore_interrupted`)."""
+    the two renames (`restore_interrupted`). `truncate` is that of `discard`."""
     sync_directory(temporary)
     replaced = folder.with_name(f".old-{folder.name}")
-    if folder.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.replace(folder, replaced)
-    try:
-        os.replace(temporary, folder)
-    except OSError:
-        if replaced.exists():
-            os.replace(replaced, folder)
-        raise
+    with PUBLISHING:
+        if folder.exists():
+            discard(replaced, truncate)
+            os.replace(folder, replaced)
+        try:
+            os.replace(temporary, folder)
+        except OSError:
+            if replaced.exists():
+                os.replace(replaced, folder)
+            raise
     sync_directory(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    discard(replaced, truncate)
 
 
-def restore_interrupted(parent: Path) -> None:
-    """Clean up after a process that was killed while saving into `parent`, nothing but what carries a name of ours."""
+def restore_interrupted(parent: Path, truncate: bool = False) -> None:
+    """Clean up after a process that was killed while saving into `parent`, nothing but what carries a name of ours.
+    `truncate` is that of `discard`."""
     for old in parent.glob(".old-*"):
         if not CHECKPOINT_NAME.fullmatch(old.name.removeprefix(".old-")):
             continue
         folder = old.with_name(old.name.removeprefix(".old-"))
         if folder.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            discard(old, truncate)
         else:
             os.replace(old, folder)
     for temporary in parent.glob(".tmp-*"):
         if CHECKPOINT_NAME.fullmatch(temporary.name.removeprefix(".tmp-")):
-            shutil.rmtree(temporary, ignore_errors=True)
+            discard(temporary, truncate)
 
 
 def problems_of(folder: Path) -> list[str]:
@@ -313,28 +363,23 @@ def list_checkpoints(runs: Path = Path("runs")) -> str:
     return f" Checkpoints in {runs}/: {', '.join(there)}." if there else ""
 
 
-def prune(parent: Path) -> None:
+def prune(parent: Path, truncate: bool = False) -> None:
     """Keep the newest checkpoints of a run. One that cannot be deleted is left: it costs space, not the run."""
     for folder in step_folders(parent)[KEEP:]:
-        shutil.rmtree(folder, ignore_errors=True)
+        discard(folder, truncate)
 
 
-def copy_checkpoint(folder: Path, target: Path) -> str | None:
-    """Copy a whole checkpoint to `target` (on Drive, say) and check the copy.
+def discard(folder: Path, truncate: bool = False) -> None:
+    """Delete a checkpoint: gone from the succession of steps at once, even if the process is killed on the way.
 
-    Returns None, or the reason why it could not be copied.
+    `truncate` empties its files first, for a Drive's bin counts against the quota.
     """
-    temporary = target.with_name(f".tmp-{target.name}")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        for path in folder.iterdir():
-            shutil.copyfile(path, temporary / path.name)
-        problems = problems_of(temporary)
-        if problems:
-            raise OSError("; ".join(problems))
-        publish(temporary, target)
-    except OSError as problem:
-        shutil.rmtree(temporary, ignore_errors=True)
-        return str(problem)
-    return None
+    going = folder if folder.name.startswith(".") else folder.with_name(f".tmp-{folder.name}")
+    with contextlib.suppress(OSError):
+        if going != folder:
+            shutil.rmtree(going, ignore_errors=True)
+            os.replace(folder, going)
+        for path in going.iterdir() if truncate else ():
+            with open(path, "r+b") as file:
+                file.truncate()
+        shutil.rmtree(going, ignore_errors=True)

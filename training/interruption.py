@@ -78,6 +78,9 @@ class Interruption:
         self.part = ""
         self.step_seconds = time.monotonic() - self.step_began
 
+    def is_requested(self) -> bool:
+        return self.requested
+
     def check(self) -> None:
         """Between two batches of what takes long and can be given up. Raises StopRequested."""
         if self.requested:

@@ -50,8 +50,9 @@ class Report:
         else:
             print(text, flush=True)
 
-    def progress(self, row: dict[str, Any]) -> None:
-        """Refresh the progress line; in a log file, where it cannot be redrawn, write one now and then."""
+    def progress(self, row: dict[str, Any], copied: str = "") -> None:
+        """Refresh the progress line; in a log file, where it cannot be redrawn, write one now and then. `copied` says
+        how the mirror stands."""
         parts = [f"loss {row['train_loss']:.3f}", f"{si(row['tokens_per_second'])} tok/s"]
         if "mfu" in row:
             parts.append(f"MFU {row['mfu']:.0%}")
@@ -60,6 +61,8 @@ class Report:
         if rate := self.timer.units_per_hour:
             forecast = row["compute_units"] + left / 3600 * rate
             parts.append(f"{row['compute_units']:.1f} of about {forecast:.1f} units")
+        if copied:
+            parts.append(copied)
         if self.interactive:
             self.bar.set_postfix_str(", ".join(parts), refresh=False)
         elif time.perf_counter() >= self.next_line or row["step"] == self.max_steps:

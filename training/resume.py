@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.checkpoint import (
     STEP_NAME,
     Checkpoint,
-    copy_checkpoint,
     newest_valid,
     open_checkpoint,
+    problems_of,
     step_folders,
 )
 from common.errors import CheckpointError
-from common.files import sha256_file
+from common.files import atomic_write, sha256_file
 from model import ModelConfig
 from training.config import MODEL_KEYS, TrainConfig
 from training.data import TokenData
-from training.mirror import MIRRORED_FILES, Mirror
+from training.mirror import MIRRORED_FILES, Mirror, copy_checkpoint
 
 # Keys that say where files lie or how to start, not how to train: a change of them is no news.
 UNREPORTED = (
@@ -166,24 +165,29 @@ def print_changes(saved: dict[str, Any], config: TrainConfig) -> None:
             print(f"  changed: {key} {value} -> {now[key]} ({config.sources.get(key, '')})")
 
 
-def bring_back_files(checkpoint: Checkpoint, run_dir: Path) -> None:
-    """A run found in the mirror alone brings its metrics, samples and best weights with it."""
+def bring_back_files(checkpoint: Checkpoint, run_dir: Path, mirror_dir: Path | None) -> None:
+    """Metrics, samples and best weights belong to the state that is continued: one that is found elsewhere (in the
+    mirror, say, where another machine went on) brings its own. A best/ that was lost here comes back from the mirror.
+    """
     source = checkpoint.path.resolve().parent  # of best/, or of a folder of checkpoints
     if source.name == "checkpoints":
         source = source.parent
-    if source.resolve() == run_dir.resolve():
-        return
-    run_dir.mkdir(parents=True, exist_ok=True)
-    for name in MIRRORED_FILES:
-        if (source / name).exists() and not (run_dir / name).exists():
-            shutil.copyfile(source / name, run_dir / name)
-    folders = [source / "best"]
-    if STEP_NAME.fullmatch(checkpoint.path.name):
-        folders.append(source / "checkpoints" / checkpoint.path.name)
+    folders = []
+    if source.resolve() != run_dir.resolve():
+        run_dir.mkdir(parents=True, exist_ok=True)
+        for name in MIRRORED_FILES:
+            if (source / name).exists():
+                with atomic_write(run_dir / name) as file:
+                    file.write((source / name).read_bytes())
+        folders.append(source / "best")
+        if STEP_NAME.fullmatch(checkpoint.path.name):
+            folders.append(source / "checkpoints" / checkpoint.path.name)
+    elif mirror_dir is not None and problems_of(run_dir / "best"):
+        source = mirror_dir
+        folders.append(source / "best")
     for folder in folders:
-        target = run_dir / folder.relative_to(source)
-        if folder.is_dir() and not target.exists() and (problem := copy_checkpoint(folder, target)):
-            print(f"Warning: {folder} could not be copied to {target} ({problem}); the training goes on.")
+        if folder.is_dir() and (problem := copy_checkpoint(folder, run_dir / folder.relative_to(source))):
+            print(f"Warning: {folder} could not be copied to {run_dir} ({problem}); the training goes on.")
 
 
 def require_tokenizer(checkpoint: Checkpoint, data: TokenData) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
+import sys
 import time
 import uuid
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from common.checkpoint import newest_valid, open_checkpoint, prune, save_checkpoint
+from common.checkpoint import Snapshot, newest_valid, open_checkpoint, take_snapshot
 from common.errors import ConfigError
 from model import TransformerLanguageModel
 from training.config import TrainConfig
 from training.data import TokenData
-from training.evaluate import evaluated_windows, validation_loss
+from training.evaluate import Answer, Prompt, answer_prompts, bits_per_byte, evaluated_windows, validation_loss
 from training.hardware import Hardware
 from training.mirror import Mirror
 from training.optimizer import Optimizer
@@ -33,7 +35,11 @@ from training.resume import (
     saved_state,
 )
 from training.run_folder import quarantine, require_ours, set_aside, tidy
+from training.saving import Saver
 from training.schedule import epoch_sequences, last_step
+
+COPY_SECONDS = 600.0  # that the last copy to the mirror is waited for
+COPY_SECONDS_IF_STOPPED = 60.0  # likewise, by whoever pressed stop
 
 
 class Run:
@@ -54,11 +60,13 @@ class Run:
         self.data = data
         self.dir = config.run_dir
         self.mirror = Mirror(self.dir, config.checkpoint_dir) if config.checkpoint_dir else None
+        self.saver = Saver(self.mirror.wake if self.mirror else lambda: None)
         self.step = 0
         self.sequences_seen = 0
         self.tokens = 0
         self.best_val_loss: float | None = None
         self.best_windows: int | None = None  # of validation that it is the loss over
+        self.best_is_new = False  # and its weights are not saved yet
         self.unevaluated: dict[str, Any] | None = None  # the row of metrics of an evaluation that is not done yet
         self.saved_step = 0  # of the newest checkpoint
         self.elapsed = 0.0  # seconds, of earlier sessions
@@ -85,7 +93,7 @@ class Run:
         folders = [run.dir] if run.mirror is None else [run.dir, run.mirror.dir]
         run.require_own_folders()
         for folder in folders:
-            tidy(folder)
+            tidy(folder, truncate=folder != run.dir)
         found = run.find()
         if found is not None:
             run.restore(found)
@@ -99,10 +107,18 @@ class Run:
 
     def require_own_folders(self) -> None:
         """Raises ConfigError or CheckpointError if the mirror is not there, or is not this run's."""
-        if self.mirror is not None:
+        if self.mirror is None:
+            return
+        try:
             self.mirror.require_mounted()
             require_ours(self.mirror.dir, "--checkpoint_dir")
             require_own_mirror(self.dir, self.mirror.dir, self.config)
+            self.mirror.require_free()
+        except OSError as problem:
+            raise ConfigError(
+                f"--checkpoint_dir {self.mirror.root} cannot be read ({problem.strerror}). Mount the Drive again, or "
+                f"leave --checkpoint_dir out to train without copies."
+            ) from None
 
     def find(self) -> Found | None:
         """The checkpoint to continue from. Raises CheckpointError if it cannot be continued as things are now."""
@@ -166,23 +182,87 @@ class Run:
                 "--warmup_steps, or --precision fp32 to continue from there."
             )
 
-    def save(self, elapsed: float) -> str:
-        """Write a checkpoint, drop the older ones, copy it to the mirror. Returns one sentence on how that went."""
-        folder = self.dir / "checkpoints" / f"step_{self.step:08d}"
-        self.write(folder, elapsed)
-        prune(folder.parent)
-        self.saved_step = self.step
-        self.last_saved = time.monotonic()
-        return f"Saved {folder}{self.mirror.copy(folder, self.id) if self.mirror else ''}"
+    @contextlib.contextmanager
+    def saving(self, say: Callable[[str], None], is_asked_to_stop: Callable[[], bool]) -> Iterator[None]:
+        """Save and copy beside what happens inside; at its end, wait until that is done."""
+        if self.mirror is not None:
+            self.mirror.begin(self.id, self.checkpoint_bytes)
+        try:
+            try:
+                yield
+            finally:
+                if not isinstance(sys.exception(), KeyboardInterrupt):  # the wish to stop at once
+                    self.finish(say, is_asked_to_stop)
+        finally:
+            self.saver.close()
+            if self.mirror is not None:
+                self.mirror.close()
 
-    def save_best(self, val_loss: float, elapsed: float) -> None:
-        """Keep the weights with the lowest validation loss in best/."""
+    def finish(self, say: Callable[[str], None], is_asked_to_stop: Callable[[], bool]) -> None:
+        """Wait for the save under way, and a stated time for the mirror."""
+        try:
+            self.saver.finish()
+        finally:
+            if self.mirror is not None:
+                self.mirror.finish(COPY_SECONDS, is_asked_to_stop, COPY_SECONDS_IF_STOPPED)
+            for line in self.news():
+                say(line)
+
+    def news(self) -> Iterator[str]:
+        """What was saved and copied since the last call. Raises CheckpointError if a save failed."""
+        for channel in (self.saver.news, *([self.mirror.news] if self.mirror else [])):
+            while not channel.empty():
+                yield channel.get()
+        self.saver.check()
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """About, of the weights and AdamW's two moments."""
+        return 12 * self.model.num_parameters()
+
+    def save(self, elapsed: float, best_only: bool = False) -> None:
+        """Begin to write a checkpoint of this step, or of the best weights alone, or of both if these are the best.
+
+        Raises ConfigError if the weights are not finite: a good checkpoint must not make way for one of no use.
+        """
+        sums = [parameter.detach().sum() for parameter in self.model.parameters()]
+        self.require_finite(torch.stack(sums).sum().item())
+        folders = [self.dir / "best"] if self.best_is_new else []
+        if not best_only:
+            folders.append(self.dir / "checkpoints" / f"step_{self.step:08d}")
+            self.saved_step = self.step
+            self.last_saved = time.monotonic()
+        self.saver.save(folders, functools.partial(self.snapshot, elapsed), self.checkpoint_bytes)
+        self.best_is_new = False
+
+    def snapshot(self, elapsed: float, copy: bool) -> Snapshot:
+        m = self.data.metadata
+        return take_snapshot(
+            self.model, self.optimizer, self.data.tokenizer_file, m.tokenizer_type, self.state(elapsed), copy
+        )
+
+    def evaluate(
+        self,
+        row: dict[str, Any],
+        hardware: Hardware,
+        step_model: Callable[..., torch.Tensor],
+        prompts: list[Prompt],
+        between: Callable[[], None],
+    ) -> list[Answer]:
+        """Complete a row of metrics by an evaluation; if these weights are the best, they are to be kept. Returns the
+        answers to the prompts.
+
+        `between` is called between two batches, and may raise to give the evaluation up.
+        """
+        val_loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
+        self.require_finite(val_loss)
+        answers = answer_prompts(self.model, self.data, prompts, between) if prompts else []
+        row |= {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte(val_loss, self.data)}
         if self.best_val_loss is None or val_loss < self.best_val_loss:
             self.best_val_loss = val_loss
             self.best_windows = evaluated_windows(self.data, self.config)
-            self.write(self.dir / "best", elapsed)
-            if self.mirror:
-                self.mirror.best_is_newer = True
+            self.best_is_new = True
+        return answers
 
     def evaluate_best(
         self, hardware: Hardware, step_model: Callable[..., torch.Tensor], between: Callable[[], None]
@@ -200,15 +280,6 @@ class Run:
             self.best_windows = evaluated_windows(self.data, self.config)
         finally:
             self.model.load_state_dict(current)
-
-    def write(self, folder: Path, elapsed: float) -> None:
-        """Save a checkpoint, unless the weights are not finite: a good one must not make way for one of no use."""
-        sums = [parameter.detach().sum() for parameter in self.model.parameters()]
-        self.require_finite(torch.stack(sums).sum().item())
-        m = self.data.metadata
-        save_checkpoint(
-            folder, self.model, self.optimizer, self.data.tokenizer_file, m.tokenizer_type, self.state(elapsed)
-        )
 
     def state(self, elapsed: float) -> dict[str, Any]:
         """What `restore` needs beside the weights and the optimizer's state."""
@@ -242,19 +313,26 @@ class Run:
         self.step = self.saved_step = state["step"]
         self.sequences_seen = state["sequences_seen"]
         self.tokens = state["tokens"]
-        self.best_val_loss = state["best_val_loss"]
         self.unevaluated = state.get("unevaluated")  # not in states of older versions
         self.elapsed = state["elapsed_seconds"]
         self.resumed_from = self.resumed_from or state["resumed_from"]
         self.initialized_from = state.get("initialized_from")
         if found.own:
             self.id = state.get("run_id") or self.id  # not in states of older versions
-        bring_back_files(checkpoint, self.dir)
+        bring_back_files(checkpoint, self.dir, self.mirror.dir if self.mirror else None)
         print(f"Continuing from {checkpoint.path}: step {self.step:,}, epoch {self.epoch:.2f}.")
         saved = state["config"]
         print_changes(saved, self.config)
+        self.restore_best()
+
+    def restore_best(self) -> None:
+        """The loss to be beaten is the one of the weights that are in best/: both or none."""
+        best = newest_valid([self.dir / "best"]) if (self.dir / "best").exists() else None
+        state = best.training_state() if best else {}
+        saved = state.get("config", {})
         same = all(getattr(self.config, key) == saved.get(key) for key in ("eval_batches", "batch_size"))
         in_older_states = evaluated_windows(self.data, self.config) if same else None
+        self.best_val_loss = state.get("best_val_loss")
         self.best_windows = state.get("best_windows", in_older_states)
 
     def initialize_from(self, path: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import itertools
 import os
 import shutil
@@ -28,12 +29,14 @@ FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY, MARKER)
 def write_config(config: TrainConfig) -> None:
     """Write the resolved configuration, and who trains: the folder is a run's of ours from here on."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    session = {
-        "pid": os.getpid(),
-        "machine": socket.gethostname(),
-        "started": datetime.datetime.now().isoformat(" ", timespec="seconds"),
-    }
-    write_json(config.run_dir / CONFIG, {"config": config.values(), "sources": config.sources, "session": session})
+    write_json(config.run_dir / CONFIG, {"config": config.values(), "sources": config.sources, "session": session()})
+
+
+@functools.cache
+def session() -> dict[str, Any]:
+    """This process, as others are told of it."""
+    started = datetime.datetime.now().isoformat(" ", timespec="seconds")
+    return {"pid": os.getpid(), "machine": socket.gethostname(), "started": started}
 
 
 def require_ours(folder: Path, flag: str) -> None:
@@ -61,11 +64,11 @@ def is_leftover(name: str) -> bool:
     return any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in FILES)
 
 
-def tidy(run_dir: Path) -> None:
+def tidy(run_dir: Path, truncate: bool = False) -> None:
     """Clean up after a process that was killed while it saved into a run folder: what carries names of ours."""
     with contextlib.suppress(OSError):  # a Drive that is not there is reported when a copy fails
-        restore_interrupted(run_dir)
-        restore_interrupted(run_dir / "checkpoints")
+        restore_interrupted(run_dir, truncate)
+        restore_interrupted(run_dir / "checkpoints", truncate)
         for path in run_dir.iterdir():
             if is_leftover(path.name):
                 path.unlink(missing_ok=True)
@@ -111,9 +114,9 @@ class FolderLock:
 def holder(folder: Path) -> str:
     """Who wrote the configuration last, as the end of a sentence."""
     with contextlib.suppress(ConfigError, TypeError):
-        session: dict[str, Any] = read_json(folder / CONFIG, ConfigError).get("session") or {}
-        if session:
-            return f" ({session['pid']} on {session['machine']}, since {session['started']})"
+        theirs: dict[str, Any] = read_json(folder / CONFIG, ConfigError).get("session") or {}
+        if theirs:
+            return f" ({theirs['pid']} on {theirs['machine']}, since {theirs['started']})"
     return ""
 
 

@@ -372,46 +372,6 @@ def test_a_path_without_a_checkpoint_is_refused_with_its_name(tmp_path: Path) ->
             open_checkpoint(path)
 
 
-def test_a_mirror_is_a_verified_copy_that_replaces_the_one_before(save: Callable[..., Path], tmp_path: Path) -> None:
-    folder, target = save("best", seed=1), tmp_path / "drive" / "run" / "best"
-    for seed in (1, 2):
-        folder = save("best", seed=seed)
-        assert checkpoint.copy_checkpoint(folder, target) is None
-        assert contents(target) == contents(folder)
-        assert os.listdir(target.parent) == ["best"]
-
-
-@pytest.mark.parametrize("cause", ["file in the way", "read-only", "altered on the way", "manifest cut on the way"])
-def test_a_mirror_that_fails_gives_a_reason_and_keeps_the_copy_it_had(
-    cause: str, save: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    target = tmp_path / "drive" / "best"
-    if cause == "file in the way":
-        target.parent.write_text("a file, not a folder")
-    else:
-        assert checkpoint.copy_checkpoint(save("best", seed=1), target) is None
-    before = contents(target) if target.exists() else {}
-    folder = save("best", seed=2)
-    copyfile = shutil.copyfile
-
-    def copy(source: Path, copied: Path) -> None:
-        if cause == "read-only":
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(copied))
-        copyfile(source, copied)
-        if cause == "altered on the way" and source.name == "model.safetensors":
-            flip(copied)
-        if cause == "manifest cut on the way" and source.name == "manifest.json":
-            copied.write_bytes(copied.read_bytes()[:40])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copyfile", copy)
-        reason = checkpoint.copy_checkpoint(folder, target)
-    assert reason
-    assert (contents(target) if target.exists() else {}) == before
-    assert sorted(os.listdir(tmp_path)) == ["best", "drive", "tokenizer.json"]
-    assert target.parent.is_file() or os.listdir(target.parent) == ["best"]
-
-
 def test_no_source_loads_a_pickle_it_does_not_trust() -> None:
     """torch.load runs code that is in the file unless weights_only=True; np.load with allow_pickle likewise."""
     found = 0

@@ -23,76 +23,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
-from tests.helpers import ROOT, Killed, flip, snapshot, write_tokens
-from training import evaluate as evaluate_module
-from training import interruption
+from common.checkpoint import KEEP, Snapshot, open_checkpoint, problems_of, step_folders
+from tests.helpers import ROOT, flip, snapshot, write_tokens
+from tests.training.helpers import at_step, final_weights, measured, steps_of
+from training import interruption, saving
 from training import run as run_module
-from training import step as step_module
 from training.data import TokenData
 from training.records import read_metrics
 from training.run import Run
-
-TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # what differs between two runs
-
-
-def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
-    """Do `action` in the middle of the step that follows `step` finished ones."""
-    original = step_module.train_step
-
-    def train_step(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        result = original(*args)
-        if args[4] == step:
-            action()
-        return result
-
-    patch.setattr(step_module, "train_step", train_step)
-
-
-def die() -> None:
-    raise Killed
-
-
-@pytest.fixture
-def interrupt(train: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """`interrupt(output_dir, after=10, ...)`: a run whose process is gone once `after` steps are done."""
-
-    def run(folder: Path, after: int, **changes: Any) -> None:
-        with monkeypatch.context() as patch:
-            at_step(patch, after, die)
-            with pytest.raises(Killed):
-                train(folder, **changes)
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def unbroken(train: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run of the standard flags. Not to be changed by a test."""
-    folder = tmp_path_factory.mktemp("unbroken") / "run"
-    assert train(folder).code == 0
-    return folder
-
-
-@pytest.fixture
-def copy_of(unbroken: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run that a test may do with as it likes."""
-    shutil.copytree(unbroken, tmp_path / "run")
-    return tmp_path / "run"
-
-
-def steps_of(run_dir: Path) -> list[int]:
-    return [int(path.name.removeprefix("step_")) for path in step_folders(run_dir / "checkpoints")]
-
-
-def final_weights(run_dir: Path, step: int = 24) -> bytes:
-    return (run_dir / "checkpoints" / f"step_{step:08d}" / "model.safetensors").read_bytes()
-
-
-def measured(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl without the clock's fields."""
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in read_metrics(run_dir)]
-
 
 # Resuming exactly
 
@@ -151,7 +89,7 @@ def test_best_stays_the_best_of_all_sessions(
     interrupt: Callable, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.2])
-    monkeypatch.setattr(evaluate_module, "validation_loss", lambda *_: next(losses))
+    monkeypatch.setattr(run_module, "validation_loss", lambda *_: next(losses))
     interrupt(tmp_path / "run", after=13, eval_interval=6)
     assert train(tmp_path / "run", eval_interval=6).code == 0
     assert json.loads((tmp_path / "run" / "best" / "training_state.json").read_text())["step"] == 12
@@ -770,117 +708,6 @@ def test_starting_over_from_the_weights_of_the_run_itself(train: Callable, copy_
     assert steps_of(copy_of) == [2]
 
 
-# The mirror
-
-
-def test_a_run_continues_from_the_mirror_when_its_folder_is_gone(
-    train: Callable, interrupt: Callable, unbroken: Path, tmp_path: Path
-) -> None:
-    flags = {"checkpoint_dir": tmp_path / "drive"}
-    interrupt(tmp_path / "run", after=20, **flags)
-    mirrored = tmp_path / "drive" / "run"
-    assert steps_of(mirrored) == [18, 12]
-    assert snapshot(mirrored / "checkpoints") == snapshot(tmp_path / "run" / "checkpoints")
-    assert problems_of(mirrored / "best") == []
-    shutil.rmtree(tmp_path / "run")
-    result = train(tmp_path / "run", **flags)
-    assert result.code == 0 and str(mirrored / "checkpoints") in result.out
-    assert final_weights(tmp_path / "run") == final_weights(mirrored) == final_weights(unbroken)
-    assert measured(tmp_path / "run") == measured(unbroken)
-    assert problems_of(tmp_path / "run" / "best") == []
-    assert len(steps_of(mirrored)) == KEEP
-
-
-def test_a_damaged_local_checkpoint_is_replaced_by_the_mirrors(train: Callable, tmp_path: Path) -> None:
-    flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 12}
-    assert train(tmp_path / "run", **flags).code == 0
-    flip(tmp_path / "run" / "checkpoints" / "step_00000012" / "model.safetensors")
-    result = train(tmp_path / "run", **{**flags, "max_steps": 14})
-    assert result.code == 0
-    assert f"Continuing from {tmp_path / 'drive' / 'run' / 'checkpoints' / 'step_00000012'}" in result.out
-
-
-def test_a_drive_that_is_not_mounted_is_not_made_up_on_the_local_disk(train: Callable, tmp_path: Path) -> None:
-    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive" / "MyDrive" / "checkpoints")
-    assert (
-        result.code == 2 and "drive.mount" in result.err and f"mkdir -p {tmp_path / 'drive' / 'MyDrive'}" in result.err
-    )
-    assert not (tmp_path / "drive").exists() and not (tmp_path / "run").exists()
-
-
-def test_a_drive_that_is_unmounted_on_the_way_is_told_and_not_made_up(
-    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is left of it is the empty folder it was mounted on; once it is back, the copies go on."""
-    drive, away = tmp_path / "drive", tmp_path / "away"
-    drive.mkdir()
-
-    def unmount() -> None:
-        drive.rename(away)
-        drive.mkdir()
-
-    def mount() -> None:
-        assert os.listdir(drive) == []
-        drive.rmdir()
-        away.rename(drive)
-
-    taken: list[int] = []
-    original = step_module.train_step
-
-    def train_step(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        {8: unmount, 20: mount}.get(args[4], lambda: None)()
-        taken.append(args[4])
-        return original(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(step_module, "train_step", train_step)
-        result = train(tmp_path / "run", checkpoint_dir=drive / "checkpoints")
-    assert result.code == 0
-    told = [line for line in result.out.splitlines() if line.startswith("Saved")]
-    assert ["copied to" in line and "could not" not in line for line in told] == [True, False, False, True]
-    assert "unmounted" in told[1]
-    assert final_weights(drive / "checkpoints" / "run") == final_weights(unbroken)
-
-
-def test_the_mirror_of_another_run_of_the_same_name_is_refused_with_both_named(train: Callable, tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-    first, second = tmp_path / "lr1" / "run", tmp_path / "lr2" / "run"
-    assert train(first, checkpoint_dir=drive).code == 0
-    before = snapshot(drive)
-    for more in ({}, {"resume": "never"}):
-        result = train(second, checkpoint_dir=drive, **more)
-        assert result.code == 4 and str(first) in result.err and str(second) in result.err
-        assert snapshot(drive) == before and not second.exists()
-    assert train(second).code == 0
-    assert train(second, checkpoint_dir=drive, max_steps=30).code == 4  # it has checkpoints of its own, of another run
-    shutil.rmtree(first)
-    assert train(first, checkpoint_dir=drive, max_steps=26).code == 0  # the machine went away; only the Drive is left
-
-
-@pytest.mark.parametrize("cause", ["a file", "full"])
-def test_a_mirror_that_fails_is_told_and_the_training_goes_on(
-    cause: str, train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drive = tmp_path / "drive"
-    if cause == "a file":
-        drive.write_text("not a folder")
-    copyfile = shutil.copyfile
-
-    def copy(source: Path, target: Path) -> None:
-        if drive in Path(target).parents:
-            raise OSError(28, os.strerror(28), str(target))
-        copyfile(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "copyfile", copy)
-        result = train(tmp_path / "run", checkpoint_dir=drive)
-    assert result.code == 0 and result.err == ""
-    warnings = [line for line in result.out.splitlines() if "Warning" in line and str(drive) in line]
-    assert len(warnings) == 4  # one a checkpoint
-    assert cause == "a file" or "No space left" in warnings[0]
-    assert final_weights(tmp_path / "run") == final_weights(unbroken)
-
-
 # When checkpoints are due
 
 
@@ -890,9 +717,9 @@ def saved_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     steps: list[int] = []
     save = Run.save
 
-    def noted(run: Run, elapsed: float) -> str:
+    def noted(run: Run, elapsed: float, best_only: bool = False) -> None:
         steps.append(run.step)
-        return save(run, elapsed)
+        save(run, elapsed, best_only)
 
     monkeypatch.setattr(Run, "save", noted)
     return steps
@@ -932,17 +759,17 @@ def test_each_interval_saves_and_zero_is_off(
 def test_a_full_disk_ends_the_run_and_the_same_command_continues(
     train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_checkpoint = run_module.save_checkpoint
+    write_checkpoint = saving.write_checkpoint
 
-    def on_a_full_disk(folder: Path, *args: Any) -> None:
+    def on_a_full_disk(folder: Path, content: Snapshot) -> None:
         if folder.name != "step_00000018":
-            return save_checkpoint(folder, *args)
+            return write_checkpoint(folder, content)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
-            return save_checkpoint(folder, *args)
+            return write_checkpoint(folder, content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "save_checkpoint", on_a_full_disk)
+        patch.setattr(saving, "write_checkpoint", on_a_full_disk)
         result = train(tmp_path / "run")
     assert result.code == 4
     assert result.err.startswith("error: ") and "No space left" in result.err and "step_00000018" in result.err

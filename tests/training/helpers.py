@@ -1,0 +1,47 @@
+"""What the tests of a run share: a process that dies at a given step, and what a run folder holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.checkpoint import step_folders
+from tests.helpers import Killed
+from training import step as step_module
+from training.records import read_metrics
+
+TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # what differs between two runs
+
+
+def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
+    """Do `action` in the middle of the step that follows `step` finished ones."""
+    original = step_module.train_step
+
+    def train_step(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        result = original(*args)
+        if args[4] == step:
+            action()
+        return result
+
+    patch.setattr(step_module, "train_step", train_step)
+
+
+def die() -> None:
+    raise Killed
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    return [int(path.name.removeprefix("step_")) for path in step_folders(run_dir / "checkpoints")]
+
+
+def final_weights(run_dir: Path, step: int = 24) -> bytes:
+    return (run_dir / "checkpoints" / f"step_{step:08d}" / "model.safetensors").read_bytes()
+
+
+def measured(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl without the clock's fields."""
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in read_metrics(run_dir)]

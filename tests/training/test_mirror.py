@@ -1,0 +1,344 @@
+"""The mirror: verified copies beside the training, whatever becomes of the Drive."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from common.checkpoint import KEEP, problems_of
+from tests.helpers import flip, snapshot
+from tests.training.helpers import at_step, final_weights, measured, steps_of
+from training import mirror as mirror_module
+from training import run as run_module
+from training.mirror import copy_checkpoint, copy_file
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_run_continues_from_the_mirror_when_its_folder_is_gone(
+    train: Callable, interrupt: Callable, unbroken: Path, tmp_path: Path
+) -> None:
+    flags = {"checkpoint_dir": tmp_path / "drive"}
+    interrupt(tmp_path / "run", after=20, **flags)
+    mirrored = tmp_path / "drive" / "run"
+    assert steps_of(mirrored)[0] == 18
+    assert problems_of(mirrored / "best") == []
+    shutil.rmtree(tmp_path / "run")
+    result = train(tmp_path / "run", **flags)
+    assert result.code == 0 and str(mirrored / "checkpoints") in result.out
+    assert final_weights(tmp_path / "run") == final_weights(mirrored) == final_weights(unbroken)
+    assert measured(tmp_path / "run") == measured(unbroken)
+    assert problems_of(tmp_path / "run" / "best") == []
+    assert len(steps_of(mirrored)) == KEEP
+
+
+def test_a_damaged_local_checkpoint_is_replaced_by_the_mirrors(train: Callable, tmp_path: Path) -> None:
+    flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 12}
+    assert train(tmp_path / "run", **flags).code == 0
+    flip(tmp_path / "run" / "checkpoints" / "step_00000012" / "model.safetensors")
+    result = train(tmp_path / "run", **{**flags, "max_steps": 14})
+    assert result.code == 0
+    assert f"Continuing from {tmp_path / 'drive' / 'run' / 'checkpoints' / 'step_00000012'}" in result.out
+
+
+def test_a_drive_that_is_not_mounted_is_not_made_up_on_the_local_disk(train: Callable, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive" / "MyDrive" / "checkpoints")
+    assert (
+        result.code == 2 and "drive.mount" in result.err and f"mkdir -p {tmp_path / 'drive' / 'MyDrive'}" in result.err
+    )
+    assert not (tmp_path / "drive").exists() and not (tmp_path / "run").exists()
+    (tmp_path / "drive").write_text("not a folder")
+    assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive").code == 2
+
+
+def test_a_drive_that_is_unmounted_on_the_way_is_told_and_not_made_up(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of it is the empty folder it was mounted on; once it is back, the copies go on."""
+    drive, away = tmp_path / "drive", tmp_path / "away"
+    drive.mkdir()
+
+    def unmount() -> None:
+        wait_until(lambda: steps_of(drive / "checkpoints" / "run") == [6])
+        drive.rename(away)
+        drive.mkdir()
+
+    def mount() -> None:
+        assert os.listdir(drive) == []
+        drive.rmdir()
+        away.rename(drive)
+
+    with monkeypatch.context() as patch:
+        at_step(patch, 8, unmount)
+        at_step(patch, 20, mount)
+        result = train(tmp_path / "run", checkpoint_dir=drive / "checkpoints")
+    assert result.code == 0
+    said = [line for line in result.out.splitlines() if line.startswith(("Copied", "Warning"))]
+    assert any("unmounted" in line for line in said), result.out
+    assert said[0].startswith("Copied step_00000006") and said[-1].startswith("Copied step_00000024")
+    assert final_weights(drive / "checkpoints" / "run") == final_weights(unbroken)
+
+
+def test_the_mirror_of_another_run_of_the_same_name_is_refused_with_both_named(train: Callable, tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    first, second = tmp_path / "lr1" / "run", tmp_path / "lr2" / "run"
+    assert train(first, checkpoint_dir=drive).code == 0
+    before = snapshot(drive)
+    for more in ({}, {"resume": "never"}):
+        result = train(second, checkpoint_dir=drive, **more)
+        assert result.code == 4 and str(first) in result.err and str(second) in result.err
+        assert snapshot(drive) == before and not second.exists()
+    assert train(second).code == 0
+    assert train(second, checkpoint_dir=drive, max_steps=30).code == 4  # it has checkpoints of its own, of another run
+    shutil.rmtree(first)
+    assert train(first, checkpoint_dir=drive, max_steps=26).code == 0  # the machine went away; only the Drive is left
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_module, "LONGEST_PAUSE", 0.05)
+
+
+def failing_copies(patch: pytest.MonkeyPatch, number: int, name: str = "") -> None:
+    """Every copied file whose name holds `name` fails as the system call does."""
+
+    def fail(source: BinaryIO, target: Path, between: Callable[[], None]) -> None:
+        if name in target.name:
+            target.write_bytes(source.read(10))
+            raise OSError(number, os.strerror(number), str(target))
+        copy_file(source, target, between)
+
+    patch.setattr(mirror_module, "copy_file", fail)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENOTCONN])
+def test_a_mirror_that_fails_is_told_and_made_up_for_by_the_same_command(
+    number: int,
+    train: Callable,
+    unbroken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    quick_retries: None,
+) -> None:
+    """Full, read-only, broken, disconnected."""
+    drive = tmp_path / "drive"
+    with monkeypatch.context() as patch:
+        failing_copies(patch, number, "optimizer_state")
+        result = train(tmp_path / "run", checkpoint_dir=drive)
+    assert result.code == 0 and result.err == ""
+    assert (
+        f"({os.strerror(number)})" in result.out
+        and f"Warning: the newest state is not in {drive / 'run'}" in result.out
+    )
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+    assert os.listdir(drive / "run" / "checkpoints") == []
+
+    again = train(tmp_path / "run", checkpoint_dir=drive)
+    assert again.code == 0 and "This run is finished" in again.out and "Copied step_00000024" in again.out
+    assert final_weights(drive / "run") == final_weights(unbroken)
+    assert problems_of(drive / "run" / "best") == []
+    assert measured(drive / "run") == measured(unbroken)
+    assert "Copied" not in train(tmp_path / "run", checkpoint_dir=drive).out  # nothing is left to do
+
+
+def test_a_mirror_that_is_given_later_gets_the_best_too(train: Callable, copy_of: Path, tmp_path: Path) -> None:
+    assert train(copy_of, checkpoint_dir=tmp_path / "drive", max_steps=25, eval_interval=0).code == 0
+    for name in ("best", "checkpoints/step_00000025"):
+        assert snapshot(tmp_path / "drive" / "run" / name) == snapshot(copy_of / name)
+
+
+def test_a_drive_that_is_slow_does_not_hold_the_training(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is copied to it before the training is done; then only what is newest."""
+    done = threading.Event()
+
+    def slow(source: BinaryIO, target: Path, between: Callable[[], None]) -> None:
+        assert done.wait(30), "the training waits for the copy"
+        copy_file(source, target, between)
+
+    monkeypatch.setattr(mirror_module, "copy_file", slow)
+    at_step(monkeypatch, 23, done.set)
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    assert result.code == 0
+    assert final_weights(tmp_path / "drive" / "run") == final_weights(unbroken)
+    assert len(steps_of(tmp_path / "drive" / "run")) <= 2  # the one that was begun, and the newest
+    assert "no copy yet" in result.out
+
+
+def test_whoever_stops_waits_a_stated_time_for_the_copy(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_up = threading.Event()
+
+    def stuck(source: BinaryIO, target: Path, between: Callable[[], None]) -> None:
+        given_up.wait(30)
+        between()
+
+    monkeypatch.setattr(run_module, "COPY_SECONDS_IF_STOPPED", 1.5)
+    monkeypatch.setattr(mirror_module, "copy_file", stuck)
+    at_step(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    original = mirror_module.Mirror.close
+    monkeypatch.setattr(mirror_module.Mirror, "close", lambda mirror: (given_up.set(), original(mirror)))
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    assert result.code == 130
+    assert steps_of(tmp_path / "run")[0] == 9 and steps_of(tmp_path / "drive" / "run") == []
+    assert "Waiting for the copy" in result.out and "not done within" in result.out
+
+
+def test_old_copies_are_emptied_before_they_are_deleted_and_go_last(train: Callable, tmp_path: Path) -> None:
+    """What is deleted on Drive lies in its bin and counts against the quota."""
+    drive = tmp_path / "drive" / "run"
+    flags = {"checkpoint_dir": tmp_path / "drive"}
+    assert train(tmp_path / "run", max_steps=6, **flags).code == 0
+    kept = tmp_path / "in_the_bin"
+    os.link(drive / "checkpoints" / "step_00000006" / "model.safetensors", kept)  # as the bin does
+    for steps in (7, 8):
+        assert kept.stat().st_size > 0
+        assert train(tmp_path / "run", max_steps=steps, **flags).code == 0
+    assert steps_of(drive) == [8, 7] and kept.stat().st_size == 0
+
+
+def test_a_drive_without_room_is_told_at_the_start(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=300_000))
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=2)
+    assert result.code == 0 and "will need about 0.0 GB more, and 0.0 GB are free there" in result.out
+
+
+def test_two_machines_and_one_drive_the_one_that_is_behind_takes_over_all_of_it(
+    train: Callable, unbroken: Path, tmp_path: Path
+) -> None:
+    """Metrics, samples and best weights belong to the state that is continued."""
+    drive = tmp_path / "drive"
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    assert train(run, checkpoint_dir=drive, max_steps=12, eval_interval=6).code == 0
+    run.rename(elsewhere)  # the first machine; the second has the Drive alone
+    assert train(run, checkpoint_dir=drive, max_steps=20, eval_interval=6).code == 0
+    second = snapshot(run / "best"), measured(run)
+    shutil.rmtree(run)
+    elsewhere.rename(run)
+    result = train(run, checkpoint_dir=drive, max_steps=20, eval_interval=6)
+    assert result.code == 0, result
+    assert (snapshot(run / "best"), measured(run)) == second
+    assert snapshot(drive / "run" / "best") == second[0] and measured(drive / "run") == second[1]
+
+
+@pytest.fixture
+def another_machine(train: Callable, tmp_path: Path) -> Callable[..., Path]:
+    """`another_machine()`: the run in a mirror that a process elsewhere trained into a moment ago."""
+
+    def write() -> Path:
+        assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=6).code == 0
+        marker = tmp_path / "drive" / "run" / "run.json"
+        content = json.loads(marker.read_text())
+        assert "holder" not in content, "the mirror was not let go of"
+        holder = {"pid": 1, "machine": "another", "started": "2026-01-01 12:00:00"}
+        marker.write_text(json.dumps({**content, "holder": holder, "seen": time.time()}))
+        return marker
+
+    return write
+
+
+def test_a_mirror_that_another_machine_trains_into_is_refused_with_its_name(
+    train: Callable, another_machine: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = another_machine()
+    monkeypatch.setattr(mirror_module, "GONE", 20.0)
+    content = json.loads(marker.read_text())
+    beat = threading.Timer(1.0, lambda: marker.write_text(json.dumps({**content, "seen": time.time()})))
+    beat.start()
+    before = snapshot(tmp_path / "run")
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=12)
+    beat.join()
+    assert result.code == 4 and "process 1 on another, since 2026-01-01 12:00:00" in result.err
+    assert snapshot(tmp_path / "run") == before
+
+
+def test_a_machine_that_was_killed_does_not_keep_the_mirror(
+    train: Callable, another_machine: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    another_machine()
+    monkeypatch.setattr(mirror_module, "GONE", 1.0)
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=12)
+    assert result.code == 0 and "waiting up to" in result.out
+    assert steps_of(tmp_path / "drive" / "run") == [12, 6]
+
+
+def test_a_process_of_this_machine_that_is_dead_is_not_waited_for(
+    train: Callable, another_machine: Callable, tmp_path: Path
+) -> None:
+    marker = another_machine()
+    content = json.loads(marker.read_text())
+    content["holder"] |= {"pid": 2**22 + 1, "machine": socket.gethostname()}  # beyond the largest number of a process
+    marker.write_text(json.dumps(content))
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=12)
+    assert result.code == 0 and "waiting" not in result.out
+
+
+# One copy
+
+
+def test_a_copy_is_verified_and_replaces_the_one_before(unbroken: Path, tmp_path: Path) -> None:
+    target = tmp_path / "best"
+    for name in ("checkpoints/step_00000018", "checkpoints/step_00000024"):
+        assert copy_checkpoint(unbroken / name, target) is None
+        assert snapshot(target) == snapshot(unbroken / name)
+        assert os.listdir(tmp_path) == ["best"]
+
+
+def test_a_checkpoint_that_goes_while_it_is_copied_is_copied_whole(
+    copy_of: Path, unbroken: Path, tmp_path: Path
+) -> None:
+    """The training does not wait: a folder may be pruned, or best/ replaced."""
+    folder = copy_of / "best"
+
+    def replace() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+    assert copy_checkpoint(folder, tmp_path / "drive", replace) is None
+    assert snapshot(tmp_path / "drive") == snapshot(unbroken / "best") and not folder.exists()
+
+
+@pytest.mark.parametrize("cause", ["unmounted", "read-only", "altered on the way", "manifest cut on the way"])
+def test_a_copy_that_fails_gives_a_reason_and_keeps_the_one_there_was(
+    cause: str, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "drive" / "run" / "best"
+    if cause != "unmounted":
+        target.parent.mkdir(parents=True)
+        assert copy_checkpoint(unbroken / "checkpoints" / "step_00000018", target) is None
+    before = snapshot(tmp_path)
+
+    def copy(source: BinaryIO, copied: Path, between: Callable[[], None]) -> None:
+        if cause == "read-only":
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(copied))
+        copy_file(source, copied, between)
+        if cause == "altered on the way" and copied.name == "model.safetensors":
+            flip(copied)
+        if cause == "manifest cut on the way" and copied.name == "manifest.json":
+            copied.write_bytes(copied.read_bytes()[:40])
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror_module, "copy_file", copy)
+        assert copy_checkpoint(unbroken / "best", target)
+    assert snapshot(tmp_path) == before
+    assert not target.parent.exists() or os.listdir(target.parent) == ["best"]

@@ -1,0 +1,61 @@
+"""Saving beside the training: the loop waits for a snapshot in memory, and a thread writes, flushes and verifies it."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from common.checkpoint import STEP_NAME, Snapshot, prune, write_checkpoint
+from common.machine import available_ram
+
+SNAPSHOT_SHARE = 0.5  # of the free memory that a snapshot may take
+
+
+class Saver:
+    """One save at a time. A save that failed is raised by the next call of any method."""
+
+    def __init__(self, saved: Callable[[], None] = lambda: None):
+        self.saved = saved  # called by the thread after each save
+        self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self.under_way: Future[None] | None = None
+        self.seconds_held = 0.0  # that the training waited, in all
+
+    def save(self, folders: Sequence[Path], take: Callable[[bool], Snapshot], size: int) -> None:
+        """Write the snapshot that `take(copy)` gives to each of the folders. `size` is about its bytes.
+
+        Where memory is too short for a copy, the training waits until it is written.
+        """
+        began = time.perf_counter()
+        self.finish()
+        free = available_ram()
+        beside = free is None or size <= SNAPSHOT_SHARE * free
+        self.under_way = self.thread.submit(self.write, folders, take(beside))
+        if not beside:
+            self.finish()
+        self.seconds_held += time.perf_counter() - began
+
+    def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
+        for folder in folders:
+            write_checkpoint(folder, snapshot)
+            if STEP_NAME.fullmatch(folder.name):
+                prune(folder.parent)
+                self.news.put(f"Saved {folder}")
+        self.saved()
+
+    def check(self) -> None:
+        """Raises CheckpointError if the last save failed; waits for nothing."""
+        if self.under_way is not None and self.under_way.done():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the save under way. Raises CheckpointError if it fails."""
+        if self.under_way is not None:
+            under_way, self.under_way = self.under_way, None
+            under_way.result()
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=True)
