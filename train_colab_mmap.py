@@ -206,13 +206,13 @@ def take_steps(
                 lr = learning_rate(run.step, run.max_steps, config)
                 place = run.step, run.sequences_seen, lr
                 try:
-                    loss, grad_norm = train_step(
+                    result = train_step(
                         step_model, run.optimizer, run.scaler, data, *place, config, hardware, interruption.begin
                     )
                 except StopRequested:
                     break
                 interruption.step_done()
-                run.advance()
+                run.advance(result.skipped)
                 report.step_done(config.tokens_per_step)
                 row = {"step": run.step, "epoch": run.epoch, "tokens": run.tokens}
                 reporting, evaluating = run.due(config.log_interval), run.due(config.eval_interval)
@@ -221,10 +221,15 @@ def take_steps(
                     hardware.synchronize()
                     report.say(f"First step {time.perf_counter() - started:.1f} s after the start")
 
+            if reporting or not hardware.is_cuda:
+                run.stability.require_stable(run.step)
             if reporting:  # nothing waits for the device on the other steps
-                row |= timer.training_row(loss, grad_norm, lr, model.flops_per_token())
-                run.require_finite(row["train_loss"])
+                row |= timer.training_row(result.loss, result.grad_norm, lr, model.flops_per_token())
+                if skipped := run.stability.skipped:
+                    row["skipped_updates"] = skipped
                 report.progress(row, run.mirror.status() if run.mirror else "")
+                for line in run.stability.warnings(run.step, row["train_loss"]):
+                    report.say(line)
             if evaluating:
                 run.unevaluated = row
                 report.announce_evaluation(evaluated_windows(data, config) * config.max_seq_len)

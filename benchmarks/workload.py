@@ -94,7 +94,7 @@ class Training:
 
     def step(self) -> None:
         """One step of the run, as the trainer's loop takes it where it does not report."""
-        self.loss, _ = train_step(
+        result = train_step(
             self.step_model,
             self.optimizer,
             self.scaler,
@@ -105,6 +105,7 @@ class Training:
             self.config,
             self.hardware,
         )
+        self.loss = result.loss
         self.steps_done += 1
 
 

@@ -125,8 +125,8 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
     losses = []
     for step in range(WARM_UP_STEPS + steps):
         seen = step * config.sequences_per_step
-        loss, _ = train_step(step_model, optimizer, scaler, data, step, seen, config.learning_rate, config, hardware)
-        losses.append(loss if rung == Rung.OURS else loss.item())
+        result = train_step(step_model, optimizer, scaler, data, step, seen, config.learning_rate, config, hardware)
+        losses.append(result.loss if rung == Rung.OURS else result.loss.item())
         if step == WARM_UP_STEPS - 1:
             hardware.synchronize()
             started = time.perf_counter()

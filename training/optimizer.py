@@ -60,6 +60,9 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
+        # As torch's fused optimizers know it: 1.0 leaves everything as it is.
+        found_inf = getattr(self, "found_inf", torch.zeros((), device=self.param_groups[0]["params"][0].device))
+        skip, keep = found_inf.bool(), 1 - found_inf
         batches = defaultdict(list)  # shape of a matrix -> (its part of the parameter, its update, its group)
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -68,16 +71,18 @@ class Muon(torch.optim.Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(parameter)
-                buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - group["momentum"])
-                update = parameter.grad.lerp(buffer, group["momentum"])  # Nesterov's
+                gradient = torch.where(skip, 0.0, parameter.grad)
+                buffer = state["momentum_buffer"].lerp_(gradient, (1 - group["momentum"]) * keep)
+                update = gradient.lerp(buffer, group["momentum"])  # Nesterov's
                 update = update.to(newton_schulz_dtype(update.device))
                 for part, piece in zip(parameter.chunk(group["pieces"]), update.chunk(group["pieces"]), strict=True):
                     batches[piece.shape].append((part, piece, group))
         for shape, batch in batches.items():
             scale = math.sqrt(max(1.0, shape[0] / shape[1]))
             orthogonal = orthogonalize(torch.stack([piece for _, piece, _ in batch]))
-            for (part, _, group), update in zip(batch, orthogonal, strict=True):
-                part.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"] * scale)
+            for (part, _, group), update in zip(batch, orthogonal * keep, strict=True):
+                decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
+                part.mul_(decay).add_(update, alpha=-group["lr"] * scale)
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
@@ -149,6 +154,16 @@ def apply_hyperparameters(optimizer: Optimizer, lr: float, config: TrainConfig) 
             "momentum": config.muon_momentum,
             "weight_decay": config.weight_decay,
         }
+
+
+def update(optimizer: Optimizer, skip: torch.Tensor) -> None:
+    """Take the optimizer's step unless `skip`, () of 1.0 or 0.0, forbids it: decided on the device, nothing waits."""
+    parts = [optimizer.muon, optimizer.adamw] if isinstance(optimizer, MuonAndAdamW) else [optimizer]
+    for part in parts:
+        part.found_inf = skip  # type: ignore[attr-defined]  # what a gradient scaler sets, and fused kernels obey
+    optimizer.step()
+    for part in parts:
+        del part.found_inf  # type: ignore[attr-defined]
 
 
 def clip_gradients(optimizer: Optimizer, grad_clip: float) -> torch.Tensor:

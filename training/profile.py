@@ -19,7 +19,7 @@ from training.config import TrainConfig
 from training.hardware import Hardware
 from training.report import Report
 from training.run import Run
-from training.step import part_of_step, smallest_part, train_step
+from training.step import StepResult, part_of_step, smallest_part, train_step
 from training.timer import Timer
 
 STEP_PARTS = ("data", "forward", "backward", "optimizer")  # as train_step announces them
@@ -134,7 +134,7 @@ def profile(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     step_model = compile_model(run.model, hardware, lambda: run.data.batch(0, config.rows_at_once))
     sequences = itertools.count()
 
-    def step(rows: int, watch: Stopwatch) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(rows: int, watch: Stopwatch) -> StepResult:
         part = part_of_step(config, rows)
         seen = next(sequences) * rows  # other data each time, as in training
         return train_step(
@@ -164,7 +164,7 @@ def profile(config: TrainConfig, run: Run, hardware: Hardware) -> None:
         parts[part] *= whole / rows
     parts["logging"] = 0.0
     if config.log_interval:
-        parts["logging"] = time_report(*step(least, Stopwatch()), config, run, hardware) / config.log_interval
+        parts["logging"] = time_report(step(least, Stopwatch()), config, run, hardware) / config.log_interval
 
     total = sum(parts.values())
     speed = config.tokens_per_step / total
@@ -178,9 +178,7 @@ def profile(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     print("Profile: no run was written. Leave --profile out to train.")
 
 
-def time_report(
-    loss: torch.Tensor, grad_norm: torch.Tensor, config: TrainConfig, run: Run, hardware: Hardware
-) -> float:
+def time_report(result: StepResult, config: TrainConfig, run: Run, hardware: Hardware) -> float:
     """Seconds of a step's report: reading two numbers, a progress line and a row of metrics.jsonl, on the local disk.
 
     Waiting for the device to finish the step is no part of it.
@@ -196,7 +194,7 @@ def time_report(
         report.step_done(config.tokens_per_step)
         hardware.synchronize()
         started = time.perf_counter()
-        row = {"step": 1, **timer.training_row(loss, grad_norm, 0.0, run.model.flops_per_token())}
+        row = {"step": 1, **timer.training_row(result.loss, result.grad_norm, 0.0, run.model.flops_per_token())}
         report.progress(row)
         report.write(row)
         return time.perf_counter() - started

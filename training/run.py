@@ -37,6 +37,7 @@ from training.resume import (
 from training.run_folder import quarantine, require_ours, set_aside, tidy
 from training.saving import Saver
 from training.schedule import epoch_sequences, last_step
+from training.stability import Stability, diverged
 
 COPY_SECONDS = 600.0  # that the last copy to the mirror is waited for
 COPY_SECONDS_IF_STOPPED = 60.0  # likewise, by whoever pressed stop
@@ -74,6 +75,7 @@ class Run:
         self.initialized_from: str | None = None
         self.last_saved = time.monotonic()
         self.id = uuid.uuid4().hex  # of this run and no other, whatever its folder is called
+        self.stability = Stability(data.device)
         self.max_steps = self.plan()
 
     @classmethod
@@ -149,8 +151,9 @@ class Run:
             return f"--max_steps {self.step * 2}"
         return f"--epochs {2 * max(self.config.epochs, int(self.epoch))}"
 
-    def advance(self) -> None:
-        """One more step is done."""
+    def advance(self, skipped: torch.Tensor) -> None:
+        """One more step is done, `skipped` (1.0 or 0.0, unread) or not."""
+        self.stability.step_done(skipped)
         self.step += 1
         self.sequences_seen += self.config.sequences_per_step
         self.tokens += self.config.tokens_per_step
@@ -173,14 +176,10 @@ class Run:
         """Whether the best loss is over the validation windows that are evaluated now."""
         return self.best_val_loss is None or self.best_windows == evaluated_windows(self.data, self.config)
 
-    def require_finite(self, *values: float) -> None:
+    def require_finite(self, value: float, what: str) -> None:
         """Raises ConfigError if the training diverged: from here on it would only burn time."""
-        if not all(map(math.isfinite, values)):
-            raise ConfigError(
-                f"The training diverged: the loss or the weights are no longer finite at step {self.step:,}. "
-                f"Checkpoints saved before are whole. Run the same command with a lower --learning_rate, more "
-                "--warmup_steps, or --precision fp32 to continue from there."
-            )
+        if not math.isfinite(value):
+            raise diverged(self.step, f"{what} is not finite")
 
     @contextlib.contextmanager
     def saving(self, say: Callable[[str], None], is_asked_to_stop: Callable[[], bool]) -> Iterator[None]:
@@ -223,10 +222,15 @@ class Run:
     def save(self, elapsed: float, best_only: bool = False) -> None:
         """Begin to write a checkpoint of this step, or of the best weights alone, or of both if these are the best.
 
-        Raises ConfigError if the weights are not finite: a good checkpoint must not make way for one of no use.
+        Raises ConfigError if the weights are not finite, or the training ends on a skipped update: a good checkpoint
+        must not make way for one of no use. Nothing is saved right after a skipped update on the way.
         """
+        if self.stability.in_doubt:
+            if self.finished:
+                raise diverged(self.step, "the last update was skipped")
+            return
         sums = [parameter.detach().sum() for parameter in self.model.parameters()]
-        self.require_finite(torch.stack(sums).sum().item())
+        self.require_finite(torch.stack(sums).sum().item(), "a weight")
         folders = [self.dir / "best"] if self.best_is_new else []
         if not best_only:
             folders.append(self.dir / "checkpoints" / f"step_{self.step:08d}")
@@ -255,7 +259,7 @@ class Run:
         `between` is called between two batches, and may raise to give the evaluation up.
         """
         val_loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
-        self.require_finite(val_loss)
+        self.require_finite(val_loss, "the validation loss")
         answers = answer_prompts(self.model, self.data, prompts, between) if prompts else []
         row |= {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte(val_loss, self.data)}
         if self.best_val_loss is None or val_loss < self.best_val_loss:
@@ -291,6 +295,7 @@ class Run:
             "best_val_loss": self.best_val_loss,
             "best_windows": self.best_windows,
             "unevaluated": self.unevaluated,
+            "skipped_updates": self.stability.skipped,
             "elapsed_seconds": elapsed,
             "resumed_from": self.resumed_from,
             "initialized_from": self.initialized_from,
@@ -314,6 +319,7 @@ class Run:
         self.sequences_seen = state["sequences_seen"]
         self.tokens = state["tokens"]
         self.unevaluated = state.get("unevaluated")  # not in states of older versions
+        self.stability = Stability(self.data.device, state.get("skipped_updates", 0))
         self.elapsed = state["elapsed_seconds"]
         self.resumed_from = self.resumed_from or state["resumed_from"]
         self.initialized_from = state.get("initialized_from")

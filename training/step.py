@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -12,7 +12,16 @@ from model import IGNORE_INDEX
 from training.config import TrainConfig
 from training.data import TokenData
 from training.hardware import Hardware
-from training.optimizer import Optimizer, apply_hyperparameters, clip_gradients
+from training.optimizer import Optimizer, apply_hyperparameters, clip_gradients, update
+from training.stability import not_finite
+
+
+class StepResult(NamedTuple):
+    """What a step gives: each a number on the device, unread."""
+
+    loss: torch.Tensor  # the mean over the whole effective batch
+    grad_norm: torch.Tensor  # before clipping
+    skipped: torch.Tensor  # 1.0 if the update was skipped, for one of them is not finite; else 0.0
 
 
 def train_step(
@@ -26,8 +35,8 @@ def train_step(
     config: TrainConfig,
     hardware: Hardware,
     begin: Callable[[str], None] = lambda part: None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the mean loss over the whole effective batch and the norm of its gradient, both on the device, unread.
+) -> StepResult:
+    """An update that would be made of numbers that are not finite is skipped.
 
     Dropout draws from a stream that belongs to (seed, step), so a resumed run needs no saved random state. `begin` is
     told which part begins: "data", "forward", "backward" or "optimizer".
@@ -46,13 +55,18 @@ def train_step(
         scaler.scale(loss).backward()
         total += loss.detach()
     begin("optimizer")
-    scaler.unscale_(cast(torch.optim.Optimizer, optimizer))  # which needs no more of one than `param_groups`
+    if scaler.is_enabled():
+        scaler.unscale_(cast(torch.optim.Optimizer, optimizer))  # which needs no more of one than `param_groups`
     apply_hyperparameters(optimizer, lr, config)
     grad_norm = clip_gradients(optimizer, config.grad_clip)
-    scaler.step(cast(torch.optim.Optimizer, optimizer))
-    scaler.update()
+    skipped = not_finite(total, grad_norm, scaler.is_enabled())
+    if scaler.is_enabled():
+        scaler.step(cast(torch.optim.Optimizer, optimizer))
+        scaler.update()
+    else:
+        update(optimizer, skipped)
     optimizer.zero_grad(set_to_none=True)
-    return total, grad_norm
+    return StepResult(total, grad_norm, skipped)
 
 
 def pad_rows(inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

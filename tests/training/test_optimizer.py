@@ -59,7 +59,7 @@ def train(
     losses, norms = [], []
     for step in range(first_step, first_step + steps):
         at = step * config.sequences_per_step if seen is None else seen
-        loss, norm = train_step(model, optimizer, scaler, data, step, at, lr, config, CPU)
+        loss, norm, _ = train_step(model, optimizer, scaler, data, step, at, lr, config, CPU)
         assert all(parameter.grad is None for parameter in model.parameters())
         losses.append(loss.item())
         norms.append(norm.item())

@@ -1,0 +1,80 @@
+"""Numbers that go wrong: updates skipped because the loss or its gradient is not finite, and losses that jump."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+
+import torch
+
+from common.errors import ConfigError
+
+MOST_IN_A_ROW = 5  # skipped updates, then the run stops
+SPIKE_SIGMAS = 6.0
+LOSSES = range(20, 101)  # reported ones that a mean is worth taking of, and at the most
+
+
+def not_finite(loss: torch.Tensor, grad_norm: torch.Tensor, scaled: bool) -> torch.Tensor:
+    """Whether the update is to be skipped: 1.0 or 0.0, on the device, unread. Where gradients are `scaled` (fp16), that
+    they overflow is no news, and the scaler's business."""
+    return (~torch.isfinite(loss if scaled else loss + grad_norm)).float()
+
+
+class Stability:
+    """Counts skipped updates on the device, where nothing waits for them, and says what they mean when it is read."""
+
+    def __init__(self, device: torch.device, skipped: int = 0):
+        self.counts = torch.tensor([skipped, 0, 0], device=device, dtype=torch.float32)  # in all, in a row, the longest
+        self.told = skipped
+        self.losses: deque[float] = deque(maxlen=LOSSES.stop - 1)
+
+    def step_done(self, skipped: torch.Tensor) -> None:
+        """`skipped` is 1.0 or 0.0."""
+        total, in_a_row, longest = self.counts
+        in_a_row = (in_a_row + 1) * skipped
+        self.counts = torch.stack([total + skipped, in_a_row, torch.maximum(longest, in_a_row)])
+
+    @property
+    def skipped(self) -> int:
+        """Updates in all sessions. Waits for the device."""
+        return int(self.counts[0])
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether the last update was skipped: the weights may be past saving. Waits for the device."""
+        return bool(self.counts[1])
+
+    def require_stable(self, step: int) -> None:
+        """Raises ConfigError after too many skipped updates in a row."""
+        if self.counts[2] >= MOST_IN_A_ROW:
+            raise diverged(step, f"{int(self.counts[2])} updates in a row had a loss or gradient that is not finite")
+
+    def warnings(self, step: int, loss: float) -> list[str]:
+        """What is to be told of the last steps, now that the loss has been read."""
+        said = []
+        if (skipped := self.skipped) > self.told:
+            said.append(
+                f"Warning: updates skipped up to step {step:,}, for the loss or its gradient was not finite: "
+                f"{skipped - self.told} ({skipped} in this run)."
+            )
+            self.told = skipped
+        if len(self.losses) >= LOSSES.start:
+            mean, sigma = statistics.fmean(self.losses), statistics.stdev(self.losses)
+            if loss > mean + SPIKE_SIGMAS * sigma:
+                said.append(
+                    f"Warning: the loss jumped to {loss:.3f} at step {step:,}; it was {mean:.3f} on average, give or "
+                    f"take {sigma:.3f}. If it does not come back: a lower --learning_rate, more --warmup_steps."
+                )
+        if math.isfinite(loss):
+            self.losses.append(loss)
+        return said
+
+
+def diverged(step: int, what: str) -> ConfigError:
+    return ConfigError(
+        f"The training diverged at step {step:,}: {what}. "
+        f"Checkpoints saved before are whole, and the same command continues from the newest. What helps, most likely "
+        f"first: a lower --learning_rate (a third of it), more --warmup_steps, a lower --grad_clip (0.5), or "
+        f"--precision fp32."
+    )
