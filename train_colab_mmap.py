@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config: TrainConfig) -> int:
     started = time.perf_counter()
-    from training.preflight import dry_run, memory_advice
+    from training.memory import memory_advice
+    from training.preflight import dry_run
     from training.profile import profile
     from training.run import Run
     from training.run_folder import FolderLock, require_ours
@@ -56,7 +57,7 @@ def train(config: TrainConfig) -> int:
     if parts.config.dry_run or parts.config.profile:
         look = dry_run if parts.config.dry_run else profile
         run = Run(parts.config, parts.model, parts.optimizer, parts.scaler, parts.data)
-        with memory_advice(parts.config):
+        with memory_advice(parts.config, parts.model, parts.hardware):
             look(parts.config, run, parts.hardware)
         return 0
     with FolderLock() as lock:
@@ -67,7 +68,7 @@ def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
     """Start or continue the run in its folder, and take it to its end. Returns the exit code."""
     from training.evaluate import answer_prompts
     from training.interruption import Interruption
-    from training.preflight import memory_advice
+    from training.memory import memory_advice
     from training.records import SUMMARY, rewind
     from training.report import Report
     from training.run import Run
@@ -87,7 +88,7 @@ def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
             f"To start over: --resume never (the old run is kept aside)."
         )
         return 0
-    write_config(config)
+    write_config(config, hardware.name)
     lock.take(run.dir)  # which may have been made just now
     (run.dir / SUMMARY).unlink(missing_ok=True)  # of a shorter run that this one continues
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
@@ -97,7 +98,8 @@ def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
     report = Report(run.dir, timer, run.step, run.max_steps)
     rewind(run.dir, run.step if run.unevaluated is None else run.step - 1)
     interruption = Interruption()
-    with memory_advice(config), interruption.awaited(), run.saving(report.say, interruption.is_requested):
+    advice = memory_advice(config, model, hardware)
+    with advice, interruption.awaited(), run.saving(report.say, interruption.is_requested):
         answers = take_steps(run, report, hardware, parts.prompts, interruption, started)
         report.close()
         is_done = run.finished and run.unevaluated is None
@@ -106,7 +108,10 @@ def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
                 answers = answer_prompts(model, data, parts.prompts)
             write_summary(run, hardware, timer, answers)
     if not is_done:
-        print(f"Interrupted after step {run.step:,}. The same command continues from there.")
+        if limit := timer.limit_reached(config):
+            print(f"Stopped after step {run.step:,}: {limit} is reached. The same command with more of it continues.")
+        else:
+            print(f"Interrupted after step {run.step:,}. The same command continues from there.")
         return INTERRUPTED
     return 0
 
@@ -133,8 +138,8 @@ def prepare(config: TrainConfig) -> Parts:
     from training.data import TokenData
     from training.evaluate import check_prompts, read_prompts
     from training.hardware import detect_hardware
+    from training.memory import fit_micro_batch
     from training.optimizer import build_optimizer
-    from training.preflight import fit_micro_batch
     from training.resume import own_checkpoint
 
     hardware = detect_hardware(config)
@@ -173,7 +178,7 @@ def take_steps(
 
     `started` is the time.perf_counter() at which the command began.
     """
-    from training.compilation import compile_model
+    from training.compilation import compile_for_run
     from training.evaluate import evaluated_windows
     from training.hardware import frozen_garbage
     from training.interruption import StopRequested
@@ -185,18 +190,12 @@ def take_steps(
     first_step = run.step
 
     with timer.paused():
-        step_model = compile_model(
-            model,
-            hardware,
-            lambda: data.batch(run.sequences_seen, config.rows_at_once),
-            evaluates=bool(config.eval_interval),
-            cache_dir=config.compile_cache_dir,
-        )
+        step_model = compile_for_run(run, hardware, report.say)
     with frozen_garbage():
         if not run.best_is_comparable and config.eval_interval:
             with timer.paused(), contextlib.suppress(StopRequested):
                 run.evaluate_best(hardware, step_model, interruption.check)
-        while not interruption.requested:
+        while not (interruption.requested or timer.limit_reached(config)):
             row: dict[str, Any]
             if run.unevaluated is not None:  # what the last session was stopped in
                 row, reporting, evaluating = run.unevaluated, False, True
@@ -207,10 +206,13 @@ def take_steps(
                 place = run.step, run.sequences_seen, lr
                 try:
                     result = train_step(
-                        step_model, run.optimizer, run.scaler, data, *place, config, hardware, interruption.begin
+                        step_model, run.optimizer, run.scaler, data, *place, run.config, hardware, interruption.begin
                     )
                 except StopRequested:
                     break
+                except Exception as error:
+                    report.say(run.give_way(error, interruption.part, hardware))
+                    continue
                 interruption.step_done()
                 run.advance(result.skipped)
                 report.step_done(config.tokens_per_step)
@@ -249,7 +251,7 @@ def take_steps(
                     run.save(timer.elapsed, best_only=not is_due)
             for line in run.news():
                 report.say(line)
-        if run.step > run.saved_step:  # asked to stop
+        if run.step > run.saved_step:  # asked to stop, or out of time
             with timer.paused():
                 run.save(timer.elapsed)
     return answers

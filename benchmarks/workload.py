@@ -24,8 +24,8 @@ from training.compilation import compile_model
 from training.config import TrainConfig, parse_config
 from training.data import TokenData
 from training.hardware import Hardware
+from training.memory import estimate_memory, held_memory
 from training.optimizer import Optimizer
-from training.preflight import estimate_memory, held_memory
 from training.schedule import last_step, learning_rate
 from training.step import train_step
 

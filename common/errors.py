@@ -17,7 +17,9 @@ OUT_OF_MEMORY = (
     "not enough memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "could not create a memory object",
 )
+ONEDNN_OUT_OF_MEMORY = "could not create a primitive"  # with more words behind it, it means something else
 
 
 class UserError(Exception):
@@ -54,6 +56,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
         or (isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY))
+        or (isinstance(error, RuntimeError) and str(error) == ONEDNN_OUT_OF_MEMORY)
     )
 
 
@@ -90,7 +93,8 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
         except Exception as error:
             code, message = getattr(error, "exit_code", None), str(error)
             if code is None and is_out_of_memory(error):
-                code, message = MemoryExhausted.exit_code, f"Out of memory: {message or 'the allocation failed'}"
+                code = MemoryExhausted.exit_code
+                message = f"Out of memory ({message or 'the allocation failed'}). Choose a smaller --model_size."
             elif code is None and isinstance(error, OSError):
                 code, message = DataError.exit_code, f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
             if code is None or debug:

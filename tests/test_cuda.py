@@ -20,7 +20,7 @@ from generation.decoding import generate
 from generation.sampling import Sampling
 from model import TransformerLanguageModel
 from training.evaluate import validation_loss
-from training.preflight import estimate_memory
+from training.memory import estimate_memory
 
 pytestmark = pytest.mark.cuda
 

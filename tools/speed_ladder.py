@@ -62,7 +62,7 @@ def baseline_memory(config: TrainConfig, vocab_size: int) -> int:
     import torch
 
     from model import TransformerLanguageModel
-    from training.preflight import estimate_memory
+    from training.memory import estimate_memory
 
     with torch.device("meta"):
         model = TransformerLanguageModel(config.model_config(vocab_size))
@@ -72,7 +72,7 @@ def baseline_memory(config: TrainConfig, vocab_size: int) -> int:
 
 def fit_memory(config: TrainConfig, vocab_size: int, hardware: Hardware) -> TrainConfig:
     """Halve the sequences of a step until the baseline, the rung that needs most, is expected to fit."""
-    from training.preflight import MEMORY_SHARE
+    from training.memory import MEMORY_SHARE
 
     if hardware.memory_bytes is None:
         return config

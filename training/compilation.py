@@ -14,6 +14,7 @@ from common.errors import is_out_of_memory
 from common.files import atomic_write
 from model import TransformerLanguageModel
 from training.hardware import Hardware
+from training.run import Run
 
 
 def compile_model(
@@ -60,6 +61,22 @@ def compile_model(
     if cache:
         keep_compiled(cache)
     return compiled
+
+
+def compile_for_run(run: Run, hardware: Hardware, say: Callable[[str], None]) -> Callable[..., torch.Tensor]:
+    """`compile_model` for the batches and evaluations of a run, with a micro-batch that fits in memory."""
+    config = run.config
+    while True:
+        try:
+            return compile_model(
+                run.model,
+                hardware,
+                lambda: run.data.batch(run.sequences_seen, run.config.rows_at_once),
+                evaluates=bool(config.eval_interval),
+                cache_dir=config.compile_cache_dir,
+            )
+        except Exception as error:
+            say(run.give_way(error, "compile", hardware))
 
 
 def cache_name(model: TransformerLanguageModel, hardware: Hardware, inputs: torch.Tensor) -> str:

@@ -74,6 +74,11 @@ class TrainConfig:
     max_steps: int = option(0, "length", "optimizer steps in all; 0: as many as the epochs take", low=0)
     max_steps_per_epoch: int = option(0, "length", "end an epoch after this many steps, 0 is off", low=0)
 
+    max_hours: float = option(
+        0.0, "length", "stop, saved, once the run has taken this long in all its sessions, 0 is off", low=0.0
+    )
+    max_units: float = option(0.0, "length", "likewise for Colab compute units, at --units_per_hour; 0 is off", low=0.0)
+
     batch_size: int = option(32, "batch", "sequences per batch", low=1, high=MOST_SEQUENCES)
     gradient_accumulation_steps: int = option(1, "batch", "batches per optimizer step", low=1, high=MOST_SEQUENCES)
     micro_batch_size: int | None = option(
@@ -270,8 +275,13 @@ def model_size_keys(size: str, problems: list[str]) -> dict[str, Any]:
     if size not in MODEL_SIZES:
         problems.append(f"model_size is {size!r}; allowed: {', '.join(MODEL_SIZES)}.{suggest(size, MODEL_SIZES)}")
         return {}
-    preset = read_json(REPOSITORY / "configs" / f"{size}.json", ConfigError)
-    return {key: value for key, value in preset.items() if key in MODEL_KEYS}
+    return preset(size)
+
+
+def preset(size: str) -> dict[str, Any]:
+    """The model keys of one of MODEL_SIZES."""
+    keys = read_json(REPOSITORY / "configs" / f"{size}.json", ConfigError)
+    return {key: value for key, value in keys.items() if key in MODEL_KEYS}
 
 
 def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:

@@ -102,6 +102,17 @@ def keep_freed_memory() -> None:
         library.mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
+def return_freed_memory(device: torch.device) -> None:
+    """Return to the system, and to other threads, what was freed."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        if hasattr(library, "malloc_trim"):  # musl has none
+            library.malloc_trim(0)
+
+
 @contextlib.contextmanager
 def frozen_garbage() -> Iterator[None]:
     """Keep the garbage collector from going through everything that was there before training, over and over."""
@@ -131,7 +142,10 @@ def detect_hardware(config: TrainConfig) -> Hardware:
         keep_freed_memory()
         memory = total_ram()
     peak = peak_flops(name) if use_cuda else None
-    return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory)
+    hardware = Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory)
+    if config.max_units and not hardware.units_per_hour(config):
+        raise ConfigError(f"--max_units needs --units_per_hour: what {name} costs is not known.")
+    return hardware
 
 
 def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, str]:

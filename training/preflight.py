@@ -1,131 +1,88 @@
-"""What can be known before the first step: memory, speed, time, cost."""
+"""--dry_run: everything that can go wrong is tried before it costs anything, and what the run will take is forecast."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
+import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
-from common.errors import MemoryExhausted, is_out_of_memory
+from common.checkpoint import Checkpoint, problems_of, write_checkpoint
+from common.errors import CheckpointError
 from common.formatting import clock, si
-from model import TransformerLanguageModel
+from common.machine import available_ram
 from training.compilation import compile_model
 from training.config import TrainConfig
-from training.data import TokenData
+from training.evaluate import evaluated_windows, validation_loss
 from training.hardware import Hardware
-from training.optimizer import hidden_matrices
+from training.memory import estimate_memory, held_memory
+from training.mirror import COPIES, Mirror
 from training.run import Run
+from training.schedule import epoch_sequences
 from training.step import part_of_step, smallest_part, train_step
 
-MEMORY_SHARE = 0.8  # of the memory there is; the rest is for tokens, kernels' workspaces and fragmentation
-DROPOUT_ASIDE = " but for the draws of dropout"  # which go through a micro-batch at a time
-PROCESS_BYTES = 350_000_000  # resident in a process that has imported torch
 TIMED_SECONDS = 8.0  # a step that takes longer than this is timed on a part of its sequences
-
-
-def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, precision: str) -> int:
-    """Peak bytes of a training step: weights, gradients and AdamW's two moments in fp32 (16 bytes a parameter; 12 with
-    the one momentum of Muon), and what the backward pass needs of one micro-batch."""
-    c = model.config
-    half = 2 if precision != "fp32" else 4
-    # A block keeps, per token: two norms' inputs (fp32) and outputs, q, k, v, the attention's output, the residual
-    # branch, and both sides of the activation.
-    per_block = 2 * 4 * c.embed_dim + half * (2 + 3 + 1 + 1) * c.embed_dim + half * 2 * c.ff_dim
-    per_head = (half + 4 + 4) * c.vocab_size  # logits, the same in fp32, and their gradient
-    per_token = c.num_layers * per_block + per_head
-    weight_copies = half * model.num_parameters() if precision != "fp32" else 0  # autocast keeps its casts for backward
-    backward = weight_copies + per_token * config.rows_at_once * c.max_seq_len
-    state = 16 * model.num_parameters()
-    if config.optimizer == "muon":
-        hidden = sum(matrix.numel() for matrix in hidden_matrices(model).values())
-        state -= 4 * hidden
-        backward = max(backward, 12 * hidden)  # the update and Newton-Schulz, once the activations are gone
-    return state + backward
-
-
-def held_memory(data: TokenData, hardware: Hardware) -> int:
-    """Bytes in the same memory beside what training takes: the tokens, and on a CPU Python and torch themselves."""
-    tokens = data.tokens.nbytes if data.tokens.device.type == hardware.device.type and data.placement != "mmap" else 0
-    return tokens if hardware.is_cuda else tokens + PROCESS_BYTES
-
-
-def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> TrainConfig:
-    """Halve the micro-batch until the step is expected to fit. The result of training does not depend on it, so this
-    is done without asking unless `micro_batch_size` was given. Raises MemoryExhausted if one sequence does not fit."""
-    if hardware.memory_bytes is None or config.micro_batch_size is not None:
-        return config
-    limit = MEMORY_SHARE * hardware.memory_bytes
-    rows = config.rows_at_once
-    fitted = config
-    while estimate_memory(fitted, model, hardware.precision) > limit:
-        if rows == 1:
-            needed = estimate_memory(fitted, model, hardware.precision)
-            raise MemoryExhausted(
-                f"Training this model takes about {needed / 1e9:.1f} GB even with one sequence at a time; "
-                f"there are {hardware.memory_bytes / 1e9:.1f} GB. Choose a smaller --model_size or --max_seq_len; "
-                "--micro_batch_size 1 tries it anyway."
-            )
-        rows = rows // 2
-        sources = {**config.sources, "micro_batch_size": "memory"}
-        fitted = dataclasses.replace(config, micro_batch_size=rows, sources=sources)
-    if fitted is not config:
-        print(
-            f"Memory     a step of {config.rows_at_once} sequences at once would not fit: micro_batch_size {rows}, "
-            f"with the same result{DROPOUT_ASIDE if config.dropout else ''}"
-        )
-    return fitted
-
-
-@contextlib.contextmanager
-def memory_advice(config: TrainConfig) -> Iterator[None]:
-    """Turn running out of memory into a sentence that says what to type."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        rows = config.rows_at_once
-        advice = (
-            f"Run the same command with --micro_batch_size {rows // 2}: the result stays the same"
-            f"{DROPOUT_ASIDE if config.dropout else ''}"
-            if rows > 1
-            else "Choose a smaller --model_size or --max_seq_len"
-        )
-        raise MemoryExhausted(
-            f"Out of memory with {rows} sequences of {config.max_seq_len} tokens at once. {advice}."
-        ) from error
+FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), which a model that knows nothing has
+KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one that is being written
+PROBE_BYTES = 1 << 20
 
 
 def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
-    """Print everything known before the first step, one timed step and a forecast. Writes no run."""
+    """Print everything known before the first step, two timed steps, one save, one evaluation and a forecast. Writes no
+    run.
+
+    Raises what keeps the run from starting: CheckpointError, ConfigError, and whatever the parts raise.
+    """
     run.require_own_folders()
     found = run.find()
     model, data = run.model, run.data
     estimate = estimate_memory(config, model, hardware.precision) + held_memory(data, hardware)
     there_is = f" of {hardware.memory_bytes / 1e9:.1f} GB" if hardware.memory_bytes else ""
+    need, free = KEPT_ON_DISK * run.checkpoint_bytes, free_space(config.run_dir)
     print(
         f"Steps      {run.max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} sequences, "
         f"{config.rows_at_once} at once), {run.max_steps * config.tokens_per_step / 1e6:,.1f}M tokens in all\n"
-        f"Memory     about {estimate / 1e9:.1f} GB{there_is} (an estimate)\n"
-        f"Disk       about {4 * 12 * model.num_parameters() / 1e9:.1f} GB in {config.run_dir} (two checkpoints, the "
-        "best, and the one that is being written)"
+        f"Memory     about {estimate / 1e9:.1f} GB{there_is} (an estimate){free_memory(hardware)}; beside it "
+        f"{run.checkpoint_bytes / 1e9:.1f} GB of RAM while a checkpoint is written\n"
+        f"Disk       about {need / 1e9:.1f} GB in {config.run_dir} (two checkpoints, the best and the one being "
+        f"written), of {free / 1e9:.1f} GB that are free{too_little(need, free)}"
     )
+    if run.mirror is not None:
+        probe(run.mirror)
+        need, free = COPIES * run.checkpoint_bytes, free_space(run.mirror.dir)
+        print(
+            f"Mirror     {run.mirror.root} can be written and read; about {need / 1e9:.1f} GB there, of "
+            f"{free / 1e9:.1f} GB that are free{too_little(need, free)}"
+        )
     step_model = compile_model(model, hardware, lambda: data.batch(0, config.rows_at_once))
+    check_first_loss(step_model, run, config, hardware)
     seconds, rows = time_step(step_model, run, config, hardware)
+    saving = time_save(run)
+    evaluating = time_evaluation(step_model, run, config, hardware)
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
-    total = seconds * run.max_steps
     speed = config.tokens_per_step / seconds
     mfu = ""
     if hardware.peak_flops:
         mfu = f", MFU {speed * model.flops_per_token() / hardware.peak_flops:.0%}"
+    evaluations = math.ceil(run.max_steps / config.eval_interval) if config.eval_interval else 0
+    total = seconds * run.max_steps + evaluating * evaluations
     print(
         f"Speed      {seconds:.3g} s a step{part}, {si(speed)} tokens/s{mfu}\n"
-        f"Time       about {clock(total)} for {run.max_steps:,} steps, evaluation and checkpoints aside"
+        f"Saving     a checkpoint was written, verified and loaded in {saving:.1f} s, beside the training\n"
+        f"Evaluating about {clock(evaluating)} for {evaluated_windows(data, config):,} windows, {evaluations} times"
+        f"{', answers to prompts aside' if config.eval_prompts else ''}\n"
+        f"Time       about {clock(total)} for {run.max_steps:,} steps and their evaluations"
     )
+    if at_risk := between_checkpoints(run, config, seconds):
+        print(f"At risk    at most {clock(at_risk)} of training, if the machine goes away between two checkpoints")
     units = hardware.units_per_hour(config)
     if units:
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
@@ -134,6 +91,110 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     if found is not None:
         print(f"Resume     {found.checkpoint.path} is whole and fits; training would continue from it")
     print("Dry run: no run was written. Leave --dry_run out to train.")
+
+
+def free_memory(hardware: Hardware) -> str:
+    if hardware.is_cuda:
+        return f", {torch.cuda.mem_get_info()[0] / 1e9:.1f} GB of it free now"
+    free = available_ram()
+    return f", {free / 1e9:.1f} GB of it free now" if free is not None else ""
+
+
+def too_little(need: int, free: int) -> str:
+    return ". Warning: too little" if need > free else ""
+
+
+def free_space(folder: Path) -> int:
+    """Bytes on the disk that a folder is on, or will be."""
+    return shutil.disk_usage(existing(folder)).free
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or what there is of the way to it."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+def probe(mirror: Mirror) -> None:
+    """Write into the mirror's place and read it back. Raises CheckpointError if that fails."""
+    path = existing(mirror.dir) / f".probe-{os.getpid()}.tmp"
+    content = os.urandom(PROBE_BYTES)
+    try:
+        try:
+            with open(path, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            if path.read_bytes() != content:
+                raise OSError("other bytes come back than were written")
+        finally:
+            path.unlink(missing_ok=True)
+    except OSError as problem:
+        raise CheckpointError(
+            f"--checkpoint_dir {mirror.root} cannot be written and read back ({problem.strerror or problem}). Put that "
+            "right, or choose another."
+        ) from None
+
+
+def check_first_loss(
+    step_model: Callable[..., torch.Tensor], run: Run, config: TrainConfig, hardware: Hardware
+) -> None:
+    """A model that has learned nothing finds all tokens about equally likely: tell if this one does not."""
+    with torch.no_grad(), hardware.autocast():
+        loss = float(step_model(*run.data.batch(0, config.rows_at_once)))
+    expected = math.log(run.data.vocab_size)
+    print(f"First loss {loss:.2f}; ln({run.data.vocab_size:,}) = {expected:.2f} is that of a model that knows nothing")
+    if not abs(loss - expected) < FIRST_LOSS_MARGIN:
+        print(
+            "Warning: these two should be close. Is the vocabulary that of the tokens? Was the initialisation of the "
+            "model changed?"
+        )
+
+
+def time_save(run: Run) -> float:
+    """Seconds of writing a checkpoint where the run's will be, verifying and loading it. It is deleted again."""
+    parent = existing(run.dir.parent)
+    began = time.perf_counter()
+    with discarded(Path(tempfile.mkdtemp(prefix=".dry_run-", dir=parent))) as folder:
+        write_checkpoint(folder / "best", run.snapshot(0.0, copy=False))
+        if problems := problems_of(folder / "best"):
+            raise CheckpointError(f"A checkpoint that was written below {parent} is damaged: {'; '.join(problems)}.")
+        checkpoint = Checkpoint(folder / "best")
+        checkpoint.load_weights(run.model)
+        checkpoint.load_optimizer(run.optimizer)
+    return time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def discarded(folder: Path) -> Iterator[Path]:
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def time_evaluation(
+    step_model: Callable[..., torch.Tensor], run: Run, config: TrainConfig, hardware: Hardware
+) -> float:
+    """Seconds of an evaluation, by one batch of it."""
+    if not config.eval_interval:
+        return 0.0
+    windows = evaluated_windows(run.data, config)
+    one = dataclasses.replace(part_of_step(config, config.rows_at_once), eval_batches=1)
+    began = time.perf_counter()
+    validation_loss(run.model, step_model, run.data, one, hardware)
+    hardware.synchronize()
+    return (time.perf_counter() - began) * windows / evaluated_windows(run.data, one)
+
+
+def between_checkpoints(run: Run, config: TrainConfig, seconds: float) -> float | None:
+    """The longest time from one checkpoint to the next, by the steps' `seconds`; None if only the end is saved."""
+    steps_an_epoch = epoch_sequences(run.data.windows, config) / config.sequences_per_step
+    times = [
+        60 * config.checkpoint_minutes,
+        seconds * config.checkpoint_steps,
+        seconds * steps_an_epoch * config.checkpoint_interval,
+    ]
+    return min((each for each in times if each), default=None)
 
 
 def time_step(

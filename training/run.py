@@ -20,6 +20,7 @@ from training.config import TrainConfig
 from training.data import TokenData
 from training.evaluate import Answer, Prompt, answer_prompts, bits_per_byte, evaluated_windows, validation_loss
 from training.hardware import Hardware
+from training.memory import DROPOUT_ASIDE, with_less_memory
 from training.mirror import Mirror
 from training.optimizer import Optimizer
 from training.resume import (
@@ -34,7 +35,7 @@ from training.resume import (
     resolved,
     saved_state,
 )
-from training.run_folder import quarantine, require_ours, set_aside, tidy
+from training.run_folder import quarantine, require_ours, set_aside, tidy, write_config
 from training.saving import Saver
 from training.schedule import epoch_sequences, last_step
 from training.stability import Stability, diverged
@@ -158,6 +159,18 @@ class Run:
         self.sequences_seen += self.config.sequences_per_step
         self.tokens += self.config.tokens_per_step
 
+    def give_way(self, error: Exception, part: str, hardware: Hardware) -> str:
+        """Halve the micro-batch after `error` in a `part` of a step, for the same batch once more, and for this run on
+        this device. Returns a sentence on it. Raises what `with_less_memory` raises."""
+        rows = self.config.rows_at_once
+        self.config = with_less_memory(error, part, self.config, self.model, self.optimizer, hardware)
+        write_config(self.config, hardware.name)
+        less = self.config.rows_at_once
+        return (
+            f"Out of memory with {rows} sequences at once: the same batch again with {less}, with the same result"
+            f"{DROPOUT_ASIDE if self.config.dropout else ''}. Kept for this run; another: --micro_batch_size {less}"
+        )
+
     def due(self, interval: int) -> bool:
         """True every `interval` steps (0: never) and after the last."""
         return bool(interval) and (self.step % interval == 0 or self.finished)
@@ -184,6 +197,7 @@ class Run:
     @contextlib.contextmanager
     def saving(self, say: Callable[[str], None], is_asked_to_stop: Callable[[], bool]) -> Iterator[None]:
         """Save and copy beside what happens inside; at its end, wait until that is done."""
+        self.saver.begin()
         if self.mirror is not None:
             self.mirror.begin(self.id, self.checkpoint_bytes)
         try:

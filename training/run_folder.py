@@ -26,10 +26,11 @@ MARKER = "run.json"  # in a mirror: which run these are the copies of
 FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY, MARKER)
 
 
-def write_config(config: TrainConfig) -> None:
-    """Write the resolved configuration, and who trains: the folder is a run's of ours from here on."""
+def write_config(config: TrainConfig, device: str) -> None:
+    """Write the resolved configuration, and who trains on which device: the folder is a run's of ours from here on."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    write_json(config.run_dir / CONFIG, {"config": config.values(), "sources": config.sources, "session": session()})
+    resolved = {"config": config.values(), "sources": config.sources, "device": device, "session": session()}
+    write_json(config.run_dir / CONFIG, resolved)
 
 
 @functools.cache

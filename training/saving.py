@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from common.checkpoint import STEP_NAME, Snapshot, prune, write_checkpoint
+from common.errors import is_out_of_memory
 from common.machine import available_ram
 
 SNAPSHOT_SHARE = 0.5  # of the free memory that a snapshot may take
@@ -24,6 +25,10 @@ class Saver:
         self.under_way: Future[None] | None = None
         self.seconds_held = 0.0  # that the training waited, in all
 
+    def begin(self) -> None:
+        """Start the thread while there is memory for it."""
+        self.thread.submit(int).result()
+
     def save(self, folders: Sequence[Path], take: Callable[[bool], Snapshot], size: int) -> None:
         """Write the snapshot that `take(copy)` gives to each of the folders. `size` is about its bytes.
 
@@ -32,10 +37,17 @@ class Saver:
         began = time.perf_counter()
         self.finish()
         free = available_ram()
-        beside = free is None or size <= SNAPSHOT_SHARE * free
-        self.under_way = self.thread.submit(self.write, folders, take(beside))
-        if not beside:
-            self.finish()
+        snapshot = None
+        if free is None or size <= SNAPSHOT_SHARE * free:
+            try:
+                snapshot = take(True)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+        if snapshot is not None:
+            self.under_way = self.thread.submit(self.write, folders, snapshot)
+        else:
+            self.write(folders, take(False))
         self.seconds_held += time.perf_counter() - began
 
     def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:

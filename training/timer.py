@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from training.config import TrainConfig
 from training.hardware import Hardware
 
 
@@ -34,6 +35,14 @@ class Timer:
     def compute_units(self) -> float | None:
         """Spent so far; None where the machine's rate is not known."""
         return self.elapsed / 3600 * self.units_per_hour if self.units_per_hour else None
+
+    def limit_reached(self, config: TrainConfig) -> str | None:
+        """The flag whose limit the run has reached, if it has."""
+        if config.max_hours and self.elapsed >= 3600 * config.max_hours:
+            return f"--max_hours {config.max_hours:g}"
+        if config.max_units and (self.compute_units or 0.0) >= config.max_units:
+            return f"--max_units {config.max_units:g}"
+        return None
 
     @property
     def tokens_per_second(self) -> float | None:

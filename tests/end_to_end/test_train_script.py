@@ -363,7 +363,7 @@ def test_running_out_of_memory_is_exit_code_5(train: Callable, tmp_path: Path, m
         raise MemoryError
 
     monkeypatch.setattr(step_module, "train_step", full)
-    assert_refused(train(tmp_path / "run"), 5, "--micro_batch_size 2")
+    assert_refused(train(tmp_path / "run"), 5, "1 x 16 tokens", "--max_seq_len 8")
 
 
 def test_a_bug_of_ours_keeps_its_traceback(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +17,12 @@ import torch
 
 import train_colab_mmap
 from common.errors import MemoryExhausted
-from model import TransformerLanguageModel
-from tests.helpers import CPU
+from model import ModelConfig, TransformerLanguageModel
+from tests.helpers import CPU, with_large_weights
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
 from training.hardware import Hardware
-from training.preflight import MEMORY_SHARE, PROCESS_BYTES, estimate_memory, fit_micro_batch, held_memory
+from training.memory import MEMORY_SHARE, PROCESS_BYTES, estimate_memory, fit_micro_batch, held_memory
 
 CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
 
@@ -170,6 +172,11 @@ def test_a_dry_run_tells_all_and_writes_nothing(
         r"^Data .*4,000 tokens",
         r"^Splits .*3,600 training tokens.* 400 validation",
         r"^Memory .*about [\d.]+ GB",
+        r"^Disk .*of [\d.]+ GB that are free",
+        r"^First loss 3\.\d\d; ln\(30\) = 3\.40",
+        r"^Saving .*written, verified and loaded in [\d.]+ s",
+        r"^Evaluating .*windows",
+        r"^At risk .*at most",
         r"^Speed .*s a step.* tokens/s",
         rf"^Time .*{steps:,} steps",
         r"^Cost .*at 12 an hour",
@@ -200,3 +207,45 @@ def test_a_dry_run_of_a_model_that_does_not_fit_ends_with_exit_code_5(
     assert train_colab_mmap.main(["--data_dir", str(tokens), *SHAPE, "--dry_run", "--placement", "ram"]) == 5
     assert capsys.readouterr().err.startswith("error: ")
     assert listing(tmp_path) == before
+
+
+def test_a_dry_run_tries_the_mirror_and_leaves_nothing_there(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "drive").mkdir()
+    before = listing(tmp_path)
+    argv = ["--data_dir", str(tokens), *SHAPE, "--dry_run", "--checkpoint_dir", str(tmp_path / "drive" / "copies")]
+    assert train_colab_mmap.main(argv) == 0
+    assert re.search(r"^Mirror .*can be written and read; about [\d.]+ GB there", capsys.readouterr().out, re.MULTILINE)
+    assert {path: entry for path, entry in listing(tmp_path).items() if "drive" not in path} == {
+        path: entry for path, entry in before.items() if "drive" not in path
+    }
+    assert list((tmp_path / "drive").iterdir()) == []
+
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if "drive" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert train_colab_mmap.main(argv) == 4
+    assert "cannot be written and read back (No space left" in capsys.readouterr().err
+    assert list((tmp_path / "drive").iterdir()) == []
+
+
+def test_a_first_loss_that_no_untrained_model_has_is_told(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    initialize = TransformerLanguageModel.__init__
+
+    def spoiled(model: TransformerLanguageModel, config: ModelConfig) -> None:
+        initialize(model, config)
+        with_large_weights(model)
+
+    monkeypatch.setattr(TransformerLanguageModel, "__init__", spoiled)
+    assert train_colab_mmap.main(["--data_dir", str(tokens), *SHAPE, "--dry_run"]) == 0
+    assert "Warning: these two should be close" in capsys.readouterr().out

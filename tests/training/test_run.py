@@ -28,6 +28,8 @@ from tests.helpers import ROOT, flip, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, steps_of
 from training import interruption, saving
 from training import run as run_module
+from training import step as step_module
+from training import timer as timer_module
 from training.data import TokenData
 from training.records import read_metrics
 from training.run import Run
@@ -263,6 +265,37 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
     assert measured(tmp_path / "run") == measured(unbroken)
     best = [(folder / "best" / "model.safetensors").read_bytes() for folder in (tmp_path / "run", unbroken)]
     assert best[0] == best[1]
+
+
+@pytest.mark.parametrize("limit", ["max_hours", "max_units"])
+def test_a_run_stops_at_its_limit_saved_and_goes_on_with_more_of_it(
+    limit: str, train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here an hour is over in ten steps."""
+    flags = {"units_per_hour": 3, "eval_interval": 12}
+    clock = [0.0]
+    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock[0])
+    original = step_module.train_step
+
+    def train_step(*args: Any) -> step_module.StepResult:
+        clock[0] += 360.0
+        return original(*args)
+
+    monkeypatch.setattr(step_module, "train_step", train_step)
+    more = {"max_hours": 1.0, "max_units": 3.0}[limit]
+    result = train(tmp_path / "run", **flags, **{limit: more})
+    assert result.code == 130
+    assert f"Stopped after step 10: --{limit} {more:g} is reached" in result.out
+    assert steps_of(tmp_path / "run")[0] == 10
+    again = train(tmp_path / "run", **flags, **{limit: more})
+    assert again.code == 130 and steps_of(tmp_path / "run")[0] == 10  # of all sessions
+    assert train(tmp_path / "run", **flags, **{limit: 10 * more}).code == 0
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+
+
+def test_a_limit_of_units_needs_their_rate(train: Callable, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", max_units=1)
+    assert result.code == 2 and "--units_per_hour" in result.err
 
 
 # Whose folder it is

@@ -1,0 +1,207 @@
+"""Running out of memory: the micro-batch gives way and the result stays; where nothing helps, what would is said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.errors import MemoryExhausted
+from model import TransformerLanguageModel
+from tests.helpers import CPU, ROOT
+from tests.training.helpers import final_weights, measured, steps_of
+from training import memory as memory_module
+from training import step as step_module
+from training.config import TrainConfig
+from training.memory import estimate_memory, held_by_others, no_way_out, savings
+from training.optimizer import Muon
+from training.records import read_metrics
+from training.run_folder import CONFIG
+
+# The command in a process whose memory is limited to what it has taken so far, and some megabytes more.
+LIMITED = """
+import resource, sys
+import train_colab_mmap, training.run, training.memory, training.preflight, training.report, training.summary
+import torch, matplotlib.figure
+torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
+taken = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("VmData"))
+resource.setrlimit(resource.RLIMIT_DATA, (taken + int(sys.argv[1]) * 2**20,) * 2)
+sys.exit(train_colab_mmap.main(sys.argv[2:]))
+"""
+# A step of 128 sequences at once takes about 330 MB in such a process, one of 16 about 125.
+LARGE = {"max_seq_len": 64, "embed_dim": 128, "num_layers": 2, "batch_size": 128, "dropout": 0.0}
+LARGE |= {"max_steps": 4, "eval_interval": 0, "checkpoint_steps": 2}
+
+
+def limited(megabytes: int, flags: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", LIMITED, str(megabytes), *flags]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False, timeout=120)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
+    train_flags: Callable, train: Callable, tmp_path: Path
+) -> None:
+    """In a process whose memory really is limited. The size that was found is kept."""
+    flags = train_flags(tmp_path / "run", **LARGE)
+    result = limited(220, flags)
+    assert result.returncode == 0, result.stderr
+    told = re.findall(r"Out of memory with (\d+) sequences at once: the same batch again with (\d+)", result.stdout)
+    assert told and told[0][0] == "128"
+    rows = int(told[-1][1])
+    assert f"--micro_batch_size {rows}" in result.stdout
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2, 3, 4]
+
+    straight = train(tmp_path / "straight", **LARGE, micro_batch_size=rows)
+    assert straight.code == 0
+    assert final_weights(tmp_path / "run", 4) == final_weights(tmp_path / "straight", 4)
+
+    again = limited(220, train_flags(tmp_path / "run", **{**LARGE, "max_steps": 6}))
+    assert again.returncode == 0, again.stderr
+    assert f"micro_batch_size {rows}, which fitted on this device before" in again.stdout
+    assert "Out of memory" not in again.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_model_that_does_not_fit_at_all_ends_with_exit_code_5_and_what_would_help(
+    train_flags: Callable, tmp_path: Path
+) -> None:
+    for megabytes in (10, 40, 70):  # it runs out at the model, its optimizer, or the first step
+        none = limited(megabytes, train_flags(tmp_path / "none", **{**LARGE, "embed_dim": 512, "num_heads": 8}))
+        assert none.returncode == 5 and "Traceback" not in none.stderr, none.stderr
+        assert none.stderr.startswith("error: Out of memory") and "--" in none.stderr
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")  # as a GPU says it
+
+
+def out_of_memory_once(patch: pytest.MonkeyPatch, call: int) -> list[int]:
+    """Memory runs out in the given forward pass. Returns the rows of each, in a list that grows."""
+    forward, calls = TransformerLanguageModel.forward, list[int]()
+
+    def fails_once(model: TransformerLanguageModel, *args: torch.Tensor) -> torch.Tensor:
+        calls.append(len(args[0]))
+        if len(calls) == call:
+            out_of_memory()
+        return forward(model, *args)
+
+    patch.setattr(TransformerLanguageModel, "forward", fails_once)
+    return calls
+
+
+def test_memory_that_runs_out_later_changes_nothing_about_the_run(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After gradients of a part of the batch have been added up, in the middle of the run."""
+    flags = {"dropout": 0.0, "log_interval": 1}
+    assert train(tmp_path / "straight", **flags).code == 0
+    with monkeypatch.context() as patch:
+        calls = out_of_memory_once(patch, 20)  # the second of the two of a step
+        result = train(tmp_path / "run", **flags)
+    assert result.code == 0 and result.out.count("Out of memory with 4 sequences at once") == 1
+    assert set(calls[:19]) == {4} and set(calls[20:30]) == {2}
+    rows, straight = measured(tmp_path / "run"), measured(tmp_path / "straight")
+    assert [row["step"] for row in rows] == [row["step"] for row in straight]
+    for ours, theirs in zip(rows, straight, strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-4)
+    assert json.loads((tmp_path / "run" / CONFIG).read_text())["config"]["micro_batch_size"] == 2
+
+
+@pytest.mark.parametrize("changed", ["device", "flag", "start over"])
+def test_the_size_that_was_found_is_for_this_device_and_this_run(
+    changed: str, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        out_of_memory_once(patch, 2)
+        assert train(run, max_steps=6).code == 0
+    assert "fitted on this device before" in train(run, max_steps=8).out
+    flags: dict[str, Any] = {"flag": {"micro_batch_size": 4}, "start over": {"resume": "never"}}.get(changed, {})
+    if changed == "device":
+        content = json.loads((run / CONFIG).read_text())
+        (run / CONFIG).write_text(json.dumps({**content, "device": "another"}))
+    result = train(run, max_steps=10, **flags)
+    assert result.code == 0 and "fitted" not in result.out
+
+
+def test_running_out_in_the_update_is_not_tried_again(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have changed some of the weights."""
+    monkeypatch.setattr(Muon, "step", lambda optimizer: out_of_memory())
+    result = train(tmp_path / "run", optimizer="muon")
+    assert result.code == 5 and "same batch again" not in result.out
+    assert steps_of(tmp_path / "run") == []
+
+
+def test_an_error_that_is_not_about_memory_stays_what_it_is(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def bug(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(step_module, "train_step", bug)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "run")
+
+
+def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
+    config = TrainConfig(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
+    hardware = dataclasses.replace(CPU, memory_bytes=10**9)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(32_000))
+    ways = savings(config, model, hardware)
+    flags = [flag.split(" (")[0] for flag, _ in ways]
+    order = ["--micro_batch_size 1", "--precision bf16", "--optimizer muon", "--max_seq_len 256", "--model_size xlarge"]
+    assert flags == [flag for flag in order if flag in flags] and {order[0], order[-1]} <= set(flags)
+    halved = dataclasses.replace(config, max_seq_len=256)
+    with torch.device("meta"):
+        shorter = TransformerLanguageModel(halved.model_config(32_000))
+    saved = estimate_memory(config, model, "fp32") - estimate_memory(halved, shorter, "fp32")
+    assert dict(ways)["--max_seq_len 256 (a new run)"] == saved
+    said = no_way_out(config, model, dataclasses.replace(hardware, memory_bytes=10**15))
+    assert f"--max_seq_len 256 (a new run): about {saved / 1e9:.1f} GB less" in said
+    assert not re.search("[Rr]estart|process", said)
+
+
+def test_another_process_that_holds_the_memory_is_named_with_its_size() -> None:
+    hold = "import sys; held = bytearray(300_000_000); print(1, flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", hold], **pipes) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        hardware = dataclasses.replace(CPU, memory_bytes=2 * 10**9)
+        named = [line for line in held_by_others(hardware) if f"process {process.pid} " in line]
+        process.stdin.close()
+    assert len(named) == 1 and named[0].startswith("0.3 GB")
+    assert not any(f"process {os.getpid()} " in line for line in held_by_others(hardware))
+
+
+def test_what_the_driver_tells_of_processes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program in the place of the driver's that prints what it prints."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '4711, python3, 15234'\necho '4712, [Not Found], [N/A]'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert memory_module.gpu_memory_by_process() == {(4711, "python3"): 15234 * 2**20}
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert memory_module.gpu_memory_by_process() == {}
+
+
+def test_no_way_out_is_raised_as_exhausted_memory() -> None:
+    config = TrainConfig(micro_batch_size=1)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(100))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(MemoryExhausted, match="1 x 256 tokens"):
+        memory_module.with_less_memory(MemoryError(), "forward", config, model, optimizer, CPU)
