@@ -230,7 +230,7 @@ def read_tokenizer_json(path: str | Path) -> dict[str, Any]:
         raise TokenizerError(f"There is no tokenizer file {path}.") from None
     except OSError as error:
         raise TokenizerError(f"The tokenizer file {path} cannot be read: {error.strerror or error}.") from None
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON; thousands of open brackets
         raise TokenizerError(f"The tokenizer file {path} is not valid JSON ({error}).") from None
     if not isinstance(content, dict):
         raise TokenizerError(f"The tokenizer file {path} holds a JSON {type(content).__name__}, not an object.")

@@ -99,7 +99,7 @@ class BPETokenizer:
         from tokenizers import Tokenizer
 
         try:
-            text = Path(path).read_bytes().decode()
+            text = Path(path).read_bytes().decode("utf-8-sig")
         except FileNotFoundError:
             raise TokenizerError(f"There is no tokenizer file {path}.") from None
         except UnicodeDecodeError as error:
