@@ -174,8 +174,9 @@ def byte_alphabet() -> dict[str, int]:
 
 def token_table(content: dict[str, Any]) -> list[bytes]:
     """The bytes of each id, b"" for an id that no token has."""
-    stages = [content.get("pre_tokenizer") or {}, content.get("decoder") or {}]
-    stages += [inner for stage in stages for inner in stage.get("pretokenizers", []) + stage.get("decoders", [])]
+    # What prepares the text for the model; a decoder alone would have it lose all that is not in the vocabulary as it is.
+    stages = [content.get("pre_tokenizer") or {}, content.get("normalizer") or {}]
+    stages += [inner for stage in stages for inner in stage.get("pretokenizers", []) + stage.get("normalizers", [])]
     if content["model"].get("type") != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in stages):
         raise TokenizerError("not a byte-level BPE tokenizer, the only kind of `tokenizers` file used here.")
     added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
