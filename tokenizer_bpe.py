@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = (END_OF_TEXT, "<|pad|>", "<|unk|>")  # ids 0, 1, 2
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
+MOST_GAPS = 65_536  # ids without a token, beside as many as there are tokens: each takes memory here and in a model
 
 # GPT-2's pre-tokenizer. The possessive quantifiers match what GPT-2's own pattern matches, without backtracking.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -59,6 +60,8 @@ class BPETokenizer:
         content = json.loads(tokenizer.to_str())
         self.backend = tokenizer
         self.backend.encode_special_tokens = True  # as ordinary text
+        self.backend.no_padding()  # a file may ask for any length
+        self.backend.no_truncation()
         self.table = token_table(content)
         self.special_ids = {
             token["content"]: token["id"] for token in content.get("added_tokens") or [] if token.get("special")
@@ -183,7 +186,10 @@ def token_table(content: dict[str, Any]) -> list[bytes]:
     vocab = content["model"]["vocab"] | added
     if not vocab:
         raise TokenizerError("the vocabulary is empty.")
-    table = [b""] * (max(vocab.values()) + 1)
+    largest = max(vocab.values())
+    if largest >= MOST_GAPS + 2 * len(vocab):
+        raise TokenizerError(f"there is a token id {largest:,} and no more than {len(vocab):,} tokens.")
+    table = [b""] * (largest + 1)
     alphabet = byte_alphabet()
     for token, token_id in vocab.items():
         byte_level = token not in added and all(character in alphabet for character in token)
