@@ -62,8 +62,13 @@ class TokenMetadata:
         if not name:
             raise DataError(f"{self.path} has no {key}; name the file with --{key}.")
         folder = self.path.parent.resolve()
-        if (folder / name).resolve().parent != folder:
-            raise DataError(f"{key} in {self.path} is {name!r}, which is not a file beside it.")
+        try:
+            path = (folder / name).resolve()
+            is_beside = path.parent == folder and not path.is_dir()
+        except (OSError, ValueError):  # too long, or with characters that no name has
+            is_beside = False
+        if not is_beside:
+            raise DataError(f"{key} in {self.path} is {name[:100]!r}, which is not a file beside it.")
         return self.path.parent / name
 
     @classmethod
