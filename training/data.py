@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import shutil
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,6 +30,7 @@ from training.hardware import Hardware
 
 RAM_SHARE = 0.7  # of the available memory that tokens may take; the rest is for the model and Python
 GPU_SHARE = 0.2  # of the GPU's memory that tokens may take; the rest is for training
+UNPACKED_AT_ONCE = 2**22  # bytes
 
 
 class TokenData:
@@ -224,18 +224,30 @@ def locate(config: TrainConfig) -> tuple[Path | None, Path | None, Path]:
 
 
 def unpack_if_missing(bin_path: Path, metadata: TokenMetadata) -> None:
-    """Make a token file that is not there from its `.gz`. Raises DataError if that is not there either, or damaged."""
+    """Make a token file that is not there from its `.gz`. Raises DataError if that is not there either, is damaged, or
+    holds another number of bytes than the metadata says: the disk is not filled with whatever comes out."""
     if bin_path.exists():
         return
     packed = Path(f"{bin_path}.gz")
     if not packed.exists():
         raise DataError(f"There is no file {bin_path}; {metadata.path} describes it.")
     print(f"Unpacking {packed} to {bin_path.name} ...")
+    missing = metadata.total_tokens * metadata.numpy_dtype.itemsize
     with gzip.open(packed, "rb") as source, atomic_write(bin_path) as target:
         try:
-            shutil.copyfileobj(source, target, 2**22)
+            while piece := source.read(min(UNPACKED_AT_ONCE, missing + 1)):
+                missing -= len(piece)
+                if missing < 0:
+                    break
+                target.write(piece)
         except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
             raise DataError(f"{packed} is damaged ({problem}); copy it again.") from None
+        if missing:
+            amount = f"{missing:,} bytes fewer" if missing > 0 else "more bytes"
+            raise DataError(
+                f"{packed} holds {amount} than the {metadata.total_tokens:,} tokens ({metadata.dtype}) of "
+                f"{metadata.path.name}: copy both again, or run tokenize_local_bpe.py again."
+            )
 
 
 def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
