@@ -50,6 +50,12 @@ class TokenMetadata:
         return (self.train_bytes or 0) + (self.val_bytes or 0)
 
     @property
+    def source_names(self) -> list[str]:
+        """As far as they are told: training needs none, so that anything may stand there."""
+        named = (source.get("name") for source in self.source_files if isinstance(source, dict))
+        return [name for name in named if isinstance(name, str)]
+
+    @property
     def numpy_dtype(self) -> np.dtype:
         import numpy as np  # here, for --help has no use for it
 
@@ -79,8 +85,8 @@ class TokenMetadata:
         if "train_split_index" not in values and "train_split" not in values:
             problems.append("train_split_index is missing")
         for key in ("vocab_size", "total_tokens", "train_split_index", "val_bytes"):
-            if key in values and (type(values[key]) is not int or values[key] < 0):
-                problems.append(f"{key} is {values[key]!r}; a whole number is needed")
+            if key in values and (type(values[key]) is not int or not 0 <= values[key] < 2**63):
+                problems.append(f"{key} is {values[key]!r:.100}; a whole number is needed")
         split = values.get("train_split", 0.9)
         if not isinstance(split, int | float) or not 0 < split < 1:
             problems.append(f"train_split is {split!r}; a number between 0 and 1 is needed")

@@ -150,7 +150,7 @@ def require_tokens_of(folder: str, text: str, tokenizer: str) -> None:
     for path in metadata_files(Path(folder)):
         metadata = TokenMetadata.read(path)
         kind = "char" if metadata.tokenizer_type == "character" else "bpe"
-        names = {source["name"] for source in metadata.source_files}
+        names = set(metadata.source_names)
         if kind != tokenizer or (Path(text).is_file() and names != {Path(text).name}):
             raise DataError(
                 f"{folder} holds {metadata.tokenizer_type} tokens of {', '.join(sorted(names)) or 'another text'}, "
