@@ -114,7 +114,7 @@ class FolderLock:
 
 def holder(folder: Path) -> str:
     """Who wrote the configuration last, as the end of a sentence."""
-    with contextlib.suppress(ConfigError, TypeError):
+    with contextlib.suppress(ConfigError, TypeError, KeyError):
         theirs: dict[str, Any] = read_json(folder / CONFIG, ConfigError).get("session") or {}
         if theirs:
             return f" ({theirs['pid']} on {theirs['machine']}, since {theirs['started']})"
