@@ -12,10 +12,12 @@ import errno
 import hashlib
 import json
 import os
+import pickletools
 import re
 import shutil
 import sys
 import threading
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,24 +88,53 @@ class Checkpoint:
     def load_optimizer(self, optimizer: Stateful) -> None:
         try:
             optimizer.load_state_dict(load_tensors(self.path / "optimizer_state.bin"))
-        except (ValueError, KeyError, AttributeError) as problem:
+        except Exception as problem:  # torch tells in many ways that it is the state of another optimizer
+            if isinstance(problem, OSError) or is_out_of_memory(problem):
+                raise
             raise CheckpointError(f"The optimizer state in {self.path} cannot be loaded: {problem}.") from None
 
 
 def load_tensors(path: Path) -> dict[str, Any]:
-    """Read what torch.save wrote, without running code it may hold. Raises ValueError for anything but a dict.
+    """Read what torch.save wrote, without running code it may hold, nor taking memory for more than it holds. Raises
+    ValueError for anything but a dict.
 
     PyTorch's own message is not passed on: it advises to load the file with the protection off.
     """
     try:
+        require_plain_tensors(path)
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # of many kinds, by where the file is broken
-        if isinstance(error, OSError) or is_out_of_memory(error):
+        is_of_disk = isinstance(error, OSError) and error.errno != errno.EINVAL  # which is a place before the file
+        if is_of_disk or is_out_of_memory(error):
             raise
         raise ValueError(f"{path.name} is cut short or holds something other than tensors") from None
     if not isinstance(state, dict):
         raise ValueError(f"{path.name} holds something other than named tensors")
     return state
+
+
+# What a pickle of tensors may name. PyTorch allows more, some of which takes any memory that it is told to.
+STORAGES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
+ZIP_MAGIC = b"PK\x03\x04"  # by which PyTorch knows an archive; Python's zipfile finds one behind other bytes too
+PICKLED = {
+    "collections OrderedDict",
+    "torch._utils _rebuild_tensor_v2",
+    "torch._utils _rebuild_parameter",
+    *(f"torch {kind}Storage" for kind in STORAGES),
+}
+
+
+def require_plain_tensors(path: Path) -> None:
+    """Raises ValueError unless a file is a zip archive, as torch.save has written since 1.6, that unpacks to no more
+    than its own size, with a pickle that names nothing but tensors."""
+    with open(path, "rb") as file, zipfile.ZipFile(file) as archive:
+        members = archive.infolist()
+        file.seek(0)
+        if file.read(4) != ZIP_MAGIC or sum(member.file_size for member in members) > path.stat().st_size:
+            raise ValueError("PyTorch would read it in another way, or unpack it to more than its size")
+        for pickled in (archive.read(member) for member in members if member.filename.lower().endswith(".pkl")):
+            if not {str(named) for code, named, _ in pickletools.genops(pickled) if code.name == "GLOBAL"} <= PICKLED:
+                raise ValueError("it holds something other than tensors")
 
 
 # What config.json holds besides the ModelConfig: ours, and the blog's.
