@@ -22,6 +22,8 @@ NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope")
 ROPE_BASE = 10_000.0
 VOCAB_MULTIPLE = 128
+SIZE_LIMIT = 2**31  # of any one size: token ids are int32
+LARGEST_SOFTCAP = 1e6  # beyond it, and below its inverse, only mistakes; fp32 would overflow far from there
 IGNORE_INDEX = -100  # a target with this value adds nothing to the loss
 
 
@@ -53,27 +55,30 @@ class ModelConfig:
         if self.ff_dim is None and type(self.embed_dim) is int:
             object.__setattr__(self, "ff_dim", 4 * self.embed_dim)
         problems = [
-            f"{name} is {getattr(self, name)!r}; a whole number of at least 1 is needed"
+            f"{name} is {getattr(self, name)!r:.100}; a whole number of at least 1 and below {SIZE_LIMIT:,} is needed"
             for name in ("vocab_size", "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len")
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1
+            if type(getattr(self, name)) is not int or not 1 <= getattr(self, name) < SIZE_LIMIT
         ]
         problems += [
-            f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}"
+            f"{name} is {getattr(self, name)!r:.100}; allowed: {', '.join(allowed)}"
             for name, allowed in (("activation", ACTIVATIONS), ("norm", NORMS), ("position", POSITIONS))
             if getattr(self, name) not in allowed
         ]
         problems += [
-            f"{name} is {getattr(self, name)!r}; true or false is needed"
+            f"{name} is {getattr(self, name)!r:.100}; true or false is needed"
             for name in ("bias", "tie_embeddings", "qk_norm", "embed_norm", "zero_init")
             if type(getattr(self, name)) is not bool
         ]
         if type(self.dropout) not in (int, float) or not 0.0 <= self.dropout < 1.0:
-            problems.append(f"dropout is {self.dropout!r}; allowed: 0 up to, not including, 1")
-        if type(self.logit_softcap) not in (int, float) or not 0.0 <= self.logit_softcap < math.inf:
-            problems.append(f"logit_softcap is {self.logit_softcap!r}; allowed: 0 (off) or more")
+            problems.append(f"dropout is {self.dropout!r:.100}; allowed: 0 up to, not including, 1")
+        if type(self.logit_softcap) not in (int, float) or not (
+            self.logit_softcap == 0 or 1 / LARGEST_SOFTCAP <= self.logit_softcap <= LARGEST_SOFTCAP
+        ):
+            problems.append(f"logit_softcap is {self.logit_softcap!r:.100}; allowed: 0 (off), or 0.000001 to 1,000,000")
         if not problems and self.embed_dim % self.num_heads:
-            fitting = [n for n in range(1, self.embed_dim + 1) if self.embed_dim % n == 0]
-            nearest = sorted(sorted(fitting, key=lambda n: abs(n - self.num_heads))[:3])
+            small = [n for n in range(1, math.isqrt(self.embed_dim) + 1) if self.embed_dim % n == 0]
+            fitting = {*small, *(self.embed_dim // n for n in small)}
+            nearest = sorted(sorted(fitting, key=lambda n: (abs(n - self.num_heads), n))[:3])
             problems.append(
                 f"num_heads is {self.num_heads}, which does not divide embed_dim {self.embed_dim}; "
                 f"near it these do: {', '.join(map(str, nearest))}"
