@@ -54,7 +54,7 @@ def load_checkpoint(checkpoint: Checkpoint, device: str) -> tuple[TransformerLan
     from tokenizer import load_tokenizer
 
     target = pick_device(device)
-    config = checkpoint.model_config()
+    config = checkpoint.trusted_config()
     tokenizer_path = checkpoint.tokenizer_path()
     tokenizer = load_tokenizer(tokenizer_path)
     if tokenizer.vocab_size > config.vocab_size:

@@ -408,10 +408,22 @@ class TransformerLanguageModel(nn.Module):
         return self(tokens[:, None], cache=cache)[:, -1]
 
     def load_weights(self, state: dict[str, torch.Tensor]) -> None:
-        """Load a state dict under this class's names, or those of the blog's checkpoints.
+        """Load a state dict under this class's names, or those of the blog's checkpoints. Raises ValueError for one
+        that `fit_weights` refuses, and naming weights that are not finite."""
+        state = self.fit_weights(state)
+        if self.config.tie_embeddings and not torch.equal(state["head.weight"], state["token_embedding.weight"]):
+            raise ValueError("head.weight and token_embedding.weight differ; the model has tie_embeddings")
+        # Of the sum, which takes no memory: it is finite only if all of them are.
+        broken = [name for name, tensor in state.items() if not tensor.float().sum().isfinite()]
+        if broken:
+            raise ValueError(f"the weights are not finite: {listed(broken)}")
+        self.load_state_dict(state)
+
+    def fit_weights(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A state dict under the names of this class. Looks at shapes alone, so that either may be on the meta device.
 
         An `_orig_mod.` prefix (left by torch.compile) and a stored `causal_mask` are accepted and dropped. Raises
-        ValueError naming weights that are missing, unknown or of another shape.
+        ValueError naming weights that are missing, unknown, of another shape or whole numbers.
         """
         state = {name.removeprefix("_orig_mod."): tensor for name, tensor in state.items()}
         state = {name: tensor for name, tensor in state.items() if name.rpartition(".")[2] != "causal_mask"}
@@ -420,8 +432,6 @@ class TransformerLanguageModel(nn.Module):
             for name, twin in (("head.weight", "token_embedding.weight"), ("token_embedding.weight", "head.weight")):
                 if name not in state and twin in state:
                     state[name] = state[twin]
-            if "head.weight" in state and not torch.equal(state["head.weight"], state["token_embedding.weight"]):
-                raise ValueError("head.weight and token_embedding.weight differ; the model has tie_embeddings")
         problems = [f"{name} is missing" for name in own if name not in state]
         problems += [f"{name} is unknown" for name in state if name not in own]
         problems += [
@@ -429,7 +439,29 @@ class TransformerLanguageModel(nn.Module):
             for name in own
             if name in state and state[name].shape != own[name].shape
         ]
+        problems += [f"{name} is {tensor.dtype}" for name, tensor in state.items() if not tensor.is_floating_point()]
         if problems:
-            more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-            raise ValueError("the weights do not fit the model: " + "; ".join(problems[:5]) + more)
-        self.load_state_dict(state)
+            raise ValueError("the weights do not fit the model: " + listed(problems))
+        return state
+
+
+def listed(problems: list[str]) -> str:
+    more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+    return "; ".join(problems[:5]) + more
+
+
+def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None:
+    """Raises ValueError if weights, which may be on the meta device, are not those of a model of this shape.
+
+    For a shape that comes from elsewhere, before a model of it is built: it may be larger than any memory.
+    """
+    names = [name.removeprefix("_orig_mod.") for name in state]
+    layers = len({name.split(".")[1] for name in names if name.startswith("blocks.")})
+    if layers < config.num_layers:  # each takes memory even there
+        raise ValueError(f"num_layers is {config.num_layers:,}, and blocks.{layers}.* is missing")
+    try:
+        with torch.device("meta"):
+            model = TransformerLanguageModel(config)
+    except RuntimeError:  # more bytes than 64 bits can count
+        raise ValueError("no model can have this shape") from None
+    model.fit_weights(state)

@@ -18,7 +18,7 @@ import shutil
 import sys
 import threading
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
@@ -28,7 +28,7 @@ import torch
 
 from common.errors import CheckpointError, is_out_of_memory
 from common.files import read_json, sha256_file, sync_directory, write_json
-from model import ModelConfig, TransformerLanguageModel
+from model import ModelConfig, TransformerLanguageModel, require_weights
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -65,14 +65,38 @@ class Checkpoint:
             print(f"Note: {path} has keys this version does not know: {', '.join(unknown)}.", file=sys.stderr)
         return config
 
+    def trusted_config(self) -> ModelConfig:
+        """The `model_config`, once the weights are known to have its shape: a model of it takes no more memory than
+        they do. Raises CheckpointError if they do not."""
+        config = self.model_config()
+        with self.explaining_weights():
+            require_weights(config, self.weights(shapes_only=True))
+        return config
+
     def load_weights(self, model: TransformerLanguageModel) -> None:
+        with self.explaining_weights():
+            model.load_weights(self.weights())
+
+    def weights(self, shapes_only: bool = False) -> dict[str, torch.Tensor]:
+        """By name; `shapes_only`: on the meta device, from what stands at the beginning of the file if it can be.
+
+        Raises ValueError or SafetensorError for a file that holds something else.
+        """
+        path = self.path / "model.safetensors"
+        if not path.exists():
+            return require_own_bytes(load_tensors(self.path / "pytorch_model.bin"))
+        if not shapes_only:
+            return safetensors.torch.load_file(path, device="cpu")
+        with safetensors.safe_open(path, "pt") as file:
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+
+    @contextlib.contextmanager
+    def explaining_weights(self) -> Iterator[None]:
+        """Raises CheckpointError for what is raised inside where weights cannot be loaded."""
         try:
-            if (self.path / "model.safetensors").exists():
-                state = safetensors.torch.load_file(self.path / "model.safetensors", device="cpu")
-            else:
-                state = load_tensors(self.path / "pytorch_model.bin")
-            model.load_weights(state)
-        except (ValueError, AttributeError, safetensors.SafetensorError) as problem:
+            yield
+        except (ValueError, KeyError, safetensors.SafetensorError) as problem:
             raise CheckpointError(f"The weights in {self.path} cannot be loaded: {problem}.") from None
 
     def tokenizer_path(self) -> Path:
@@ -110,6 +134,19 @@ def load_tensors(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path.name} is cut short or holds something other than tensors") from None
     if not isinstance(state, dict):
         raise ValueError(f"{path.name} holds something other than named tensors")
+    return state
+
+
+def require_own_bytes(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Raises ValueError unless every value is a tensor whose numbers are in the file: one of them, repeated, can have
+    any shape."""
+    held: dict[int, int] = {}  # bytes of each storage
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu":
+            raise ValueError(f"{name!r:.100} is no named tensor")
+        held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    if sum(tensor.nbytes for tensor in state.values()) > 2 * sum(held.values()):  # a tied head is there twice
+        raise ValueError("they repeat the numbers in the file")
     return state
 
 
