@@ -102,6 +102,7 @@ def choose_among(
     total = cumulative[:, -1:] if sampling.top_k else weigh(logits).sum(dim=-1, keepdim=True)
     before = cumulative - weights  # 0 for the most likely token, which always stays
     last = ((before < sampling.top_p * total) & (weights > 0)).sum(dim=-1, keepdim=True) - 1  # of the nucleus
+    last = last.clamp(min=0)  # logits of weights that are finite and enormous are not numbers: any token will do
     everything = sampling.top_p == 1 and not sampling.top_k
     mass = total if everything else cumulative.gather(1, last)
     place = torch.searchsorted(cumulative, uniforms[:, None] * mass, right=True).minimum(last)
