@@ -177,7 +177,7 @@ def byte_alphabet() -> dict[str, int]:
 
 def token_table(content: dict[str, Any]) -> list[bytes]:
     """The bytes of each id, b"" for an id that no token has."""
-    # What prepares the text for the model; a decoder alone would have it lose all that is not in the vocabulary as it is.
+    # What prepares the text for the model; with a decoder alone, what is not in the vocabulary as it is would be lost.
     stages = [content.get("pre_tokenizer") or {}, content.get("normalizer") or {}]
     stages += [inner for stage in stages for inner in stage.get("pretokenizers", []) + stage.get("normalizers", [])]
     if content["model"].get("type") != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in stages):

@@ -149,7 +149,7 @@ def prepare(config: TrainConfig) -> Parts:
         config = tokenize_input(config)
     if config.init_from:
         checkpoint = own_checkpoint(config) or open_checkpoint(config.init_from)
-        config = config.with_model(checkpoint.model_config(), str(checkpoint.path))
+        config = config.with_model(checkpoint.trusted_config(), str(checkpoint.path))
     prompts = read_prompts(config.eval_prompts) if config.eval_prompts else []
     data = TokenData.open(config, hardware)
     print(data.describe())

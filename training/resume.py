@@ -56,15 +56,18 @@ def require_own_mirror(run_dir: Path, mirror_dir: Path, config: TrainConfig) -> 
 
 
 def own_checkpoint(config: TrainConfig) -> Checkpoint | None:
-    """One of the checkpoints that this configuration would continue, not verified: they are all of one shape.
+    """One of the checkpoints that this configuration would continue, its files not verified: they are all of one shape.
 
     None if it starts a run.
     """
     folders = [config.run_dir / "checkpoints"]
     if config.checkpoint_dir:
         folders.append(Mirror(config.run_dir, config.checkpoint_dir).dir / "checkpoints")
-    there = [folder for folder in step_folders(*folders) if (folder / "config.json").exists()]
-    return Checkpoint(there[0]) if there and config.resume != "never" else None
+    for folder in step_folders(*folders) if config.resume != "never" else []:
+        with contextlib.suppress(CheckpointError, OSError):
+            Checkpoint(folder).trusted_config()
+            return Checkpoint(folder)
+    return None
 
 
 def newest_state(run_dir: Path) -> dict[str, Any] | None:
