@@ -20,6 +20,7 @@ from model import ModelConfig
 from training.config import MODEL_KEYS, TrainConfig
 from training.data import TokenData
 from training.mirror import MIRRORED_FILES, Mirror, copy_checkpoint
+from training.saved_state import read_state
 
 # Keys that say where files lie or how to start, not how to train: a change of them is no news.
 UNREPORTED = (
@@ -74,7 +75,7 @@ def newest_state(run_dir: Path) -> dict[str, Any] | None:
     """The training state of the newest checkpoint that has a readable one."""
     for folder in step_folders(run_dir / "checkpoints"):
         with contextlib.suppress(CheckpointError, OSError):
-            return Checkpoint(folder).training_state()
+            return read_state(Checkpoint(folder))
     return None
 
 
@@ -120,7 +121,7 @@ def saved_state(checkpoint: Checkpoint) -> dict[str, Any]:
             f"{checkpoint.path} holds weights but no training state (the blog's form): --init_from "
             f"{checkpoint.path} starts a new run from them."
         )
-    return checkpoint.training_state()
+    return read_state(checkpoint)
 
 
 def require_the_same(
