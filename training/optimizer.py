@@ -32,6 +32,7 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
     ]
     groups = [group for group in groups if group["params"]]
     adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+    adamw.register_load_state_dict_pre_hook(checked_state)
     if not hidden:
         return adamw
     # Queries, keys and values are stored fused; each is a matrix of its own.
@@ -39,7 +40,31 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
     single = [p for name, p in hidden.items() if not name.endswith("qkv.weight")]
     groups = [{"params": fused, "pieces": 3}, {"params": single, "pieces": 1}]
     muon = Muon(groups, config.muon_learning_rate, config.muon_momentum, config.weight_decay)
+    muon.register_load_state_dict_pre_hook(checked_state)
     return MuonAndAdamW(muon, adamw)
+
+
+def checked_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict as it may be loaded: PyTorch takes tensors of any shape, and fails at the first step.
+
+    Its hyperparameters are left out. Those of the configuration are set at each step (`apply_hyperparameters`); the
+    others have one value only. Raises ValueError for the state of an optimizer of other parameters.
+    """
+    groups = optimizer.state_dict()["param_groups"]
+    if [group["params"] for group in saved["param_groups"]] != [group["params"] for group in groups]:
+        raise ValueError("it has other groups of parameters")
+    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
+    names = {"momentum_buffer"} if isinstance(optimizer, Muon) else {"step", "exp_avg", "exp_avg_sq"}
+    for number, held in saved["state"].items():
+        if held.keys() != names:
+            raise ValueError(f"it holds {', '.join(map(str, held))} for a parameter, not {', '.join(sorted(names))}")
+        for name, tensor in held.items():
+            shape = torch.Size() if name == "step" else parameters[number].shape
+            if tensor.shape != shape or not tensor.is_floating_point() or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} of parameter {number} is {tensor.dtype} {tuple(tensor.shape)}, not {tuple(shape)}"
+                )
+    return {"state": saved["state"], "param_groups": groups}
 
 
 def hidden_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
