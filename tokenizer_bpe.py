@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenizer import END_OF_TEXT, IncrementalDecoder, TokenIds, TokenizerError, check_ids, valid_unicode
+from tokenizer import (
+    END_OF_TEXT,
+    IncrementalDecoder,
+    TokenIds,
+    TokenizerError,
+    check_ids,
+    read_tokenizer_json,
+    valid_unicode,
+)
 
 if TYPE_CHECKING:
     import tiktoken
@@ -38,6 +46,8 @@ PROBE = (
     "\u00a0nbsp\u2003em\u3000ideographic \x00\x1c\x7f\u200b\ufeff\ufffd<|endoftext|><|pad|>"
     " aaaaaaaaaaaaaaaa           x "
 )
+
+NOT_BYTE_LEVEL = "not a byte-level BPE tokenizer, the only kind of `tokenizers` file used here."
 
 
 class VocabularySizeError(TokenizerError):
@@ -101,17 +111,16 @@ class BPETokenizer:
         """Load a Hugging Face `tokenizers` JSON file. Raises TokenizerError naming the file."""
         from tokenizers import Tokenizer
 
+        content = read_tokenizer_json(path)
+        model = content.get("model")
+        if isinstance(model, dict) and (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")):
+            # Bytes have neither; `tokenizers` drops text at some of them, and panics at others.
+            raise TokenizerError(f"{path}: {NOT_BYTE_LEVEL}")
         try:
-            text = Path(path).read_bytes().decode("utf-8-sig")
-        except FileNotFoundError:
-            raise TokenizerError(f"There is no tokenizer file {path}.") from None
-        except UnicodeDecodeError as error:
-            raise TokenizerError(f"The tokenizer file {path} is not UTF-8 text ({error}).") from None
-        except OSError as error:
-            raise TokenizerError(f"The tokenizer file {path} cannot be read: {error.strerror or error}.") from None
-        try:
-            tokenizer = Tokenizer.from_str(text)
-        except Exception as error:  # `tokenizers` raises a bare Exception
+            tokenizer = Tokenizer.from_str(json.dumps(content))
+        except BaseException as error:  # `tokenizers` raises a bare Exception, or panics
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise TokenizerError(f"{path} is not a file that `tokenizers` can read: {error}.") from None
         try:
             return cls(tokenizer)
@@ -181,7 +190,7 @@ def token_table(content: dict[str, Any]) -> list[bytes]:
     stages = [content.get("pre_tokenizer") or {}, content.get("normalizer") or {}]
     stages += [inner for stage in stages for inner in stage.get("pretokenizers", []) + stage.get("normalizers", [])]
     if content["model"].get("type") != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in stages):
-        raise TokenizerError("not a byte-level BPE tokenizer, the only kind of `tokenizers` file used here.")
+        raise TokenizerError(NOT_BYTE_LEVEL)
     added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
     vocab = content["model"]["vocab"] | added
     if not vocab:
