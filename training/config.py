@@ -232,7 +232,8 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
             problems.append(f"epochs and max_steps both say how long the run is ({source}); give one of them")
     problems += cross_check(values, sources)
     if problems:
-        raise ConfigError("\n  ".join(["The configuration does not hold:", *problems]))
+        of_file = "" if config_name is None else f" of {layers[0][0]}"
+        raise ConfigError("\n  ".join([f"The configuration{of_file} does not hold:", *problems]))
     return TrainConfig(**values, name=name, sources=sources)
 
 
