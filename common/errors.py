@@ -11,6 +11,7 @@ from typing import Protocol
 from common.output import drop
 
 INTERRUPTED = 130
+LONGEST_MESSAGE = 5_000  # characters
 # How allocators that raise a plain RuntimeError say it: the CPU's (Linux, Windows), CUDA's and cuBLAS's.
 OUT_OF_MEMORY = (
     "can't allocate memory",
@@ -99,6 +100,8 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
                 code, message = DataError.exit_code, f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
             if code is None or debug:
                 raise
+            if len(message) > LONGEST_MESSAGE:  # of a file whose values are that long
+                message = f"{message[:LONGEST_MESSAGE]} ..."
             print(f"error: {message}", file=sys.stderr)
             return code
 
