@@ -1,0 +1,159 @@
+"""What is mutated, and who reads it: tiny files of every kind, each with a function that uses what it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from generate import generate_text, load_model
+from model import TransformerLanguageModel
+from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, write_tokens
+from tokenization.token_folder import require_tokens_of
+from tokenizer import Tokenizer
+from tokenizer_bpe import BPETokenizer
+from training.config import TrainConfig, parse_config
+from training.data import TokenData
+from training.evaluate import bits_per_byte, check_prompts, read_prompts
+from training.optimizer import build_optimizer
+from training.run import Run
+from training.run_folder import holder, require_ours
+from training.schedule import learning_rate
+from training.step import train_step
+
+TEXT = "the cat sat on a mat.\n"
+
+
+def tiny_config(token_folder: Path, run_dir: Path, **changes: object) -> TrainConfig:
+    shape = {"embed_dim": 16, "max_seq_len": 8, "max_steps": 4, "batch_size": 2, "gradient_accumulation_steps": 1}
+    return parse_config(flags_of_a_tiny_run(token_folder, run_dir, **shape, **changes))
+
+
+def write_bpe_tokenizer(path: Path) -> None:
+    BPETokenizer.train([generated_text(2_000)], vocab_size=280).save(path)
+
+
+def use_tokenizer(tokenizer: Tokenizer) -> None:
+    """Whatever a file made of it, a tokenizer holds what its class promises."""
+    with contextlib.suppress(ValueError):  # the characters of TEXT may be gone
+        ids = tokenizer.encode(TEXT)
+        assert tokenizer.decode(ids) == TEXT
+    assert len(tokenizer.byte_lengths) == tokenizer.vocab_size
+    for i in (0, tokenizer.vocab_size - 1):
+        assert isinstance(tokenizer.decode([i]) + tokenizer.decoder().push([i]), str)
+    assert all(0 <= i < tokenizer.vocab_size for i in tokenizer.unused_ids)
+    assert tokenizer.end_of_text_id is None or 0 <= tokenizer.end_of_text_id < tokenizer.vocab_size
+
+
+def use_tokens(config: TrainConfig) -> None:
+    data = TokenData.open(config, CPU)
+    windows = [*data.batch(0, 2), *data.batch(data.windows, 2), *data.validation_batch(0, 1, 1)]
+    assert all(w.min() >= 0 and w.max() < data.vocab_size for w in windows)
+    assert data.describe() and (bits_per_byte(2.0, data) or 1) > 0
+    use_tokenizer(data.tokenizer)
+
+
+def use_metadata(folder: Path, config: TrainConfig) -> None:
+    use_tokens(config)
+    require_tokens_of(str(folder), "no file", "char")
+
+
+def use_config(path: Path) -> None:
+    config = parse_config(["--config", str(path)])
+    assert config.rows_at_once >= 1 and config.run_dir and config.model_config(100)
+    json.dumps(config.values(), allow_nan=False)
+
+
+def use_resolved_config(run_dir: Path) -> None:
+    require_ours(run_dir, "--output_dir")
+    assert isinstance(holder(run_dir), str)
+    use_config(run_dir / "config.json")
+
+
+def use_prompts(path: Path, config: TrainConfig) -> None:
+    check_prompts(read_prompts(path), TokenData.open(config, CPU))
+
+
+def use_model(folder: Path) -> None:
+    model, tokenizer = load_model(folder, "cpu")
+    assert generate_text(model, tokenizer, "the", max_new_tokens=3).startswith("the")
+
+
+class Training:
+    """A tiny training in this process, of which each run can continue from a checkpoint that is not to be trusted."""
+
+    def __init__(self, folder: Path, **changes: object):
+        self.token_folder = write_tokens(folder / "data", generated_text(2_000))
+        self.config = tiny_config(self.token_folder, folder / "run", **changes)
+        self.data = TokenData.open(self.config, CPU)
+        run = self.start_or_resume()
+        for _ in range(2):
+            self.take_step(run)
+        run.save(1.0)
+        self.checkpoint = folder / "run" / "checkpoints" / "step_00000002"
+
+    def start_or_resume(self) -> Run:
+        torch.manual_seed(0)
+        model = TransformerLanguageModel(self.config.model_config(self.data.vocab_size))
+        return Run.start_or_resume(
+            self.config, model, build_optimizer(model, self.config), CPU.grad_scaler(), self.data
+        )
+
+    def take_step(self, run: Run) -> None:
+        lr = learning_rate(run.step, run.max_steps, self.config)
+        place = run.step, run.sequences_seen, lr
+        train_step(run.model, run.optimizer, run.scaler, self.data, *place, self.config, CPU)
+        run.advance()
+
+    def resume(self) -> None:
+        """As the trainer does: restore, take a step, and write down the state that another restore would read."""
+        run = self.start_or_resume()
+        assert run.saved_step == run.step >= 0 and run.epoch >= 0
+        if run.unevaluated is not None:
+            assert run.unevaluated["step"] == run.step
+        if not run.finished:
+            self.take_step(run)
+        json.dumps(run.state(run.elapsed), allow_nan=False)
+
+
+@contextlib.contextmanager
+def limited_memory(spare: int) -> Iterator[None]:
+    """Inside, the process cannot take more than `spare` bytes beside those it has, where the system can see to it."""
+    if not sys.platform.startswith("linux"):
+        yield
+        return
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    has = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (has + spare, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def seal(folder: Path) -> None:
+    """Make the manifest agree with the files that are there, as someone who tampers with them would."""
+    entries = {
+        path.name: {"size": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+        for path in folder.iterdir()
+        if path.name != "manifest.json"
+    }
+    (folder / "manifest.json").write_text(json.dumps({"format_version": 1, "files": entries}))
+
+
+def blogs_form(checkpoint: Path, folder: Path) -> Path:
+    """A checkpoint as the blog's scripts leave it: weights by torch.save, no manifest."""
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(checkpoint / name, folder)
+    model, _ = load_model(checkpoint, "cpu")
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    return folder
