@@ -112,10 +112,8 @@ class BPETokenizer:
         from tokenizers import Tokenizer
 
         content = read_tokenizer_json(path)
-        model = content.get("model")
-        if isinstance(model, dict) and (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")):
-            # Bytes have neither; `tokenizers` drops text at some of them, and panics at others.
-            raise TokenizerError(f"{path}: {NOT_BYTE_LEVEL}")
+        if problem := fatal_problem(content):
+            raise TokenizerError(f"{path}: {problem}")
         try:
             tokenizer = Tokenizer.from_str(json.dumps(content))
         except BaseException as error:  # `tokenizers` raises a bare Exception, or panics
@@ -184,6 +182,22 @@ def byte_alphabet() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
+def fatal_problem(content: dict[str, Any]) -> str:
+    """What in a file, of which nothing is known yet, `tokenizers` would answer by a panic or by the end of the process;
+    "" if there is nothing."""
+    model, added = content.get("model"), content.get("added_tokens")
+    model = model if isinstance(model, dict) else {}
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):  # bytes have neither
+        return NOT_BYTE_LEVEL
+    vocab = model.get("vocab")
+    ids = list(vocab.values()) if isinstance(vocab, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    largest = max((i for i in ids if type(i) is int), default=0)
+    if largest >= MOST_GAPS + 2 * len(ids):  # it goes through all ids up to the largest
+        return f"there is a token id {largest:,} and no more than {len(ids):,} tokens."
+    return ""
+
+
 def token_table(content: dict[str, Any]) -> list[bytes]:
     """The bytes of each id, b"" for an id that no token has."""
     # What prepares the text for the model; with a decoder alone, what is not in the vocabulary as it is would be lost.
@@ -195,10 +209,7 @@ def token_table(content: dict[str, Any]) -> list[bytes]:
     vocab = content["model"]["vocab"] | added
     if not vocab:
         raise TokenizerError("the vocabulary is empty.")
-    largest = max(vocab.values())
-    if largest >= MOST_GAPS + 2 * len(vocab):
-        raise TokenizerError(f"there is a token id {largest:,} and no more than {len(vocab):,} tokens.")
-    table = [b""] * (largest + 1)
+    table = [b""] * (max(vocab.values()) + 1)
     alphabet = byte_alphabet()
     for token, token_id in vocab.items():
         byte_level = token not in added and all(character in alphabet for character in token)
