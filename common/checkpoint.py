@@ -356,7 +356,7 @@ def problems_of(folder: Path) -> list[str]:
         path = folder / name
         if Path(name).name != name:
             problems.append(f"{name!r} is not a file name")
-        elif not path.is_file():
+        elif not os.path.isfile(path):  # which says so of a name that no file can have, too
             problems.append(f"{name} is missing")
         elif path.stat().st_size != entry.get("size"):
             problems.append(f"{name} has {path.stat().st_size:,} bytes instead of {entry.get('size')}")
