@@ -20,12 +20,13 @@ SUMMARY = "summary.md"
 
 def metrics_line(row: dict[str, Any]) -> str:
     """One line of metrics.jsonl; a field that was not measured is left out."""
-    rounded = {
-        key: float(f"{value:.6g}") if isinstance(value, float) else value
-        for key, value in row.items()
-        if value is not None and math.isfinite(value)  # JSON has no infinity
-    }
+    rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in finite(row).items()}
     return json.dumps(rounded) + "\n"
+
+
+def finite(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of metrics without what was not measured, or has no form in JSON, which knows no infinity."""
+    return {key: value for key, value in row.items() if value is not None and math.isfinite(value)}
 
 
 def samples_lines(step: int, answers: Sequence[Answer], header: bool) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from common.checkpoint import Snapshot, newest_valid, open_checkpoint, take_snapshot
-from common.errors import ConfigError
+from common.errors import CheckpointError, ConfigError
 from model import TransformerLanguageModel
 from training.config import TrainConfig
 from training.data import TokenData
@@ -23,6 +23,7 @@ from training.hardware import Hardware
 from training.memory import DROPOUT_ASIDE, with_less_memory
 from training.mirror import Mirror
 from training.optimizer import Optimizer
+from training.records import finite
 from training.resume import (
     Found,
     bring_back_files,
@@ -36,6 +37,7 @@ from training.resume import (
     saved_state,
 )
 from training.run_folder import quarantine, require_ours, set_aside, tidy, write_config
+from training.saved_state import read_state
 from training.saving import Saver
 from training.schedule import epoch_sequences, last_step
 from training.stability import Stability, diverged
@@ -308,7 +310,7 @@ class Run:
             "tokens": self.tokens,
             "best_val_loss": self.best_val_loss,
             "best_windows": self.best_windows,
-            "unevaluated": self.unevaluated,
+            "unevaluated": None if self.unevaluated is None else finite(self.unevaluated),
             "skipped_updates": self.stability.skipped,
             "elapsed_seconds": elapsed,
             "resumed_from": self.resumed_from,
@@ -348,7 +350,10 @@ class Run:
     def restore_best(self) -> None:
         """The loss to be beaten is the one of the weights that are in best/: both or none."""
         best = newest_valid([self.dir / "best"]) if (self.dir / "best").exists() else None
-        state = best.training_state() if best else {}
+        state: dict[str, Any] = {}
+        if best is not None:
+            with contextlib.suppress(CheckpointError):
+                state = read_state(best)
         saved = state.get("config", {})
         same = all(getattr(self.config, key) == saved.get(key) for key in ("eval_batches", "batch_size"))
         in_older_states = evaluated_windows(self.data, self.config) if same else None

@@ -27,6 +27,7 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
         "step": (is_count(state.get("step"), MOST_STEPS), "a whole number"),
         "sequences_seen": (is_count(state.get("sequences_seen"), MOST_SEQUENCES_SEEN), "a whole number"),
         "tokens": (is_count(state.get("tokens"), 2**63), "a whole number"),
+        "skipped_updates": (is_count(state.get("skipped_updates"), MOST_STEPS), "a whole number"),
         "best_windows": (is_count(state.get("best_windows") or 0, 2**63), "a whole number"),
         "best_val_loss": (state.get("best_val_loss") is None or is_number(state["best_val_loss"]), "a number"),
         "elapsed_seconds": (is_number(state.get("elapsed_seconds")) and state["elapsed_seconds"] >= 0, "a number"),
