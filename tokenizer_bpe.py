@@ -38,6 +38,12 @@ SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # 
 # Tried only where a run begins: anywhere else it would take time quadratic in the length of the run.
 LONG_WHITESPACE = re.compile(rf"(?<!{SPACE}){SPACE}{{{LONGEST_WHITESPACE},}}+")
 
+# The time to learn from a word grows with the square of its length: hours for a genome. Words twice as long as a block
+# are cut for the learning, never for the encoding, which is not quadratic. The kinds of word are the pattern's, but for
+# numbers that are no digits.
+BLOCK = 500
+BLOCK_OF_A_WORD = re.compile("|".join(rf"{kind}{{{BLOCK}}}" for kind in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")))
+
 PROBE = (
     "The quick brown fox didn't jump; it's 12,345.67 o'clock -- we'll see they've I'M you'RE ''s 'sa.\n\n\n"
     "  two   spaces \t\ttabs\r\n\r\n  trailing   \n def f(x):\n    return x**2 != 0x1F  # comment\n"
@@ -84,7 +90,8 @@ class BPETokenizer:
         """Learn merges from a stream of texts; only the counts of its words are kept in memory.
 
         Raises VocabularySizeError if `vocab_size` cannot hold the 256 bytes and the special tokens. The vocabulary
-        comes out smaller than asked for when the texts have too few pairs that occur `min_frequency` times.
+        comes out smaller than asked for when the texts have too few pairs that occur `min_frequency` times. Words of
+        many hundred characters (DNA) are learned from in parts; text without them gives what `tokenizers` gives.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             raise VocabularySizeError(
@@ -103,7 +110,8 @@ class BPETokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        tokenizer.train_from_iterator((valid_unicode(text) for text in texts), trainer)
+        parts = (part for text in texts for part in cut_long_words(valid_unicode(text)))
+        tokenizer.train_from_iterator(parts, trainer)
         return cls(tokenizer)
 
     @classmethod
@@ -277,4 +285,14 @@ def cut_whitespace(text: str) -> Iterator[str]:
             if match.end() < len(text):
                 yield text[start : match.end() - 1]
                 start = match.end() - 1
+    yield text[start:]
+
+
+def cut_long_words(text: str) -> Iterator[str]:
+    """The text in parts, cut in words of BLOCK characters and more alone: each is left with less than twice as many."""
+    start = 0
+    for block in range(0, len(text), BLOCK):  # a word of twice as many covers one of them, which is quick to see
+        if BLOCK_OF_A_WORD.match(text, block):
+            yield text[start : block + BLOCK // 2]
+            start = block + BLOCK // 2
     yield text[start:]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from tokenizer import TokenizerError
-from tokenizer_bpe import LONGEST_WHITESPACE, PROBE, SPECIAL_TOKENS, BPETokenizer
+from tokenizer_bpe import BLOCK, LONGEST_WHITESPACE, PROBE, SPECIAL_TOKENS, BPETokenizer, cut_long_words
 
 WORDS = "the cat sat on the mat; it's a naïve café, 12 345 déjà vu!\n\n    def f(x): return x**2\n 日本語 текст 😀 "
 TEXT = " ".join(random.Random(1).choices(WORDS.split(" "), k=5000)) + PROBE
@@ -112,6 +112,51 @@ def test_a_vocabulary_below_the_byte_alphabet_is_a_usage_error() -> None:
 
 def test_training_is_deterministic() -> None:
     assert BPETokenizer.train([TEXT], 600).backend.to_str() == BPE.backend.to_str()
+
+
+def learned_by_tokenizers(texts: list[str], vocab_size: int) -> str:
+    """The file of the vocabulary that `tokenizers` learns from whole words."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = list(SPECIAL_TOKENS)
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            min_frequency=2,
+            special_tokens=special,
+            initial_alphabet=alphabet,
+            show_progress=False,
+        ),
+    )
+    return tokenizer.to_str(pretty=True)
+
+
+def test_learning_from_ordinary_text_is_that_of_tokenizers() -> None:
+    lines = [
+        "-" * 300,
+        "=" * (BLOCK - 1),
+        "a" * (BLOCK - 1),
+        "日本語の文章。" * 400,
+        " " * (BLOCK - 1) + "x",
+        "12 34 " * 200,
+    ]
+    texts = [TEXT, "\n".join(lines)]
+    assert BPETokenizer.train(texts, 600).to_json() == learned_by_tokenizers(texts, 600)
+
+
+@pytest.mark.parametrize("word", ["ACGT", "7", "=-_", "\t ", "é"])
+@pytest.mark.parametrize("length", [BLOCK - 1, 2 * BLOCK, 10 * BLOCK + 7])
+def test_only_long_words_are_cut_for_the_learning(word: str, length: int) -> None:
+    run = (word * length)[:length]
+    text = f"it's {run}x 'll" if word == "7" else f"it's 1{run}1 'll"
+    parts = list(cut_long_words(text))
+    assert "".join(parts) == text
+    assert (len(parts) == 1) == (length < BLOCK)
+    assert all(len(part) < 2 * BLOCK for part in parts)
+    assert all(part.startswith(tuple(word)) for part in parts[1:]), "a cut inside the run"
 
 
 def test_the_file_loads_in_transformers(tmp_path: Path) -> None:

@@ -444,6 +444,21 @@ def test_a_process_that_is_stopped_continues(tmp_path: Path, how: str) -> None:
     read(tmp_path / "out")
 
 
+def test_two_megabytes_without_a_space_take_seconds(tmp_path: Path) -> None:
+    generator = random.Random(0)
+    text = "".join(generator.choices("ACGT", k=2_000_000))
+    (tmp_path / "genome.txt").write_text(text)
+    with start("--input", tmp_path / "genome.txt", "--output_dir", tmp_path / "out") as process:
+        try:
+            process.communicate(timeout=120)  # whole words would take hours
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    metadata, tokens, tokenizer = read(tmp_path / "out")
+    assert metadata["vocab_size"] > 30_000
+    assert tokenizer.decode(tokens) == text + SEPARATOR
+
+
 def test_help_is_quick_and_names_every_flag() -> None:
     code = "import sys, tokenize_local_bpe; sys.exit(tokenize_local_bpe.main(['--help']))"
     check = f"try:\n    {code}\nfinally:\n    assert not {{'torch', 'numpy', 'tokenizers'}} & set(sys.modules)"
