@@ -48,7 +48,12 @@ def sync_directory(path: Path) -> None:
 
 def write_json(path: str | Path, value: Any) -> None:
     with atomic_write(path) as file:
-        file.write((json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
+        file.write(json_bytes(value))
+
+
+def json_bytes(value: Any) -> bytes:
+    """UTF-8. A byte of a file name that is not comes as a lone surrogate, and is written as JSON's escape for it."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:

@@ -459,6 +459,16 @@ def test_two_megabytes_without_a_space_take_seconds(tmp_path: Path) -> None:
     assert tokenizer.decode(tokens) == text + SEPARATOR
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only there is a file name any bytes")
+def test_names_that_are_not_utf8(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    corpus(tmp_path / f"{name}.txt")
+    out = tmp_path / f"out {name}"
+    assert run("--input", tmp_path, "--output_dir", out, "--output_name", name, "--vocab_size", 300) == 0
+    metadata = read(out, name)[0]
+    assert metadata["source_files"][0]["name"] == f"{name}.txt" and metadata["bin_file"] == f"{name}.bin"
+
+
 def test_help_is_quick_and_names_every_flag() -> None:
     code = "import sys, tokenize_local_bpe; sys.exit(tokenize_local_bpe.main(['--help']))"
     check = f"try:\n    {code}\nfinally:\n    assert not {{'torch', 'numpy', 'tokenizers'}} & set(sys.modules)"
