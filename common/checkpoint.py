@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import pickletools
 import re
@@ -27,7 +26,7 @@ import safetensors.torch
 import torch
 
 from common.errors import CheckpointError, is_out_of_memory
-from common.files import read_json, sha256_file, sync_directory, write_json
+from common.files import json_bytes, read_json, sha256_file, sync_directory, write_json
 from model import ModelConfig, TransformerLanguageModel, require_weights
 
 FORMAT_VERSION = 1
@@ -253,8 +252,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
             "tokenizer.json": write_verified(temporary / "tokenizer.json", snapshot.tokenizer_file),
         }
         for name, value in (("config.json", snapshot.config), ("training_state.json", snapshot.training_state)):
-            text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-            written[name] = write_verified(temporary / name, text.encode())
+            written[name] = write_verified(temporary / name, json_bytes(value))
         files = {
             name: {"size": (temporary / name).stat().st_size, "sha256": sha256} for name, sha256 in written.items()
         }
