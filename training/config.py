@@ -359,6 +359,11 @@ def cross_check(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
             f"min_lr {values['min_lr']:g} ({sources['min_lr']}) is above learning_rate {values['learning_rate']:g} "
             f"({sources['learning_rate']})"
         )
+    problems += [
+        f"{key} {values[key]!r} is not UTF-8, and safetensors would not find the weights there; choose another folder"
+        for key in ("output_dir", "checkpoint_dir")
+        if any("\ud800" <= character <= "\udfff" for character in values[key] or "")
+    ]
     rows = values["batch_size"] * values["gradient_accumulation_steps"]
     if (values["micro_batch_size"] or 1) > rows:
         problems.append(f"micro_batch_size {values['micro_batch_size']} is above the {rows} sequences of a step")

@@ -47,7 +47,7 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
     given = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
     lines += [table_row([key, cell(str(value)), config.sources.get(key, "")]) for key, value in given]
     with atomic_write(run.dir / SUMMARY) as file:
-        file.write(("\n".join(lines) + "\n").encode())
+        file.write(("\n".join(lines) + "\n").encode(errors="replace"))  # a file name can be any bytes
 
     print()
     for line in answer_table(answers) if answers else []:

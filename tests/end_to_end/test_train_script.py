@@ -7,6 +7,7 @@ import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,19 @@ def test_inputs_of_one_name_do_not_share_a_folder(
             assert train(tmp_path / f"run{i}", **flags).code == 0
     folders = sorted((tmp_path / "datasets_cache").iterdir())
     assert len(folders) == 3 and all(folder.name.startswith("my-") for folder in folders)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there is a file name any bytes")
+def test_names_that_are_not_utf8(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    name = os.fsdecode(b"caf\xe9")
+    Path(f"{name}.txt").write_text("the cat sat on a mat. " * 300)
+    flags = {"data_dir": None, "input": f"{name}.txt", "tokenizer": "char", "max_steps": 2}
+    for _ in range(2):  # again: a finished run is read back
+        assert train(tmp_path / "run", **flags).code == 0
+    assert "caf" in (tmp_path / "run" / "summary.md").read_text(encoding="utf-8")
+    for result in (train(Path(name), **flags), train(tmp_path / "other", checkpoint_dir=name, **flags)):
+        assert result.code == 2 and r"'caf\udce9' is not UTF-8" in result.err
 
 
 def test_tokens_of_another_text_are_not_replaced(train: Callable, token_folder: Path, tmp_path: Path) -> None:
