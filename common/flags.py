@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import itertools
+import shlex
 import shutil
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from common.errors import ConfigError
@@ -25,6 +28,13 @@ class Parser(argparse.ArgumentParser):
         width = min(120, max(80, shutil.get_terminal_size((110, 24)).columns))
         formatter = lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=width)  # noqa: E731
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
+        self.words: list[str] = []  # that were parsed last
+
+    def parse_known_args(  # type: ignore[override]  # as below
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        self.words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
 
     def parse_args(  # type: ignore[override]  # its overloads are for a namespace of one's own
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -41,14 +51,24 @@ class Parser(argparse.ArgumentParser):
         for before, word in zip(["", *words], words, strict=False):
             if word.startswith("-"):
                 name = word.lstrip("-").split("=")[0]
-                problems.append(f"unknown flag --{name}.{suggest(name, flags, prefix='--')}")
+                near = suggest(name, flags, prefix="--") if name else ""
+                hints = [hint for _, value, hint in self.dashed_values() if value == word]
+                problems.append(f"unknown flag {f'--{name}' if name else word}.{near or ''.join(hints[:1])}")
             elif not before.startswith("-"):  # after an unknown flag it is that flag's value
                 problems.append(f"{word!r} belongs to no flag")
         return problems
 
+    def dashed_values(self) -> Iterator[tuple[str, str, str]]:
+        """(flag, word, hint) wherever a word that argparse takes for a flag, and is none, stands where a value may."""
+        known = self._option_string_actions
+        for flag, word in itertools.pairwise(self.words):
+            if flag in known and known[flag].nargs != 0 and word.startswith("-") and word.split("=")[0] not in known:
+                yield flag, word, f" A value that begins with a dash is written {flag}={shlex.quote(word)}."
+
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith((".", "?")) else "."
-        raise ConfigError(f"{message}{end} `python {self.prog} --help` lists all flags.")
+        hints = [hint for flag, _, hint in self.dashed_values() if message.startswith(f"argument {flag}: expected")]
+        raise ConfigError(f"{message}{end}{''.join(hints[:1])} `python {self.prog} --help` lists all flags.")
 
 
 def add_debug(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
