@@ -24,7 +24,7 @@ from tokenization import metadata as metadata_module
 from tokenization import token_folder
 from tokenization.encoding import split_index
 from tokenize_local_bpe import main, tokenize
-from tokenizer import load_tokenizer
+from tokenizer import CharacterTokenizer, load_tokenizer
 from tokenizer_bpe import BPETokenizer
 
 SEPARATOR = "<|endoftext|>"
@@ -204,6 +204,19 @@ def test_a_vocabulary_is_used_again(tmp_path: Path, kind: str) -> None:
     metadata, tokens, tokenizer = read(tmp_path / "two", name)
     assert (tmp_path / "two" / metadata["tokenizer_file"]).read_bytes() == vocabulary.read_bytes()
     assert tokenizer.decode(tokens).removesuffix(SEPARATOR) == story(5000, seed=77)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char"])
+def test_a_vocabulary_with_a_byte_order_mark(tmp_path: Path, kind: str) -> None:
+    corpus(tmp_path / "text.txt")
+    text = (tmp_path / "text.txt").read_text("utf-8")
+    vocabulary = BPETokenizer.train([text], 300) if kind == "bpe" else CharacterTokenizer.train([text])
+    (tmp_path / "vocabulary.json").write_text(vocabulary.to_json(), encoding="utf-8-sig")
+    arguments = ["--input", tmp_path / "text.txt", "--tokenizer_file", tmp_path / "vocabulary.json"]
+    assert run(*arguments, "--output_dir", tmp_path / "out") == 0
+    _, tokens, tokenizer = read(tmp_path / "out", "tokens_bpe" if kind == "bpe" else "tokens")
+    assert tokens[:100].tolist() == vocabulary.encode(text)[:100].tolist()
+    assert tokenizer.to_json() == vocabulary.to_json()
 
 
 def test_characters_that_the_vocabulary_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
