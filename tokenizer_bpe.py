@@ -73,6 +73,13 @@ class BPETokenizer:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         """Raises TokenizerError if the tokenizer is not a byte-level BPE."""
+        from tokenizers import models
+
+        # What a file says of batches and of training its own model would cut text short, or draw ids at random.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if isinstance(tokenizer.model, models.BPE):
+            tokenizer.model.dropout = None
         content = json.loads(tokenizer.to_str())
         self.backend = tokenizer
         self.backend.encode_special_tokens = True  # as ordinary text
@@ -257,7 +264,7 @@ def obstacle_to_tiktoken(content: dict[str, Any]) -> str:
         return "the text is prepared in another way than GPT-2's"
     if pre_tokenizer.get("add_prefix_space") or not pre_tokenizer.get("use_regex", True):
         return "the pre-tokenizer has other options than GPT-2's"
-    if any(model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")):
+    if any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")):
         return "the BPE model has options that tiktoken lacks"
     if not all(token.get("special") for token in content.get("added_tokens") or []):
         return "the file has added tokens that are matched inside text"

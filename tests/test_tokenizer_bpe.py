@@ -190,6 +190,19 @@ def test_merges_in_the_older_form_of_the_file(tmp_path: Path) -> None:
     assert loaded.encode(TEXT).tolist() == BPE.encode(TEXT).tolist()
 
 
+@pytest.mark.parametrize("way", ["truncation", "padding", "dropout"])
+def test_how_others_fill_their_batches_changes_no_id(tmp_path: Path, way: str) -> None:
+    theirs = tokenizers.Tokenizer.from_str(BPE.backend.to_str())
+    if way == "truncation":
+        theirs.enable_truncation(max_length=4)
+    elif way == "padding":
+        theirs.enable_padding(length=50_000)
+    else:
+        theirs.model.dropout = 0.5
+    theirs.save(str(tmp_path / "theirs.json"))
+    assert BPETokenizer.load(tmp_path / "theirs.json").encode(TEXT).tolist() == BPE.encode(TEXT).tolist()
+
+
 def blog_tokenizer(**options: object) -> tokenizers.Tokenizer:
     """The blog's: byte-level BPE whose alphabet is only what its text held."""
     tokenizer = tokenizers.Tokenizer(models.BPE(unk_token="<|unk|>"))
