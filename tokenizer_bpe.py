@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SPECIAL_TOKENS = (END_OF_TEXT, "<|pad|>", "<|unk|>")  # ids 0, 1, 2
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
 MOST_GAPS = 65_536  # ids without a token, beside as many as there are tokens: each takes memory here and in a model
+LARGEST_VOCABULARY = 10_000_000  # many times any in use; `tokenizers` ends the process where memory for it is short
 
 # GPT-2's pre-tokenizer. The possessive quantifiers match what GPT-2's own pattern matches, without backtracking.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
@@ -57,7 +58,7 @@ NOT_BYTE_LEVEL = "not a byte-level BPE tokenizer, the only kind of `tokenizers` 
 
 
 class VocabularySizeError(TokenizerError):
-    """A vocabulary too small to hold the byte alphabet."""
+    """A vocabulary too small to hold the byte alphabet, or too large to be one."""
 
     exit_code = 2
 
@@ -96,15 +97,18 @@ class BPETokenizer:
     def train(cls, texts: Iterable[str], vocab_size: int = 32000, min_frequency: int = 2) -> BPETokenizer:
         """Learn merges from a stream of texts; only the counts of its words are kept in memory.
 
-        Raises VocabularySizeError if `vocab_size` cannot hold the 256 bytes and the special tokens. The vocabulary
-        comes out smaller than asked for when the texts have too few pairs that occur `min_frequency` times. Words of
-        many hundred characters (DNA) are learned from in parts; text without them gives what `tokenizers` gives.
+        Raises VocabularySizeError if `vocab_size` is too small for the 256 bytes and the special tokens, or larger than
+        any is. The vocabulary comes out smaller than asked for when the texts have too few pairs that occur
+        `min_frequency` times. Words of many hundred characters (DNA) are learned from in parts; text without them gives
+        what `tokenizers` gives.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             raise VocabularySizeError(
                 f"A vocabulary of {vocab_size} cannot hold the 256 bytes and {len(SPECIAL_TOKENS)} special tokens; "
                 f"use a vocab_size of {SMALLEST_VOCABULARY} or more."
             )
+        if vocab_size > LARGEST_VOCABULARY:
+            raise VocabularySizeError(f"A vocab_size of {vocab_size} is too large; use {LARGEST_VOCABULARY:,} at most.")
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         tokenizer = Tokenizer(models.BPE())
@@ -224,6 +228,10 @@ def token_table(content: dict[str, Any]) -> list[bytes]:
     vocab = content["model"]["vocab"] | added
     if not vocab:
         raise TokenizerError("the vocabulary is empty.")
+    if max(vocab.values()) >= LARGEST_VOCABULARY:
+        raise TokenizerError(
+            f"the id {max(vocab.values()):,} is beyond any vocabulary ({LARGEST_VOCABULARY:,} at most)."
+        )
     table = [b""] * (max(vocab.values()) + 1)
     alphabet = byte_alphabet()
     for token, token_id in vocab.items():

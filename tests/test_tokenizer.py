@@ -112,6 +112,11 @@ def test_load_tokenizer_recognises_both_kinds(tmp_path: Path) -> None:
         ('{"char_to_idx": {"a": 0}, "idx_to_char": {"0": "b"}}', "contradict"),
         ('{"model": {"type": "BPE"}}', "cannot|can read"),
         ('{"model": 5}', "can read"),
+        ("[" * 100_000, "not valid JSON"),
+        (
+            '{"model": {"type": "BPE", "vocab": {"a": 0}, "continuing_subword_prefix": "##", "merges": [["a", "a"]]}}',
+            "can read",
+        ),
     ],
 )
 def test_a_broken_tokenizer_file_is_named(tmp_path: Path, content: str, complaint: str) -> None:

@@ -110,6 +110,12 @@ def test_a_vocabulary_below_the_byte_alphabet_is_a_usage_error() -> None:
     assert BPETokenizer.train(["text"], vocab_size=259).vocab_size == 259
 
 
+def test_a_vocabulary_of_a_size_that_none_has_is_a_usage_error() -> None:
+    with pytest.raises(TokenizerError, match="too large") as caught:
+        BPETokenizer.train(["text"], vocab_size=320_000_000)
+    assert caught.value.exit_code == 2
+
+
 def test_training_is_deterministic() -> None:
     assert BPETokenizer.train([TEXT], 600).backend.to_str() == BPE.backend.to_str()
 
@@ -226,6 +232,15 @@ def test_what_tiktoken_cannot_do_is_left_to_tokenizers(
     assert loaded.encoder_name == "tokenizers" and reason in loaded.encoder_note
     assert loaded.decode(loaded.encode("the mat sat on")) == "the mat sat on"
     assert 2 in loaded.unused_ids and loaded.end_of_text_id == 0
+
+
+def test_an_id_that_no_vocabulary_has_is_refused(tmp_path: Path) -> None:
+    content = json.loads(BPE.backend.to_str())
+    content["model"]["vocab"]["zzz"] = 4_000_000_000
+    path = tmp_path / "huge.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match=r"huge\.json: the id 4,000,000,000 is beyond any"):
+        BPETokenizer.load(path)
 
 
 def test_merges_out_of_order_are_left_to_tokenizers(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,27 +37,33 @@ class Settings:
         if self.unknown not in ("error", "drop"):
             problems.append(f"--unknown is {self.unknown!r}; use error or drop")
         if self.tokenizer != "char" and not self.tokenizer_file:
-            from tokenizer_bpe import SMALLEST_VOCABULARY
+            from tokenizer_bpe import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 
             if self.vocab_size < SMALLEST_VOCABULARY:
                 problems.append(
                     f"--vocab_size is {self.vocab_size}; at least {SMALLEST_VOCABULARY} are needed "
                     f"for the 256 bytes and the special tokens"
                 )
-        if self.min_frequency < 1:
-            problems.append(f"--min_frequency is {self.min_frequency}; use 1 or more")
+            if self.vocab_size > LARGEST_VOCABULARY:
+                problems.append(f"--vocab_size is {self.vocab_size}; use {LARGEST_VOCABULARY} at most")
+        if not 1 <= self.min_frequency < 1 << 63:
+            problems.append(f"--min_frequency is {self.min_frequency}; use 1 or more, such as 2")
+        if self.tokenizer_file == "":
+            problems.append("--tokenizer_file is empty; name a file, or leave it out to learn a vocabulary")
         if not 0 < self.train_split < 1:
             problems.append(f"--train_split is {self.train_split}; use a share between 0 and 1, such as 0.9")
         if not self.chunk_size_mb > 0:
             problems.append(f"--chunk_size_mb is {self.chunk_size_mb}; use more than 0")
         if not self.vocab_sample_mb > 0:
             problems.append(f"--vocab_sample_mb is {self.vocab_sample_mb}; use more than 0")
-        if self.num_workers < 0:
-            problems.append(f"--num_workers is {self.num_workers}; use 1 or more, or 0 for one per core")
+        if not 0 <= self.num_workers <= 1000:  # each holds a chunk in memory
+            problems.append(f"--num_workers is {self.num_workers}; use 1 to 1000, or 0 for one per core")
         if "\n" in self.document_separator or "\r" in self.document_separator:
             problems.append('--document_separator has to be a single line ("" is a blank line)')
         if self.output_name is not None and (not self.output_name or Path(self.output_name).name != self.output_name):
             problems.append(f"--output_name is {self.output_name!r}; use a file name without folders or suffix")
+        elif self.output_name and len(os.fsencode(self.output_name)) > 200:  # its suffixes make up to 255
+            problems.append("--output_name is longer than 200 bytes; use a shorter one")
         if problems:
             raise ConfigError("\n".join(problems))
 
