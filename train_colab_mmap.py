@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import INTERRUPTED, script
+from common.lock import FolderLock
 from common.output import unbreakable_output
 from tokenization.token_folder import DEFAULT_FOLDER, folder_of_text, require_tokens_of
 from training.config import TrainConfig, parse_config
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from training.optimizer import Optimizer
     from training.report import Report
     from training.run import Run
-    from training.run_folder import FolderLock
 
 
 @script
@@ -50,7 +50,7 @@ def train(config: TrainConfig) -> int:
     from training.preflight import dry_run
     from training.profile import profile
     from training.run import Run
-    from training.run_folder import FolderLock, require_ours
+    from training.run_folder import being_trained, require_ours
 
     require_ours(config.run_dir, "--output_dir")
     parts = prepare(config)
@@ -60,7 +60,7 @@ def train(config: TrainConfig) -> int:
         with memory_advice(parts.config, parts.model, parts.hardware):
             look(parts.config, run, parts.hardware)
         return 0
-    with FolderLock() as lock:
+    with FolderLock(being_trained) as lock:
         return train_run(parts, lock, started)
 
 

@@ -10,16 +10,13 @@ import os
 import shutil
 import socket
 from pathlib import Path
-from typing import Any
 
 from common.checkpoint import restore_interrupted, step_folders
 from common.errors import CheckpointError, ConfigError
 from common.files import read_json, write_json
+from common.lock import holder
 from training.config import TrainConfig, is_resolved
 from training.records import CURVE, METRICS, SAMPLES, SUMMARY
-
-with contextlib.suppress(ImportError):  # Windows has none: there, two trainings are not told apart
-    import fcntl
 
 CONFIG = "config.json"
 MARKER = "run.json"  # in a mirror: which run these are the copies of
@@ -75,50 +72,11 @@ def tidy(run_dir: Path, truncate: bool = False) -> None:
                 path.unlink(missing_ok=True)
 
 
-class FolderLock:
-    """One training at a time writes into a run folder. The lock is on the open folder: the system lets it go when the
-    process ends, however it ends."""
-
-    def __init__(self) -> None:
-        self.held: dict[tuple[int, int], int] = {}  # (device, inode) -> descriptor
-
-    def __enter__(self) -> FolderLock:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for descriptor in self.held.values():
-            os.close(descriptor)
-
-    def take(self, folder: Path) -> None:
-        """Raises CheckpointError saying who holds it since when. A folder that is not there yet is free."""
-        if os.name == "nt" or not folder.is_dir():
-            return
-        descriptor = os.open(folder, os.O_RDONLY)
-        status = os.fstat(descriptor)
-        if (status.st_dev, status.st_ino) in self.held:
-            os.close(descriptor)
-            return
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            raise CheckpointError(
-                f"{folder} is being trained by another process{holder(folder)}. Wait for it, stop it, or choose "
-                f"another --output_dir."
-            ) from None
-        except OSError:  # a file system without locks
-            os.close(descriptor)
-            return
-        self.held[status.st_dev, status.st_ino] = descriptor
-
-
-def holder(folder: Path) -> str:
-    """Who wrote the configuration last, as the end of a sentence."""
-    with contextlib.suppress(ConfigError, TypeError, KeyError):
-        theirs: dict[str, Any] = read_json(folder / CONFIG, ConfigError).get("session") or {}
-        if theirs:
-            return f" ({theirs['pid']} on {theirs['machine']}, since {theirs['started']})"
-    return ""
+def being_trained(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} is being trained by another process{holder(folder / CONFIG)}. Wait for it, stop it, or choose "
+        f"another --output_dir."
+    )
 
 
 def set_aside(run_dir: Path) -> None:

@@ -1,0 +1,67 @@
+"""One process at a time writes into a folder, and the next one is told which."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from common.files import read_json
+
+with contextlib.suppress(ImportError):  # Windows has none: there, two processes are not told apart
+    import fcntl
+
+
+class FolderLock:
+    """Holds folders against other processes. The lock is on the open folder: the system lets it go when the process
+    ends, however it ends."""
+
+    def __init__(self, busy: Callable[[Path], UserError]) -> None:
+        """`busy(folder)` is the error that says who holds it."""
+        self.busy = busy
+        self.held: dict[tuple[int, int], int] = {}  # (device, inode) -> descriptor
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self.held.values():
+            os.close(descriptor)
+
+    def take(self, folder: Path) -> None:
+        """Raises the error of `busy` if another process holds it. A folder that is not there yet is free."""
+        if os.name == "nt" or not folder.is_dir():
+            return
+        descriptor = os.open(folder, os.O_RDONLY)
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) in self.held:
+            os.close(descriptor)
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise self.busy(folder) from None
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+            return
+        self.held[status.st_dev, status.st_ino] = descriptor
+
+
+def session() -> dict[str, Any]:
+    """This process, for others to be told of: what the holder of a folder leaves in a JSON file there."""
+    started = datetime.datetime.now().isoformat(" ", timespec="seconds")
+    return {"pid": os.getpid(), "machine": socket.gethostname(), "started": started}
+
+
+def holder(path: Path) -> str:
+    """Whose `session` stands in a JSON file, as the end of a sentence; "" if there is none."""
+    with contextlib.suppress(UserError, KeyError, TypeError):
+        theirs = read_json(path, UserError)["session"]
+        return f" ({theirs['pid']} on {theirs['machine']}, since {theirs['started']})"
+    return ""
