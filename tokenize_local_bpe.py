@@ -86,19 +86,20 @@ def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Pa
         total_bytes = unpacked_bytes(sources)
         if total_bytes == 0:
             raise DataError(f"The input is empty: {', '.join(map(str, inputs))}.")
-        folder.open_work(digest([fingerprint, options.chunk_size_mb]), say)
-        try:
-            if not folder.awaits_publishing:
-                tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes)
-                if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_name != "tiktoken":
-                    say(tokenizer.encoder_note)
-                encode_sources(folder, tokenizer, sources, options, total_bytes)
-                described = describe_tokens(folder, tokenizer, sources, options, fingerprint)
-                folder.prepare_publishing(described, options.compress)
-        except (DataError, TokenizerError):
-            folder.discard_work()  # the text has to change before another run can end better
-            raise
-        metadata = folder.publish()
+        with folder.locked():
+            folder.open_work(digest([fingerprint, options.chunk_size_mb]), say)
+            try:
+                if not folder.awaits_publishing:
+                    tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes)
+                    if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_name != "tiktoken":
+                        say(tokenizer.encoder_note)
+                    encode_sources(folder, tokenizer, sources, options, total_bytes)
+                    described = describe_tokens(folder, tokenizer, sources, options, fingerprint)
+                    folder.prepare_publishing(described, options.compress)
+            except (DataError, TokenizerError):
+                folder.discard_work()  # the text has to change before another run can end better
+                raise
+            metadata = folder.publish()
     if not quiet:
         print_result(folder, metadata)
     return folder.metadata

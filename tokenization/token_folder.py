@@ -22,12 +22,14 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from common.errors import DataError
 from common.files import atomic_write, read_json, sha256_file, sync_directory, write_json
+from common.lock import FolderLock, holder, session
 from tokenization.metadata import TokenMetadata, metadata_files
 
 if TYPE_CHECKING:
     import numpy as np
 
 DEFAULT_FOLDER = "datasets_cache"
+MARKER = "settings.json"  # in the work folder: what is being made there, and by whom
 
 
 @dataclass(frozen=True)
@@ -87,21 +89,36 @@ class TokenFolder:
             return None
         return metadata if whole else None
 
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other tokenizations out of the folder, which is made if it is not there.
+
+        Raises DataError saying who writes into it since when.
+        """
+        if self.folder.exists() and not self.folder.is_dir():
+            raise DataError(f"{self.folder} is a file; choose a folder for the tokens.")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with FolderLock(being_written) as lock:
+            lock.take(self.folder)
+            yield
+
     def open_work(self, fingerprint: str, say: Callable[[str], None]) -> None:
         """Make the work folder, keeping what an interrupted run left there if it did the same work."""
-        marker = self.work / "settings.json"
+        marker = self.work / MARKER
+        described = {"fingerprint": fingerprint, "session": session()}
         if self.work.exists():
             try:
                 kept = read_json(marker, DataError).get("fingerprint") == fingerprint
             except DataError:
                 kept = False
             if kept:
+                write_json(marker, described)
                 say(f"Continuing the tokenization that was interrupted (its work is in {self.work}).")
                 return
             say("The text or the settings have changed since the tokenization that was interrupted: starting over.")
             shutil.rmtree(self.work)
         self.work.mkdir(parents=True)
-        write_json(marker, {"fingerprint": fingerprint})
+        write_json(marker, described)
 
     def discard_work(self) -> None:
         """Remove the work folder, and the folder around it if that leaves it empty."""
@@ -136,6 +153,16 @@ class TokenFolder:
         metadata.write(self.metadata)
         shutil.rmtree(self.work)
         return dataclasses.replace(metadata, path=self.metadata)
+
+
+def being_written(folder: Path) -> DataError:
+    told = ""
+    with contextlib.suppress(OSError, ValueError):  # it ends while we look; it has only begun
+        told = holder(max(folder.glob(f".*.partial/{MARKER}"), key=lambda path: path.stat().st_mtime))
+    return DataError(
+        f"{folder} is being written by another tokenization{told}. Wait for it and give the same command again, stop "
+        f"it, or choose another folder (--output_dir here, --data_dir in training)."
+    )
 
 
 def folder_of_text(text: str, tokenizer: str, vocab_size: int) -> str:

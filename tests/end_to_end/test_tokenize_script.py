@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -286,6 +287,7 @@ def test_the_vocabulary_sample_is_spread_over_the_whole_input(tmp_path: Path) ->
         (["--input", "text.txt", "--num_workers", "9" * 20], 2, "use 1 to 1000"),
         (["--input", "text.txt", "--output_name", "x" * 245], 2, "longer than 200 bytes"),
         (["--input", "text.txt", "--tokenizer_file", ""], 2, "--tokenizer_file is empty"),
+        (["--input", "text.txt", "--output_dir", "letter.txt"], 3, "letter.txt is a file; choose a folder"),
         (["--input", ""], 3, "--input is empty"),
         (["--input", "text.txt", "--vocabsize", "300"], 2, "Did you mean --vocab_size?"),
         (["--input", "text.txt", "--vocab", "300"], 2, "unknown flag --vocab"),
@@ -461,6 +463,39 @@ def test_a_process_that_is_stopped_continues(tmp_path: Path, how: str) -> None:
     assert run(*arguments, "--output_dir", tmp_path / "whole") == 0
     assert (tmp_path / "out" / "tokens_bpe.bin").read_bytes() == (tmp_path / "whole" / "tokens_bpe.bin").read_bytes()
     read(tmp_path / "out")
+
+
+@pytest.mark.parametrize("end", ["goes on", "killed"])
+@pytest.mark.skipif(os.name == "nt", reason="POSIX signals and locks")
+def test_two_at_a_time_do_not_write_into_one_folder(tmp_path: Path, end: str) -> None:
+    corpus(tmp_path / "text.txt", documents=300, characters=8000)
+    vocabulary = tmp_path / "vocabulary.json"
+    BPETokenizer.train([story(20_000)], vocab_size=300).save(vocabulary)
+    arguments = ["--input", tmp_path / "text.txt", "--tokenizer_file", vocabulary, "--chunk_size_mb", 0.02]
+    out = tmp_path / "out"
+    with start(*arguments, "--output_dir", out) as first:
+        wait_for_chunks(out, first)
+        first.send_signal(signal.SIGSTOP)
+        before = files_of(out)
+        for others in (
+            arguments,
+            ["--input", tmp_path / "text.txt", "--vocab_size", 290],
+            [*arguments[:2], "--tokenizer", "char"],
+        ):
+            with start(*others, "--output_dir", out) as second:
+                _, error = second.communicate(timeout=60)
+            assert second.returncode == 3 and "Traceback" not in error
+            assert f"is being written by another tokenization ({first.pid} on {socket.gethostname()}, since 20" in error
+            assert files_of(out) == before
+        if end == "killed":
+            first.kill()
+        first.send_signal(signal.SIGCONT)
+        first.communicate(timeout=60)
+        assert first.returncode == (-signal.SIGKILL if end == "killed" else 0)
+    assert run(*arguments, "--output_dir", out) == 0, "nobody holds the folder any more"
+    read(out)
+    assert run(*arguments, "--output_dir", tmp_path / "whole") == 0
+    assert (out / "tokens_bpe.bin").read_bytes() == (tmp_path / "whole" / "tokens_bpe.bin").read_bytes()
 
 
 def test_two_megabytes_without_a_space_take_seconds(tmp_path: Path) -> None:
