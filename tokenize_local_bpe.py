@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -77,7 +77,7 @@ def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Pa
 
     folder = TokenFolder.of(output_dir, kind, options.output_name)
     fingerprint = fingerprint_of(sources, options, kind)
-    metadata = folder.complete_metadata(fingerprint)
+    metadata = complete_metadata(folder, sources, options, kind)
     if metadata:
         say(f"{folder.folder} is already complete for this text and these settings.")
         if options.compress and not folder.packed.exists():
@@ -117,6 +117,19 @@ def fingerprint_of(sources: Sequence[Source], options: Settings, kind: str) -> s
     elif kind == "bpe":
         settings += [options.vocab_size, options.min_frequency, options.vocab_sample_mb]
     return digest([settings, [[str(source.path), source.size, source.modified_ns] for source in sources]])
+
+
+def complete_metadata(
+    folder: TokenFolder, sources: Sequence[Source], options: Settings, kind: str
+) -> TokenMetadata | None:
+    """The metadata if the folder is complete for this text and these settings, else None. Tokens whose vocabulary was
+    learned from the text are those of `tokenizer_file` if that is the vocabulary."""
+    metadata = folder.complete_metadata(fingerprint_of(sources, options, kind))
+    if metadata is None and options.tokenizer_file:
+        learned = folder.complete_metadata(fingerprint_of(sources, replace(options, tokenizer_file=None), kind))
+        if learned and learned.tokenizer_sha256 == sha256_file(options.tokenizer_file):
+            return learned
+    return metadata
 
 
 def digest(value: Any) -> str:

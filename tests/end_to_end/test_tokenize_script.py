@@ -208,6 +208,21 @@ def test_a_vocabulary_is_used_again(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bpe", "char"])
+def test_tokens_of_a_learned_vocabulary_are_those_of_its_file(tmp_path: Path, kind: str) -> None:
+    corpus(tmp_path / "text.txt")
+    options = {"tokenizer": kind, "quiet": True} | ({"vocab_size": 300} if kind == "bpe" else {})
+    metadata = tokenize([str(tmp_path / "text.txt")], tmp_path / "out", **options)
+    before, written = files_of(tmp_path / "out"), metadata.stat().st_mtime_ns
+    vocabulary = tmp_path / "vocabulary.json"
+    vocabulary.write_bytes((tmp_path / "out" / json.loads(metadata.read_text())["tokenizer_file"]).read_bytes())
+    tokenize([str(tmp_path / "text.txt")], tmp_path / "out", tokenizer_file=str(vocabulary), **options)
+    assert files_of(tmp_path / "out") == before and metadata.stat().st_mtime_ns == written
+    vocabulary.write_bytes(vocabulary.read_bytes() + b"\n")
+    tokenize([str(tmp_path / "text.txt")], tmp_path / "out", tokenizer_file=str(vocabulary), **options)
+    assert metadata.stat().st_mtime_ns != written, "another file, as far as anyone can tell"
+
+
+@pytest.mark.parametrize("kind", ["bpe", "char"])
 def test_a_vocabulary_with_a_byte_order_mark(tmp_path: Path, kind: str) -> None:
     corpus(tmp_path / "text.txt")
     text = (tmp_path / "text.txt").read_text("utf-8")
