@@ -276,16 +276,19 @@ def use_builtin_files(config: TrainConfig) -> TrainConfig:
 
 
 def tokenize_input(config: TrainConfig) -> TrainConfig:
-    """Tokenize `input` on first use, into a folder of its own unless `data_dir` names one.
+    """Tokenize `input` on first use, into a folder of its own unless `data_dir` names one. A run that is continued
+    keeps its tokenizer.
 
-    Raises DataError if that holds the tokens of another text.
+    Raises DataError if the folder holds the tokens of another text.
     """
     from tokenize_local_bpe import tokenize
+    from training.resume import own_tokenizer
 
     assert config.input
     folder = config.data_dir or folder_of_text(config.input, config.tokenizer, config.vocab_size)
     require_tokens_of(folder, config.input, config.tokenizer)
-    tokenize([config.input], folder, tokenizer=config.tokenizer, vocab_size=config.vocab_size, quiet=True)
+    vocabulary = {key: getattr(config, key) for key in ("tokenizer", "vocab_size")}
+    tokenize([config.input], folder, quiet=True, tokenizer_file=own_tokenizer(config), **vocabulary)
     return dataclasses.replace(config, data_dir=folder)
 
 

@@ -71,6 +71,23 @@ def own_checkpoint(config: TrainConfig) -> Checkpoint | None:
     return None
 
 
+def own_tokenizer(config: TrainConfig) -> str | None:
+    """The tokenizer file of the run that this configuration would continue, for `input` to become the same tokens:
+    what is learned anew, with another version of `tokenizers` say, can be another vocabulary.
+
+    None if it starts a run, and if it asks for another vocabulary than the run's.
+    """
+    checkpoint = own_checkpoint(config)
+    if checkpoint is None:
+        return None
+    with contextlib.suppress(CheckpointError, OSError, KeyError, TypeError):  # damaged: the run says so
+        state, path = checkpoint.training_state(), checkpoint.tokenizer_path()
+        is_asked_for = all(state["config"][key] == getattr(config, key) for key in ("tokenizer", "vocab_size"))
+        if is_asked_for and sha256_file(path) == state["data"]["tokenizer_sha256"]:
+            return str(path)
+    return None
+
+
 def newest_state(run_dir: Path) -> dict[str, Any] | None:
     """The training state of the newest checkpoint that has a readable one."""
     for folder in step_folders(run_dir / "checkpoints"):

@@ -18,7 +18,8 @@ import torch
 
 import train_colab_mmap
 from common.errors import ConfigError
-from tests.helpers import Killed, columns, snapshot
+from tests.helpers import Killed, columns, generated_text, snapshot
+from tokenize_local_bpe import tokenize
 from training import run as run_module
 from training import step as step_module
 from training import summary as summary_module
@@ -395,6 +396,44 @@ def test_inputs_of_one_name_do_not_share_a_folder(
             assert train(tmp_path / f"run{i}", **flags).code == 0
     folders = sorted((tmp_path / "datasets_cache").iterdir())
     assert len(folders) == 3 and all(folder.name.startswith("my-") for folder in folders)
+
+
+@pytest.mark.parametrize("survives", ["run folder", "mirror"])
+def test_a_run_whose_tokens_were_lost_keeps_its_vocabulary(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, survives: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text(generated_text(20_000))
+    # What a new machine would learn is another vocabulary: here, for the pairs it is asked to learn.
+    tokenize(["my.txt"], "tokens", min_frequency=500, quiet=True)
+    run = tmp_path / "run"
+    flags = {"checkpoint_dir": tmp_path / "mirror", "eval_interval": 0}
+    assert train(run, data_dir="tokens", max_steps=6, **flags).code == 0
+    shutil.rmtree("tokens")
+    if survives == "mirror":
+        shutil.rmtree(run)
+    continuing = {**flags, "data_dir": None, "input": "my.txt"}
+    result = train(run, max_steps=8, **continuing)
+    assert result.code == 0 and "steps 6 to 8" in result.out, result.err
+    (tokens,) = Path("datasets_cache").iterdir()
+    before = snapshot(tokens), (tokens / "tokens_bpe.bin").stat().st_mtime_ns
+    assert train(run, max_steps=10, **continuing).code == 0
+    assert before == (snapshot(tokens), (tokens / "tokens_bpe.bin").stat().st_mtime_ns), "they are there"
+    result = train(run, max_steps=10, vocab_size=280, **continuing)
+    assert result.code == 4 and "cannot be continued" in result.err, "the flag is not passed over without a word"
+
+
+def test_the_tokens_of_a_run_are_not_made_again_to_continue_it(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text(generated_text(20_000))
+    flags = {"data_dir": None, "input": "my.txt", "vocab_size": 280, "eval_interval": 0}
+    written = []
+    for steps in (6, 8):
+        assert train(tmp_path / "run", max_steps=steps, **flags).code == 0
+        written += [path.stat().st_mtime_ns for path in Path("datasets_cache").glob("*/tokens_bpe.bin")]
+    assert len(written) == 2 and written[0] == written[1]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there is a file name any bytes")
