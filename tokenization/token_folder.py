@@ -95,9 +95,10 @@ class TokenFolder:
 
         Raises DataError saying who writes into it since when.
         """
-        if self.folder.exists() and not self.folder.is_dir():
-            raise DataError(f"{self.folder} is a file; choose a folder for the tokens.")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise DataError(f"{self.folder} is or leads through a file; choose a folder for the tokens.") from None
         with FolderLock(being_written) as lock:
             lock.take(self.folder)
             yield
