@@ -228,10 +228,6 @@ def token_table(content: dict[str, Any]) -> list[bytes]:
     vocab = content["model"]["vocab"] | added
     if not vocab:
         raise TokenizerError("the vocabulary is empty.")
-    if max(vocab.values()) >= LARGEST_VOCABULARY:
-        raise TokenizerError(
-            f"the id {max(vocab.values()):,} is beyond any vocabulary ({LARGEST_VOCABULARY:,} at most)."
-        )
     table = [b""] * (max(vocab.values()) + 1)
     alphabet = byte_alphabet()
     for token, token_id in vocab.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import socket
 from collections.abc import Callable
@@ -53,6 +54,7 @@ class FolderLock:
         self.held[status.st_dev, status.st_ino] = descriptor
 
 
+@functools.cache
 def session() -> dict[str, Any]:
     """This process, for others to be told of: what the holder of a folder leaves in a JSON file there."""
     started = datetime.datetime.now().isoformat(" ", timespec="seconds")

@@ -234,15 +234,6 @@ def test_what_tiktoken_cannot_do_is_left_to_tokenizers(
     assert 2 in loaded.unused_ids and loaded.end_of_text_id == 0
 
 
-def test_an_id_that_no_vocabulary_has_is_refused(tmp_path: Path) -> None:
-    content = json.loads(BPE.backend.to_str())
-    content["model"]["vocab"]["zzz"] = 4_000_000_000
-    path = tmp_path / "huge.json"
-    path.write_text(json.dumps(content))
-    with pytest.raises(TokenizerError, match=r"huge\.json: the id 4,000,000,000 is beyond any"):
-        BPETokenizer.load(path)
-
-
 def test_merges_out_of_order_are_left_to_tokenizers(tmp_path: Path) -> None:
     content = json.loads(BPE.backend.to_str())
     vocab = content["model"]["vocab"]

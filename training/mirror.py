@@ -21,8 +21,9 @@ from common.checkpoint import MANIFEST, PUBLISHING, discard, problems_of, prune,
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write, read_json, write_json
 from common.formatting import clock
+from common.lock import session
 from training.records import CURVE, METRICS, SAMPLES, SUMMARY
-from training.run_folder import CONFIG, MARKER, session
+from training.run_folder import CONFIG, MARKER
 
 MIRRORED_FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY)
 COPIES = 4  # of a checkpoint at the most: the two kept, the best, and one on its way

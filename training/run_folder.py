@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import itertools
 import os
 import shutil
-import socket
 from pathlib import Path
 
 from common.checkpoint import restore_interrupted, step_folders
 from common.errors import CheckpointError, ConfigError
 from common.files import read_json, write_json
-from common.lock import holder
+from common.lock import holder, session
 from training.config import TrainConfig, is_resolved
 from training.records import CURVE, METRICS, SAMPLES, SUMMARY
 
@@ -28,13 +26,6 @@ def write_config(config: TrainConfig, device: str) -> None:
     config.run_dir.mkdir(parents=True, exist_ok=True)
     resolved = {"config": config.values(), "sources": config.sources, "device": device, "session": session()}
     write_json(config.run_dir / CONFIG, resolved)
-
-
-@functools.cache
-def session() -> dict[str, Any]:
-    """This process, as others are told of it."""
-    started = datetime.datetime.now().isoformat(" ", timespec="seconds")
-    return {"pid": os.getpid(), "machine": socket.gethostname(), "started": started}
 
 
 def require_ours(folder: Path, flag: str) -> None:

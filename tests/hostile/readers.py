@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from common.lock import holder
 from generate import generate_text, load_model
 from model import TransformerLanguageModel
 from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, write_tokens
@@ -23,7 +24,7 @@ from training.data import TokenData
 from training.evaluate import bits_per_byte, check_prompts, read_prompts
 from training.optimizer import build_optimizer
 from training.run import Run
-from training.run_folder import holder, require_ours
+from training.run_folder import require_ours
 from training.schedule import learning_rate
 from training.step import train_step
 
@@ -72,7 +73,7 @@ def use_config(path: Path) -> None:
 
 def use_resolved_config(run_dir: Path) -> None:
     require_ours(run_dir, "--output_dir")
-    assert isinstance(holder(run_dir), str)
+    assert isinstance(holder(run_dir / "config.json"), str)
     use_config(run_dir / "config.json")
 
 
@@ -96,6 +97,7 @@ class Training:
         for _ in range(2):
             self.take_step(run)
         run.save(1.0)
+        run.saver.finish()
         self.checkpoint = folder / "run" / "checkpoints" / "step_00000002"
 
     def start_or_resume(self) -> Run:
@@ -109,7 +111,7 @@ class Training:
         lr = learning_rate(run.step, run.max_steps, self.config)
         place = run.step, run.sequences_seen, lr
         train_step(run.model, run.optimizer, run.scaler, self.data, *place, self.config, CPU)
-        run.advance()
+        run.advance(torch.zeros(()))
 
     def resume(self) -> None:
         """As the trainer does: restore, take a step, and write down the state that another restore would read."""
