@@ -332,6 +332,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Raises CheckpointError saying what is there instead.
     """
     path = Path(path)
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file; name the folder it lies in: {path.parent}.{list_checkpoints()}")
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint folder {path}.{list_checkpoints()}")
     if (path / "checkpoints").is_dir() or step_folders(path):
