@@ -28,9 +28,11 @@ DROPOUT_ASIDE = " but for the draws of dropout"  # which go through a micro-batc
 PROCESS_BYTES = 350_000_000  # resident in a process that has imported torch
 
 
-def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, precision: str) -> int:
-    """Peak bytes of a training step: weights, gradients and AdamW's two moments in fp32 (16 bytes a parameter; 12 with
-    the one momentum of Muon), and what the backward pass needs of one micro-batch."""
+def estimate_memory(
+    config: TrainConfig, model: TransformerLanguageModel, precision: str, device: torch.device | None = None
+) -> int:
+    """Peak bytes of a training step on a device (None: the model's): weights, gradients and AdamW's two moments in fp32
+    (16 bytes a parameter; 12 with the one momentum of Muon), and what the backward pass needs of one micro-batch."""
     c = model.config
     half = 2 if precision != "fp32" else 4
     # A block keeps, per token: two norms' inputs (fp32) and outputs, q, k, v, the attention's output, the residual
@@ -38,6 +40,9 @@ def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, precis
     per_block = 2 * 4 * c.embed_dim + half * (2 + 3 + 1 + 1) * c.embed_dim + half * 2 * c.ff_dim
     per_head = (half + 4 + 4) * c.vocab_size  # logits, the same in fp32, and their gradient
     per_token = c.num_layers * per_block + per_head
+    if c.dropout and (device or model.device).type == "cpu":
+        # PyTorch's flash kernel for CPUs knows no dropout; the other keeps three (T, T) matrices, in fp32, per head.
+        per_token += 3 * 4 * (c.num_layers + 1) * c.num_heads * c.max_seq_len
     weight_copies = half * model.num_parameters() if precision != "fp32" else 0  # autocast keeps its casts for backward
     backward = weight_copies + per_token * config.rows_at_once * c.max_seq_len
     state = 16 * model.num_parameters()
@@ -152,14 +157,16 @@ def no_way_out(config: TrainConfig, model: TransformerLanguageModel, hardware: H
 def savings(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> list[tuple[str, int]]:
     """Flags that take less memory, those that change least about the run first, with the bytes each saves. The later
     ones are for a new run."""
-    now = estimate_memory(config, model, hardware.precision)
+    now = estimate_memory(config, model, hardware.precision, hardware.device)
     one = with_rows(config, 1)
     ways: list[tuple[str, int]] = []
     if config.rows_at_once > 1:
-        ways.append(("--micro_batch_size 1", now - estimate_memory(one, model, hardware.precision)))
+        ways.append(("--micro_batch_size 1", now - estimate_memory(one, model, hardware.precision, hardware.device)))
     if hardware.precision == "fp32" and has_fast_bf16(hardware.device):
-        ways.append(("--precision bf16", now - estimate_memory(config, model, "bf16")))
+        ways.append(("--precision bf16", now - estimate_memory(config, model, "bf16", hardware.device)))
     changes: list[tuple[str, dict[str, object]]] = []
+    if config.dropout:
+        changes.append(("--dropout 0", {"dropout": 0.0}))
     if config.optimizer == "adamw":
         changes.append(("--optimizer muon (a new run)", {"optimizer": "muon"}))
     if config.max_seq_len > 1:
@@ -172,7 +179,7 @@ def savings(config: TrainConfig, model: TransformerLanguageModel, hardware: Hard
         changed = dataclasses.replace(config, **keys)  # type: ignore[arg-type]
         with torch.device("meta"):
             other = TransformerLanguageModel(changed.model_config(model.config.vocab_size))
-        saved = now - estimate_memory(changed, other, hardware.precision)
+        saved = now - estimate_memory(changed, other, hardware.precision, hardware.device)
         if "model_size" not in flags:
             ways.append((flags, saved))
         elif saved > 0:

@@ -174,6 +174,16 @@ def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
     assert not re.search("[Rr]estart|process", said)
 
 
+def test_dropout_is_what_to_leave_out_where_it_takes_memory() -> None:
+    config = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=64, micro_batch_size=1, dropout=0.1)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(100))
+    hardware = dataclasses.replace(CPU, precision="bf16")
+    saved = dict(savings(config, model, hardware))
+    assert saved["--dropout 0"] == 12 * 3 * 2 * 64 * 64  # bytes, layers and one at work, heads, positions by positions
+    assert "--dropout 0" not in dict(savings(config, model, dataclasses.replace(hardware, device=torch.device("cuda"))))
+
+
 def test_another_process_that_holds_the_memory_is_named_with_its_size() -> None:
     hold = "import sys; held = bytearray(300_000_000); print(1, flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

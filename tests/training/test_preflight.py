@@ -72,6 +72,29 @@ def test_weights_gradients_and_moments_take_16_bytes_a_parameter() -> None:
     assert least < estimate_memory(config, model, "fp32") < 1.2 * least
 
 
+def test_dropout_on_a_cpu_takes_the_attention_matrices() -> None:
+    """PyTorch's flash kernel for CPUs knows no dropout. What is kept for the backward pass is measured."""
+    config, kept = config_of(max_seq_len=256, batch_size=2, dropout=0.1), []
+    models = [TransformerLanguageModel(ModelConfig(40, 64, 2, 2, max_seq_len=256, dropout=p)) for p in (0.0, 0.1)]
+    for model in models:
+        storages: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        tokens = torch.zeros(2, 256, dtype=torch.long)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(tokens, tokens)
+        kept.append(sum(storages.values()))
+        loss.backward()
+    without, with_dropout = (estimate_memory(config, model, "fp32") for model in models)
+    of_layers = (with_dropout - without) * 2 / 3  # of two; what one more would keep passes through the backward pass
+    assert of_layers == pytest.approx(kept[1] - kept[0], rel=0.1)
+    on_gpu = [estimate_memory(config, model, "fp32", torch.device("cuda")) for model in models]
+    assert on_gpu == [without, without]
+
+
 def test_half_precision_saves_activations() -> None:
     assert estimate(precision="bf16", batch_size=512) < estimate(precision="fp32", batch_size=512)
 
