@@ -317,12 +317,18 @@ def step_folders(*parents: Path) -> list[Path]:
 
 
 def newest_valid(folders: Iterable[Path]) -> Checkpoint | None:
-    """The first whole checkpoint of `folders`; damaged ones before it are reported and passed over."""
+    """The first whole checkpoint of `folders`, None if there are no folders; damaged ones before it are reported and
+    passed over. Raises CheckpointError listing what is wrong with each if all are damaged."""
+    damaged: list[str] = []
     for folder in folders:
         problems = problems_of(folder)
         if not problems:
+            for damage in damaged:
+                print(f"Warning: {damage} Trying the one before it.", file=sys.stderr)
             return Checkpoint(folder)
-        print(f"Warning: {describe_damage(folder, problems)} Trying the one before it.", file=sys.stderr)
+        damaged.append(describe_damage(folder, problems))
+    if damaged:
+        raise CheckpointError("\n  ".join(["There is no whole checkpoint.", *damaged]))
     return None
 
 
@@ -339,8 +345,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if (path / "checkpoints").is_dir() or step_folders(path):
         checkpoint = newest_valid(step_folders(path / "checkpoints", path))
         if checkpoint is None:
-            raise CheckpointError(f"The run {path} holds no whole checkpoint.{list_checkpoints()}")
+            raise CheckpointError(f"The run {path} holds no checkpoint yet.{list_checkpoints()}")
         return checkpoint
+    if any(step_folders(*path.glob("*/checkpoints"))):  # a folder of runs, as --checkpoint_dir is one
+        return open_checkpoint(newest_run(path))
     if not (path / MANIFEST).exists():
         if (path / "pytorch_model.bin").exists():
             if not (path / "config.json").exists():

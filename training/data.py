@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -28,6 +28,7 @@ from tokenizer import Tokenizer, load_tokenizer
 from training.config import TrainConfig
 from training.hardware import Hardware
 
+MOST_PACKED = 1040  # bytes that gzip can make of one
 RAM_SHARE = 0.7  # of the available memory that tokens may take; the rest is for the model and Python
 GPU_SHARE = 0.2  # of the GPU's memory that tokens may take; the rest is for training
 UNPACKED_AT_ONCE = 2**22  # bytes
@@ -81,12 +82,18 @@ class TokenData:
                     f"{metadata_path} has {count:,}. Lower --max_seq_len, or tokenize more text or with another "
                     "--train_split."
                 )
-        unpack_if_missing(bin_path, metadata)
-        check_size(bin_path, metadata)
-        placement = choose_placement(bin_path.stat().st_size, config, hardware)
         dtype = metadata.numpy_dtype
-        # mode "c" maps private pages: PyTorch asks for writable memory, and the file must stay as it is.
-        tokens = np.memmap(bin_path, dtype, mode="c") if placement == "mmap" else np.fromfile(bin_path, dtype)
+        packed = None if bin_path.exists() else require_packed(bin_path, metadata)
+        placement = choose_placement(metadata.total_tokens * dtype.itemsize, config, hardware)
+        if packed is not None and placement == "mmap":
+            unpack(packed, bin_path, metadata)
+            packed = None
+        if packed is not None:  # on Drive, say: read once from end to end, and nothing is written there
+            tokens = read_packed(packed, metadata)
+        else:
+            check_size(bin_path, metadata)
+            # mode "c" maps private pages: PyTorch asks for writable memory, and the file must stay as it is.
+            tokens = np.memmap(bin_path, dtype, mode="c") if placement == "mmap" else np.fromfile(bin_path, dtype)
         tokens_sha256 = check_tokens(bin_path, tokens, metadata)
         tokenizer, tokenizer_file = check_tokenizer(tokenizer_path, metadata)
         tokenizer_sha256 = hashlib.sha256(tokenizer_file).hexdigest()
@@ -223,31 +230,54 @@ def locate(config: TrainConfig) -> tuple[Path | None, Path | None, Path]:
     raise DataError(f"There is {state} in {folder}/{hint}{where}")
 
 
-def unpack_if_missing(bin_path: Path, metadata: TokenMetadata) -> None:
-    """Make a token file that is not there from its `.gz`. Raises DataError if that is not there either, is damaged, or
-    holds another number of bytes than the metadata says: the disk is not filled with whatever comes out."""
-    if bin_path.exists():
-        return
+def require_packed(bin_path: Path, metadata: TokenMetadata) -> Path:
+    """The `.gz` of a token file that is not there. Raises DataError if that is missing too, or cannot hold so much."""
     packed = Path(f"{bin_path}.gz")
     if not packed.exists():
         raise DataError(f"There is no file {bin_path}; {metadata.path} describes it.")
-    print(f"Unpacking {packed} to {bin_path.name} ...")
+    size = metadata.total_tokens * metadata.numpy_dtype.itemsize
+    if size > MOST_PACKED * packed.stat().st_size:
+        raise DataError(
+            f"{packed} cannot hold the {metadata.total_tokens:,} tokens of {metadata.path.name}: copy both again."
+        )
+    return packed
+
+
+def unpacked(packed: Path, metadata: TokenMetadata) -> Iterator[bytes]:
+    """The bytes of a packed token file, in pieces. Raises DataError if it is damaged, or holds another number of them
+    than the metadata says: neither disk nor memory are filled with whatever comes out."""
+    print(f"Unpacking  {packed} ...")
     missing = metadata.total_tokens * metadata.numpy_dtype.itemsize
-    with gzip.open(packed, "rb") as source, atomic_write(bin_path) as target:
+    with gzip.open(packed, "rb") as source:
         try:
-            while piece := source.read(min(UNPACKED_AT_ONCE, missing + 1)):
+            while missing >= 0 and (piece := source.read(min(UNPACKED_AT_ONCE, missing + 1))):
                 missing -= len(piece)
-                if missing < 0:
-                    break
-                target.write(piece)
+                if missing >= 0:
+                    yield piece
         except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
             raise DataError(f"{packed} is damaged ({problem}); copy it again.") from None
-        if missing:
-            amount = f"{missing:,} bytes fewer" if missing > 0 else "more bytes"
-            raise DataError(
-                f"{packed} holds {amount} than the {metadata.total_tokens:,} tokens ({metadata.dtype}) of "
-                f"{metadata.path.name}: copy both again, or run tokenize_local_bpe.py again."
-            )
+    if missing:
+        amount = f"{missing:,} bytes fewer" if missing > 0 else "more bytes"
+        raise DataError(
+            f"{packed} holds {amount} than the {metadata.total_tokens:,} tokens ({metadata.dtype}) of "
+            f"{metadata.path.name}: copy both again, or run tokenize_local_bpe.py again."
+        )
+
+
+def unpack(packed: Path, bin_path: Path, metadata: TokenMetadata) -> None:
+    with atomic_write(bin_path) as target:
+        for piece in unpacked(packed, metadata):
+            target.write(piece)
+
+
+def read_packed(packed: Path, metadata: TokenMetadata) -> np.ndarray:
+    """(total_tokens,)"""
+    tokens = np.empty(metadata.total_tokens, metadata.numpy_dtype)
+    held, place = tokens.view(np.uint8), 0
+    for piece in unpacked(packed, metadata):
+        held[place : place + len(piece)] = np.frombuffer(piece, np.uint8)
+        place += len(piece)
+    return tokens
 
 
 def check_size(bin_path: Path, metadata: TokenMetadata) -> None:

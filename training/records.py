@@ -29,19 +29,19 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None and math.isfinite(value)}
 
 
-def samples_lines(step: int, answers: Sequence[Answer], header: bool) -> str:
-    """A row of samples.md, with the `header` of the table if it is the first: one column a prompt, one row a step."""
+def samples_header(answers: Sequence[Answer]) -> list[str]:
+    """The first lines of a table of samples.md: one column a prompt, one row a step."""
+    columns = ["step", "exactly right", *(cell(answer.prompt.text) for answer in answers)]
+    lines = [table_row(columns), table_row(["---"] * len(columns))]
+    if any(answer.prompt.expected is not None for answer in answers):
+        lines.append(table_row(["expected", "", *(cell(answer.prompt.expected or "") for answer in answers)]))
+    return lines
+
+
+def samples_row(step: int, answers: Sequence[Answer]) -> str:
     right, judged = accuracy(answers)
-    lines = []
-    if header:
-        columns = ["step", "exactly right", *(cell(answer.prompt.text) for answer in answers)]
-        lines = [table_row(columns), table_row(["---"] * len(columns))]
-        known = [cell(answer.prompt.expected or "") for answer in answers]
-        if judged:
-            lines.append(table_row(["expected", "", *known]))
     score = f"{right} of {judged}" if judged else ""
-    lines.append(table_row([str(step), score, *(cell(answer.text) for answer in answers)]))
-    return "".join(line + "\n" for line in lines)
+    return table_row([str(step), score, *(cell(answer.text) for answer in answers)])
 
 
 def rewind(run_dir: Path, step: int) -> None:

@@ -12,7 +12,16 @@ from tqdm import tqdm
 
 from common.formatting import clock, si
 from training.evaluate import Answer, accuracy, perplexity
-from training.records import CURVE, METRICS, SAMPLES, draw_curve, metrics_line, read_metrics, samples_lines
+from training.records import (
+    CURVE,
+    METRICS,
+    SAMPLES,
+    draw_curve,
+    metrics_line,
+    read_metrics,
+    samples_header,
+    samples_row,
+)
 from training.timer import Timer
 
 LONG_SECONDS = 20.0  # of silence that a user should not have to wonder about
@@ -94,9 +103,14 @@ class Report:
         self.append(self.run_dir / METRICS, metrics_line(row))
 
     def samples(self, step: int, answers: list[Answer]) -> None:
-        """Append a row to samples.md."""
+        """Append a row to samples.md, below a header of its own if the prompts are not those of the rows before."""
         path = self.run_dir / SAMPLES
-        self.append(path, samples_lines(step, answers, header=not path.exists()))
+        row, (header, *more) = samples_row(step, answers), samples_header(answers)
+        before = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        headers = [line for line in before if line.startswith("| step |")]
+        if not headers or headers[-1] != header:
+            row = "\n".join([*([""] if before else []), header, *more, row])
+        self.append(path, row + "\n")
 
     def append(self, path: Path, text: str) -> None:
         try:

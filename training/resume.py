@@ -103,12 +103,13 @@ def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: TrainConfig)
     the one that is there.
     """
     folders = step_folders(*(parent / "checkpoints" for parent in (run_dir, mirror_dir) if parent is not None))
-    newest = newest_valid(folders)
-    if folders and newest is None:
+    try:
+        newest = newest_valid(folders)
+    except CheckpointError as problem:
         raise CheckpointError(
-            f"None of the checkpoints of this run is whole ({', '.join(map(str, folders))}). "
-            "--resume never starts over and keeps them aside."
-        )
+            f"{problem}\nNothing was changed or deleted. If there are copies elsewhere, put them back; --resume never "
+            "starts over and keeps these aside."
+        ) from None
     if newest is None:
         return Found(open_checkpoint(config.resume_from), [], own=False) if config.resume_from is not None else None
     found = Found(newest, folders[: folders.index(newest.path)])

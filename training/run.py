@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import Snapshot, newest_valid, open_checkpoint, take_snapshot
+from common.checkpoint import Checkpoint, Snapshot, describe_damage, open_checkpoint, problems_of, take_snapshot
 from common.errors import CheckpointError, ConfigError
 from model import TransformerLanguageModel
 from training.config import TrainConfig
@@ -289,8 +289,8 @@ class Run:
     ) -> None:
         """Evaluate the best weights again, over the validation windows of now: the weights that are kept and the loss
         that is to be beaten belong together. `between` is that of `validation_loss`."""
-        best = newest_valid([self.dir / "best"]) if (self.dir / "best").exists() else None
-        if best is None:
+        best = Checkpoint(self.dir / "best")
+        if problems_of(best.path):
             self.best_val_loss = None
             return
         current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
@@ -349,11 +349,15 @@ class Run:
 
     def restore_best(self) -> None:
         """The loss to be beaten is the one of the weights that are in best/: both or none."""
-        best = newest_valid([self.dir / "best"]) if (self.dir / "best").exists() else None
+        best = Checkpoint(self.dir / "best")
         state: dict[str, Any] = {}
-        if best is not None:
-            with contextlib.suppress(CheckpointError):
+        if best.path.exists():
+            try:
+                if problems := problems_of(best.path):
+                    raise CheckpointError(describe_damage(best.path, problems))
                 state = read_state(best)
+            except CheckpointError as problem:
+                print(f"Warning: {problem} The next evaluation replaces it.", file=sys.stderr)
         saved = state.get("config", {})
         same = all(getattr(self.config, key) == saved.get(key) for key in ("eval_batches", "batch_size"))
         in_older_states = evaluated_windows(self.data, self.config) if same else None

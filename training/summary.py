@@ -8,7 +8,7 @@ from common.files import atomic_write
 from common.formatting import cell, clock, si, table_row
 from training.evaluate import Answer, accuracy, perplexity
 from training.hardware import Hardware
-from training.records import SUMMARY, read_metrics
+from training.records import CURVE, METRICS, SAMPLES, SUMMARY, read_metrics
 from training.run import Run
 from training.timer import Timer
 
@@ -26,6 +26,7 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
         facts["Speed"] = f"{si(timer.tokens_per_second)} tokens/s while training"
     if peak := hardware.peak_memory():
         facts["Peak memory"] = f"{peak / 1e9:.2f} GB"
+    facts["Saving"] = f"held the training for {run.saver.seconds_held:.1f} s of {clock(timer.session_seconds)}"
     if (units := timer.compute_units) is not None:
         facts["Compute units"] = f"{units:.2f}"
     if evaluated := [row for row in read_metrics(run.dir) if "val_loss" in row]:
@@ -54,7 +55,9 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
         print(line)
     for key, value in facts.items():
         print(f"{key:<16} {value}")
-    print(f"{'Files':<16} {run.dir}: summary.md, loss_curve.png, metrics.jsonl, checkpoints/, best/")
+    there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES) if (run.dir / name).exists()]
+    there += [f"{name}/" for name in ("checkpoints", "best") if (run.dir / name).exists()]
+    print(f"{'Files':<16} {run.dir}: {', '.join(there)}")
     print('\nTalk to it: python generate.py --prompt "..." or --interactive')
 
 

@@ -19,6 +19,7 @@ class Timer:
     def __init__(self, hardware: Hardware, elapsed: float, units_per_hour: float | None):
         self.hardware = hardware
         self.units_per_hour = units_per_hour
+        self.earlier = elapsed  # seconds, in the sessions before this one
         self.started = time.perf_counter() - elapsed
         self.interval_started = time.perf_counter()
         self.interval_steps = 0
@@ -30,6 +31,10 @@ class Timer:
     def elapsed(self) -> float:
         """Seconds this run has taken, over all the sessions it was resumed in."""
         return time.perf_counter() - self.started
+
+    @property
+    def session_seconds(self) -> float:
+        return self.elapsed - self.earlier
 
     @property
     def compute_units(self) -> float | None:

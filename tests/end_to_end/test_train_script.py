@@ -130,6 +130,25 @@ def test_samples_have_a_row_for_each_evaluation_and_a_column_for_each_prompt(fin
         assert row[4]  # an answer without a known right one is shown all the same
 
 
+def test_other_prompts_get_a_table_of_their_own(train: Callable, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    for steps, text in ((12, "the cat"), (24, "the cat"), (36, "a dog")):
+        prompts.write_text(json.dumps({"prompt": text}))
+        assert train(tmp_path / "run", eval_prompts=prompts, max_steps=steps).code == 0
+    first, second = (tmp_path / "run" / "samples.md").read_text().split("\n\n")
+    assert [columns(line)[0] for line in first.splitlines()] == ["step", "---", "12", "24"]
+    assert [columns(line)[0] for line in second.splitlines()] == ["step", "---", "36"]
+    assert columns(first.splitlines()[0])[2] == "the cat" and columns(second.splitlines()[0])[2] == "a dog"
+
+
+def test_the_last_lines_name_the_files_that_are_there(train: Callable, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", max_steps=2, eval_interval=0, log_interval=0)
+    (files,) = [line for line in result.out.splitlines() if line.startswith("Files")]
+    named = files.partition(": ")[2].split(", ")
+    assert sorted(named) == ["checkpoints/", "summary.md"]
+    assert all((tmp_path / "run" / name).exists() for name in named)
+
+
 def test_the_summary_and_the_last_lines_tell_what_was_reached(finished: tuple[Path, Any]) -> None:
     run, result = finished
     summary = (run / "summary.md").read_text()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import training.data
 from common.errors import ConfigError, DataError, UserError
 from common.files import sha256_file
-from tests.helpers import CPU
+from tests.helpers import CPU, snapshot
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
@@ -256,8 +256,21 @@ def test_packed_tokens_are_unpacked_where_the_bin_is_missing(tmp_path: Path) -> 
     content = (folder / "tokens.bin").read_bytes()
     (folder / "tokens.bin.gz").write_bytes(gzip.compress(content))
     (folder / "tokens.bin").unlink()
-    open_data(folder)
-    assert (folder / "tokens.bin").read_bytes() == content
+    before = snapshot(folder)
+    data = open_data(folder)
+    assert data.tokens.numpy().tobytes() == content
+    assert snapshot(folder) == before  # which may lie on a Drive: nothing large is written there
+    mapped = open_data(folder, placement="mmap")
+    assert (folder / "tokens.bin").read_bytes() == content == mapped.tokens.numpy().tobytes()
+
+
+def test_a_packed_file_that_cannot_hold_the_tokens_takes_no_memory(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path)
+    (folder / "tokens.bin.gz").write_bytes(gzip.compress((folder / "tokens.bin").read_bytes()))
+    (folder / "tokens.bin").unlink()
+    edit_metadata(folder, total_tokens=10**13, train_tokens=10**12, train_split_index=10**12, val_tokens=9 * 10**12)
+    with pytest.raises(DataError, match="cannot hold the 10,000,000,000,000 tokens"):
+        open_data(folder, placement="ram")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "not gzip"])

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import pytest
 
-from common.checkpoint import KEEP, problems_of
+from common.checkpoint import KEEP, open_checkpoint, problems_of
 from tests.helpers import flip, snapshot
 from tests.training.helpers import at_step, final_weights, measured, steps_of
 from training import mirror as mirror_module
@@ -46,6 +46,13 @@ def test_a_run_continues_from_the_mirror_when_its_folder_is_gone(
     assert measured(tmp_path / "run") == measured(unbroken)
     assert problems_of(tmp_path / "run" / "best") == []
     assert len(steps_of(mirrored)) == KEEP
+
+
+def test_the_mirror_is_as_good_as_the_run_to_whoever_generates(train: Callable, tmp_path: Path) -> None:
+    """By the folder that was given to the trainer, too, which holds runs."""
+    assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=6).code == 0
+    for folder in ("drive", "drive/run"):
+        assert open_checkpoint(tmp_path / folder).path == tmp_path / "drive" / "run" / "checkpoints" / "step_00000006"
 
 
 def test_a_damaged_local_checkpoint_is_replaced_by_the_mirrors(train: Callable, tmp_path: Path) -> None:

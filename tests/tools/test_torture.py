@@ -1,0 +1,51 @@
+"""The stress tool kills for real, notices a loss, and says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT
+from tools.torture import Round, Tally, damage, result
+
+
+def torture(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / "torture.py"), "--output_dir", str(output), *flags]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_few_kills_lose_nothing_and_are_written_down(tmp_path: Path) -> None:
+    run = torture(tmp_path, "--kills", "8")
+    assert run.returncode == 0, run.stdout + run.stderr
+    (written,) = tmp_path.glob("torture-*.json")
+    counts = json.loads(written.read_text())
+    assert counts["losses"] == []
+    assert sum(count for name, count in counts.items() if name.startswith("SIGKILL")) >= 8
+    assert "| **losses** | **0** |" in written.with_suffix(".md").read_text()
+
+
+def test_a_loss_is_told_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    tally = Tally()
+    tally.require(True, "nothing")
+    tally.require(False, "a checkpoint is gone")
+    assert tally.losses == ["a checkpoint is gone"] and "LOSS       a checkpoint is gone" in capsys.readouterr().out
+    empty = Round(tmp_path / "round", random.Random(0), tally)
+    empty.tokens.mkdir()
+    assert "missing" in result(empty).values()  # which no undisturbed round has
+
+
+def test_damage_changes_the_folder(tmp_path: Path) -> None:
+    for seed in range(20):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        for name in ("a", "b"):
+            (folder / name).write_bytes(bytes(range(100)))
+        damage(folder, random.Random(seed))
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} != dict.fromkeys("ab", bytes(range(100)))
