@@ -203,6 +203,8 @@ class Round:
         said = session.said()
         also = {"full disk": {3}, "unmount": {2}}.get(what, set())  # no room for a log of tokens; no Drive at the start
         allowed = ALLOWED | also
+        if what == "wish" and "First step" not in said:  # it came before there was anything to save
+            allowed |= {-number for number in WISHES}
         self.tally.require(code in allowed and "Traceback" not in said, f"{name} ended with {code}:\n{said}")
         if code == -signal.SIGKILL:
             for place, folder in (("saving", self.run), ("copying to the mirror", self.copies)):

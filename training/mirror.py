@@ -130,10 +130,13 @@ class Mirror:
         with contextlib.suppress(GivenUp):
             while True:
                 pause = min(LONGEST_PAUSE, 2.0 ** (self.failures - 1)) if self.problem else HEARTBEAT
-                self.asked.wait(pause)
+                is_asked = self.asked.wait(pause)
                 self.asked.clear()
                 self.go_on()
-                self.bring_up_to_date()
+                if is_asked or self.problem:
+                    self.bring_up_to_date()
+                else:
+                    self.give_sign_of_life()
 
     def go_on(self) -> None:
         if self.closed:
@@ -195,6 +198,11 @@ class Mirror:
             self.dir.mkdir(exist_ok=True)
         write_json(self.dir / MARKER, {"run_id": self.run_id, "holder": session(), "seen": time.time()})
         self.marked = True
+
+    def give_sign_of_life(self) -> None:
+        """Metrics change all the time, and each version of a file counts on Drive: they come with the checkpoints."""
+        with contextlib.suppress(OSError, CheckpointError):  # told when there is something to copy
+            self.require_marked()
 
     def require_marked(self) -> None:
         """Raises CheckpointError if the folder was marked once, and is not the marked one now."""

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 
@@ -22,6 +22,7 @@ from tests.training.helpers import at_step, final_weights, measured, steps_of
 from training import mirror as mirror_module
 from training import run as run_module
 from training.mirror import copy_checkpoint, copy_file
+from training.records import read_metrics
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
@@ -278,6 +279,27 @@ def test_a_mirror_that_another_machine_trains_into_is_refused_with_its_name(
     beat.join()
     assert result.code == 4 and "process 1 on another, since 2026-01-01 12:00:00" in result.err
     assert snapshot(tmp_path / "run") == before
+
+
+def test_whoever_trains_gives_signs_of_life_and_copies_metrics_with_checkpoints_alone(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_module, "HEARTBEAT", 0.02)
+    seen: list[float] = []
+    copied: list[list[dict[str, Any]]] = []
+
+    def look() -> None:
+        folder = tmp_path / "drive" / "run"
+        wait_until(lambda: steps_of(folder) == [6])
+        wait_until(lambda: not seen or json.loads((folder / "run.json").read_text())["seen"] > seen[-1])
+        seen.append(json.loads((folder / "run.json").read_text())["seen"])
+        copied.append(read_metrics(folder))
+
+    for step in (8, 9, 10):
+        at_step(monkeypatch, step, look)
+    assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=11).code == 0
+    assert len(seen) == 3 and seen == sorted(set(seen))
+    assert copied[0] == copied[1] == copied[2] and len(copied[0]) >= 6
 
 
 def test_a_machine_that_was_killed_does_not_keep_the_mirror(
