@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import INTERRUPTED, script
+from common.errors import INTERRUPTED, is_out_of_memory, script
 from common.lock import FolderLock
 from common.output import unbreakable_output
 from tokenization.token_folder import DEFAULT_FOLDER, folder_of_text, require_tokens_of
@@ -88,8 +88,9 @@ def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
             f"To start over: --resume never (the old run is kept aside)."
         )
         return 0
-    write_config(config, hardware.name)
+    run.dir.mkdir(parents=True, exist_ok=True)
     lock.take(run.dir)  # which may have been made just now
+    write_config(config, hardware.name)
     (run.dir / SUMMARY).unlink(missing_ok=True)  # of a shorter run that this one continues
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
     if config.warmup_steps >= run.max_steps:
@@ -102,6 +103,8 @@ def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
     with advice, interruption.awaited(), run.saving(report.say, interruption.is_requested):
         answers = take_steps(run, report, hardware, parts.prompts, interruption, started)
         report.close()
+        interruption.answer = "Stopping once what is under way is saved and copied"
+        run.finish_saving(report.say)
         is_done = run.finished and run.unevaluated is None
         if is_done:
             if parts.prompts and not answers:  # evaluation is off, or the machine went away after the last step
@@ -191,9 +194,9 @@ def take_steps(
 
     with timer.paused():
         step_model = compile_for_run(run, hardware, report.say)
-    with frozen_garbage():
+    with frozen_garbage(), contextlib.suppress(StopRequested):
         if not run.best_is_comparable and config.eval_interval:
-            with timer.paused(), contextlib.suppress(StopRequested):
+            with timer.paused():
                 run.evaluate_best(hardware, step_model, interruption.check)
         while not (interruption.requested or timer.limit_reached(config)):
             row: dict[str, Any]
@@ -208,10 +211,8 @@ def take_steps(
                     result = train_step(
                         step_model, run.optimizer, run.scaler, data, *place, run.config, hardware, interruption.begin
                     )
-                except StopRequested:
-                    break
                 except Exception as error:
-                    report.say(run.give_way(error, interruption.part, hardware))
+                    report.say(run.give_way(error, interruption.step_over(), hardware))
                     continue
                 interruption.step_done()
                 run.advance(result.skipped)
@@ -223,12 +224,11 @@ def take_steps(
                     hardware.synchronize()
                     report.say(f"First step {time.perf_counter() - started:.1f} s after the start")
 
-            if reporting or not hardware.is_cuda:
+            if reporting or not hardware.is_cuda or run.step % 100 == 0:
                 run.stability.require_stable(run.step)
             if reporting:  # nothing waits for the device on the other steps
                 row |= timer.training_row(result.loss, result.grad_norm, lr, model.flops_per_token())
-                if skipped := run.stability.skipped:
-                    row["skipped_updates"] = skipped
+                row |= run.stability.row()
                 report.progress(row, run.mirror.status() if run.mirror else "")
                 for line in run.stability.warnings(run.step, row["train_loss"]):
                     report.say(line)
@@ -238,22 +238,24 @@ def take_steps(
                 try:
                     with timer.paused():
                         answers = run.evaluate(row, hardware, step_model, prompts, interruption.check)
-                except StopRequested:
-                    break
+                except Exception as error:
+                    if is_out_of_memory(error):
+                        run.save(timer.elapsed)  # the evaluation is made up for
+                    report.say(run.give_way(error, "evaluation", hardware))
+                    continue
                 run.unevaluated = None
                 report.evaluation(row, answers)
             if reporting or evaluating:
                 report.write(row)
-            if evaluating:
-                report.curve()
-            if (is_due := run.checkpoint_due()) or run.best_is_new:
+            if run.save_is_due():
                 with timer.paused():
-                    run.save(timer.elapsed, best_only=not is_due)
+                    run.save_if_sound(timer.elapsed)
             for line in run.news():
                 report.say(line)
-        if run.step > run.saved_step:  # asked to stop, or out of time
-            with timer.paused():
-                run.save(timer.elapsed)
+    interruption.step_over()
+    if run.step > run.saved_step:  # asked to stop, or out of time
+        with timer.paused():
+            run.save(timer.elapsed)
     return answers
 
 

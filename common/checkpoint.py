@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, cast
@@ -25,7 +25,7 @@ import torch
 
 from common.errors import CheckpointError, is_out_of_memory
 from common.files import json_bytes, read_json, sha256_file, sync_directory, write_json
-from common.tensors import load_tensors, require_own_bytes
+from common.tensors import load_tensors, require_own_bytes, safetensors_pieces
 from model import ModelConfig, TransformerLanguageModel, require_weights
 
 FORMAT_VERSION = 1
@@ -176,8 +176,9 @@ def save_checkpoint(
     write_checkpoint(folder, take_snapshot(model, optimizer, tokenizer_file, tokenizer_type, training_state))
 
 
-def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
-    """Write the checkpoint `folder`, replacing an older one of that name only when the new one is complete.
+def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None] = lambda: None) -> None:
+    """Write the checkpoint `folder`, replacing an older one of that name only when the new one is complete. `go_on` is
+    called before that, and may raise to give it up.
 
     Raises CheckpointError (a full disk, say) and leaves every checkpoint there was as it was.
     """
@@ -186,9 +187,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         written = {
-            "model.safetensors": write_verified(
-                temporary / "model.safetensors", safetensors.torch.save(snapshot.weights)
-            ),
+            "model.safetensors": write_verified(temporary / "model.safetensors", safetensors_pieces(snapshot.weights)),
             "optimizer_state.bin": write_verified(temporary / "optimizer_state.bin", snapshot.optimizer_state),
             "tokenizer.json": write_verified(temporary / "tokenizer.json", snapshot.tokenizer_file),
         }
@@ -198,6 +197,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
             name: {"size": (temporary / name).stat().st_size, "sha256": sha256} for name, sha256 in written.items()
         }
         write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "files": files})
+        go_on()
         publish(temporary, folder)
     except (OSError, RuntimeError) as problem:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -218,7 +218,7 @@ class HashingWriter:
         self.file = file
         self.sha256 = hashlib.sha256()
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         self.sha256.update(data)
         return self.file.write(data)
 
@@ -226,17 +226,18 @@ class HashingWriter:
         self.file.flush()
 
 
-def write_verified(path: Path, content: bytes | dict[str, Any]) -> str:
-    """Write bytes, or a dict of tensors as torch.save does; flush them to disk and read them back.
+def write_verified(path: Path, content: bytes | Iterable[bytes | memoryview] | dict[str, Any]) -> str:
+    """Write bytes, pieces of bytes, or a dict of tensors as torch.save does; flush them to disk and read them back.
 
     Returns the file's SHA-256. Raises OSError if other bytes come back.
     """
     with open(path, "wb") as file:
         writer = HashingWriter(file)
-        if isinstance(content, bytes):
-            writer.write(content)
-        else:
+        if isinstance(content, dict):
             torch.save(content, cast(BinaryIO, writer))  # which needs no more of a file than `write` and `flush`
+        else:
+            for piece in [content] if isinstance(content, bytes) else content:
+                writer.write(piece)
         file.flush()
         os.fsync(file.fileno())
     sha256 = writer.sha256.hexdigest()
@@ -250,7 +251,8 @@ def publish(temporary: Path, folder: Path, truncate: bool = False) -> None:
     the two renames (`restore_interrupted`). `truncate` is that of `discard`."""
     sync_directory(temporary)
     replaced = folder.with_name(f".old-{folder.name}")
-    with PUBLISHING:
+    # On a Drive a rename may hang, and nobody copies from there: no save may have to wait for it.
+    with contextlib.nullcontext() if truncate else PUBLISHING:
         if folder.exists():
             discard(replaced, truncate)
             os.replace(folder, replaced)

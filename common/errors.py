@@ -19,6 +19,7 @@ OUT_OF_MEMORY = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "could not create a memory object",
+    "can't start new thread",
 )
 ONEDNN_OUT_OF_MEMORY = "could not create a primitive"  # with more words behind it, it means something else
 

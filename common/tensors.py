@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import json
 import pickletools
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +68,24 @@ def require_plain_tensors(path: Path) -> None:
         for pickled in (archive.read(member) for member in members if member.filename.lower().endswith(".pkl")):
             if not {str(named) for code, named, _ in pickletools.genops(pickled) if code.name == "GLOBAL"} <= PICKLED:
                 raise ValueError("it holds something other than tensors")
+
+
+def safetensors_pieces(weights: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file of fp32 tensors on the CPU, in pieces: the library's own function makes a second
+    copy of all of them first, and holds other threads up meanwhile.
+
+    The form is the library's: the header's size, the header in JSON padded to 8 bytes, the numbers by name.
+    """
+    names = sorted(weights)
+    header: dict[str, Any] = {}
+    end = 0
+    for name in names:
+        begin, end = end, end + weights[name].nbytes
+        header[name] = {"dtype": "F32", "shape": list(weights[name].shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for name in names:
+        tensor = weights[name]
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu", name
+        yield tensor.numpy().reshape(-1).view("uint8").data

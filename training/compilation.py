@@ -39,6 +39,7 @@ def compile_model(
     if cache:
         load_compiled(cache)
     try:
+        torch.compiler.reset()  # of what was compiled in this process before, in a notebook say: there is a limit
         compiled = torch.compile(model, dynamic=False)
         with hardware.autocast():
             loss = compiled(inputs, targets)

@@ -15,8 +15,9 @@ SAME_WISH_SECONDS = 2.0  # a notebook's stop button sends two signals for one cl
 LONG_STEP_SECONDS = 1.0  # that whoever sent the signal may not wait for
 
 
-class StopRequested(Exception):
-    """What was under way is given up, so that the state before it can be saved in time."""
+class StopRequested(BaseException):
+    """What was under way is given up, so that the state before it can be saved in time. Not an Exception: nothing that
+    handles errors on the way, a compiler's say, may take it for one."""
 
 
 class Interruption:
@@ -31,6 +32,7 @@ class Interruption:
         self.requested = False
         self.signals = 0
         self.first_signal = 0.0
+        self.answer = "Stopping after this step, then saving"
         self.part = ""  # of the step, as train_step announces them
         self.step_began = 0.0
         self.step_seconds: float | None = None  # of the last one
@@ -56,11 +58,7 @@ class Interruption:
             gives_up = self.part in ("data", "forward", "backward") and (
                 self.step_seconds is None or self.step_seconds > LONG_STEP_SECONDS
             )
-            now = (
-                "Stopping now, and saving the last finished step"
-                if gives_up
-                else "Stopping after this step, then saving"
-            )
+            now = "Stopping now, and saving the last finished step" if gives_up else self.answer
             with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
                 os.write(2, f"\n{now}. Once more, after two seconds, stops at once.\n".encode())
             if gives_up:
@@ -74,8 +72,13 @@ class Interruption:
             self.step_began = time.monotonic()
         self.part = part
 
+    def step_over(self) -> str:
+        """Done or not: from here on there is none to give up. Returns the part that it had come to."""
+        part, self.part = self.part, ""
+        return part
+
     def step_done(self) -> None:
-        self.part = ""
+        self.step_over()
         self.step_seconds = time.monotonic() - self.step_began
 
     def is_requested(self) -> bool:

@@ -133,6 +133,8 @@ def with_less_memory(
     traceback.clear_frames(error.__traceback__)  # they hold the activations
     optimizer.zero_grad(set_to_none=True)
     return_freed_memory(hardware.device)
+    if hardware.compiles:
+        torch.compiler.reset()  # code for another shape is compiled only so often, and then not any more
     return with_rows(config, rows // 2)
 
 

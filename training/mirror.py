@@ -13,11 +13,11 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.checkpoint import MANIFEST, PUBLISHING, discard, problems_of, prune, publish, step_folders
+from common.checkpoint import KEEP, MANIFEST, PUBLISHING, discard, problems_of, prune, publish, step_folders
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write, read_json, write_json
 from common.formatting import clock
@@ -29,7 +29,8 @@ MIRRORED_FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY)
 COPIES = 4  # of a checkpoint at the most: the two kept, the best, and one on its way
 COPIED_AT_ONCE = 4 << 20  # bytes
 LONGEST_PAUSE = 60.0  # seconds between two attempts, which begin at one and double
-LAST_ATTEMPTS = 3  # once the training is over
+LAST_ATTEMPTS_SECONDS = 30.0  # of failures, once the training is over
+LAST_CALL_SECONDS = 5.0  # that a call to the Drive under way is waited for
 HEARTBEAT = 60.0  # seconds between two signs of life of whoever trains into the mirror
 GONE = 150.0  # seconds without one after which it is taken for dead: it was disconnected or killed
 
@@ -50,8 +51,10 @@ class Mirror:
         self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self.asked = threading.Event()
-        self.is_up_to_date = threading.Event()
+        self.wishes = 0  # how often something new was there to be copied
+        self.wishes_met = 0
         self.closed = False
+        self.marked_at = 0.0  # time.monotonic()
         self.failures = 0  # attempts in a row
         self.problem: str | None = None  # of the last attempt
         self.copied_at: float | None = None  # time.time() at which everything was copied
@@ -75,7 +78,7 @@ class Mirror:
         """
         first = self.marker()
         holder = first.get("holder")
-        if not isinstance(holder, dict) or is_dead(holder):
+        if not isinstance(holder, dict) or is_gone_or_us(holder):
             return
         named = f"process {holder.get('pid')} on {holder.get('machine')}, since {holder.get('started')}"
         since = time.time() - seen(first)
@@ -101,6 +104,13 @@ class Mirror:
         except CheckpointError:  # not there, or cut off
             return {}
 
+    def claim(self) -> None:
+        """Leave one's name in a mirror that is free, before a checkpoint is looked for there."""
+        before = self.marker()
+        if before.get("run_id"):
+            with contextlib.suppress(OSError):
+                write_json(self.dir / MARKER, {**before, "holder": session(), "seen": time.time()})
+
     def begin(self, run_id: str, checkpoint_bytes: int) -> None:
         """Have the run folder copied from now on, and what a session before could not copy."""
         self.run_id = run_id
@@ -121,56 +131,81 @@ class Mirror:
 
     def wake(self) -> None:
         """There is something new to copy."""
+        self.wishes += 1
         self.failures = 0
-        self.is_up_to_date.clear()
         self.asked.set()
+
+    @property
+    def is_up_to_date(self) -> bool:
+        return self.wishes_met == self.wishes
 
     def keep_up(self) -> None:
         """The thread's life."""
         with contextlib.suppress(GivenUp):
             while True:
-                pause = min(LONGEST_PAUSE, 2.0 ** (self.failures - 1)) if self.problem else HEARTBEAT
+                pause = min(LONGEST_PAUSE, 2.0 ** min(self.failures - 1, 10)) if self.problem else HEARTBEAT
                 is_asked = self.asked.wait(pause)
-                self.asked.clear()
+                if is_asked:
+                    self.asked.clear()
                 self.go_on()
                 if is_asked or self.problem:
-                    self.bring_up_to_date()
-                else:
-                    self.give_sign_of_life()
+                    wishes = self.wishes
+                    if self.bring_up_to_date():
+                        self.wishes_met = wishes
 
     def go_on(self) -> None:
+        """Called all along, in the middle of a long copy too: gives a sign of life now and then."""
         if self.closed:
             raise GivenUp
+        if self.marked and time.monotonic() - self.marked_at > HEARTBEAT:
+            with contextlib.suppress(OSError, CheckpointError):  # told when there is something to copy
+                self.require_marked()
 
-    def bring_up_to_date(self) -> None:
-        """Copy what is new in the run folder, verify the copies, and only then delete older ones."""
-        began = time.time()
-        newest = next(iter(step_folders(self.run_dir / "checkpoints")), None)
+    def bring_up_to_date(self) -> bool:
+        """Copy what is new in the run folder, verify the copies, and only then delete older ones. Returns whether all
+        is copied; a problem is told, and is no reason to give up."""
+        what = "the run"
+        problem = None
         try:
             self.require_marked()
             self.copy_files()
-            is_new = self.copy_if_new(self.run_dir / "best")
-            if newest is not None and self.copy_if_new(newest):
-                is_new = True
-                prune(self.dir / "checkpoints", truncate=True)
-        except (OSError, CheckpointError) as problem:
-            self.failures += 1
-            reason = getattr(problem, "strerror", None) or str(problem)
-            if reason != self.problem:
-                what = newest.name if newest is not None else "the run"
-                self.news.put(
-                    f"Warning: {what} could not be copied to {self.dir} ({reason}); the training goes on, and the "
-                    "copy is tried again."
-                )
-            self.problem = reason
-            return
-        if newest is not None:
+            what = "best/"
+            self.copy_if_new(self.run_dir / "best")
+        except GivenUp:
+            raise
+        except Exception as error:  # of any kind: the steps are copied all the same
+            problem = error
+        try:
+            for _ in range(KEEP + 1):  # while one is looked for, it may have made way for a newer one
+                newest = next(iter(step_folders(self.run_dir / "checkpoints")), None)
+                if newest is None or self.copy_step(newest):
+                    break
+        except GivenUp:
+            raise
+        except Exception as error:
+            what, problem = newest.name if newest is not None else what, error
+        if problem is None:
+            self.problem, self.failures = None, 0
+            return True
+        self.failures += 1
+        reason = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
+        if reason != self.problem:
+            self.news.put(
+                f"Warning: {what} could not be copied to {self.dir} ({reason}); the training goes on, and the copy is "
+                "tried again."
+            )
+        self.problem = reason
+        return False
+
+    def copy_step(self, folder: Path) -> bool:
+        """Whether the mirror holds this checkpoint now; False if it is gone here. Raises OSError with the reason."""
+        self.require_marked()
+        began = time.time()
+        if self.copy_if_new(folder):
             self.copied_at = began
-            if is_new or self.problem is not None:
-                self.news.put(f"Copied {newest.name} to {self.dir}")
-        self.problem, self.failures = None, 0
-        if not self.asked.is_set():
-            self.is_up_to_date.set()
+            self.news.put(f"Copied {folder.name} to {self.dir}")
+            prune(self.dir / "checkpoints", truncate=True)
+        return (self.dir / folder.relative_to(self.run_dir)).exists()
 
     def copy_files(self) -> None:
         for name in MIRRORED_FILES:
@@ -197,20 +232,19 @@ class Mirror:
             self.root.mkdir(exist_ok=True)  # not its parents
             self.dir.mkdir(exist_ok=True)
         write_json(self.dir / MARKER, {"run_id": self.run_id, "holder": session(), "seen": time.time()})
-        self.marked = True
-
-    def give_sign_of_life(self) -> None:
-        """Metrics change all the time, and each version of a file counts on Drive: they come with the checkpoints."""
-        with contextlib.suppress(OSError, CheckpointError):  # told when there is something to copy
-            self.require_marked()
+        self.marked, self.marked_at = True, time.monotonic()
 
     def require_marked(self) -> None:
-        """Raises CheckpointError if the folder was marked once, and is not the marked one now."""
+        """Raises CheckpointError if the folder was marked once, and is not the marked one now, or another's."""
         if self.marked:
             if not (self.dir / MARKER).exists():
                 raise CheckpointError(f"{self.dir / MARKER} is gone: was the disk unmounted?")
-            if read_json(self.dir / MARKER, CheckpointError).get("run_id") != self.run_id:
+            marker = self.marker()  # empty if a write of it was cut off
+            if marker.get("run_id", self.run_id) != self.run_id:
                 raise CheckpointError(f"{self.dir / MARKER} is of another run")
+            holder = marker.get("holder")
+            if isinstance(holder, dict) and not is_gone_or_us(holder):
+                raise CheckpointError(f"process {holder.get('pid')} on {holder.get('machine')} trains into it now")
         self.mark()
 
     def status(self) -> str:
@@ -218,23 +252,40 @@ class Mirror:
         age = f"copy {clock(max(0.0, time.time() - self.copied_at))} old" if self.copied_at else "no copy yet"
         return f"{age} ({self.problem})" if self.problem else age
 
-    def finish(self, seconds: float, is_asked: Callable[[], bool], seconds_if_asked: float) -> None:
-        """Wait for the copy of what is newest, `seconds` at most, or fewer once somebody asks to stop."""
+    def finish(
+        self, seconds: float, is_asked: Callable[[], bool], seconds_if_asked: float, say: Callable[[str], None]
+    ) -> None:
+        """Wait for the copy of what is newest, `seconds` at most, or fewer once somebody asks to stop; not long if it
+        keeps failing."""
         self.wake()
-        began = time.monotonic()
+        began = last_hope = time.monotonic()
         told = False
-        while not self.is_up_to_date.wait(0.05):
+        while not self.is_up_to_date:
+            for line in self.heard():
+                say(line)
+            now = time.monotonic()
+            if not self.failures:
+                last_hope = now
             limit = min(seconds, seconds_if_asked) if is_asked() else seconds
-            if time.monotonic() - began > limit or self.failures >= LAST_ATTEMPTS:
+            is_alive = self.thread is not None and self.thread.is_alive()
+            if now - began > limit or now - last_hope > LAST_ATTEMPTS_SECONDS or not is_alive:
                 reason = self.problem or f"not done within {clock(limit)}"
-                self.news.put(
+                say(
                     f"Warning: the newest state is not in {self.dir} ({reason}); it is whole in {self.run_dir}. "
                     "Once that is put right, the same command copies it."
                 )
                 return
-            if not told and time.monotonic() - began > 1.0:
+            if not told and now - began > 1.0:
                 told = True
-                self.news.put(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")
+                say(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")
+            time.sleep(0.02)
+        for line in self.heard():
+            say(line)
+
+    def heard(self) -> Iterator[str]:
+        """What the thread has told since the last call."""
+        while not self.news.empty():
+            yield self.news.get()
 
     def close(self) -> None:
         """End the thread; the mirror is free for others."""
@@ -242,9 +293,12 @@ class Mirror:
             return
         self.closed = True
         self.asked.set()
-        self.thread.join(5.0)
+        self.thread.join(LAST_CALL_SECONDS)
+        if self.thread.is_alive():  # it hangs in a call to the Drive
+            return
         with contextlib.suppress(OSError, CheckpointError):
-            if not self.thread.is_alive() and self.marker().get("run_id") == self.run_id:
+            marker = self.marker()
+            if marker.get("run_id") == self.run_id and marker.get("holder") == session():
                 write_json(self.dir / MARKER, {"run_id": self.run_id})
         self.thread = None
 
@@ -254,8 +308,9 @@ def seen(marker: dict[str, Any]) -> float:
     return float(value) if isinstance(value, int | float) else 0.0
 
 
-def is_dead(holder: dict[str, Any]) -> bool:
-    """Whether a process of this machine is known to have ended. What another machine runs cannot be known."""
+def is_gone_or_us(holder: dict[str, Any]) -> bool:
+    """Whether a holder is a process of this machine that has ended, or ourselves. Of another machine it cannot be
+    known."""
     if holder.get("machine") != socket.gethostname() or not isinstance(holder.get("pid"), int):
         return False
     try:
@@ -286,6 +341,7 @@ def copy_checkpoint(folder: Path, target: Path, between: Callable[[], None] = la
         problems = problems_of(temporary)
         if problems:
             raise OSError("; ".join(problems))
+        between()
         publish(temporary, target, truncate=True)
     except OSError as problem:
         discard(temporary, truncate=True)

@@ -184,7 +184,10 @@ def apply_hyperparameters(optimizer: Optimizer, lr: float, config: TrainConfig) 
 def update(optimizer: Optimizer, skip: torch.Tensor) -> None:
     """Take the optimizer's step unless `skip`, () of 1.0 or 0.0, forbids it: decided on the device, nothing waits."""
     parts = [optimizer.muon, optimizer.adamw] if isinstance(optimizer, MuonAndAdamW) else [optimizer]
-    parts = [part for part in parts if part.defaults.get("fused", True)]  # others of torch's cannot be told
+    if not all(part.defaults.get("fused", True) for part in parts):  # torch's others have to be told by the host
+        if not skip:
+            optimizer.step()
+        return
     for part in parts:
         part.found_inf = skip  # type: ignore[attr-defined]  # what a gradient scaler sets, and fused kernels obey
     optimizer.step()

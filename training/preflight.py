@@ -22,7 +22,7 @@ from training.compilation import compile_model
 from training.config import TrainConfig
 from training.evaluate import evaluated_windows, validation_loss
 from training.hardware import Hardware
-from training.memory import estimate_memory, held_memory
+from training.memory import estimate_memory, held_memory, with_less_memory
 from training.mirror import COPIES, Mirror
 from training.run import Run
 from training.schedule import epoch_sequences
@@ -61,9 +61,16 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
             f"Mirror     {run.mirror.root} can be written and read; about {need / 1e9:.1f} GB there, of "
             f"{free / 1e9:.1f} GB that are free{too_little(need, free)}"
         )
-    step_model = compile_model(model, hardware, lambda: data.batch(0, config.rows_at_once))
-    check_first_loss(step_model, run, config, hardware)
-    seconds, rows = time_step(step_model, run, config, hardware)
+    while True:
+        try:
+            step_model = compile_model(model, hardware, lambda: data.batch(0, run.config.rows_at_once))
+            check_first_loss(step_model, run, run.config, hardware)
+            seconds, rows = time_step(step_model, run, run.config, hardware)
+            break
+        except Exception as error:  # as the training gives way, which this is not: nothing is kept
+            run.config = with_less_memory(error, "", run.config, model, run.optimizer, hardware)
+            print(f"Out of memory: the training will go on with {run.config.rows_at_once} sequences at once")
+    config = run.config
     saving = time_save(run)
     evaluating = time_evaluation(step_model, run, config, hardware)
     whole = config.sequences_per_step
@@ -153,6 +160,9 @@ def check_first_loss(
 def time_save(run: Run) -> float:
     """Seconds of writing a checkpoint where the run's will be, verifying and loading it. It is deleted again."""
     parent = existing(run.dir.parent)
+    for left in parent.glob(".dry_run-*"):  # by one that was killed
+        if time.time() - left.stat().st_mtime > 3600:
+            shutil.rmtree(left, ignore_errors=True)
     began = time.perf_counter()
     with discarded(Path(tempfile.mkdtemp(prefix=".dry_run-", dir=parent))) as folder:
         write_checkpoint(folder / "best", run.snapshot(0.0, copy=False))

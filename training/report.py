@@ -99,8 +99,10 @@ class Report:
             self.samples(row["step"], answers)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row to metrics.jsonl."""
+        """Append a row to metrics.jsonl, and draw the curve anew if the row has a point of the validation's."""
         self.append(self.run_dir / METRICS, metrics_line(row))
+        if "val_loss" in row:
+            self.curve()
 
     def samples(self, step: int, answers: list[Answer]) -> None:
         """Append a row to samples.md, below a header of its own if the prompts are not those of the rows before."""

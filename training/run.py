@@ -73,12 +73,13 @@ class Run:
         self.best_is_new = False  # and its weights are not saved yet
         self.unevaluated: dict[str, Any] | None = None  # the row of metrics of an evaluation that is not done yet
         self.saved_step = 0  # of the newest checkpoint
+        self.is_due = False  # a checkpoint that could not be written when it was due
         self.elapsed = 0.0  # seconds, of earlier sessions
         self.resumed_from = resolved(config.resume_from) if config.resume_from else None
         self.initialized_from: str | None = None
         self.last_saved = time.monotonic()
         self.id = uuid.uuid4().hex  # of this run and no other, whatever its folder is called
-        self.stability = Stability(data.device)
+        self.stability = Stability(data.device, scaler.is_enabled())
         self.max_steps = self.plan()
 
     @classmethod
@@ -97,6 +98,8 @@ class Run:
         run = cls(config, model, optimizer, scaler, data)
         folders = [run.dir] if run.mirror is None else [run.dir, run.mirror.dir]
         run.require_own_folders()
+        if run.mirror is not None and config.resume != "never":
+            run.mirror.claim()
         for folder in folders:
             tidy(folder, truncate=folder != run.dir)
         found = run.find()
@@ -166,7 +169,8 @@ class Run:
         this device. Returns a sentence on it. Raises what `with_less_memory` raises."""
         rows = self.config.rows_at_once
         self.config = with_less_memory(error, part, self.config, self.model, self.optimizer, hardware)
-        write_config(self.config, hardware.name)
+        with contextlib.suppress(OSError):  # a full disk is told by the next save
+            write_config(self.config, hardware.name)
         less = self.config.rows_at_once
         return (
             f"Out of memory with {rows} sequences at once: the same batch again with {less}, with the same result"
@@ -203,31 +207,45 @@ class Run:
         if self.mirror is not None:
             self.mirror.begin(self.id, self.checkpoint_bytes)
         try:
+            yield
+        except KeyboardInterrupt:  # the wish to stop at once
+            raise
+        except BaseException:  # which is what is to be told: what goes wrong with saving now is only said
             try:
-                yield
-            finally:
-                if not isinstance(sys.exception(), KeyboardInterrupt):  # the wish to stop at once
-                    self.finish(say, is_asked_to_stop)
+                self.finish(say, is_asked_to_stop)
+            except CheckpointError as problem:
+                say(f"Warning: {problem}")
+            raise
+        else:
+            self.finish(say, is_asked_to_stop)
         finally:
-            self.saver.close()
-            if self.mirror is not None:
-                self.mirror.close()
+            try:
+                self.saver.close()
+            finally:
+                if self.mirror is not None:
+                    self.mirror.close()
 
     def finish(self, say: Callable[[str], None], is_asked_to_stop: Callable[[], bool]) -> None:
         """Wait for the save under way, and a stated time for the mirror."""
         try:
-            self.saver.finish()
+            self.finish_saving(say)
         finally:
             if self.mirror is not None:
-                self.mirror.finish(COPY_SECONDS, is_asked_to_stop, COPY_SECONDS_IF_STOPPED)
+                self.mirror.finish(COPY_SECONDS, is_asked_to_stop, COPY_SECONDS_IF_STOPPED, say)
+
+    def finish_saving(self, say: Callable[[str], None]) -> None:
+        """Wait for the save under way. Raises CheckpointError if it fails."""
+        try:
+            self.saver.finish()
+        finally:
             for line in self.news():
                 say(line)
 
     def news(self) -> Iterator[str]:
         """What was saved and copied since the last call. Raises CheckpointError if a save failed."""
-        for channel in (self.saver.news, *([self.mirror.news] if self.mirror else [])):
-            while not channel.empty():
-                yield channel.get()
+        yield from self.saver.heard()
+        if self.mirror is not None:
+            yield from self.mirror.heard()
         self.saver.check()
 
     @property
@@ -235,16 +253,23 @@ class Run:
         """About, of the weights and AdamW's two moments."""
         return 12 * self.model.num_parameters()
 
+    def save_is_due(self) -> bool:
+        """Whether there is something to be saved at this step; waits for nothing."""
+        self.is_due = self.is_due or self.checkpoint_due()
+        return self.is_due or self.best_is_new
+
+    def save_if_sound(self, elapsed: float) -> None:
+        """Begin to write what is due, unless the last update was skipped: then it waits for a step that shows the
+        weights to be sound, as the evaluation of the best ones has shown already."""
+        self.stability.require_stable(self.step)
+        if self.best_is_new or self.finished or not self.stability.in_doubt:
+            self.save(elapsed, best_only=not self.is_due)
+
     def save(self, elapsed: float, best_only: bool = False) -> None:
         """Begin to write a checkpoint of this step, or of the best weights alone, or of both if these are the best.
 
-        Raises ConfigError if the weights are not finite, or the training ends on a skipped update: a good checkpoint
-        must not make way for one of no use. Nothing is saved right after a skipped update on the way.
+        Raises ConfigError if the weights are not finite: a good checkpoint must not make way for one of no use.
         """
-        if self.stability.in_doubt:
-            if self.finished:
-                raise diverged(self.step, "the last update was skipped")
-            return
         sums = [parameter.detach().sum() for parameter in self.model.parameters()]
         self.require_finite(torch.stack(sums).sum().item(), "a weight")
         folders = [self.dir / "best"] if self.best_is_new else []
@@ -252,6 +277,7 @@ class Run:
             folders.append(self.dir / "checkpoints" / f"step_{self.step:08d}")
             self.saved_step = self.step
             self.last_saved = time.monotonic()
+            self.is_due = False
         self.saver.save(folders, functools.partial(self.snapshot, elapsed), self.checkpoint_bytes)
         self.best_is_new = False
 
@@ -335,7 +361,7 @@ class Run:
         self.sequences_seen = state["sequences_seen"]
         self.tokens = state["tokens"]
         self.unevaluated = state.get("unevaluated")  # not in states of older versions
-        self.stability = Stability(self.data.device, state.get("skipped_updates", 0))
+        self.stability = Stability(self.data.device, self.scaler.is_enabled(), state.get("skipped_updates", 0))
         self.elapsed = state["elapsed_seconds"]
         self.resumed_from = self.resumed_from or state["resumed_from"]
         self.initialized_from = state.get("initialized_from")

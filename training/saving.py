@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from common.checkpoint import STEP_NAME, Snapshot, prune, write_checkpoint
-from common.errors import is_out_of_memory
+from common.errors import CheckpointError, is_out_of_memory
 from common.machine import available_ram
 
 SNAPSHOT_SHARE = 0.5  # of the free memory that a snapshot may take
@@ -24,6 +24,7 @@ class Saver:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self.under_way: Future[None] | None = None
         self.seconds_held = 0.0  # that the training waited, in all
+        self.closed = False
 
     def begin(self) -> None:
         """Start the thread while there is memory for it."""
@@ -52,11 +53,21 @@ class Saver:
 
     def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
         for folder in folders:
-            write_checkpoint(folder, snapshot)
+            write_checkpoint(folder, snapshot, self.go_on)
             if STEP_NAME.fullmatch(folder.name):
                 prune(folder.parent)
                 self.news.put(f"Saved {folder}")
         self.saved()
+
+    def go_on(self) -> None:
+        """Raises CheckpointError if nobody waits for what is being written: its folder may be another run's by now."""
+        if self.closed:
+            raise CheckpointError("The save was given up.")
+
+    def heard(self) -> Iterator[str]:
+        """What was saved since the last call."""
+        while not self.news.empty():
+            yield self.news.get()
 
     def check(self) -> None:
         """Raises CheckpointError if the last save failed; waits for nothing."""
@@ -70,4 +81,6 @@ class Saver:
             under_way.result()
 
     def close(self) -> None:
-        self.thread.shutdown(wait=True)
+        """Give up what is not done yet, and end the thread."""
+        self.closed = True
+        self.thread.shutdown(wait=True, cancel_futures=True)

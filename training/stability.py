@@ -11,20 +11,22 @@ import torch
 from common.errors import ConfigError
 
 MOST_IN_A_ROW = 5  # skipped updates, then the run stops
+MOST_IN_A_ROW_SCALED = 25  # in fp16, where a gradient scaler halves its factor each time, from 65,536
 SPIKE_SIGMAS = 6.0
 LOSSES = range(20, 101)  # reported ones that a mean is worth taking of, and at the most
 
 
-def not_finite(loss: torch.Tensor, grad_norm: torch.Tensor, scaled: bool) -> torch.Tensor:
-    """Whether the update is to be skipped: 1.0 or 0.0, on the device, unread. Where gradients are `scaled` (fp16), that
-    they overflow is no news, and the scaler's business."""
-    return (~torch.isfinite(loss if scaled else loss + grad_norm)).float()
+def not_finite(loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
+    """Whether the update is to be skipped: 1.0 or 0.0, on the device, unread."""
+    return (~torch.isfinite(loss + grad_norm)).float()
 
 
 class Stability:
     """Counts skipped updates on the device, where nothing waits for them, and says what they mean when it is read."""
 
-    def __init__(self, device: torch.device, skipped: int = 0):
+    def __init__(self, device: torch.device, scaled: bool = False, skipped: int = 0):
+        self.most_in_a_row = MOST_IN_A_ROW_SCALED if scaled else MOST_IN_A_ROW
+        self.normal = " A few are normal in fp16." if scaled else ""
         self.counts = torch.tensor([skipped, 0, 0], device=device, dtype=torch.float32)  # in all, in a row, the longest
         self.told = skipped
         self.losses: deque[float] = deque(maxlen=LOSSES.stop - 1)
@@ -40,6 +42,10 @@ class Stability:
         """Updates in all sessions. Waits for the device."""
         return int(self.counts[0])
 
+    def row(self) -> dict[str, int]:
+        """What a row of metrics says of it: nothing as long as there is nothing. Waits for the device."""
+        return {"skipped_updates": self.skipped} if self.skipped else {}
+
     @property
     def in_doubt(self) -> bool:
         """Whether the last update was skipped: the weights may be past saving. Waits for the device."""
@@ -47,7 +53,7 @@ class Stability:
 
     def require_stable(self, step: int) -> None:
         """Raises ConfigError after too many skipped updates in a row."""
-        if self.counts[2] >= MOST_IN_A_ROW:
+        if self.counts[2] >= self.most_in_a_row:
             raise diverged(step, f"{int(self.counts[2])} updates in a row had a loss or gradient that is not finite")
 
     def warnings(self, step: int, loss: float) -> list[str]:
@@ -56,7 +62,7 @@ class Stability:
         if (skipped := self.skipped) > self.told:
             said.append(
                 f"Warning: updates skipped up to step {step:,}, for the loss or its gradient was not finite: "
-                f"{skipped - self.told} ({skipped} in this run)."
+                f"{skipped - self.told} ({skipped} in this run).{self.normal}"
             )
             self.told = skipped
         if len(self.losses) >= LOSSES.start:

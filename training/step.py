@@ -59,12 +59,9 @@ def train_step(
         scaler.unscale_(cast(torch.optim.Optimizer, optimizer))  # which needs no more of one than `param_groups`
     apply_hyperparameters(optimizer, lr, config)
     grad_norm = clip_gradients(optimizer, config.grad_clip)
-    skipped = not_finite(total, grad_norm, scaler.is_enabled())
-    if scaler.is_enabled():
-        scaler.step(cast(torch.optim.Optimizer, optimizer))
-        scaler.update()
-    else:
-        update(optimizer, skipped)
+    skipped = not_finite(total, grad_norm)
+    update(optimizer, skipped)
+    scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(total, grad_norm, skipped)
 

@@ -121,6 +121,7 @@ def test_the_mirror_of_another_run_of_the_same_name_is_refused_with_both_named(t
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror_module, "LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(mirror_module, "LAST_ATTEMPTS_SECONDS", 0.5)
 
 
 def failing_copies(patch: pytest.MonkeyPatch, number: int, name: str = "") -> None:
@@ -188,6 +189,74 @@ def test_a_drive_that_is_slow_does_not_hold_the_training(
     assert final_weights(tmp_path / "drive" / "run") == final_weights(unbroken)
     assert len(steps_of(tmp_path / "drive" / "run")) <= 2  # the one that was begun, and the newest
     assert "no copy yet" in result.out
+
+
+def test_a_drive_that_hangs_holds_neither_the_saves_nor_the_end(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of giving a copy its name: a call that does not come back."""
+    replace, back = os.replace, threading.Event()
+
+    def hanging(source: Path, target: Path) -> None:
+        if Path(target).parent == tmp_path / "drive" / "run" / "checkpoints":
+            back.wait(60)
+        replace(source, target)
+
+    monkeypatch.setattr(run_module, "COPY_SECONDS", 0.5)
+    monkeypatch.setattr(mirror_module, "LAST_CALL_SECONDS", 0.1)
+    monkeypatch.setattr(os, "replace", hanging)
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    back.set()
+    assert result.code == 0 and "not done within" in result.out
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+
+
+def test_best_weights_that_are_damaged_do_not_keep_the_steps_from_the_mirror(
+    train: Callable, copy_of: Path, tmp_path: Path, quick_retries: None
+) -> None:
+    (copy_of / "best" / "optimizer_state.bin").unlink()
+    result = train(copy_of, checkpoint_dir=tmp_path / "drive", max_steps=26, eval_interval=0)
+    assert result.code == 0
+    assert "Warning: best/ could not be copied" in result.out and "optimizer_state.bin is missing" in result.out
+    assert steps_of(tmp_path / "drive" / "run")[0] == 26
+
+
+def test_a_marker_that_was_cut_off_is_written_anew(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "drive" / "run" / "run.json"
+    at_step(monkeypatch, 8, lambda: (wait_until(marker.exists), marker.write_text('{"run')))
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    assert result.code == 0 and "Warning" not in result.out
+    assert steps_of(tmp_path / "drive" / "run")[0] == 24
+
+
+def test_an_error_of_any_kind_while_copying_is_told_and_tried_again(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+) -> None:
+    original, calls = mirror_module.problems_of, list[Path]()
+
+    def fails_at_first(folder: Path) -> list[str]:
+        calls.append(folder)
+        if len(calls) == 1:
+            raise MemoryError
+        return original(folder)
+
+    monkeypatch.setattr(mirror_module, "problems_of", fails_at_first)
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    assert result.code == 0 and "(MemoryError)" in result.out
+    assert steps_of(tmp_path / "drive" / "run")[0] == 24
+
+
+def test_a_run_that_is_started_where_an_interrupt_is_being_handled_waits_for_its_copies(
+    train: Callable, tmp_path: Path
+) -> None:
+    """As in a notebook's cell that cleans up."""
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive").code == 0
+    assert steps_of(tmp_path / "drive" / "run")[0] == 24
 
 
 def test_whoever_stops_waits_a_stated_time_for_the_copy(
@@ -300,6 +369,39 @@ def test_whoever_trains_gives_signs_of_life_and_copies_metrics_with_checkpoints_
     assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=11).code == 0
     assert len(seen) == 3 and seen == sorted(set(seen))
     assert copied[0] == copied[1] == copied[2] and len(copied[0]) >= 6
+
+
+def test_a_long_copy_gives_signs_of_life_too(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_module, "HEARTBEAT", 0.02)
+    marker, seen = tmp_path / "drive" / "run" / "run.json", list[float]()
+
+    def long(source: BinaryIO, target: Path, between: Callable[[], None]) -> None:
+        for _ in range(4):
+            time.sleep(0.03)
+            between()
+            seen.append(json.loads(marker.read_text())["seen"])
+        copy_file(source, target, between)
+
+    monkeypatch.setattr(mirror_module, "copy_file", long)
+    assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=2, eval_interval=0).code == 0
+    assert len(seen) >= 24 and len(set(seen)) > 20
+
+
+def test_whoever_was_taken_for_dead_stops_copying(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+) -> None:
+    marker = tmp_path / "drive" / "run" / "run.json"
+    theirs = {"pid": 1, "machine": "another", "started": "2026-01-01 12:00:00"}
+
+    def take_over() -> None:
+        wait_until(lambda: steps_of(tmp_path / "drive" / "run") == [6])
+        marker.write_text(json.dumps({**json.loads(marker.read_text()), "holder": theirs}))
+
+    at_step(monkeypatch, 8, take_over)
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    assert result.code == 0 and "process 1 on another trains into it now" in result.out
+    assert steps_of(tmp_path / "drive" / "run") == [6]
+    assert json.loads(marker.read_text())["holder"] == theirs
 
 
 def test_a_machine_that_was_killed_does_not_keep_the_mirror(

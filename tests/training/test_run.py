@@ -24,6 +24,7 @@ import safetensors.torch
 import torch
 
 from common.checkpoint import KEEP, Snapshot, open_checkpoint, problems_of, step_folders
+from model import TransformerLanguageModel
 from tests.helpers import ROOT, flip, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, steps_of
 from training import interruption, saving
@@ -238,6 +239,28 @@ def test_a_long_step_is_given_up_and_the_state_before_it_saved(
     assert train(tmp_path / "run").code == 0
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
     assert measured(tmp_path / "run") == measured(unbroken)
+
+
+def test_a_wish_to_stop_is_not_taken_for_an_error(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Code that compiles a model catches errors of all kinds, and tells them as its own."""
+    forward, calls = TransformerLanguageModel.forward, list[int]()
+
+    def compiled(model: TransformerLanguageModel, *args: torch.Tensor) -> torch.Tensor:
+        calls.append(len(calls))
+        try:
+            if len(calls) == 20:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return forward(model, *args)
+        except Exception:
+            raise RuntimeError("the compiler failed") from None
+
+    monkeypatch.setattr(interruption, "LONG_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(TransformerLanguageModel, "forward", compiled)
+    result = train(tmp_path / "run")
+    assert result.code == 130 and result.err.count("error") == 0
+    assert steps_of(tmp_path / "run")[0] == 9
 
 
 @pytest.mark.parametrize("step", [12, 24], ids=["in between", "the last one"])
@@ -795,12 +818,12 @@ def test_a_full_disk_ends_the_run_and_the_same_command_continues(
 ) -> None:
     write_checkpoint = saving.write_checkpoint
 
-    def on_a_full_disk(folder: Path, content: Snapshot) -> None:
+    def on_a_full_disk(folder: Path, content: Snapshot, go_on: Callable[[], None]) -> None:
         if folder.name != "step_00000018":
-            return write_checkpoint(folder, content)
+            return write_checkpoint(folder, content, go_on)
         with monkeypatch.context() as patch:
             patch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
-            return write_checkpoint(folder, content)
+            return write_checkpoint(folder, content, go_on)
 
     with monkeypatch.context() as patch:
         patch.setattr(saving, "write_checkpoint", on_a_full_disk)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,11 @@ import torch
 
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import snapshot
-from tests.training.helpers import final_weights, measured, steps_of
+from tests.training.helpers import at_step, final_weights, measured, steps_of
 from training import step as step_module
 from training.config import TrainConfig
 from training.data import TokenData
+from training.hardware import Hardware
 from training.optimizer import build_optimizer, clip_gradients, update
 from training.records import read_metrics
 from training.stability import Stability
@@ -97,13 +101,13 @@ def test_five_in_a_row_stop_the_run_with_remedies_and_the_last_good_checkpoint(
 ) -> None:
     """Checkpoints are due in the middle of them, and are not made."""
     flags = {"log_interval": log_interval, "checkpoint_steps": 1}
-    interrupt(tmp_path / "run", after=10, **flags)
+    interrupt(tmp_path / "run", after=13, **flags)
     before = snapshot(tmp_path / "run" / "checkpoints")
     with monkeypatch.context() as patch:
-        spoiled_gradients(patch, range(10, 24))
+        spoiled_gradients(patch, range(13, 24))
         result = train(tmp_path / "run", **flags)
     assert result.code == 2
-    assert "step 15: 5 updates in a row" in result.err
+    assert "step 18: 5 updates in a row" in result.err
     assert all(flag in result.err for flag in ("--learning_rate", "--warmup_steps", "--grad_clip", "--precision fp32"))
     assert snapshot(tmp_path / "run" / "checkpoints") == before
     again = train(tmp_path / "run", log_interval=1, checkpoint_steps=6)
@@ -113,14 +117,59 @@ def test_five_in_a_row_stop_the_run_with_remedies_and_the_last_good_checkpoint(
         assert measured(tmp_path / "run") == measured(unbroken)
 
 
-def test_a_run_that_ends_on_a_skipped_update_is_not_called_finished(
+def test_a_checkpoint_that_is_due_after_a_skipped_update_waits_for_a_sound_step(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        spoiled_gradients(patch, range(22, 24))
-        result = train(tmp_path / "run")
-    assert result.code == 2 and "the last update was skipped" in result.err
-    assert steps_of(tmp_path / "run") == [18, 12]
+        spoiled_gradients(patch, range(16, 19))  # of steps 17 to 19; one is due after 18
+        assert train(tmp_path / "run", max_steps=21, checkpoint_steps=9, eval_interval=0).code == 0
+    assert steps_of(tmp_path / "run") == [21, 20]
+
+
+@pytest.mark.parametrize("ends", ["stopped", "finished"])
+def test_what_ends_right_after_a_skipped_update_is_saved(
+    ends: str, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are those of before it."""
+    flags = {"eval_interval": 0, "checkpoint_steps": 0, "dropout": 0.0, "max_steps": 9 if ends == "finished" else 24}
+    with monkeypatch.context() as patch:
+        spoiled_gradients(patch, range(8, 9))
+        if ends == "stopped":
+            at_step(patch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        result = train(tmp_path / "run", **flags)
+    assert result.code == (0 if ends == "finished" else 130)
+    assert steps_of(tmp_path / "run") == [9]
+    assert "updates skipped up to step 9" in result.out
+    monkeypatch.undo()
+    at_step(monkeypatch, 7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train(tmp_path / "before", **flags).code == 130
+    assert final_weights(tmp_path / "run", 9) == final_weights(tmp_path / "before", 8)
+
+
+def test_best_weights_and_their_loss_belong_together_after_a_skipped_update(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        spoiled_gradients(patch, range(11, 12))  # of the step after which it is evaluated
+        assert train(tmp_path / "run", max_steps=14, eval_interval=12, checkpoint_steps=0).code == 0
+    state = json.loads((tmp_path / "run" / "best" / "training_state.json").read_text())
+    losses = {row["step"]: row["val_loss"] for row in read_metrics(tmp_path / "run") if "val_loss" in row}
+    assert losses[state["step"]] == pytest.approx(state["best_val_loss"], rel=1e-5) == min(losses.values())
+
+
+def test_gradients_that_stay_infinite_in_fp16_end_the_run(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient scaler skips such updates by itself, and halves its factor each time: some are normal."""
+    scaler = torch.amp.GradScaler("cpu", enabled=True, init_scale=2.0**16)
+    monkeypatch.setattr(Hardware, "grad_scaler", lambda hardware: scaler)
+    with monkeypatch.context() as patch:
+        spoiled_gradients(patch, range(10))
+        few = train(tmp_path / "few", eval_interval=0)
+    assert few.code == 0 and "A few are normal in fp16" in few.out
+    spoiled_gradients(monkeypatch, range(8, 60))
+    result = train(tmp_path / "run", max_steps=60, eval_interval=0, checkpoint_steps=0)
+    assert result.code == 2 and "step 33: 25 updates in a row" in result.err
 
 
 def test_a_jump_of_the_loss_is_told(train: Callable, tmp_path: Path) -> None:
