@@ -80,6 +80,7 @@ def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Pa
     metadata = complete_metadata(folder, sources, options, kind)
     if metadata:
         say(f"{folder.folder} is already complete for this text and these settings.")
+        folder.discard_leftovers()
         if options.compress and not folder.packed.exists():
             pack(folder.bin, folder.packed)
     else:

@@ -121,6 +121,12 @@ class TokenFolder:
         self.work.mkdir(parents=True)
         write_json(marker, described)
 
+    def discard_leftovers(self) -> None:
+        """What a process left that was killed right after it had published; unless another is at work there."""
+        if self.work.exists():
+            with contextlib.suppress(DataError), self.locked():
+                shutil.rmtree(self.work, ignore_errors=True)
+
     def discard_work(self) -> None:
         """Remove the work folder, and the folder around it if that leaves it empty."""
         shutil.rmtree(self.work)

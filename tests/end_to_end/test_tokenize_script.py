@@ -547,3 +547,15 @@ def test_help_is_quick_and_names_every_flag() -> None:
     flags = "input output_dir output_name vocab_size min_frequency chunk_size_mb train_split compress tokenizer"
     flags += " tokenizer_file text_key document_separator vocab_sample_mb num_workers unknown debug"
     assert all(f"--{flag} " in result.stdout or f"--{flag}\n" in result.stdout for flag in flags.split())
+
+
+def test_what_was_left_by_a_kill_right_after_the_end_is_cleaned_up(tmp_path: Path) -> None:
+    corpus(tmp_path / "text.txt")
+    flags = ("--input", tmp_path / "text.txt", "--output_dir", tmp_path / "tokens", "--vocab_size", 300)
+    assert run(*flags) == 0
+    there = sorted(path.name for path in (tmp_path / "tokens").iterdir())
+    left = tmp_path / "tokens" / ".tokens_bpe.partial"
+    left.mkdir()
+    (left / "chunks.jsonl").write_text("")
+    assert run(*flags) == 0
+    assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == there
