@@ -79,6 +79,8 @@ def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
     config, hardware, model, data = parts.config, parts.hardware, parts.model, parts.data
     lock.take(config.run_dir)
     run = Run.start_or_resume(config, model, parts.optimizer, parts.scaler, data)
+    run.dir.mkdir(parents=True, exist_ok=True)
+    lock.take(run.dir)  # which may have been made just now
     if run.finished and (run.dir / SUMMARY).exists():
         with run.saving(print, lambda: False):
             pass  # but for the mirror, if that could not be brought up to date before
@@ -88,8 +90,6 @@ def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
             f"To start over: --resume never (the old run is kept aside)."
         )
         return 0
-    run.dir.mkdir(parents=True, exist_ok=True)
-    lock.take(run.dir)  # which may have been made just now
     write_config(config, hardware.name)
     (run.dir / SUMMARY).unlink(missing_ok=True)  # of a shorter run that this one continues
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")

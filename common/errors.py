@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -56,6 +57,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """True for Python's, PyTorch's and the allocators' ways of saying so."""
     return (
         isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
         or type(error).__name__ == "OutOfMemoryError"
         or (isinstance(error, RuntimeError) and any(words in str(error) for words in OUT_OF_MEMORY))
         or (isinstance(error, RuntimeError) and str(error) == ONEDNN_OUT_OF_MEMORY)

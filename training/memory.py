@@ -140,14 +140,18 @@ def with_less_memory(
 
 def no_way_out(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> str:
     """What to say when memory runs out with one sequence at a time: what would help, in order, and by how much."""
-    held = held_by_others(hardware)
+    held: list[str] = []
+    ranked: list[tuple[str, int]] = []
+    with contextlib.suppress(Exception):  # there may be no memory left to find out
+        held = held_by_others(hardware)
+        ranked = savings(config, model, hardware)
     others = (
         f" Other processes hold memory that may be what is missing: {'; '.join(held)}. End them (in a notebook, the "
         f"sessions that are not used any more) and run the same command again."
         if held
         else ""
     )
-    ways = "".join(f"\n  {flags}: about {saved / 1e9:.1f} GB less" for flags, saved in savings(config, model, hardware))
+    ways = "".join(f"\n  {flags}: about {saved / 1e9:.1f} GB less" for flags, saved in ranked)
     return (
         f"Out of memory with {config.rows_at_once} x {config.max_seq_len} tokens at once (--micro_batch_size x "
         f"--max_seq_len).{others}"
