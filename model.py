@@ -448,20 +448,3 @@ class TransformerLanguageModel(nn.Module):
 def listed(problems: list[str]) -> str:
     more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
     return "; ".join(problems[:5]) + more
-
-
-def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None:
-    """Raises ValueError if weights, which may be on the meta device, are not those of a model of this shape.
-
-    For a shape that comes from elsewhere, before a model of it is built: it may be larger than any memory.
-    """
-    names = [name.removeprefix("_orig_mod.") for name in state]
-    layers = len({name.split(".")[1] for name in names if name.startswith("blocks.")})
-    if layers < config.num_layers:  # each takes memory even there
-        raise ValueError(f"num_layers is {config.num_layers:,}, and blocks.{layers}.* is missing")
-    try:
-        with torch.device("meta"):
-            model = TransformerLanguageModel(config)
-    except RuntimeError:  # more bytes than 64 bits can count
-        raise ValueError("no model can have this shape") from None
-    model.fit_weights(state)

@@ -25,8 +25,8 @@ import torch
 
 from common.errors import CheckpointError, is_out_of_memory
 from common.files import json_bytes, read_json, sha256_file, sync_directory, write_json
-from common.tensors import load_tensors, require_own_bytes, safetensors_pieces
-from model import ModelConfig, TransformerLanguageModel, require_weights
+from common.tensors import load_tensors, on_host, require_own_bytes, require_weights, safetensors_pieces
+from model import ModelConfig, TransformerLanguageModel
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
@@ -153,15 +153,6 @@ def take_snapshot(
     return Snapshot(
         on_host(weights, copy), on_host(optimizer.state_dict(), copy), tokenizer_file, config, training_state
     )
-
-
-def on_host(state: Any, copy: bool) -> Any:
-    """The same structure of dicts and lists, with its tensors on the CPU, as copies if asked for."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().to("cpu", copy=copy).contiguous()
-    if isinstance(state, dict):
-        return {key: on_host(value, copy) for key, value in state.items()}
-    return [on_host(value, copy) for value in state] if isinstance(state, list) else state
 
 
 def save_checkpoint(

@@ -1,4 +1,4 @@
-"""Files of torch.save, read as what they should be, tensors: no code of theirs is run, no size of theirs believed."""
+"""Tensors in files: read without running code or believing sizes, and written without a second copy in memory."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from common.errors import is_out_of_memory
+from model import ModelConfig, TransformerLanguageModel
 
 # What a pickle of tensors may name. PyTorch allows more, some of which takes any memory that it is told to.
 STORAGES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")
@@ -68,6 +69,32 @@ def require_plain_tensors(path: Path) -> None:
         for pickled in (archive.read(member) for member in members if member.filename.lower().endswith(".pkl")):
             if not {str(named) for code, named, _ in pickletools.genops(pickled) if code.name == "GLOBAL"} <= PICKLED:
                 raise ValueError("it holds something other than tensors")
+
+
+def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None:
+    """Raises ValueError if weights, which may be on the meta device, are not those of a model of this shape.
+
+    For a shape that comes from elsewhere, before a model of it is built: it may be larger than any memory.
+    """
+    names = [name.removeprefix("_orig_mod.") for name in state]
+    layers = len({name.split(".")[1] for name in names if name.startswith("blocks.")})
+    if layers < config.num_layers:  # each takes memory even there
+        raise ValueError(f"num_layers is {config.num_layers:,}, and blocks.{layers}.* is missing")
+    try:
+        with torch.device("meta"):
+            model = TransformerLanguageModel(config)
+    except RuntimeError:  # more bytes than 64 bits can count
+        raise ValueError("no model can have this shape") from None
+    model.fit_weights(state)
+
+
+def on_host(state: Any, copy: bool) -> Any:
+    """The same structure of dicts and lists, with its tensors on the CPU, as copies if asked for."""
+    if isinstance(state, torch.Tensor):
+        return state.detach().to("cpu", copy=copy).contiguous()
+    if isinstance(state, dict):
+        return {key: on_host(value, copy) for key, value in state.items()}
+    return [on_host(value, copy) for value in state] if isinstance(state, list) else state
 
 
 def safetensors_pieces(weights: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
