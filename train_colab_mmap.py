@@ -100,7 +100,7 @@ def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
     rewind(run.dir, run.step if run.unevaluated is None else run.step - 1)
     interruption = Interruption()
     advice = memory_advice(config, model, hardware)
-    with advice, interruption.awaited(), run.saving(report.say, interruption.is_requested):
+    with advice, interruption.awaited(), run.saving(report.say, lambda: interruption.requested):
         answers = take_steps(run, report, hardware, parts.prompts, interruption, started)
         report.close()
         interruption.answer = "Stopping once what is under way is saved and copied"

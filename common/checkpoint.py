@@ -31,6 +31,7 @@ from model import ModelConfig, TransformerLanguageModel
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "optimizer_state.bin", "training_state.json")
+BYTES_A_PARAMETER = 12  # about, of a checkpoint: the weight and AdamW's two moments
 KEEP = 2  # never one: the newest may be the one that turns out damaged
 STEP_NAME = re.compile(r"step_(\d{8})")
 CHECKPOINT_NAME = re.compile(rf"best|{STEP_NAME.pattern}")
@@ -130,7 +131,7 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        return 12 * self.config["total_parameters"]  # of weights and AdamW's two moments
+        return BYTES_A_PARAMETER * self.config["total_parameters"]
 
 
 def take_snapshot(

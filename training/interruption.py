@@ -81,9 +81,6 @@ class Interruption:
         self.step_over()
         self.step_seconds = time.monotonic() - self.step_began
 
-    def is_requested(self) -> bool:
-        return self.requested
-
     def check(self) -> None:
         """Between two batches of what takes long and can be given up. Raises StopRequested."""
         if self.requested:

@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import Checkpoint, Snapshot, describe_damage, open_checkpoint, problems_of, take_snapshot
+from common.checkpoint import (
+    BYTES_A_PARAMETER,
+    Checkpoint,
+    Snapshot,
+    open_checkpoint,
+    take_snapshot,
+)
 from common.errors import CheckpointError, ConfigError
 from model import TransformerLanguageModel
 from training.config import TrainConfig
@@ -250,8 +256,7 @@ class Run:
 
     @property
     def checkpoint_bytes(self) -> int:
-        """About, of the weights and AdamW's two moments."""
-        return 12 * self.model.num_parameters()
+        return BYTES_A_PARAMETER * self.model.num_parameters()
 
     def save_is_due(self) -> bool:
         """Whether there is something to be saved at this step; waits for nothing."""
@@ -315,10 +320,7 @@ class Run:
     ) -> None:
         """Evaluate the best weights again, over the validation windows of now: the weights that are kept and the loss
         that is to be beaten belong together. `between` is that of `validation_loss`."""
-        best = Checkpoint(self.dir / "best")
-        if problems_of(best.path):
-            self.best_val_loss = None
-            return
+        best = Checkpoint(self.dir / "best")  # verified when the run was restored
         current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         try:
             best.load_weights(self.model)
@@ -375,13 +377,10 @@ class Run:
 
     def restore_best(self) -> None:
         """The loss to be beaten is the one of the weights that are in best/: both or none."""
-        best = Checkpoint(self.dir / "best")
         state: dict[str, Any] = {}
-        if best.path.exists():
+        if (self.dir / "best").exists():
             try:
-                if problems := problems_of(best.path):
-                    raise CheckpointError(describe_damage(best.path, problems))
-                state = read_state(best)
+                state = read_state(open_checkpoint(self.dir / "best"))
             except CheckpointError as problem:
                 print(f"Warning: {problem} The next evaluation replaces it.", file=sys.stderr)
         saved = state.get("config", {})
