@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import Killed
-from tests.training.helpers import at_step, die
+from tests.training.helpers import at_step, die, save_at_once
 
 
 @pytest.fixture
@@ -19,6 +19,7 @@ def interrupt(train: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
     def run(folder: Path, after: int, **changes: Any) -> None:
         with monkeypatch.context() as patch:
+            save_at_once(patch)
             at_step(patch, after, die)
             with pytest.raises(Killed):
                 train(folder, **changes)

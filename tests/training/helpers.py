@@ -13,6 +13,7 @@ from common.checkpoint import step_folders
 from tests.helpers import Killed
 from training import step as step_module
 from training.records import read_metrics
+from training.saving import Saver
 
 TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # what differs between two runs
 
@@ -28,6 +29,17 @@ def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) 
         return result
 
     patch.setattr(step_module, "train_step", train_step)
+
+
+def save_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Each save is on the disk before the next step begins, however busy the machine is."""
+    original = Saver.save
+
+    def save(saver: Saver, *args: Any) -> None:
+        original(saver, *args)
+        saver.finish()
+
+    patch.setattr(Saver, "save", save)
 
 
 def die() -> None:

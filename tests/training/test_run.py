@@ -26,7 +26,7 @@ import torch
 from common.checkpoint import KEEP, Snapshot, open_checkpoint, problems_of, step_folders
 from model import TransformerLanguageModel
 from tests.helpers import ROOT, flip, snapshot, write_tokens
-from tests.training.helpers import at_step, final_weights, measured, steps_of
+from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
 from training import interruption, saving
 from training import run as run_module
 from training import step as step_module
@@ -213,6 +213,7 @@ def test_a_third_signal_or_one_after_a_pause_stops_at_once(
     pause: bool, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(interruption, "SAME_WISH_SECONDS", 0.0 if pause else 60.0)
+    save_at_once(monkeypatch)
     at_step(monkeypatch, 8, signals(*[signal.SIGINT] * (2 if pause else 3)))
     assert train(tmp_path / "run").code == 130
     assert steps_of(tmp_path / "run") == [6]
