@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 ACTIVATIONS = ("gelu", "gelu_tanh", "relu2")
 NORMS = ("layernorm", "rmsnorm")
@@ -177,22 +178,38 @@ class KVCache:
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding (Su et al. 2021, eq. 34) in the half-split layout: pairs are (x[i], x[i + D/2]).
 
-    x: (B, H, T, D); positions: (T,) or (B, T).
+    x: (B, T, H, D); positions: (T,) or (B, T).
     """
     half = x.size(-1) // 2
     frequencies = ROPE_BASE ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions[..., None].float() * frequencies  # (T, D/2) or (B, T, D/2)
-    if angles.dim() == 3:
-        angles = angles[:, None]  # one for all heads
+    angles = positions[..., None, None].float() * frequencies  # (T, 1, D/2) or (B, T, 1, D/2): one for all heads
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     x1, x2 = x[..., :half], x[..., half:]
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
 
 
+def rms_norm(x: torch.Tensor) -> torch.Tensor:
+    """x over the root mean square of its last dimension (Zhang & Sennrich 2019), without a gain. In fp32 by itself, for
+    what autocast makes of it differs between versions of PyTorch."""
+    return F.rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x)
+
+
 def build_norm(config: ModelConfig) -> nn.Module:
-    if config.norm == "layernorm":
-        return nn.LayerNorm(config.embed_dim, bias=config.bias)
-    return nn.RMSNorm(config.embed_dim, eps=1e-6, elementwise_affine=False)
+    return nn.LayerNorm(config.embed_dim, bias=config.bias) if config.norm == "layernorm" else RMSNorm()
+
+
+def residual_dtype(x: torch.Tensor) -> torch.dtype:
+    """Of the residual stream: bf16 where autocast computes in it. Every layer reads and writes the stream, and on a GPU
+    its bytes are time; what they bring, and what it does to the loss: docs/benchmarks/gpu_forecast.md. Not fp16, whose
+    range is narrow for a sum over all layers."""
+    kind = x.device.type
+    is_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    return torch.bfloat16 if is_bf16 else x.dtype
 
 
 class Linear(nn.Linear):
@@ -230,11 +247,14 @@ class MultiHeadAttention(nn.Module):
     ) -> torch.Tensor:
         B, T, C = x.shape
         shape = (B, T, self.config.num_heads, self.config.head_dim)
-        q, k, v = (part.view(shape).transpose(1, 2) for part in self.qkv(x).split(C, dim=-1))  # each (B, H, T, D)
+        q, k, v = (part.view(shape) for part in self.qkv(x).split(C, dim=-1))  # each (B, T, H, D)
+        # A rotation leaves lengths as they are: the order of these two is free, and this one keeps less for backward.
+        if self.config.qk_norm:  # Henry et al. 2020, with RMSNorm in place of the L2 norm
+            q, k = rms_norm(q), rms_norm(k)
         if self.config.position == "rope":
             q, k = rotate(q, positions), rotate(k, positions)
-        if self.config.qk_norm:  # Henry et al. 2020, with RMSNorm in place of the L2 norm
-            q, k = F.rms_norm(q, q.shape[-1:], eps=1e-6), F.rms_norm(k, k.shape[-1:], eps=1e-6)
+        # Views, and only now: attention returns its output in the layout of q, and (B, T, H, D) is what out_proj reads.
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # each (B, H, T, D)
         if cache is not None:
             k, v = cache.write(layer, positions, k, v)
         # is_causal, not a mask of ones and zeros: it is what lets PyTorch choose the flash kernel. A single new token
@@ -309,6 +329,7 @@ class TransformerLanguageModel(nn.Module):
         self.head = Linear(config.embed_dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
+        self.activation_checkpointing = False  # how it is trained, not what it is
         self.initialize()
 
     @torch.no_grad()
@@ -383,9 +404,13 @@ class TransformerLanguageModel(nn.Module):
             x = x + self.positional_embedding(positions)
         if self.config.embed_norm:
             x = self.embed_norm(x)
-        x = self.dropout(x)
+        x = self.dropout(x.to(residual_dtype(x)))
         for layer, block in enumerate(self.blocks):
-            x = block(x, positions, cache, layer, mask)
+            if self.activation_checkpointing and torch.is_grad_enabled():  # Chen et al. 2016, each block a segment
+                draws = self.config.dropout > 0
+                x = checkpoint(block, x, positions, use_reentrant=False, preserve_rng_state=draws)
+            else:
+                x = block(x, positions, cache, layer, mask)
         if cache is not None:
             cache.advance(T)
         return self.ln_f(x)

@@ -51,11 +51,12 @@ def train(config: TrainConfig) -> int:
     from training.profile import profile
     from training.run import Run
     from training.run_folder import being_trained, require_ours
+    from training.tuning import tune
 
     require_ours(config.run_dir, "--output_dir")
     parts = prepare(config)
-    if parts.config.dry_run or parts.config.profile:
-        look = dry_run if parts.config.dry_run else profile
+    looks = {"dry_run": dry_run, "profile": profile, "tune": tune}
+    if look := next((look for key, look in looks.items() if getattr(config, key)), None):
         run = Run(parts.config, parts.model, parts.optimizer, parts.scaler, parts.data)
         with memory_advice(parts.config, parts.model, parts.hardware):
             look(parts.config, run, parts.hardware)
@@ -141,10 +142,11 @@ def prepare(config: TrainConfig) -> Parts:
     from training.data import TokenData
     from training.evaluate import check_prompts, read_prompts
     from training.hardware import detect_hardware
-    from training.memory import fit_micro_batch
     from training.optimizer import build_optimizer
     from training.resume import own_checkpoint
+    from training.tuning import choose_micro_batch, use_tuning
 
+    config = use_tuning(config)
     hardware = detect_hardware(config)
     print(hardware.describe())
     config = use_builtin_files(config)
@@ -164,18 +166,14 @@ def prepare(config: TrainConfig) -> Parts:
         f"Model      {model.num_parameters():,} parameters: {config.num_layers} layers x {config.embed_dim}, "
         f"{config.num_heads} heads, context {config.max_seq_len}"
     )
-    config = fit_micro_batch(config, model, hardware)
+    model.activation_checkpointing = config.activation_checkpointing
+    config = choose_micro_batch(config, model, data, hardware)
     optimizer = build_optimizer(model, config)
     return Parts(config, hardware, data, prompts, model, optimizer, hardware.grad_scaler())
 
 
 def take_steps(
-    run: Run,
-    report: Report,
-    hardware: Hardware,
-    prompts: list[Prompt],
-    interruption: Interruption,
-    started: float,
+    run: Run, report: Report, hardware: Hardware, prompts: list[Prompt], interruption: Interruption, started: float
 ) -> list[Answer]:
     """Train to the last step, or until it is asked to stop. Returns the answers of the last evaluation.
 

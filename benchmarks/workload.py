@@ -146,7 +146,7 @@ def measure_training(flags: Sequence[str], seconds: float, started: float) -> di
     step_seconds, steps = time_steps(training.step, hardware.synchronize, seconds)
     tokens_per_second = config.tokens_per_step / step_seconds
     peak = hardware.peak_memory()
-    estimated = estimate_memory(config, model, hardware.precision) + held_memory(training.data, hardware)
+    estimated = estimate_memory(config, model, hardware) + held_memory(training.data, hardware)
     return {
         "parameters": model.num_parameters(),
         "tokens_per_second": tokens_per_second,

@@ -193,7 +193,7 @@ def test_peak_memory_is_within_a_tenth_of_the_estimate(tmp_path: Path) -> None:
         training.step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    estimate = estimate_memory(training.config, training.model, training.hardware.precision)
+    estimate = estimate_memory(training.config, training.model, training.hardware)
     assert training.config.rows_at_once == 16
     assert estimate == pytest.approx(peak, rel=0.1), f"estimated {estimate / 1e9:.2f} GB, measured {peak / 1e9:.2f} GB"
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from generation.cuda_graph import StaticKVCache
-from model import IGNORE_INDEX, KVCache, Linear, ModelConfig, TransformerLanguageModel
+from model import IGNORE_INDEX, KVCache, Linear, ModelConfig, TransformerLanguageModel, rms_norm
 
 OPTIONS = {
     "activation": ("gelu", "gelu_tanh", "relu2"),
@@ -426,6 +426,80 @@ def test_attention_is_dropped_out_too() -> None:
     assert torch.equal(attention(x, positions), attention(x, positions))
     attention.train()
     assert not torch.allclose(attention(x, positions), attention(x, positions))
+
+
+@pytest.mark.parametrize("form", [{}, {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "embed_norm": True}])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_residual_stream_is_in_bf16_where_autocast_is(form: dict, dtype: torch.dtype) -> None:
+    model, streams = random_model(tiny_config(**form), torch.float32), []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, args, out: streams.append((args[0].dtype, out.dtype)))
+    tokens = torch.arange(12)[None] % 29
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        model(tokens, tokens).backward()
+    expected = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    assert {kind for pair in streams for kind in pair} == {expected}
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_what_attention_reads_is_laid_out_as_its_output_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """(B, T, H, D) in memory: its output has the layout of q, and would be copied before `out_proj` otherwise."""
+    attention, laid_out = F.scaled_dot_product_attention, []
+
+    def noted(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
+        laid_out.extend(each.transpose(1, 2).is_contiguous() for each in (q, k))
+        return attention(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    tokens = torch.arange(12)[None] % 29
+    random_model(tiny_config(position="rope", qk_norm=True), torch.float32)(tokens)
+    assert laid_out == [True] * 4
+
+
+def test_the_loss_with_a_bf16_stream_is_near_that_in_fp32() -> None:
+    model = random_model(tiny_config(num_layers=4), torch.float32)
+    tokens = torch.randint(29, (4, 12))
+    expected = model(tokens, tokens).item()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(tokens, tokens).item() == pytest.approx(expected, rel=0.02)
+
+
+def test_rms_norm_is_the_same_whatever_autocast_makes_of_it() -> None:
+    """In fp32 by itself: it is on the list of what autocast does in fp32 in some versions of PyTorch only."""
+    x = torch.randn(3, 5, 16)
+    for each in (x, x.bfloat16()):
+        exact = each.float() / (each.float().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+        for enabled in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                normed = rms_norm(each)
+            assert normed.dtype == each.dtype
+            torch.testing.assert_close(normed, exact.to(each.dtype), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout": 0.2}, {"position": "rope", "qk_norm": True, "norm": "rmsnorm"}])
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+def test_activation_checkpointing_changes_no_bit_and_keeps_less(options: dict, precision: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = TransformerLanguageModel(tiny_config(num_layers=4, **options)).train()
+    tokens = torch.randint(29, (4, 12))
+    results, kept = [], []
+    for model.activation_checkpointing in (False, True):
+        storages: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, storages: dict[int, int] = storages) -> torch.Tensor:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        torch.manual_seed(1)
+        model.zero_grad()
+        autocast = torch.autocast("cpu", precision, enabled=precision != torch.float32)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast:
+            loss = model(tokens, tokens)
+        kept.append(sum(storages.values()))
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    assert all(torch.equal(plain, checkpointed) for plain, checkpointed in zip(*results, strict=True))
+    assert kept[1] < 0.6 * kept[0]
 
 
 # Loading weights

@@ -56,7 +56,7 @@ def of_rows(config: TrainConfig, rows: int) -> TrainConfig:
     return dataclasses.replace(config, batch_size=rows, gradient_accumulation_steps=1, micro_batch_size=None)
 
 
-def baseline_memory(config: TrainConfig, vocab_size: int) -> int:
+def baseline_memory(config: TrainConfig, vocab_size: int, hardware: Hardware) -> int:
     """Estimated peak bytes of the baseline: what training takes in fp32, and the scores. Each layer keeps one matrix of
     them for its backward pass, which makes three more for one layer at a time."""
     import torch
@@ -67,7 +67,8 @@ def baseline_memory(config: TrainConfig, vocab_size: int) -> int:
     with torch.device("meta"):
         model = TransformerLanguageModel(config.model_config(vocab_size))
     scores = 4 * config.rows_at_once * config.num_heads * config.max_seq_len**2
-    return estimate_memory(config, model, "fp32") + scores * (config.num_layers + 3)
+    plain = dataclasses.replace(hardware, precision="fp32", compiles=False)
+    return estimate_memory(config, model, plain) + scores * (config.num_layers + 3)
 
 
 def fit_memory(config: TrainConfig, vocab_size: int, hardware: Hardware) -> TrainConfig:
@@ -76,8 +77,8 @@ def fit_memory(config: TrainConfig, vocab_size: int, hardware: Hardware) -> Trai
 
     if hardware.memory_bytes is None:
         return config
-    fitted = config
-    while fitted.rows_at_once > 1 and baseline_memory(fitted, vocab_size) > MEMORY_SHARE * hardware.memory_bytes:
+    fitted, limit = config, MEMORY_SHARE * hardware.memory_bytes
+    while fitted.rows_at_once > 1 and baseline_memory(fitted, vocab_size, hardware) > limit:
         fitted = of_rows(config, fitted.rows_at_once // 2)
     return fitted
 

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,12 @@ from common.files import atomic_write
 from model import TransformerLanguageModel
 from training.hardware import Hardware
 from training.run import Run
+
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "coordinate_descent": {"options": {"coordinate_descent_tuning": True}},
+    "max_autotune": {"mode": "max-autotune-no-cudagraphs"},
+}
 
 
 def compile_model(
@@ -40,7 +47,9 @@ def compile_model(
         load_compiled(cache)
     try:
         torch.compiler.reset()  # of what was compiled in this process before, in a notebook say: there is a limit
-        compiled = torch.compile(model, dynamic=False)
+        # The keys of PyTorch's caches do not hold it: code with another attention kernel would be served.
+        torch.compiler.config.cache_key_tag = attention_kernels()
+        compiled = torch.compile(model, dynamic=False, **MODES[hardware.compile_mode])
         with hardware.autocast():
             loss = compiled(inputs, targets)
         loss.backward()
@@ -80,10 +89,22 @@ def compile_for_run(run: Run, hardware: Hardware, say: Callable[[str], None]) ->
             say(run.give_way(error, "compile", hardware))
 
 
+def attention_kernels() -> str:
+    """Those of the GPU's attention kernels that PyTorch may take."""
+    switches = torch.backends.cuda
+    enabled = {
+        "cudnn": switches.cudnn_sdp_enabled(),
+        "flash": switches.flash_sdp_enabled(),
+        "efficient": switches.mem_efficient_sdp_enabled(),
+    }
+    return " ".join(name for name, is_enabled in enabled.items() if is_enabled)
+
+
 def cache_name(model: TransformerLanguageModel, hardware: Hardware, inputs: torch.Tensor) -> str:
     """Named after all that compiled code depends on, for nothing in it says for which machine it was made."""
     built_for = [hardware.name, torch.backends.cpu.get_cpu_capability(), torch.__version__, hardware.precision]
-    of = [*built_for, model.config.to_dict(), list(inputs.shape)]
+    how = [hardware.compile_mode, attention_kernels(), model.activation_checkpointing]
+    of = [*built_for, *how, model.config.to_dict(), list(inputs.shape)]
     return f"compiled-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.bin"
 
 

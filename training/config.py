@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
+COMPILE_MODES = ("default", "coordinate_descent", "max_autotune")
 MOST_SEQUENCES = 1_000_000  # beyond it nothing but mistakes
+NOT_GIVEN = ("default", "memory", "tuned")  # sources of values that nobody asked for
+MEASURED = 0  # micro_batch_size "auto"
 MODEL_KEYS = (
     "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len", "dropout", "bias", "tie_embeddings",
     "activation", "norm", "position", "qk_norm", "logit_softcap", "embed_norm", "zero_init",
@@ -32,8 +35,8 @@ MODEL_KEYS = (
 
 
 def option(default: Any, group: str, help: str, **allowed: Any) -> Any:
-    """A configuration key. `allowed`: `low`, `high` (inclusive), `below`, `above` (exclusive), `choices`, and `switch`,
-    the values that a bare flag (or JSON true) and JSON false stand for."""
+    """A configuration key. `allowed`: `low`, `high` (inclusive), `below`, `above` (exclusive), `choices`, `switch`, the
+    values that a bare flag (or JSON true) and JSON false stand for, and `words` that stand for a number."""
     return field(default=default, metadata={"group": group, "help": help, **allowed})
 
 
@@ -73,7 +76,6 @@ class TrainConfig:
     epochs: int = option(10, "length", "passes over the training split", low=1)
     max_steps: int = option(0, "length", "optimizer steps in all; 0: as many as the epochs take", low=0)
     max_steps_per_epoch: int = option(0, "length", "end an epoch after this many steps, 0 is off", low=0)
-
     max_hours: float = option(
         0.0, "length", "stop, saved, once the run has taken this long in all its sessions, 0 is off", low=0.0
     )
@@ -84,8 +86,13 @@ class TrainConfig:
     micro_batch_size: int | None = option(
         None,
         "batch",
-        "sequences at once: a matter of memory, not of the result (dropout's draws aside) [batch_size]",
+        "sequences at once: a matter of memory, not of the result (dropout's draws aside) [batch_size, or what fits]; "
+        "auto: the fastest, measured",
         low=1,
+        words={"auto": MEASURED},
+    )
+    activation_checkpointing: bool = option(
+        False, "batch", "keep a block's input alone for the backward pass: less memory, a third more time"
     )
 
     optimizer: str = option(
@@ -146,6 +153,11 @@ class TrainConfig:
         "auto", "hardware", "arithmetic; weights stay fp32", choices=("auto", "bf16", "fp16", "fp32")
     )
     compile: str = option("auto", "hardware", "torch.compile", choices=("auto", "on", "off"), switch=("on", "off"))
+    compile_mode: str = option("default", "hardware", "how torch.compile looks for kernels", choices=COMPILE_MODES)
+    attention: str = option(
+        "auto", "hardware", "attention kernel on a GPU; auto: PyTorch's choice", choices=("auto", "flash", "cudnn")
+    )
+    cpu_threads: int = option(0, "hardware", "threads on a CPU; 0: as many as PyTorch takes", low=0, high=1024)
     compile_cache_dir: str | None = option(
         None,
         "hardware",
@@ -153,6 +165,7 @@ class TrainConfig:
     )
     dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write no run")
     profile: bool = option(False, "hardware", "time the parts of a step, say what limits it, write no run")
+    tune: bool = option(False, "hardware", "time other settings on this machine, keep the best for later, write no run")
 
     name: str = "default"  # of the config file, or of the model size
     sources: dict[str, str] = field(default_factory=dict, compare=False)  # where each value came from
@@ -244,11 +257,11 @@ def is_resolved(content: dict[str, Any]) -> bool:
 
 def given(resolved: dict[str, Any]) -> dict[str, Any]:
     """What of a run's resolved configuration was given when it was trained: the run is continued by it."""
-    once = ("resume", "dry_run", "profile")  # of the command, not of the run
+    once = ("resume", "dry_run", "profile", "tune")  # of the command, not of the run
     values = {
         key: value
         for key, value in resolved["config"].items()
-        if resolved["sources"].get(key, "default") not in ("default", "memory") and key not in once
+        if resolved["sources"].get(key, "default") not in NOT_GIVEN and key not in once
     }
     if values.get("max_steps"):  # of the two ways to say how long a run is, the one that counted
         values.pop("epochs", None)
@@ -300,7 +313,7 @@ def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any
     for key, f in SCHEMA.items():
         group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
         choices = f.metadata.get("choices")
-        metavar = "|".join(choices) if choices else kind_of(f).upper()
+        metavar = "|".join(choices or [kind_of(f).upper(), *f.metadata.get("words", ())])
         default = "" if f.default in (None, False) else f" [{f.default}]"
         text = (f.metadata["help"] + default).replace("%", "%%")
         group.add_argument(f"--{key}", nargs="?", const=True, default=argparse.SUPPRESS, metavar=metavar, help=text)
@@ -369,8 +382,11 @@ def cross_check(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
         problems.append(f"micro_batch_size {values['micro_batch_size']} is above the {rows} sequences of a step")
     if values["device"] == "cuda" and not values["use_gpu"]:
         problems.append("--device cuda and --use_gpu false contradict each other")
-    if values["dry_run"] and values["profile"]:
-        problems.append("--dry_run and --profile each do something else than training; give one of them")
+    if values["compile"] == "off" and sources["compile_mode"] == "flag":
+        problems.append("--compile_mode and --compile off contradict each other")
+    looks = [f"--{key}" for key in ("dry_run", "profile", "tune") if values[key]]
+    if len(looks) > 1:
+        problems.append(f"{' and '.join(looks)} each do something else than training; give one of them")
     if values["resume_from"] and values["resume"] == "never":
         problems.append("--resume_from and --resume never contradict each other")
     if values["resume_from"] and values["init_from"]:

@@ -19,6 +19,8 @@ def convert(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
     allowed, kind = f.metadata, kind_of(f)
     if value is None and f.default is None:
         return None
+    if isinstance(value, str) and value in allowed.get("words", {}):
+        return allowed["words"][value]
     if from_flag and isinstance(value, str) and (kind != "str" or "switch" in allowed):
         value = parse_word(value)
     if "switch" in allowed and isinstance(value, bool):
@@ -35,10 +37,11 @@ def convert(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
             raise ValueError(f"allowed: {', '.join(choices)}.{suggest(value, choices)}")
         return value
     whole = kind == "int"
+    words = "".join(f" or {word}" for word in allowed.get("words", ()))
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:  # or NaN
-        raise ValueError("a whole number is needed" if whole else "a number is needed")
+        raise ValueError(f"a whole number{words} is needed" if whole else "a number is needed")
     if whole and value != int(value):
-        raise ValueError("a whole number is needed")
+        raise ValueError(f"a whole number{words} is needed")
     value = int(value) if whole else float(value)
     limits: dict[str, tuple[Callable[[float], bool], str]] = {
         "low": (lambda limit: value >= limit, "at least"),

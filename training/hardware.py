@@ -29,6 +29,15 @@ CPU_COMPILE_SAVES = 0.3
 CPU_FLOPS_PER_CORE = 1e11
 CPU_COMPILE_MARGIN = 3  # the estimate is rough, and whoever starts a short run wants to see it begin
 
+# Compiling on a GPU: from what others report and from reading the generated code, not measured here. An uncompiled step
+# takes as long as its kernels do, at the least as their launches from Python do.
+GPU_COMPILE_SECONDS = 15.0
+GPU_COMPILE_SECONDS_PER_LAYER = 3.0
+GPU_COMPILE_SAVES = 0.4
+GPU_LAUNCHES_PER_LAYER = 1.2e-3
+GPU_EAGER_MFU = 0.25
+GPU_PEAK_FLOPS = 1e14  # of one whose peak is not known
+
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 A100_UNITS_PER_HOUR = 8.0  # Google Colab's rate, as the blog's author paid it
@@ -44,6 +53,7 @@ class Hardware:
     compile_reason: str
     peak_flops: float | None
     memory_bytes: int | None  # of the GPU, else of the machine; in all, so that it is the same tomorrow
+    compile_mode: str = "default"
 
     @property
     def is_cuda(self) -> bool:
@@ -125,7 +135,8 @@ def frozen_garbage() -> Iterator[None]:
 
 
 def detect_hardware(config: TrainConfig) -> Hardware:
-    """Choose device, precision and compilation, and set this process up for them: TF32 on a GPU, malloc on a CPU.
+    """Choose device, precision and compilation, and set this process up for them: TF32 and attention on a GPU, malloc
+    and threads on a CPU.
 
     Raises ConfigError if what is asked for is not there.
     """
@@ -133,7 +144,9 @@ def detect_hardware(config: TrainConfig) -> Hardware:
     use_cuda = device.type == "cuda"
     name = device_name(device)
     precision, precision_reason = choose_precision(config, device)
-    compiles, compile_reason = choose_compile(config, device)
+    peak = peak_flops(name) if use_cuda else None
+    compiles, compile_reason = choose_compile(config, device, peak)
+    choose_attention(config, device)
     if use_cuda:
         if precision != "fp32":
             torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
@@ -141,8 +154,11 @@ def detect_hardware(config: TrainConfig) -> Hardware:
     else:
         keep_freed_memory()
         memory = total_ram()
-    peak = peak_flops(name) if use_cuda else None
-    hardware = Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory)
+        if config.cpu_threads:
+            torch.set_num_threads(config.cpu_threads)
+    hardware = Hardware(
+        device, name, precision, precision_reason, compiles, compile_reason, peak, memory, config.compile_mode
+    )
     if config.max_units and not hardware.units_per_hour(config):
         raise ConfigError(f"--max_units needs --units_per_hour: what {name} costs is not known.")
     return hardware
@@ -175,20 +191,43 @@ def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, st
     return "bf16", f"this CPU has {flag}"
 
 
-def choose_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
-    """On a CPU compiling pays where many small operations surround the matrix products, as rotary positions and the
-    normalisation of queries and keys do, and where the run is long enough. Decided from the configuration, not by a
-    measurement: the same command resumes with the same arithmetic."""
+def choose_attention(config: TrainConfig, device: torch.device) -> None:
+    """Tell PyTorch which of its attention kernels it may take. The math kernel, the last resort, stays.
+
+    Below torch 2.10 not cuDNN's by itself: version 9.10 of it, which comes with torch 2.9, reads out of bounds in its
+    backward pass (pytorch issues 169849, 171627).
+    """
+    if device.type != "cuda":
+        if config.attention != "auto":
+            raise ConfigError(f"--attention {config.attention} is for CUDA GPUs; leave it on auto here.")
+        return
+    wants_cudnn = config.attention == "cudnn"
+    is_sound = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
+    torch.backends.cuda.enable_cudnn_sdp(wants_cudnn or (config.attention == "auto" and is_sound))
+    torch.backends.cuda.enable_flash_sdp(not wants_cudnn)
+    torch.backends.cuda.enable_mem_efficient_sdp(not wants_cudnn)
+
+
+def choose_compile(config: TrainConfig, device: torch.device, peak: float | None = None) -> tuple[bool, str]:
+    """Compiling pays where the run is long enough; on a CPU only where many small operations surround the matrix
+    products, as rotary positions and the normalisation of queries and keys do. Decided from the configuration, not by
+    a measurement: the same command resumes with the same arithmetic. `peak`: of the GPU, in FLOP/s."""
+    if config.compile_mode == "coordinate_descent" and device.type != "cuda":
+        raise ConfigError("--compile_mode coordinate_descent is for CUDA GPUs; leave it on default here.")
     if config.compile != "auto":
-        return config.compile == "on", "as configured"
+        return config.compile == "on", "as configured" if config.sources.get("compile") != "tuned" else "as tuned"
+    flops = 72 * config.num_layers * config.embed_dim**2 * config.tokens_per_step  # of the blocks, a step
     if device.type == "cuda":
-        return True, "on a GPU it pays within minutes"
-    if config.position != "rope" and not config.qk_norm:
+        takes = GPU_COMPILE_SECONDS + GPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
+        uncompiled = max(GPU_LAUNCHES_PER_LAYER * config.num_layers, flops / (GPU_EAGER_MFU * (peak or GPU_PEAK_FLOPS)))
+        saves, margin = GPU_COMPILE_SAVES * uncompiled, 1
+    elif config.position != "rope" and not config.qk_norm:
         return False, "on a CPU a compiled step of this model is no faster"
+    else:
+        takes = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
+        saves, margin = CPU_COMPILE_SAVES * flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1)), CPU_COMPILE_MARGIN
     if not config.max_steps:
-        return True, "on a CPU this model's steps get a third shorter, which pays in runs beyond a few minutes"
-    takes = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
-    flops = 72 * config.num_layers * config.embed_dim**2 * config.tokens_per_step * config.max_steps  # of the blocks
-    saves = CPU_COMPILE_SAVES * flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))
-    said = f"it takes about {takes:.0f} s and saves about {saves:.0f} s of this run"
-    return saves > CPU_COMPILE_MARGIN * takes, said
+        return True, f"it takes about {takes:.0f} s and saves about {1000 * saves:.2g} ms of each step (a forecast)"
+    saved = saves * config.max_steps
+    said = f"it takes about {takes:.0f} s and saves about {saved:.0f} s of this run (a forecast)"
+    return saved > margin * takes, said

@@ -28,29 +28,51 @@ DROPOUT_ASIDE = " but for the draws of dropout"  # which go through a micro-batc
 PROCESS_BYTES = 350_000_000  # resident in a process that has imported torch
 
 
-def estimate_memory(
-    config: TrainConfig, model: TransformerLanguageModel, precision: str, device: torch.device | None = None
-) -> int:
-    """Peak bytes of a training step on a device (None: the model's): weights, gradients and AdamW's two moments in fp32
-    (16 bytes a parameter; 12 with the one momentum of Muon), and what the backward pass needs of one micro-batch."""
-    c = model.config
-    half = 2 if precision != "fp32" else 4
-    # A block keeps, per token: two norms' inputs (fp32) and outputs, q, k, v, the attention's output, the residual
-    # branch, and both sides of the activation.
-    per_block = 2 * 4 * c.embed_dim + half * (2 + 3 + 1 + 1) * c.embed_dim + half * 2 * c.ff_dim
-    per_head = (half + 4 + 4) * c.vocab_size  # logits, the same in fp32, and their gradient
-    per_token = c.num_layers * per_block + per_head
-    if c.dropout and (device or model.device).type == "cpu":
-        # PyTorch's flash kernel for CPUs knows no dropout; the other keeps three (T, T) matrices, in fp32, per head.
-        per_token += 3 * 4 * (c.num_layers + 1) * c.num_heads * c.max_seq_len
-    weight_copies = half * model.num_parameters() if precision != "fp32" else 0  # autocast keeps its casts for backward
-    backward = weight_copies + per_token * config.rows_at_once * c.max_seq_len
-    state = 16 * model.num_parameters()
+def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> int:
+    """Peak bytes of a training step: weights, gradients and AdamW's two moments in fp32 (16 bytes a parameter; 12 with
+    the one momentum of Muon), and what the backward pass needs of one micro-batch.
+
+    Counted from what autograd keeps where the model runs as it is written, and from what the compiler's graphs keep
+    (docs/benchmarks/gpu_forecast.md).
+    """
+    parameters = model.num_parameters()
+    several = config.rows_at_once < config.sequences_per_step  # the gradients of earlier slices are there already
+    moments = 8 * parameters
+    update = 0
     if config.optimizer == "muon":
         hidden = sum(matrix.numel() for matrix in hidden_matrices(model).values())
-        state -= 4 * hidden
-        backward = max(backward, 12 * hidden)  # the update and Newton-Schulz, once the activations are gone
-    return state + backward
+        moments -= 4 * hidden
+        update = 12 * hidden  # the update and Newton-Schulz, once the activations are gone
+    state = 4 * parameters + moments
+    gradients = 4 * parameters
+    weight_copies = 2 * parameters if hardware.precision != "fp32" else 0  # autocast keeps its casts for backward
+    activations = bytes_per_token(config, model, hardware) * config.rows_at_once * config.max_seq_len
+    during_backward = weight_copies + activations + several * gradients
+    after_it = gradients + max(update, several * hardware.compiles * gradients)  # which compiled code gives all at once
+    return state + max(during_backward, after_it)
+
+
+def bytes_per_token(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> int:
+    """What the forward pass keeps of a token for the backward pass, and the logits and their gradient."""
+    c = model.config
+    half = 4 if hardware.precision == "fp32" else 2
+    residual = {"fp32": 4, "fp16": 4, "bf16": 2}[hardware.precision]
+    if hardware.compiles:
+        # Of a block: two norms' inputs and outputs, q, k, v, the attention's output, both sides of the activation.
+        block = 2 * residual * c.embed_dim + half * (2 + 3 + 1) * c.embed_dim + half * 2 * c.ff_dim
+        if c.position == "rope" or c.qk_norm:
+            block += half * 2 * c.embed_dim  # q and k as attention reads them
+        head = half * 2 * c.vocab_size
+    else:
+        # The same, but a norm's input is kept in fp32; the head's softmax, its gradient and that of the logits as well.
+        block = 2 * 4 * c.embed_dim + half * (2 + 3 + 1) * c.embed_dim + half * 2 * c.ff_dim
+        head = 3 * 4 * c.vocab_size
+    # PyTorch's flash kernel for CPUs knows no dropout; the other keeps three (T, T) matrices, in fp32, per head, and as
+    # many at work.
+    scores = 3 * 4 * c.num_heads * c.max_seq_len if c.dropout and hardware.device.type == "cpu" else 0
+    if config.activation_checkpointing:  # the inputs of all blocks; the rest of one at a time, after the head's is gone
+        return c.num_layers * residual * c.embed_dim + max(head, 2 * (block + scores))
+    return c.num_layers * (block + scores) + scores + head
 
 
 def held_memory(data: TokenData, hardware: Hardware) -> int:
@@ -65,21 +87,21 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
 
     Raises MemoryExhausted if one sequence does not fit.
     """
-    if config.micro_batch_size is not None:
+    if config.micro_batch_size and config.sources.get("micro_batch_size") != "tuned":
         return config
     if (rows := found_before(config, hardware)) is not None:
         print(
             f"Memory     micro_batch_size {rows}, which fitted on this device before (--micro_batch_size tries another)"
         )
         return with_rows(config, rows)
-    if hardware.memory_bytes is None:
+    if config.micro_batch_size or hardware.memory_bytes is None:
         return config
     limit = MEMORY_SHARE * hardware.memory_bytes
     rows = config.rows_at_once
     fitted = config
-    while estimate_memory(fitted, model, hardware.precision) > limit:
+    while estimate_memory(fitted, model, hardware) > limit:
         if rows == 1:
-            needed = estimate_memory(fitted, model, hardware.precision)
+            needed = estimate_memory(fitted, model, hardware)
             raise MemoryExhausted(
                 f"Training this model takes about {needed / 1e9:.1f} GB even with one sequence at a time; "
                 f"there are {hardware.memory_bytes / 1e9:.1f} GB. Choose a smaller --model_size or --max_seq_len; "
@@ -163,13 +185,17 @@ def no_way_out(config: TrainConfig, model: TransformerLanguageModel, hardware: H
 def savings(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> list[tuple[str, int]]:
     """Flags that take less memory, those that change least about the run first, with the bytes each saves. The later
     ones are for a new run."""
-    now = estimate_memory(config, model, hardware.precision, hardware.device)
+    now = estimate_memory(config, model, hardware)
     one = with_rows(config, 1)
     ways: list[tuple[str, int]] = []
     if config.rows_at_once > 1:
-        ways.append(("--micro_batch_size 1", now - estimate_memory(one, model, hardware.precision, hardware.device)))
+        ways.append(("--micro_batch_size 1", now - estimate_memory(one, model, hardware)))
+    if not config.activation_checkpointing:
+        kept_less = dataclasses.replace(config, activation_checkpointing=True)
+        ways.append(("--activation_checkpointing", now - estimate_memory(kept_less, model, hardware)))
     if hardware.precision == "fp32" and has_fast_bf16(hardware.device):
-        ways.append(("--precision bf16", now - estimate_memory(config, model, "bf16", hardware.device)))
+        in_bf16 = dataclasses.replace(hardware, precision="bf16")
+        ways.append(("--precision bf16", now - estimate_memory(config, model, in_bf16)))
     changes: list[tuple[str, dict[str, object]]] = []
     if config.dropout:
         changes.append(("--dropout 0", {"dropout": 0.0}))
@@ -185,7 +211,7 @@ def savings(config: TrainConfig, model: TransformerLanguageModel, hardware: Hard
         changed = dataclasses.replace(config, **keys)  # type: ignore[arg-type]
         with torch.device("meta"):
             other = TransformerLanguageModel(changed.model_config(model.config.vocab_size))
-        saved = now - estimate_memory(changed, other, hardware.precision, hardware.device)
+        saved = now - estimate_memory(changed, other, hardware)
         if "model_size" not in flags:
             ways.append((flags, saved))
         elif saved > 0:

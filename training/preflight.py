@@ -43,7 +43,7 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     run.require_own_folders()
     found = run.find()
     model, data = run.model, run.data
-    estimate = estimate_memory(config, model, hardware.precision) + held_memory(data, hardware)
+    estimate = estimate_memory(config, model, hardware) + held_memory(data, hardware)
     there_is = f" of {hardware.memory_bytes / 1e9:.1f} GB" if hardware.memory_bytes else ""
     need, free = KEPT_ON_DISK * run.checkpoint_bytes, free_space(config.run_dir)
     print(

@@ -12,7 +12,7 @@ from model import IGNORE_INDEX
 from training.config import TrainConfig
 from training.data import TokenData
 from training.hardware import Hardware
-from training.optimizer import Optimizer, apply_hyperparameters, clip_gradients, update
+from training.optimizer import Optimizer, apply_hyperparameters, gradient_norm, update
 from training.stability import not_finite
 
 
@@ -58,9 +58,9 @@ def train_step(
     if scaler.is_enabled():
         scaler.unscale_(cast(torch.optim.Optimizer, optimizer))  # which needs no more of one than `param_groups`
     apply_hyperparameters(optimizer, lr, config)
-    grad_norm = clip_gradients(optimizer, config.grad_clip)
+    grad_norm = gradient_norm(optimizer)
     skipped = not_finite(total, grad_norm)
-    update(optimizer, skipped)
+    update(optimizer, grad_norm, config.grad_clip, skipped)
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(total, grad_norm, skipped)

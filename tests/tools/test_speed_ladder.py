@@ -189,7 +189,7 @@ def test_a_folder_that_is_named_and_not_there_is_an_error(tmp_path: Path) -> Non
 
 def test_a_step_is_made_small_enough_for_the_scores_too() -> None:
     config = dataclasses.replace(CONFIG, max_seq_len=1024)
-    whole = speed_ladder.baseline_memory(config, 1000)
+    whole = speed_ladder.baseline_memory(config, 1000, CPU)
     assert whole > 4 * 32 * 2 * 1024**2 * 2  # rows, heads, T * T, layers
     assert speed_ladder.fit_memory(config, 1000, with_memory(10 * whole)) is config
     assert speed_ladder.fit_memory(config, 1000, with_memory(None)) is config

@@ -13,6 +13,7 @@ import torch
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import CPU
 from training.compilation import cache_name, compile_model
+from training.config import COMPILE_MODES
 
 SHAPE = ModelConfig(11, 8, 2, 1, max_seq_len=4)
 COMPILING = dataclasses.replace(CPU, compiles=True)
@@ -114,3 +115,37 @@ def test_compiled_code_that_cannot_be_read_is_compiled_again(tmp_path: Path, cap
     assert compile_model(model, hardware, example, cache_dir=tmp_path) is not model
     printed = capsys.readouterr().out
     assert "it is compiled again" in printed and "Compiled in" in printed
+
+
+def test_compiled_code_is_kept_apart_by_all_that_it_depends_on() -> None:
+    """PyTorch's own caches hold the attention kernels no more than ours would by itself."""
+    model, names = TransformerLanguageModel(SHAPE), set()
+    modes = [dataclasses.replace(COMPILING, compile_mode=mode) for mode in COMPILE_MODES]
+    names |= {cache_name(model, hardware, example()[0]) for hardware in modes}
+    model.activation_checkpointing = True
+    names.add(cache_name(model, COMPILING, example()[0]))
+    model.activation_checkpointing = False
+    tags = set()
+    for enabled in (True, False):
+        torch.backends.cuda.enable_flash_sdp(enabled)
+        try:
+            compile_model(model, COMPILING, example)
+            tags.add(torch.compiler.config.cache_key_tag)
+            names.add(cache_name(model, COMPILING, example()[0]))
+        finally:
+            torch.backends.cuda.enable_flash_sdp(True)
+    assert len(tags) == 2 and len(names) == 5
+
+
+def test_a_mode_is_one_that_torch_compile_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options) or model)
+    for mode in COMPILE_MODES:
+        compile_model(TransformerLanguageModel(SHAPE), dataclasses.replace(COMPILING, compile_mode=mode), example)
+    assert [{**options} for options in asked] == [
+        {"dynamic": False},
+        {"dynamic": False, "options": {"coordinate_descent_tuning": True}},
+        {"dynamic": False, "mode": "max-autotune-no-cudagraphs"},
+    ]
+    assert "coordinate_descent_tuning" in torch._inductor.list_options()
+    assert "max-autotune-no-cudagraphs" in torch._inductor.list_mode_options()

@@ -13,8 +13,9 @@ import common.machine
 from common.errors import ConfigError
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import CPU
+from training.compilation import attention_kernels
 from training.config import TrainConfig
-from training.hardware import detect_hardware
+from training.hardware import choose_attention, detect_hardware
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 2.0GHz\nflags\t\t: fpu sse2 {}\n\nprocessor\t: 1\nflags\t\t: fpu\n"
 WIDE = TrainConfig(embed_dim=768)
@@ -229,10 +230,71 @@ def test_a_cpu_compiles_only_when_asked_to(cpu: Callable, choice: str, compiles:
         ({"embed_dim": 768}, False, "no faster"),
         ({"position": "rope", "embed_dim": 768, "num_layers": 12, "max_steps": 10_000}, True, "saves about"),
         ({"position": "rope", "max_steps": 10}, False, "of this run"),
-        ({"qk_norm": True, "epochs": 3}, True, "shorter"),
+        ({"qk_norm": True, "epochs": 3}, True, "of each step"),
     ],
 )
 def test_a_cpu_compiles_where_the_run_repays_it(cpu: Callable, values: dict, compiles: bool, said: str) -> None:
     cpu("")
     hardware = detect_hardware(TrainConfig(**values))
     assert hardware.compiles is compiles and said in hardware.compile_reason
+
+
+@pytest.mark.parametrize(
+    ("values", "compiles", "said"),
+    [
+        ({"embed_dim": 128, "batch_size": 32, "max_seq_len": 128, "max_steps": 650}, False, "of this run"),
+        ({"embed_dim": 768, "num_layers": 12, "num_heads": 12, "max_steps": 20_000}, True, "of this run"),
+        ({"embed_dim": 768, "num_layers": 12, "num_heads": 12, "epochs": 3}, True, "of each step"),
+        ({"embed_dim": 768, "num_layers": 12, "num_heads": 12, "max_steps": 20}, False, "takes about 51 s"),
+        ({"embed_dim": 128, "max_steps": 650, "compile": "on"}, True, "as configured"),
+    ],
+)
+def test_a_gpu_compiles_where_the_run_repays_it(cuda: FakeCuda, values: dict, compiles: bool, said: str) -> None:
+    cuda("NVIDIA A100-SXM4-40GB", (8, 0))
+    hardware = detect_hardware(TrainConfig(**values))
+    assert hardware.compiles is compiles and said in hardware.compile_reason
+
+
+# Attention
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+    yield attention_kernels
+    choose_attention(TrainConfig(), torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("version", "attention", "allowed"),
+    [
+        ("2.13.0+cpu", "auto", "cudnn flash efficient"),
+        ("2.9.1", "auto", "flash efficient"),  # whose cuDNN reads out of bounds
+        ("2.13.0", "flash", "flash efficient"),
+        ("2.9.1", "cudnn", "cudnn"),  # asked for
+    ],
+)
+def test_the_attention_kernels_of_a_gpu(
+    cuda: FakeCuda, kernels: Callable, monkeypatch: pytest.MonkeyPatch, version: str, attention: str, allowed: str
+) -> None:
+    cuda("NVIDIA H200", (9, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", version)
+        detect_hardware(TrainConfig(attention=attention))
+    assert kernels() == allowed
+
+
+@pytest.mark.parametrize(("key", "value"), [("attention", "flash"), ("compile_mode", "coordinate_descent")])
+def test_what_is_for_a_gpu_is_refused_on_a_cpu(cpu: Callable, key: str, value: str) -> None:
+    cpu("")
+    with pytest.raises(ConfigError, match=f"--{key} {value} is for CUDA GPUs"):
+        detect_hardware(TrainConfig(**{key: value}))
+
+
+def test_a_cpu_takes_the_threads_it_is_told_to(cpu: Callable) -> None:
+    cpu("")
+    before = torch.get_num_threads()
+    try:
+        detect_hardware(TrainConfig(cpu_threads=before + 1))
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)

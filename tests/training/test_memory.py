@@ -182,12 +182,19 @@ def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
         model = TransformerLanguageModel(config.model_config(32_000))
     ways = savings(config, model, hardware)
     flags = [flag.split(" (")[0] for flag, _ in ways]
-    order = ["--micro_batch_size 1", "--precision bf16", "--optimizer muon", "--max_seq_len 256", "--model_size xlarge"]
+    order = [
+        "--micro_batch_size 1",
+        "--activation_checkpointing",
+        "--precision bf16",
+        "--optimizer muon",
+        "--max_seq_len 256",
+        "--model_size xlarge",
+    ]
     assert flags == [flag for flag in order if flag in flags] and {order[0], order[-1]} <= set(flags)
     halved = dataclasses.replace(config, max_seq_len=256)
     with torch.device("meta"):
         shorter = TransformerLanguageModel(halved.model_config(32_000))
-    saved = estimate_memory(config, model, "fp32") - estimate_memory(halved, shorter, "fp32")
+    saved = estimate_memory(config, model, hardware) - estimate_memory(halved, shorter, hardware)
     assert dict(ways)["--max_seq_len 256 (a new run)"] == saved
     said = no_way_out(config, model, dataclasses.replace(hardware, memory_bytes=10**15))
     assert f"--max_seq_len 256 (a new run): about {saved / 1e9:.1f} GB less" in said

@@ -19,7 +19,7 @@ from training import step as step_module
 from training.config import TrainConfig
 from training.data import TokenData
 from training.hardware import Hardware
-from training.optimizer import build_optimizer, clip_gradients, update
+from training.optimizer import build_optimizer, gradient_norm, update
 from training.records import read_metrics
 from training.stability import Stability
 
@@ -27,10 +27,10 @@ from training.stability import Stability
 def spoiled_gradients(patch: pytest.MonkeyPatch, steps: range) -> None:
     """One number of the gradient is not finite in these steps: what an overflow somewhere in the model leaves."""
 
-    def clip(optimizer: Any, grad_clip: float) -> torch.Tensor:
+    def spoiled(optimizer: Any) -> torch.Tensor:
         if drawn[-1] // 8 in steps:
             optimizer.param_groups[0]["params"][0].grad[0, 0] = float("nan" if drawn[-1] % 16 else "inf")
-        return clip_gradients(optimizer, grad_clip)
+        return gradient_norm(optimizer)
 
     drawn: list[int] = []
     batch = TokenData.batch
@@ -40,7 +40,7 @@ def spoiled_gradients(patch: pytest.MonkeyPatch, steps: range) -> None:
         return batch(data, sequences_seen, rows)
 
     patch.setattr(TokenData, "batch", noted)
-    patch.setattr(step_module, "clip_gradients", clip)
+    patch.setattr(step_module, "gradient_norm", spoiled)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -63,14 +63,15 @@ def test_a_skipped_update_leaves_weights_and_moments_as_they_were(optimizer: str
             tensors += [value for values in part["state"].values() for value in values.values()]
         return [tensor.clone() for tensor in tensors]
 
-    update(ours, backward())
+    norm = torch.ones(())
+    update(ours, norm, 1.0, backward())
     before = state()
     backward()
     for parameter in model.parameters():
         parameter.grad.view(-1)[0] = spoiled
-    update(ours, torch.ones(()))
+    update(ours, torch.tensor(spoiled), 1.0, torch.ones(()))
     assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
-    update(ours, backward())  # and the next one is taken
+    update(ours, norm, 1.0, backward())  # and the next one is taken
     assert not any(torch.equal(a, b) for a, b in zip(before, state(), strict=True) if a.numel() > 100)
 
 
