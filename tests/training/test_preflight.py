@@ -22,7 +22,14 @@ from tests.helpers import CPU, with_large_weights
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
 from training.hardware import Hardware
-from training.memory import MEMORY_SHARE, PROCESS_BYTES, estimate_memory, fit_micro_batch, held_memory
+from training.memory import (
+    MEMORY_SHARE,
+    PROCESS_BYTES,
+    bytes_per_token,
+    estimate_memory,
+    fit_micro_batch,
+    held_memory,
+)
 
 CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
 
@@ -98,6 +105,66 @@ def test_dropout_on_a_cpu_takes_the_attention_matrices() -> None:
         for model in models
     ]
     assert on_gpu == [without, without]
+
+
+def kept_of_a_token(config: TrainConfig, layers: int) -> float:
+    """Bytes that a forward pass keeps for its backward pass, weights aside."""
+    model = TransformerLanguageModel(dataclasses.replace(config.model_config(40), num_layers=layers))
+    model.activation_checkpointing = config.activation_checkpointing
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.zeros(config.rows_at_once, config.max_seq_len, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(tokens, tokens)
+    of_activations = [tensor.untyped_storage().nbytes() for place, tensor in storages.items() if place not in weights]
+    return sum(of_activations) / tokens.numel()
+
+
+@pytest.mark.parametrize("changes", [{}, {"ff_dim": 64}, {"activation_checkpointing": True}])
+def test_what_a_layer_keeps_is_what_is_counted(changes: dict) -> None:
+    config = config_of(embed_dim=64, max_seq_len=32, batch_size=2, **changes)
+    kept = (kept_of_a_token(config, 6) - kept_of_a_token(config, 2)) / 4
+    with torch.device("meta"):
+        models = [TransformerLanguageModel(dataclasses.replace(config.model_config(40), num_layers=n)) for n in (6, 2)]
+    counted = [bytes_per_token(config, model, with_memory(None)) for model in models]
+    assert (counted[0] - counted[1]) / 4 == pytest.approx(kept, rel=0.03)
+
+
+def test_compiled_code_and_checkpointed_activations_take_less() -> None:
+    compiled = dataclasses.replace(with_memory(None, "bf16"), compiles=True)
+    config = config_of(batch_size=64, max_seq_len=512)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(32_000))
+    eager = estimate_memory(config, model, with_memory(None, "bf16"))
+    assert estimate_memory(config, model, compiled) < eager
+    checkpointed = dataclasses.replace(config, activation_checkpointing=True)
+    assert estimate_memory(checkpointed, model, compiled) < estimate_memory(config, model, compiled)
+
+
+@pytest.mark.parametrize(
+    ("layers", "width", "heads", "context", "rows", "form", "precision", "gb"),
+    [
+        (12, 768, 12, 512, 64, {}, "bf16", 15.28),
+        (24, 1024, 16, 1024, 8, {}, "bf16", 11.16),
+        (12, 768, 6, 512, 64, {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "bias": False}, "bf16", 17.73),
+    ],
+)
+def test_the_estimate_is_near_the_compilers_own(
+    layers: int, width: int, heads: int, context: int, rows: int, form: dict, precision: str, gb: float
+) -> None:
+    """Its estimate of the backward pass as it was generated for an H200 (docs/benchmarks/gpu_forecast.md), and the
+    weights and AdamW's moments."""
+    shape = {"num_layers": layers, "embed_dim": width, "num_heads": heads, "max_seq_len": context, "batch_size": rows}
+    config = config_of(**shape, **form)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(32_000))
+    hardware = dataclasses.replace(with_memory(None, precision), device=torch.device("cuda"), compiles=True)
+    assert estimate_memory(config, model, hardware) == pytest.approx(gb * 1e9, rel=0.1)
 
 
 def test_half_precision_saves_activations() -> None:
