@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import threading
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -95,14 +100,80 @@ class StaticStep:
         return replay
 
 
+class Recorder:
+    """Records CUDA graphs as `torch.cuda.graph` does, but without emptying the allocator's cache first: a training that
+    generates text between two steps would have to allocate everything anew after it.
+
+    A graph works in a pool of memory of its own, which nothing else is given even after its end, as long as there is
+    other memory. So the next graph takes over the pool of the last one, unless that is still in use: they would
+    overwrite each other's logits.
+    """
+
+    def __init__(self) -> None:
+        self.alone = threading.Lock()
+        self.stream: torch.cuda.Stream | None = None  # blocks of a pool belong to a stream
+        self.last: torch.cuda.CUDAGraph | None = None  # kept, for a pool ends with the last graph in it
+        self.logits: Callable[[], torch.Tensor | None] = lambda: None  # of that graph; None once nobody can read them
+
+    def record(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        """Raises RuntimeError where a step cannot be recorded, or finds no memory."""
+        with self.alone:
+            return self.record_alone(step)
+
+    def record_alone(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+        graph, is_free = torch.cuda.CUDAGraph(), self.logits() is None
+        pool = self.last.pool() if self.last is not None and is_free else torch.cuda.graph_pool_handle()
+        self.stream = self.stream or torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with garbage_left_alone(), torch.cuda.stream(self.stream):
+            try:
+                graph.capture_begin(pool, capture_error_mode="thread_local")  # a thread may be reading batches
+                logits = step()
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the first error says more
+                    end_recording(graph, pool)
+                raise
+            end_recording(graph, pool)
+        self.last, self.logits = graph, weakref.ref(logits)
+        return graph, logits
+
+
+def end_recording(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+    """Raises RuntimeError if something was not permitted: torch then leaves out to tell its allocator that the
+    recording is over, and nothing could be given back to the system any more."""
+    try:
+        graph.capture_end()
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError, AttributeError):  # it has been told; there is no such function any more
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
+            torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
+        raise
+
+
+@contextlib.contextmanager
+def garbage_left_alone() -> Iterator[None]:
+    """The garbage collector might free what must not be freed while CUDA records."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+recorder = Recorder()
+
+
 def record(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
     """Record a CUDA graph of `step`. Returns it and the tensor it writes its result to at each replay.
 
     Raises RuntimeError where that is not possible.
     """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # a thread may be reading batches
-            return graph, step()
-    finally:
-        torch.cuda.set_stream(stream)  # a recording that fails leaves its own behind
+        return recorder.record(step)
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    torch.cuda.empty_cache()  # what the allocator does by itself where memory runs out, but not while CUDA records
+    return recorder.record(step)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -112,6 +114,84 @@ def test_on_a_gpu_the_next_step_is_queued_before_a_token_is_read(model, characte
                 show = lambda i, piece: steps_when_shown.append(len(steps))  # noqa: E731
                 generate(model, characters, ["abc"], changed(GREEDY, max_new_tokens=2), on_text=show)
     assert steps_when_shown == [0, 1, 1, 1, 1, 1]  # each token, and what remains at the end
+
+
+class Graph:
+    """Stands in for torch.cuda.CUDAGraph: knows its pool, and cannot end what was not permitted."""
+
+    permitted = True
+
+    def capture_begin(self, pool: tuple[int, int], capture_error_mode: str) -> None:
+        self.place = pool
+
+    def capture_end(self) -> None:
+        if not self.permitted:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def pool(self) -> tuple[int, int]:
+        return self.place
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the allocator is told while graphs are recorded, without a GPU."""
+    told, handles = [], itertools.count()
+    fakes = {
+        "CUDAGraph": Graph,
+        "Stream": object,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "synchronize": lambda: None,
+        "current_device": lambda: 0,
+        "graph_pool_handle": lambda: (0, next(handles)),
+        "empty_cache": lambda: told.append("empty"),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    for name in ("end", "release"):
+        call = "_cuda_endAllocateToPool" if name == "end" else "_cuda_releasePool"
+        monkeypatch.setattr(torch._C, call, lambda device, pool, name=name: told.append(name), raising=False)
+    monkeypatch.setattr(cuda_graph, "recorder", cuda_graph.Recorder())
+    return told
+
+
+def test_a_graph_takes_over_the_memory_of_one_whose_logits_nobody_reads_any_more(told):
+    graphs, logits = [], []
+    for kept in (True, True, False, False):
+        graph, result = cuda_graph.record(lambda: torch.zeros(1))
+        graphs.append(graph)
+        logits.append(result if kept else None)
+        del result
+    assert [graph.pool()[1] for graph in graphs] == [0, 1, 2, 2]
+    assert told == []
+
+
+def test_a_recording_that_finds_no_memory_is_tried_again_with_an_empty_cache(told):
+    outcomes = [torch.OutOfMemoryError("CUDA out of memory"), torch.zeros(1)]
+
+    def step() -> torch.Tensor:
+        assert not gc.isenabled()
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    assert isinstance(cuda_graph.record(step)[0], Graph)
+    assert told == ["empty"] and not outcomes and gc.isenabled()
+
+
+def test_the_allocator_is_told_the_end_of_a_recording_that_fails(told, monkeypatch):
+    """By its first error, which says more than that there was one."""
+
+    def step() -> torch.Tensor:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(Graph, "permitted", False)
+    with pytest.raises(RuntimeError, match="not permitted"):
+        cuda_graph.record(step)
+    assert told == ["end", "release"] and gc.isenabled()
+    with pytest.raises(RuntimeError, match="previous error"):
+        cuda_graph.record(lambda: torch.zeros(1))
+    assert told == ["end", "release"] * 2
 
 
 @pytest.mark.cuda
