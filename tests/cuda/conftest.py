@@ -1,0 +1,29 @@
+"""Each test begins on a device that knows nothing of the others."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.workload import write_random_tokens
+
+
+@pytest.fixture(autouse=True)
+def fresh_device() -> Iterator[None]:
+    """No compiled code, memory or matmul precision of another test."""
+    precision = torch.get_float32_matmul_precision()
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
+    yield
+    torch.set_float32_matmul_precision(precision)
+
+
+@pytest.fixture(scope="session")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of random tokens. Not to be changed by a test."""
+    return write_random_tokens(tmp_path_factory.mktemp("tokens") / "small", 20_000, 300)

@@ -1,0 +1,35 @@
+"""What the tests on a GPU share: the flags of a small training, and what is read from its folder."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.workload import Training
+from training.records import read_metrics
+
+DEVICE = "cuda"
+SHAPE = ["--num_layers", "2", "--embed_dim", "64", "--num_heads", "2", "--max_seq_len", "32", "--batch_size", "8"]
+ON_GPU = ["--device", DEVICE, "--max_steps", "100", "--learning_rate", "0.003"]
+
+
+def opened(tokens: Path, *flags: str) -> Training:
+    """A small training on the GPU, as the trainer would begin it; `flags` may change any of its own."""
+    return Training.open([*SHAPE, *ON_GPU, "--data_dir", str(tokens), *flags])
+
+
+def losses_of(run_dir: Path) -> list[float]:
+    return [row["train_loss"] for row in read_metrics(run_dir)]
+
+
+@contextlib.contextmanager
+def memory_limit(limit: int) -> Iterator[None]:
+    """Where the allocator has taken so many bytes from the GPU, it finds no more."""
+    torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)

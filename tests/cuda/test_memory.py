@@ -1,0 +1,87 @@
+"""The GPU's memory: as much as was estimated, no more from step to step, and what happens where it is too little."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.workload import Training, write_random_tokens
+from tests.cuda.helpers import DEVICE, ON_GPU, losses_of, memory_limit, opened
+from training.memory import estimate_memory
+from training.records import read_metrics
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.mark.parametrize("choice", ["on", "off"])
+def test_peak_memory_is_within_a_tenth_of_the_estimate(tmp_path: Path, choice: str) -> None:
+    tokens = write_random_tokens(tmp_path / "tokens", 200_000, 32_000)
+    shape = "--num_layers 6 --embed_dim 512 --num_heads 8 --max_seq_len 512 --batch_size 16"
+    before = torch.cuda.memory_allocated()
+    flags = [*shape.split(), *ON_GPU, "--data_dir", str(tokens), "--placement", "ram", "--compile", choice]
+    training = Training.open(flags)
+    training.step()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        training.step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    estimate = estimate_memory(training.config, training.model, training.hardware)
+    assert training.config.rows_at_once == 16
+    assert estimate == pytest.approx(peak, rel=0.1), f"estimated {estimate / 1e9:.2f} GB, measured {peak / 1e9:.2f} GB"
+
+
+def test_memory_does_not_grow_from_step_to_step(tokens: Path) -> None:
+    training = opened(tokens, "--compile", "off")
+    for _ in range(3):
+        training.step()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    for _ in range(10):
+        training.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= held
+
+
+# Activations of some hundred megabytes, far more than the weights: half the sequences take about half the memory.
+LARGE = {"max_seq_len": 256, "embed_dim": 256, "num_layers": 2, "batch_size": 64, "gradient_accumulation_steps": 1}
+LARGE |= {"device": DEVICE, "precision": "fp32", "dropout": 0.0, "learning_rate": 0.001, "max_steps": 4}
+
+
+@pytest.mark.parametrize("choice", ["on", "off"])
+def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
+    tmp_path: Path, train: Callable, choice: str
+) -> None:
+    """Memory that really is too little, for a step and for the compiling of one; the losses are the same."""
+    flags = {**LARGE, "compile": choice, "eval_interval": 2, "checkpoint_steps": 2}
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = train(tmp_path / "whole", **flags)
+    assert result.code == 0 and "Out of memory" not in result.out, result
+    peak = torch.cuda.max_memory_allocated()
+    torch._dynamo.reset()
+    gc.collect()
+    torch.cuda.empty_cache()  # its blocks would not count
+    with memory_limit(before + 7 * (peak - before) // 10):
+        result = train(tmp_path / "parts", **flags)
+    assert result.code == 0, result.err
+    told = re.findall(r"Out of memory with (\d+) sequences at once: the same batch again with (\d+)", result.out)
+    assert told and told[0] == ("64", "32"), result.out
+    assert [row["step"] for row in read_metrics(tmp_path / "parts")] == [1, 2, 3, 4]
+    assert losses_of(tmp_path / "parts") == pytest.approx(losses_of(tmp_path / "whole"), rel=1e-4)
+    parts, whole = (
+        [row["val_loss"] for row in read_metrics(tmp_path / run) if "val_loss" in row] for run in ("parts", "whole")
+    )
+    assert parts == pytest.approx(whole, rel=1e-4) and len(parts) == 2
+
+
+def test_a_model_that_does_not_fit_at_all_ends_with_exit_code_5(tmp_path: Path, train: Callable) -> None:
+    with memory_limit(torch.cuda.memory_reserved() + 2 * 2**20):
+        result = train(tmp_path / "run", **LARGE, compile="off", eval_interval=0, checkpoint_steps=0)
+    assert result.code == 5, result.err
+    assert "out of memory" in result.err.lower() and "--model_size" in result.err
