@@ -18,6 +18,7 @@ OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
     "CUDA error: out of memory",
+    "CUDA out of memory",  # in the words of a compiler that met it
     "CUBLAS_STATUS_ALLOC_FAILED",
     "could not create a memory object",
     "can't start new thread",
