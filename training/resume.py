@@ -26,7 +26,7 @@ from training.saved_state import read_state
 UNREPORTED = (
     "input", "tokenizer", "vocab_size", "data_dir", "bin_file", "tokenizer_file", "metadata_file", "placement",
     "output_dir", "checkpoint_dir", "compile_cache_dir", "resume", "resume_from", "init_from", "dry_run", "profile",
-    "model_size",
+    "tune", "model_size",
 )  # fmt: skip
 
 
