@@ -35,6 +35,7 @@ MODERN = {**MODERN_SHAPE, **MUON}
 # name of the run -> (what it is, its flags beside SHAPE)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw_1e-3": ("GPT-2 form, AdamW 1e-3, cosine", {**GPT2, "learning_rate": 1e-3}),
+    "adamw_no_bias": ("GPT-2 form, AdamW 1e-3, no biases", {**GPT2, "learning_rate": 1e-3, "bias": "false"}),
     "adamw_3e-3": ("GPT-2 form, AdamW 3e-3, cosine", {**GPT2, "learning_rate": 3e-3}),
     "muon": ("GPT-2 form, Muon", {**GPT2, **MUON}),
     "modern_adamw": (

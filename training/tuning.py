@@ -26,7 +26,7 @@ from training.compilation import compile_model
 from training.config import COMPILE_MODES, MEASURED, MODEL_KEYS, SCHEMA, TrainConfig
 from training.conversion import convert
 from training.data import TokenData
-from training.hardware import Hardware, detect_hardware, return_freed_memory
+from training.hardware import Hardware, choose_compile, detect_hardware, return_freed_memory
 from training.memory import MEMORY_SHARE, estimate_memory, fit_micro_batch, found_before, with_rows
 from training.run import Run
 
@@ -179,8 +179,6 @@ def tune(config: TrainConfig, run: Run, hardware: Hardware) -> None:
             continue
         base = best.settings
         for value in candidates(key, with_settings(config, base), hardware):
-            if base.get("compile") == "off" and key == "compile_mode":
-                continue
             trial = attempt(config, {**base, key: value}, run)
             tell(trial, forecast(trial))
             if forecast(trial) * AS_FAST < forecast(best):
@@ -202,12 +200,13 @@ def candidates(key: str, config: TrainConfig, hardware: Hardware) -> list[Any]:
     if key == "cpu_threads":
         taken, cores = torch.get_num_threads(), os.cpu_count() or 1
         return [] if hardware.is_cuda else sorted({taken // 2, cores // 2, cores} - {0, taken})
+    compiles, _ = choose_compile(config, hardware.device, hardware.peak_flops)
     if key == "compile":
-        return ["off" if hardware.compiles else "on"]
+        return ["off" if compiles else "on"]
     if key == "attention":
         return ["flash", "cudnn"] if hardware.is_cuda else []
     if key == "compile_mode":
-        return [mode for mode in COMPILE_MODES[1:] if hardware.is_cuda]
+        return [*COMPILE_MODES[1:]] if hardware.is_cuda and compiles else []
     now = config.rows_at_once
     return [rows for rows in reversed(sizes(config)) if rows != now and now // 4 <= rows <= 2 * now]
 

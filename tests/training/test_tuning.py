@@ -110,7 +110,7 @@ def test_tuning_does_not_change_what_a_run_learns(train: Callable, unbroken: Pat
 
 def test_what_is_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = dataclasses.replace(CPU, device=torch.device("cuda"), compiles=True)
-    config = TrainConfig(batch_size=64)
+    config = TrainConfig(batch_size=64, compile="on")
     tried = {key: candidates(key, config, gpu) for key in tuning.SETTINGS}
     assert tried == {
         "cpu_threads": [],
@@ -119,6 +119,8 @@ def test_what_is_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "compile_mode": ["coordinate_descent", "max_autotune"],
         "micro_batch_size": [32, 16],
     }
+    uncompiled = dataclasses.replace(config, compile="off")
+    assert candidates("compile", uncompiled, gpu) == ["on"] and candidates("compile_mode", uncompiled, gpu) == []
 
 
 # What is kept
