@@ -38,7 +38,7 @@ NANOGPT_TOKENS = 3  # each takes as long as reading the prompt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    from benchmarks.measure import Spread, describe_machine, measure_in_turn, this_command, write_results
+    from benchmarks.measure import Measured, Spread, describe_machine, measure_in_turn, this_command, write_results
     from common.errors import ConfigError
     from common.flags import Parser, add_debug
 
@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT, to time it too")
     what.add_argument("--only", nargs="+", metavar="NAME", help='these contestants, as in "ours, fp32"')
     what.add_argument("--contestant", metavar="NAME", help="measure this one here, and print one line of JSON")
-    what.add_argument("--write", metavar="NAME", help="write docs/benchmarks/generation-NAME.json and .md")
+    what.add_argument("--write", metavar="NAME", help="write generation-NAME.json and .md in --output_dir")
+    what.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
     add_debug(parser)
     flags = parser.parse_args(argv)
     config = model_config(flags)
@@ -71,20 +72,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = flags.only or contestants(flags.nanogpt)
     arguments = sys.argv[1:] if argv is None else argv
     command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--contestant"]
-    results = measure_in_turn({name: [*command, name] for name in names}, flags.rounds)
-    spreads = {
-        name: {case: Spread.of([one[case] for one in rounds]) for case in rounds[0]} for name, rounds in results.items()
-    }
-    text = as_markdown(spreads, flags)
-    print(text)
-    if flags.write:
-        numbers = {
-            name: {case: dataclasses.asdict(spread) for case, spread in cases.items()}
-            for name, cases in spreads.items()
+
+    def page(results: Measured) -> str:
+        """In Markdown, and written to files if they were asked for."""
+        spreads = {
+            name: {case: Spread.of([one[case] for one in rounds]) for case in rounds[0]}
+            for name, rounds in results.items()
         }
-        stem = RESULTS / f"generation-{flags.write}"
-        values = {"machine": describe_machine(), "model": config.to_dict(), "ms_per_step": numbers}
-        write_results(stem, "Generation", this_command(), values, text)
+        text = as_markdown(spreads, flags)
+        if flags.write:
+            numbers = {
+                name: {case: dataclasses.asdict(spread) for case, spread in cases.items()}
+                for name, cases in spreads.items()
+            }
+            stem = Path(flags.output_dir) / f"generation-{flags.write}"
+            values = {"machine": machine, "model": config.to_dict(), "ms_per_step": numbers}
+            write_results(stem, "Generation", this_command(), values, text)
+        return text
+
+    machine = describe_machine()
+    commands = {name: [*command, name] for name in names}
+    print(page(measure_in_turn(commands, flags.rounds, so_far=page)))
     return 0
 
 

@@ -38,15 +38,22 @@ class Spread:
         return f"{self.median:{digits}} ({self.low:{digits}} to {self.high:{digits}})"
 
 
+Measured = dict[str, list[dict[str, Any]]]  # by contestant, in the order measured
+
+
 def measure_in_turn(
-    commands: Mapping[str, Sequence[str]], rounds: int, say: Callable[[str], None] = print
-) -> dict[str, list[dict[str, Any]]]:
+    commands: Mapping[str, Sequence[str]],
+    rounds: int,
+    say: Callable[[str], None] = print,
+    so_far: Callable[[Measured], object] = lambda measured: None,
+) -> Measured:
     """Run each command `rounds` times, A B C A B C: a machine whose speed drifts then slows all of them alike.
 
     A command prints one JSON object as its last line. One that fails is reported, left out of the rounds that follow,
-    and has no entry in the result.
+    and has no entry in the result. `so_far` is told after each measurement what there is, by those that have been
+    measured: whoever writes it down then keeps it if the rest is cut off.
     """
-    results: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    results: Measured = {name: [] for name in commands}
     for _ in range(rounds):
         for name in list(results):
             run = subprocess.run(list(commands[name]), capture_output=True, text=True)
@@ -56,6 +63,7 @@ def measure_in_turn(
                 del results[name]
                 continue
             results[name].append(json.loads(run.stdout.strip().splitlines()[-1]))
+            so_far({name: measured for name, measured in results.items() if measured})
     return results
 
 

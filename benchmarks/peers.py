@@ -30,6 +30,8 @@ from benchmarks.contestants import CONTESTANTS, Case, Contestant, nanogpt, plain
 if TYPE_CHECKING:
     import torch
 
+    from benchmarks.measure import Measured
+
 STARTED = time.perf_counter()
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "benchmarks"
@@ -88,9 +90,15 @@ def worker(spec: Mapping[str, Any]) -> None:
 
 
 def compare(
-    case: Case, names: Sequence[str], device: str, checkout: str | None, rounds: int, seconds: float
-) -> dict[str, list[dict[str, Any]]]:
-    """Measurements of each contestant, in turn."""
+    case: Case,
+    names: Sequence[str],
+    device: str,
+    checkout: str | None,
+    rounds: int,
+    seconds: float,
+    so_far: Callable[[Measured], None],
+) -> Measured:
+    """Measurements of each contestant, in turn; `so_far` is told after each what there is."""
     from benchmarks.measure import measure_in_turn
     from benchmarks.workload import write_random_tokens
 
@@ -101,7 +109,7 @@ def compare(
             spec: dict[str, Any] = {"name": name, "case": dataclasses.asdict(case), "folder": str(folder)}
             spec |= {"device": device, "checkout": checkout, "seconds": seconds}
             commands[name] = [sys.executable, __file__, "--worker", json.dumps(spec)]
-        results = measure_in_turn(commands, rounds)
+        results = measure_in_turn(commands, rounds, so_far=so_far)
     if "ours" not in results:
         raise RuntimeError("ours failed: there is nothing to compare with")
     tied = case.vocab_size * case.embed_dim
@@ -112,8 +120,9 @@ def compare(
 
 
 def speedups(measured: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> list[float]:
-    """Ours against one contestant, in each round: neighbours in time, so that a drift of the machine cancels."""
-    pairs = zip(measured["ours"], measured[name], strict=True)
+    """Ours against one contestant, in each round that both have had: neighbours in time, so that a drift of the machine
+    cancels."""
+    pairs = zip(measured["ours"], measured[name], strict=False)
     return [ours["tokens_per_second"] / theirs["tokens_per_second"] for ours, theirs in pairs]
 
 
@@ -252,15 +261,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     contestants = [name for name in CONTESTANTS if name not in left_out]
     machine = describe_machine(device)
     results = {"machine": machine, "rounds": flags.rounds, "seconds": flags.seconds, "left_out": left_out, "cases": {}}
+    stem = Path(flags.output_dir) / f"training-{machine_kind(machine)}"
+
+    def write(name: str, measured: Measured) -> None:
+        """After each measurement: killed, it keeps these."""
+        if "ours" in measured:
+            case = dataclasses.asdict(cases(device == "cuda")[name])
+            results["cases"][name] = {"case": case, "measured": measured}
+            write_results(stem, "Training beside its peers", this_command(), results, document(results))
+
     for name in flags.cases:
         case = cases(device == "cuda")[name]
         print(f"\n{name}: {case}", flush=True)
-        measured = compare(case, contestants, device, flags.nanogpt, flags.rounds, flags.seconds)
+        so_far = functools.partial(write, name)
+        measured = compare(case, contestants, device, flags.nanogpt, flags.rounds, flags.seconds, so_far)
         left_out |= {peer: f"it failed ({name})" for peer in contestants if peer not in measured}
-        results["cases"][name] = {"case": dataclasses.asdict(case), "measured": measured}
         print(case_table(measured), flush=True)
-        stem = Path(flags.output_dir) / f"training-{machine_kind(machine)}"  # after each case: killed, it keeps these
-        write_results(stem, "Training beside its peers", this_command(), results, document(results))
+        write(name, measured)
     print(f"\nWritten to {stem}.json and .md")
     if flags.generation:
         from benchmarks import generation

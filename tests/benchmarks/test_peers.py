@@ -106,9 +106,9 @@ def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_another_number_of_parameters_is_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {"ours": [run_of(10)], "transformers": [run_of(10, parameters=900)]}
-    monkeypatch.setattr(benchmarks.measure, "measure_in_turn", lambda commands, rounds: measured)
+    monkeypatch.setattr(benchmarks.measure, "measure_in_turn", lambda commands, rounds, so_far: measured)
     with pytest.raises(AssertionError, match="transformers has 900 parameters, not 1,000"):
-        compare(cases(False)["toy"], list(measured), "cpu", None, 1, 0.1)
+        compare(cases(False)["toy"], list(measured), "cpu", None, 1, 0.1, lambda measured: None)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import benchmarks.workload
-from benchmarks.measure import machine_kind
+from benchmarks.measure import machine_kind, measure_in_turn
 from benchmarks.workload import Training, measure_training, time_steps, write_random_tokens
 
 
@@ -66,6 +67,21 @@ def test_a_measurement_takes_the_time_it_is_given(
     assert steps == timed and mean == pytest.approx(step_seconds)
     assert waits == 6  # before and after the first call, the warm-up and the measurement, never in between
     assert timed < calls <= 1 + 1.3 * timed
+
+
+def test_what_is_measured_is_told_at_once() -> None:
+    """In turn; what fails is told as that, and is in no report."""
+    told: list[dict] = []
+    said: list[str] = []
+    commands = {
+        "a": [sys.executable, "-S", "-c", "print('not this'); print('{\"x\": 1}')"],
+        "b": [sys.executable, "-S", "-c", "raise SystemExit('no')"],
+        "c": [sys.executable, "-S", "-c", "print('{\"x\": 3}')"],
+    }
+    measured = measure_in_turn(commands, 2, said.append, lambda so_far: told.append(json.loads(json.dumps(so_far))))
+    assert measured == told[-1] == {"a": [{"x": 1}, {"x": 1}], "c": [{"x": 3}, {"x": 3}]}
+    assert told[:2] == [{"a": [{"x": 1}]}, {"a": [{"x": 1}], "c": [{"x": 3}]}] and len(told) == 4
+    assert said == ["b failed: no"]
 
 
 @pytest.mark.parametrize(
