@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.rungs import NAMES, Rung, climb, left_out
+from tools.rungs import BLOG_SECONDS, BLOG_STEP, BLOG_VOCABULARY, NAMES, Rung, climb, left_out
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
@@ -139,19 +139,29 @@ def choose_batch(config: TrainConfig, vocab_size: int, hardware: Hardware, scrat
 # The results
 
 
+def is_the_blogs(config: TrainConfig, vocab_size: int, hardware: Hardware) -> bool:
+    """Whether a step is the one whose seconds the blog tells, on a GPU as there."""
+    same = all(getattr(config, key) == value for key, value in BLOG_STEP.items())
+    return hardware.is_cuda and same and vocab_size == BLOG_VOCABULARY
+
+
 def summarize(
-    measured: Mapping[str, list[dict[str, Any]]], missing: Mapping[str, str], floor_seconds: float | None
+    measured: Mapping[str, list[dict[str, Any]]],
+    missing: Mapping[str, str],
+    floor_seconds: float | None,
+    beside_blog: bool = False,
 ) -> list[dict[str, Any]]:
     """One entry a rung; `missing` says of those that were not measured why. `floor_seconds`: of a step at the device's
-    peak FLOP/s, None where that is not known."""
+    peak FLOP/s, None where that is not known. `beside_blog`: with what the blog tells of the same rung."""
     from benchmarks.measure import Spread
 
     rows: list[dict[str, Any]] = []
     baseline = None
     for rung, name in NAMES.items():
         results = measured.get(name)
+        told = {"blog_seconds": BLOG_SECONDS.get(rung)} if beside_blog else {}
         if not results:
-            rows.append({"name": name, "missing": missing.get(name, "")})
+            rows.append({"name": name, "missing": missing.get(name, ""), **told})
             continue
         seconds = Spread.of([result["seconds"] for result in results])
         baseline = seconds.median if rung == Rung.BASELINE else baseline
@@ -166,6 +176,7 @@ def summarize(
                 "share_of_peak": floor_seconds / seconds.median if floor_seconds else None,
                 "compile_seconds": max(compiling, default=None),  # the first time; later rounds find it in a cache
                 **{key: first[key] for key in ("precision", "compiled", "tokens", "losses")},
+                **told,
             }
         )
     return rows
@@ -188,9 +199,12 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
     columns = ["what", "s/step (lowest to highest)", "speed-up", "peak memory", "of peak FLOP/s", "compiling"]
     cells = []
+    beside_blog = any("blog_seconds" in row for row in rows)
+    columns += ["the blog's A100, s/step"] * beside_blog
     for row in rows:
+        told = [f"{row['blog_seconds'] or ''}"] if beside_blog else []
         if "missing" in row:
-            cells.append([row["name"], row["missing"].replace("|", "\\|"), "-", "-", "-", "-"])
+            cells.append([row["name"], row["missing"].replace("|", "\\|"), "-", "-", "-", "-", *told])
             continue
         cells.append(
             [
@@ -200,6 +214,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{row['peak_memory'] / 1e9:.2f} GB" if row["peak_memory"] else "-",
                 f"{row['share_of_peak']:.0%}" if row["share_of_peak"] else "-",
                 f"{row['compile_seconds']:.0f} s" if row["compile_seconds"] else "-",
+                *told,
             ]
         )
     return markdown_table(columns, cells)
@@ -235,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = Parser(
         prog="speed_ladder.py",
-        usage="%(prog)s --config FILE [--rounds N] [--steps N] [--output_dir FOLDER] [--KEY VALUE ...]",
+        usage="%(prog)s --config FILE [--rounds N] [--steps N] [--only RUNG ...] [--output_dir DIR] [--KEY VALUE ...]",
         description="Time a training step on this machine from a plain loop up to this project's, one technique more "
         "on each rung. Every flag of the trainer changes the configuration that is measured. On a CPU, and where "
         "memory is short, fewer sequences than configured make a step, unless --batch_size is given.",
@@ -243,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="measurements of each rung [3]")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of a measurement [1, on a GPU 20]")
+    parser.add_argument("--only", nargs="+", metavar="RUNG", help='these, as in "baseline" "this trainer" [all]')
     parser.add_argument("--rung", type=int, help=argparse.SUPPRESS)  # measure this one, in this process
     add_debug(parser)
     flags, rest = parser.parse_known_args(argv)
@@ -254,10 +270,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.rung is not None:
         print(json.dumps(climb(Rung(flags.rung), flags.steps, config)))
         return 0
+    only = flags.only or list(NAMES.values())
+    if unknown := [name for name in only if name not in NAMES.values()]:
+        raise ConfigError(f"--only {unknown[0]!r} is not a rung; there are: {', '.join(NAMES.values())}.")
     if flags.rounds < 1 or (flags.steps is not None and flags.steps < 1):
         raise ConfigError("--rounds and --steps are at least 1.")
 
-    from benchmarks.measure import describe_machine, machine_kind, measure_in_turn, this_command, write_results
+    from benchmarks.measure import (
+        Measured,
+        describe_machine,
+        machine_kind,
+        measure_in_turn,
+        this_command,
+        write_results,
+    )
     from common.formatting import si
     from tokenization.metadata import TokenMetadata
     from training.data import locate
@@ -276,10 +302,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         batch = f"{config.sequences_per_step} x {config.max_seq_len} tokens"
         print(f"Step       {batch}, {reason}")
         steps = flags.steps or (20 if hardware.is_cuda else 1)
-        missing = {name: f"left out: {reason}" for name, reason in left_out(hardware.device).items()}
+        missing = dict.fromkeys(set(NAMES.values()) - set(only), "not asked for")
+        missing |= {name: f"left out: {reason}" for name, reason in left_out(hardware.device).items() if name in only}
         rungs = {name: rung for rung, name in NAMES.items() if name not in missing}
-        for name, said in missing.items():
-            print(f"Rung       {name} is {said}")
+        for name in set(missing) & set(only):
+            print(f"Rung       {name} is {missing[name]}")
         print(f"Measuring  {len(rungs)} rungs in turn, {flags.rounds} rounds of {steps} steps ...", flush=True)
         commands = {name: rung_command(rung, steps, config, scratch) for name, rung in rungs.items()}
 
@@ -287,38 +314,48 @@ def main(argv: Sequence[str] | None = None) -> int:
             name, _, reason = message.partition(" failed: ")
             missing[name] = f"failed: {reason}"
 
-        measured = measure_in_turn(commands, flags.rounds, note_failure)
+        machine = describe_machine(hardware.device.type)
+        stem = output / f"speed_ladder-{machine_kind(machine)}"
+        floor, beside_blog = floor_seconds(config, vocab_size, hardware), is_the_blogs(config, vocab_size, hardware)
+        shape = f"{config.num_layers} layers x {config.embed_dim}, context {config.max_seq_len}"
+        about = {
+            "machine": machine,
+            "config": config.name,
+            "shape": shape,
+            "sequences_per_step": config.sequences_per_step,
+            "tokens_per_step": config.tokens_per_step,
+            "batch": reason,
+            "data": tokens,
+            "rounds": flags.rounds,
+            "steps": steps,
+        }
 
-    rows = summarize(measured, missing, floor_seconds(config, vocab_size, hardware))
-    printed = table(rows)
-    print(f"\n{printed}\n")
-    machine = describe_machine(hardware.device.type)
-    stem = output / f"speed_ladder-{machine_kind(machine)}"
-    shape = f"{config.num_layers} layers x {config.embed_dim}, context {config.max_seq_len}"
-    title = f"Speed ladder: {config.name}"
-    results = {
-        "machine": machine,
-        "config": config.name,
-        "shape": shape,
-        "sequences_per_step": config.sequences_per_step,
-        "tokens_per_step": config.tokens_per_step,
-        "batch": reason,
-        "data": tokens,
-        "rounds": flags.rounds,
-        "steps": steps,
-        "rungs": rows,
-    }
-    ours = next((row for row in rows if row["name"] == NAMES[Rung.OURS] and "seconds" in row), None)
-    speed = f" This trainer: {si(config.tokens_per_step / ours['seconds']['median'])} tokens/s." if ours else ""
-    fewer = config.sequences_per_step < configured
-    caution = " With fewer sequences, what is done once a step, the optimizer's update above all, weighs more." * fewer
-    body = (
-        f"{config.name}: {shape}, vocabulary {vocab_size:,}. A step is {batch} ({reason}). Data: {tokens}. Each rung "
-        f"in a process of its own, {flags.rounds} rounds in turn, {steps} step{'s' * (steps > 1)} of each after "
-        f"two not counted; compiling is not part of a step.{caution}{speed}\n\n{printed}\n\n"
-        f"![seconds a step]({stem.name}.png)"
-    )
-    write_results(stem, title, this_command(), results, body)
+        def write(measured: Measured) -> list[dict[str, Any]]:
+            """The rungs, written down too: after each measurement, so that what there is is kept if the rest is not."""
+            rows = summarize(measured, missing, floor, beside_blog)
+            ours = next((row for row in rows if row["name"] == NAMES[Rung.OURS] and "seconds" in row), None)
+            speed = f" This trainer: {si(config.tokens_per_step / ours['seconds']['median'])} tokens/s." if ours else ""
+            fewer = config.sequences_per_step < configured
+            caution = (
+                " With fewer sequences, what is done once a step, the optimizer's update above all, weighs more."
+            ) * fewer
+            blog = (
+                " The blog's seconds are its author's, not measured here: each stands at the technique that has its "
+                "place in the blog's order."
+            ) * beside_blog
+            body = (
+                f"{config.name}: {shape}, vocabulary {vocab_size:,}. A step is {batch} ({reason}). Data: {tokens}. "
+                f"Each rung in a process of its own, {flags.rounds} rounds in turn, {steps} step{'s' * (steps > 1)} of "
+                f"each after two not counted; compiling is not part of a step.{caution}{speed}{blog}\n\n{table(rows)}"
+                f"\n\n![seconds a step]({stem.name}.png)"
+            )
+            results = {**about, "rungs": rows}
+            write_results(stem, f"Speed ladder: {config.name}", this_command(), results, body)
+            return rows
+
+        rows = write(measure_in_turn(commands, flags.rounds, note_failure, write))
+
+    print(f"\n{table(rows)}\n")
     if any("seconds" in row for row in rows):
         draw(rows, f"{config.name}, a step of {batch}\n{hardware.name}", stem.with_suffix(".png"))
     print(f"Files      {stem}.md, .json and .png")

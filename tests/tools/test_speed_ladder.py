@@ -18,7 +18,7 @@ from benchmarks import measure
 from common import machine as machine_module
 from common.errors import ConfigError, DataError, UserError
 from common.machine import has_fast_bf16
-from tests.helpers import CPU, ROOT
+from tests.helpers import CPU, ROOT, columns
 from tools import rungs, speed_ladder
 from tools.rungs import NAMES, Rung
 from training.config import SCHEMA, TrainConfig
@@ -130,7 +130,7 @@ def test_a_rung_for_units_that_the_machine_lacks_is_left_out_and_said_so(
     """bf16 on a CPU without units for it takes ten minutes a step."""
     climbed: list[str] = []
 
-    def in_turn(commands: dict[str, list[str]], rounds: int, say: Any) -> dict[str, list[dict[str, Any]]]:
+    def in_turn(commands: dict[str, list[str]], *rest: Any) -> dict[str, list[dict[str, Any]]]:
         climbed.extend(commands)
         return {name: [measured(1.0)] for name in commands}
 
@@ -255,6 +255,47 @@ def test_a_rung_that_failed_is_shown_with_its_reason_and_the_others_go_on() -> N
     assert "failed: no compiler" in lines[Rung.COMPILE]
     assert "0.5 (0.5 to 1.5) | 16.00x | 1.00 GB | 50% |" in lines[Rung.OURS]
     assert "(fp32, not compiled)" in lines[Rung.MIXED]
+
+
+def test_the_blogs_seconds_stand_beside_the_same_step_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = {"num_layers": 12, "embed_dim": 768, "num_heads": 12, "max_seq_len": 512, "batch_size": 64}
+    theirs = dataclasses.replace(CONFIG, **shape)
+    gpu = dataclasses.replace(CPU, device=torch.device("cuda", 0))
+    assert speed_ladder.is_the_blogs(theirs, 32_000, gpu)
+    assert not speed_ladder.is_the_blogs(theirs, 32_000, CPU)
+    assert not speed_ladder.is_the_blogs(theirs, 50_257, gpu)
+    assert not speed_ladder.is_the_blogs(dataclasses.replace(theirs, batch_size=32), 32_000, gpu)
+
+    results = {name: [measured(1.0)] for name in NAMES.values() if name != NAMES[Rung.RAM]}
+    rows = speed_ladder.summarize(results, {NAMES[Rung.RAM]: "failed: x"}, None, beside_blog=True)
+    told = [columns(line)[-1] for line in speed_ladder.table(rows).splitlines()]
+    assert told[0] == "the blog's A100, s/step"
+    assert told[2:] == ["1.6", "0.8", "0.5", "0.35", "0.225", "0.1", ""]
+    assert "blog" not in speed_ladder.table(speed_ladder.summarize(results, {}, None))
+
+
+def test_what_is_measured_is_written_at_once(
+    token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Killed after the first rung, the ladder leaves it; and only the rungs that were asked for are measured."""
+    asked: list[str] = []
+
+    def in_turn(commands: dict[str, list[str]], rounds: int, say: Any, so_far: Any) -> None:
+        asked.extend(commands)
+        so_far({NAMES[Rung.BASELINE]: [measured(2.0)]})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "measure_in_turn", in_turn)
+    words = ["--data_dir", str(token_folder), "--output_dir", str(tmp_path), "--batch_size", "2", *TINY]
+    with pytest.raises(KeyboardInterrupt):
+        speed_ladder.main([*words, "--only", "baseline", "this trainer"])
+    assert asked == [NAMES[Rung.BASELINE], NAMES[Rung.OURS]]
+    (path,) = tmp_path.glob("*.json")
+    baseline, ram, *_, ours = json.loads(path.read_text())["rungs"]
+    assert baseline["seconds"]["median"] == 2.0
+    assert ram["missing"] == "not asked for" and ours["missing"] == ""
+    with pytest.raises(ConfigError, match="'flash' is not a rung; there are: baseline, "):
+        speed_ladder.main([*words, "--only", "flash"])
 
 
 def test_without_a_baseline_there_is_no_speed_up(tmp_path: Path) -> None:
