@@ -224,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each contestant [3]")
     parser.add_argument("--seconds", type=float, default=4.0, help="timed in each measurement; a step at least [4]")
     parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT to measure beside")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help='ours beside these, as in "plain PyTorch" [all]')
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
     parser.add_argument("--generation", action="store_true", help="then run benchmarks/generation.py too")
     parser.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
@@ -240,6 +241,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     unknown = [name for name in flags.cases if name not in names]
     if unknown:
         raise ConfigError(f"--cases {unknown[0]} is not known; there are: {', '.join(names)}.")
+    only = ["ours", *(flags.only or CONTESTANTS)]
+    if unknown := [name for name in only if name not in CONTESTANTS]:
+        raise ConfigError(f"--only {unknown[0]!r} is not known; there are: {', '.join(CONTESTANTS)}.")
     if flags.rounds < 1 or flags.seconds <= 0:
         raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
     if flags.generation and flags.device != "auto":
@@ -251,10 +255,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     from common.machine import pick_device
 
     device = pick_device(flags.device).type
-    left_out = {}
-    if importlib.util.find_spec("transformers") is None:
+    left_out = {name: "--only does not name it" for name in CONTESTANTS if name not in only}
+    if "transformers" in only and importlib.util.find_spec("transformers") is None:
         left_out["transformers"] = "it is not installed"
-    if not flags.nanogpt:
+    if "nanoGPT" in only and not flags.nanogpt:
         left_out["nanoGPT"] = "--nanogpt names no checkout"
     for name, reason in left_out.items():
         print(f"{name} is left out: {reason}.")

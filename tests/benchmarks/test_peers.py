@@ -98,10 +98,27 @@ def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         return run_of(1000, precision="fp32", compiled=False)
 
     flags = ["--cases", "toy", "--device", "cpu", "--output_dir", str(tmp_path)]
+    assert main([*flags, "--only", "transformers"]) == 0
+    document = next(tmp_path.glob("*.md")).read_text()
+    assert "- plain PyTorch was left out: --only does not name it." in document and "| plain PyTorch" not in document
     assert main(flags) == 0
     out, document = capsys.readouterr().out, next(tmp_path.glob("*.md")).read_text()
     assert "transformers is left out: it is not installed" in out and "nanoGPT is left out: --nanogpt" in out
     assert "- transformers was left out: it is not installed." in document and "GPT2LMHeadModel" not in document
+
+
+def test_what_is_cut_off_leaves_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_turn(commands: dict, rounds: int, so_far: Any) -> None:
+        ours = [run_of(10, precision="fp32", compiled=False)] * 2
+        so_far({"ours": ours, "plain PyTorch": ours[:1]})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(benchmarks.measure, "measure_in_turn", in_turn)
+    with pytest.raises(KeyboardInterrupt):
+        peers.main(["--cases", "toy", "--device", "cpu", "--output_dir", str(tmp_path)])
+    (path,) = tmp_path.glob("training-*.json")
+    assert set(json.loads(path.read_text())["cases"]["toy"]["measured"]) == {"ours", "plain PyTorch"}
+    assert "| plain PyTorch | " in path.with_suffix(".md").read_text()
 
 
 def test_another_number_of_parameters_is_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +133,7 @@ def test_another_number_of_parameters_is_no_comparison(monkeypatch: pytest.Monke
     [
         (["--cases", "gpt3"], "there are: shakespeare_char, 4x256, gpt2_small"),
         (["--nanogpt", "nowhere"], "nowhere holds no model.py"),
+        (["--only", "nano"], "'nano' is not known; there are: ours, plain PyTorch"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--round", "2"], "Did you mean --rounds?"),
     ],
