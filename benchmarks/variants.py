@@ -1,4 +1,4 @@
-"""Other ways to run the trainer's step, each measured beside the step as it is: start-up, time, memory, loss."""
+"""Other ways to run the trainer's step, each in a process of its own: start-up, time, memory, and the loss it has."""
 
 from __future__ import annotations
 
@@ -9,112 +9,106 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import model
 from benchmarks.measure import Spread
-from benchmarks.workload import Training, time_steps
+from benchmarks.workload import Training, figures, time_steps
+from training.config import parse_config
+from training.hardware import detect_hardware
 
-ROUNDS = 3  # of a variant and ours, alternating
+ROUNDS = 3  # of the time of a measurement, for its spread
 HAS_CHUNKED_LOSS = hasattr(torch.nn, "LinearCrossEntropyOptions")
 
 StepModel = Callable[..., torch.Tensor]
-Build = Callable[[Training], StepModel]
 
 
 class Variant(NamedTuple):
+    """What is changed: flags of the trainer, something of this process before it opens, or the model of its steps."""
+
     name: str
-    preset: str
-    build: Build
-    on_any_device: bool = False  # the others are about CUDA, or take too long elsewhere
+    preset: str = "gpt2_small"
+    flags: tuple[tuple[str, object], ...] = ()
+    prepare: Callable[[], None] | None = None
+    build: Callable[[Training], StepModel] | None = None
+    needs: str = ""  # "a GPU", "compiling": what a toy lacks
 
 
-def compiled(mode: str) -> Build:
-    return lambda training: torch.compile(training.model, dynamic=False, mode=mode)
-
-
-def eager(training: Training) -> StepModel:
-    return training.model
+def fp32_residual() -> None:
+    model.residual_dtype = lambda x: x.dtype
 
 
 def per_block(training: Training) -> StepModel:
+    if not training.hardware.compiles:
+        return training.model
+    torch._dynamo.config.recompile_limit = 64  # the blocks share their code
     for block in training.model.blocks:
         block.compile(dynamic=False)
-    return training.model
+    return lambda inputs, targets: training.model(inputs, targets)  # not the model itself, which would be called eager
 
 
-def cudnn_attention(training: Training) -> StepModel:
-    backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-    model = torch.compile(training.model, dynamic=False)
-
-    def step_model(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with sdpa_kernel([*backends, SDPBackend.MATH], set_priority=True):
-            return model(inputs, targets)
-
-    return step_model
+def cuda_graphs(training: Training) -> StepModel:
+    return torch.compile(training.model, dynamic=False, mode="reduce-overhead")
 
 
 def chunked_loss(training: Training) -> StepModel:
-    model = training.model
+    """The head and the loss in one operation, which torch does not compile: what it gets has to be cast for it."""
+    whole, device = training.model, training.hardware.device.type
     options = torch.nn.LinearCrossEntropyOptions()
-    hidden = torch.compile(model.hidden, dynamic=False) if training.hardware.compiles else model.hidden
+    hidden = torch.compile(whole.hidden, dynamic=False) if training.hardware.compiles else whole.hidden
 
     def step_model(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return F.linear_cross_entropy(
-            hidden(inputs).flatten(0, 1),  # (B * T, C)
-            model.head.weight,
-            targets.flatten(),
-            options=options,
-        )
+        x = hidden(inputs).flatten(0, 1)  # (B * T, C)
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        head = whole.head.weight.to(dtype)
+        return F.linear_cross_entropy(x.to(dtype), head, targets.flatten(), options=options).float()
 
     return step_model
 
 
+OURS = Variant("ours")
+# Those that may change what the trainer does come first.
 VARIANTS = [
-    Variant("not compiled", "gpt2_small", eager, on_any_device=True),
-    Variant("chunked linear cross-entropy", "gpt2_small", chunked_loss, on_any_device=True),
-    Variant("compiled block by block", "gpt2_small", per_block),
-    Variant("cuDNN attention first", "gpt2_small", cudnn_attention),
-    Variant("CUDA graphs, small model", "quickstart", compiled(mode="reduce-overhead")),
-    Variant("mode reduce-overhead", "gpt2_small", compiled(mode="reduce-overhead")),
-    Variant("mode max-autotune-no-cudagraphs", "gpt2_small", compiled(mode="max-autotune-no-cudagraphs")),
+    Variant("flash attention first", flags=(("attention", "flash"),), needs="a GPU"),
+    Variant("fp32 residual stream", prepare=fp32_residual),
+    Variant("no biases", flags=(("bias", "false"),)),
+    Variant("coordinate descent", flags=(("compile_mode", "coordinate_descent"),), needs="compiling"),
+    Variant("not compiled", flags=(("compile", "off"),)),
+    Variant("compiled block by block", build=per_block, needs="compiling"),
+    Variant("activation checkpointing", flags=(("activation_checkpointing", "true"),)),
+    Variant("CUDA graphs", preset="quickstart", build=cuda_graphs, needs="a GPU"),
+    Variant("chunked linear cross-entropy", build=chunked_loss),
 ]
 
 
-def unshare_caches() -> None:
-    """Two models and all their blocks share code; and traces must be made anew, for the attention kernels that are
-    preferred are not part of the key under which a trace is cached."""
-    torch._dynamo.config.recompile_limit = 64
-    torch._functorch.config.enable_autograd_cache = False
-
-
-def against_ours(flags: Sequence[str], build: Build, seconds: float) -> dict[str, Any]:
-    """Step times of a variant and of ours, both in this process and alternating; below a ratio of 1 it is faster."""
-
-    def opened(build: Build | None) -> tuple[Training, dict[str, Any]]:
-        started = time.perf_counter()
-        training = Training.open(flags if build is None else [*flags, "--compile", "off"])
-        if build is not None:
-            training.hardware = dataclasses.replace(training.hardware, compiles=ours.hardware.compiles)
-            training.step_model = build(training)
-        hardware = training.hardware
-        training.step()
-        hardware.synchronize()
-        about = {"startup_seconds": time.perf_counter() - started}
-        if hardware.is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-            held = torch.cuda.memory_allocated()
-        training.step()
-        if hardware.is_cuda:
-            about["gb_of_a_step"] = (torch.cuda.max_memory_allocated() - held) / 1e9  # the other model's weights aside
-        return training, {**about, "loss_of_step_2": training.loss.item()}
-
-    ours, about_ours = opened(None)
-    variant, about_variant = opened(build)
-    pairs = []
-    for _ in range(ROUNDS):
-        pairs.append([1000 * time_steps(t.step, t.hardware.synchronize, seconds)[0] for t in (ours, variant)])
+def measure_variant(variant: Variant, flags: Sequence[str], seconds: float) -> dict[str, Any]:
+    """To be called once in a process: what a variant changes is not changed back."""
+    if variant.build is chunked_loss and not HAS_CHUNKED_LOSS:
+        return {"skipped": f"torch {torch.__version__} has none"}
+    if variant.prepare:
+        variant.prepare()
+    started = time.perf_counter()
+    training = opened(flags, variant.build)
+    training.step()
+    training.hardware.synchronize()
+    startup = time.perf_counter() - started
+    training.step()
+    loss = training.loss.item()
+    rounds = [
+        1000 * time_steps(training.step, training.hardware.synchronize, seconds / ROUNDS)[0] for _ in range(ROUNDS)
+    ]
     return {
-        "time_ratio": dataclasses.asdict(Spread.of([theirs / own for own, theirs in pairs])),
-        "variant": {"ms_per_step": [theirs for _, theirs in pairs], **about_variant},
-        "ours": {"ms_per_step": [own for own, _ in pairs], **about_ours},
+        **figures(training, seconds / ROUNDS),
+        "ms_spread": dataclasses.asdict(Spread.of(rounds)),
+        "startup_seconds": startup,
+        "loss_of_step_2": loss,
     }
+
+
+def opened(flags: Sequence[str], build: Callable[[Training], StepModel] | None) -> Training:
+    if build is None:
+        return Training.open(flags)
+    compiles = detect_hardware(parse_config(flags)).compiles
+    training = Training.open([*flags, "--compile", "off"])  # what is built compiles for itself
+    training.hardware = dataclasses.replace(training.hardware, compiles=compiles)
+    training.step_model = build(training)
+    return training

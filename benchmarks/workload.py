@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import hashlib
 import math
 import time
@@ -77,6 +76,7 @@ class Training:
     scaler: torch.amp.GradScaler
     step_model: Callable[..., torch.Tensor]
     max_steps: int
+    compile_seconds: float | None = None  # None where nothing was compiled
     steps_done: int = 0
     loss: torch.Tensor = field(default_factory=lambda: torch.tensor(math.nan))  # of the last step, on the device
 
@@ -86,11 +86,14 @@ class Training:
         # On the token folder that is named: a config with text of its own would tokenize that into it.
         parts = prepare(dataclasses.replace(parse_config(flags), input=None, eval_prompts=None))
         config, hardware, data, model = parts.config, parts.hardware, parts.data, parts.model
+        started = time.perf_counter()
         step_model = compile_model(
             model, hardware, lambda: data.batch(0, config.rows_at_once), evaluates=bool(config.eval_interval)
         )
+        compile_seconds = time.perf_counter() - started if step_model is not model else None
         max_steps = last_step(0, 0, data.windows, config)
-        return cls(config, hardware, data, model, parts.optimizer, parts.scaler, step_model, max_steps)
+        whole = parts.optimizer, parts.scaler, step_model, max_steps
+        return cls(config, hardware, data, model, *whole, compile_seconds)
 
     def step(self) -> None:
         """One step of the run, as the trainer's loop takes it where it does not report."""
@@ -139,10 +142,15 @@ def measure_training(flags: Sequence[str], seconds: float, started: float) -> di
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     training = Training.open(flags)
-    hardware, model, config = training.hardware, training.model, training.config
     training.step()
-    hardware.synchronize()
+    training.hardware.synchronize()
     startup = time.perf_counter() - started
+    return {**figures(training, seconds), "startup_seconds": startup}
+
+
+def figures(training: Training, seconds: float) -> dict[str, Any]:
+    """How fast a training that has taken a step goes in about `seconds`, and what memory it has taken at most."""
+    hardware, model, config = training.hardware, training.model, training.config
     step_seconds, steps = time_steps(training.step, hardware.synchronize, seconds)
     tokens_per_second = config.tokens_per_step / step_seconds
     peak = hardware.peak_memory()
@@ -152,8 +160,9 @@ def measure_training(flags: Sequence[str], seconds: float, started: float) -> di
         "tokens_per_second": tokens_per_second,
         "ms_per_step": 1000 * step_seconds,
         "steps": steps,
-        "startup_seconds": startup,
+        "compile_seconds": training.compile_seconds,
         "peak_memory_gb": peak and peak / 1e9,
+        "reserved_memory_gb": torch.cuda.max_memory_reserved() / 1e9 if hardware.is_cuda else None,
         "estimated_memory_gb": estimated / 1e9,
         "mfu": hardware.peak_flops and tokens_per_second * model.flops_per_token() / hardware.peak_flops,
         "precision": hardware.precision,
@@ -162,11 +171,3 @@ def measure_training(flags: Sequence[str], seconds: float, started: float) -> di
         "micro_batch_size": config.rows_at_once,
         "loss": training.loss.item(),
     }
-
-
-def release_memory() -> None:
-    """Give back what an earlier measurement in this process holds, compiled code included."""
-    torch._dynamo.reset()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -1,71 +1,225 @@
-"""The suite for GPUs, at toy size on the CPU: every part it can run here, and what it leaves when it is cut off."""
+"""The suite for GPUs, at toy size on the CPU: every part, and what it leaves when it is cut off."""
 
 from __future__ import annotations
 
 import json
-import re
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import gpu_suite
-from benchmarks.gpu_suite import PARTS, PRESETS, summary
+import model
+from benchmarks import gpu_suite, variants
+from benchmarks.gpu_suite import MINUTES, run_part
+from benchmarks.suite_parts import CALLS, PARTS, PRESETS, RESUMED_STEPS, Setting, attempt, isolated, timed_training
+from benchmarks.suite_rows import append, collect, read, summary
+from benchmarks.variants import VARIANTS, Variant, fp32_residual, measure_variant
+from benchmarks.workload import Training
 from common.errors import script
-from tests.helpers import ROOT
+from tests.helpers import ROOT, flags_of_a_tiny_run
 
 main = script(gpu_suite.main)
+MACHINE = {"device": "a GPU", "cuda": True, "cores": 2, "torch": "2.13", "python": "3.11", "date": "2026-11-21"}
+RUN = {"run": {"command": "python benchmarks/gpu_suite.py", "machine": MACHINE}}
 
 
-def run(output: Path, *flags: str) -> tuple[int, dict[str, Any]]:
-    code = main(["--toy", "--output", str(output), *flags])
-    return code, json.loads(output.read_text())
+def toy(tmp_path: Path) -> Setting:
+    return Setting(True, tmp_path, tmp_path / "cache")
 
 
-def test_the_parts_run_at_toy_size(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    chosen = ["tests", "presets", "resume", "placements", "memory", "variants"]
-    code, results = run(tmp_path / "suite.json", "--parts", *chosen)
-    assert code == 0, results
-    parts = results["parts"]
-    assert list(parts) == chosen and all(part["status"] == "done" for part in parts.values())
-    rows = {name: {row.get("name"): row for row in part["rows"]} for name, part in parts.items()}
+@pytest.fixture(scope="module")
+def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
+    """The exit code of the whole suite, and where it wrote."""
+    folder = tmp_path_factory.mktemp("suite")
+    return main(["--toy", "--output", str(folder / "suite.json"), "--cache_dir", str(folder / "cache")]), folder
+
+
+@pytest.fixture(scope="module")
+def rows(suite: tuple[int, Path]) -> dict[str, dict[str, Any]]:
+    """The rows of every part by their names."""
+    _, folder = suite
+    parts = json.loads((folder / "suite.json").read_text())["parts"]
+    return {name: {row["name"]: row for row in part["rows"]} for name, part in parts.items()}
+
+
+# The whole suite
+
+
+def test_every_part_runs_at_toy_size_and_nothing_in_it_fails(suite: tuple[int, Path], rows: dict) -> None:
+    code, folder = suite
+    parts = json.loads((folder / "suite.json").read_text())["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(PARTS, "done"), parts
+    assert list(parts) == list(PARTS)
     assert not [row for named in rows.values() for row in named.values() if "error" in row]
-    assert list(rows["presets"]) == [name for name in PRESETS if (ROOT / "configs" / f"{name}.json").exists()]
+    assert code == 0
+
+
+def test_the_step_leaves_the_machine_the_speed_and_the_kernels(rows: dict) -> None:
+    machine, speed, kernels = (rows["step"][name] for name in ("machine", "gpt2_small", "kernels"))
+    assert machine["torch"] == torch.__version__ and machine["cores"] == os.cpu_count()
+    assert "driver" not in machine and "cuda" not in machine  # nothing is said of a GPU that is not there
+    assert speed["startup_seconds"] > 0 and speed["ms_per_step"] > 0 and speed["estimated_memory_gb"] > 0
+    assert speed["compile_seconds"] is None
+    assert {"matrix products", "attention", "optimizer", "copies"} <= set(kernels["groups"])
+    assert sum(group["share"] for group in kernels["groups"].values()) == pytest.approx(1)
+    times = [kernel["ms"] for kernel in kernels["kernels"]]
+    assert times == sorted(times, reverse=True) and kernels["ms"] >= sum(times) > 0
+    assert next(k for k in kernels["kernels"] if k["name"] == "aten::mm")["calls"] >= 5  # whole calls, of one step
+
+
+def test_variants_have_the_loss_of_ours(rows: dict) -> None:
+    measured = rows["variants"]
+    assert set(measured) == {"ours, gpt2_small", "ours, gpt2_small, again", *(variant.name for variant in VARIANTS)}
+    ours = measured["ours, gpt2_small"]["loss_of_step_2"]
+    for variant in VARIANTS:
+        row = measured[variant.name]
+        if variant.needs == "a GPU":
+            assert "GPU" in row["skipped"]
+        elif "skipped" not in row:
+            assert row["time_ratio"] > 0
+            assert row["loss_of_step_2"] == pytest.approx(ours, rel=1e-2 if variant.name == "no biases" else 1e-4)
+            assert ("note" in row) == (variant.needs == "compiling")
+
+
+def test_the_other_parts_measure_what_they_are_for(rows: dict) -> None:
+    assert list(rows["presets"]) == list(PRESETS)
     assert {row["placement"] for row in rows["placements"].values()} == {"ram", "mmap"}
     assert all(row["estimate_over_peak"] > 0 for row in rows["memory"].values())
-    (resumed,) = parts["resume"]["rows"]
-    assert len(resumed["straight"]) == 20 and resumed["largest_difference"] == 0
-    for row in rows["variants"].values():
-        if "skipped" not in row:
-            assert row["time_ratio"]["median"] > 0
-            assert row["variant"]["loss_of_step_2"] == pytest.approx(row["ours"]["loss_of_step_2"], rel=1e-4)
-    out = capsys.readouterr().out
-    assert "tokens/s" in out and "losses differ by 0 at most" in out and "of the time of ours" in out
+    assert list(rows["fp16"]) == ["eager", "compiled"]
+    assert all(row["loss_is_finite"] and row["scale"] == 1.0 and "note" in row for row in rows["fp16"].values())
+    resumed = rows["resume"]["resumed"]
+    assert len(resumed["straight"]) == RESUMED_STEPS and resumed["largest_difference"] == 0
+    assert rows["tests"]["pytest"]["exit_code"] == 0 and "skipped" in rows["tests"]["pytest"]["output"][-1]
 
 
-def test_what_is_cut_off_leaves_a_file_that_says_so(tmp_path: Path) -> None:
-    code, results = run(tmp_path / "suite.json", "--parts", "presets", "memory", "--minutes", "0.01")
-    assert code == 1
-    assert [part["status"] for part in results["parts"].values()] == ["out of time", "no time left"]
+def test_the_scripts_leave_their_results(rows: dict) -> None:
+    (peers,), (ladder,), (generation,) = (rows[name].values() for name in ("peers", "ladder", "generation"))
+    assert list(peers["results"]["cases"]["toy"]["measured"]) == ["ours", "plain PyTorch"]
+    assert ["seconds" in rung for rung in ladder["results"]["rungs"]] == [True, *[False] * 5, True]
+    assert list(generation["results"]["ms_per_step"]) == ["ours, fp32"]
+
+
+def test_losses_are_compared_with_those_of_the_cpu(rows: dict) -> None:
+    reference, full, automatic = rows["losses"].values()
+    assert list(reference["means"]) == ["3", "6", "9"]
+    assert reference["means"]["9"] < reference["means"]["3"] < reference["first_loss"]
+    assert full["means"] == reference["means"] and full["largest_relative_difference"] == 0
+    assert automatic["largest_relative_difference"] < 0.05
+
+
+def test_the_page_tells_every_part(suite: tuple[int, Path]) -> None:
+    page = (suite[1] / "suite.md").read_text()
+    assert [line.split(":")[0] for line in page.splitlines() if line.startswith("## ")] == [f"## {p}" for p in PARTS]
+    for words in ("tokens/s", "of the time of ours", "| group | ms a step", "| cpu, fp32 |", "### Speed ladder", "```"):
+        assert words in page
+    assert "![" not in page  # the pictures stay with the scripts that draw them
+
+
+def test_the_lines_are_all_the_report_needs(suite: tuple[int, Path], tmp_path: Path) -> None:
+    _, folder = suite
+    copy = tmp_path / "suite.jsonl"
+    copy.write_text((folder / "suite.jsonl").read_text())
+    assert main(["--report", str(copy)]) == 0
+    for name in ("suite.json", "suite.md"):
+        theirs, ours = (folder / name).read_text(), (tmp_path / name).read_text()
+        assert ours == theirs
+
+
+# What goes wrong
+
+
+def test_the_parts_of_a_call_fit_into_its_minutes() -> None:
+    for call in CALLS:
+        assert sum(part.limit for part in call.values()) <= 60 * MINUTES
+        if call is not CALLS[0]:
+            assert f"--parts {' '.join(call)}\n" in (gpu_suite.__doc__ or "")
+    assert f": {' '.join(CALLS[0])}\n" in (gpu_suite.__doc__ or "")
+
+
+def test_a_part_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
+    ended = run_part("tests", toy(tmp_path), 0.2, tmp_path / "rows.jsonl")
+    assert ended["status"] == "out of time" and 0.2 <= ended["seconds"] < 10
+
+
+def test_what_there_is_no_time_for_is_told_as_such(tmp_path: Path) -> None:
+    output = tmp_path / "suite.json"
+    assert main(["--toy", "--output", str(output), "--parts", "memory", "tests", "--minutes", "0"]) == 1
+    parts = json.loads(output.read_text())["parts"]
+    assert {name: part["status"] for name, part in parts.items()} == dict.fromkeys(["memory", "tests"], "no time left")
+
+
+def test_a_row_that_fails_leaves_the_rest(tmp_path: Path) -> None:
+    flags = toy(tmp_path).flags("quickstart")
+    failed = attempt("x", timed_training, [*flags, "--num_heads", "3"], 0.01)
+    assert failed["name"] == "x" and failed["error"].startswith("ConfigError")
+    died = attempt("y", os._exit, 1)  # as by a signal
+    assert died["error"].startswith("BrokenProcessPool")
 
 
 def test_a_part_that_fails_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    def fake(name: str, *rest: object) -> dict[str, Any]:
+    def fake(name: str, setting: Setting, limit: float, rows: Path) -> dict[str, Any]:
         if name == "presets":
-            return {"status": "failed", "seconds": 1.0, "rows": [{"name": "a row"}], "stderr": ["RuntimeError: no"]}
-        return {"status": "done", "seconds": 1.0, "rows": [{"name": "quickstart", "error": "OutOfMemoryError: x"}]}
+            append(rows, {"part": name, "row": {"name": "a row"}})
+            return {"status": "failed", "seconds": 1.0, "log": ["RuntimeError: no"]}
+        append(rows, {"part": name, "row": {"name": "quickstart", "error": "OutOfMemoryError: x"}})
+        return {"status": "done", "seconds": 1.0}
 
     monkeypatch.setattr(gpu_suite, "run_part", fake)
-    code, results = run(tmp_path / "suite.json", "--parts", "presets", "memory")
-    assert code == 1 and [part["status"] for part in results["parts"].values()] == ["failed", "done"]
+    output = tmp_path / "suite.json"
+    assert main(["--toy", "--output", str(output), "--parts", "presets", "memory"]) == 1
+    parts = json.loads(output.read_text())["parts"]
+    assert [part["status"] for part in parts.values()] == ["failed", "done"]
+    assert parts["presets"]["rows"] == [{"name": "a row"}]
     out = capsys.readouterr().out
     assert "RuntimeError: no" in out and "quickstart: failed: OutOfMemoryError" in out
 
 
-def test_the_scripts_that_run_on_a_gpu_alone_are_there() -> None:
-    started = re.findall(r'run_script\("([^"]+)"', Path(gpu_suite.__file__).read_text(encoding="utf-8"))
-    assert len(started) == 4
-    assert all((ROOT / script).exists() for script in started)
+def test_a_command_that_is_killed_leaves_its_rows_and_no_process(tmp_path: Path) -> None:
+    """In the middle of a part, and of a line."""
+    rows = tmp_path / "suite.jsonl"
+    flags = ["--toy", "--output", str(tmp_path / "suite.json"), "--parts", "placements", "variants"]
+    command = subprocess.Popen(
+        [sys.executable, str(ROOT / "benchmarks" / "gpu_suite.py"), *flags], stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (rows.exists() and '{"part": "variants", "row"' in rows.read_text()):  # of ten, a part of a second each
+        assert command.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    command.kill()
+    command.wait()
+    time.sleep(0.3)
+    with open(rows, "a") as file:
+        file.write('{"part": "variants", "row": {"na')
+    left = rows.read_text()
+    assert main(["--report", str(rows)]) == 0
+    page = rows.with_suffix(".md").read_text()
+    assert "## placements: done" in page and "## variants: interrupted\n\n- flash attention first: skipped" in page
+    time.sleep(1)
+    assert rows.read_text() == left
+
+
+def test_a_line_after_one_that_was_cut_off_is_read(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"part": "presets", "ro')
+    append(rows, {"part": "memory"})
+    assert read(rows) == [{"part": "memory"}]
+
+
+def test_a_part_that_runs_again_replaces_its_rows_one_by_one() -> None:
+    def row(name: str, value: float) -> dict[str, Any]:
+        return {"part": "presets", "row": {"name": name, "ms_per_step": value}}
+
+    first = [RUN, {"part": "presets"}, row("a", 1.0), row("b", 2.0), {"part": "presets", "end": {"status": "done"}}]
+    again = [RUN, {"part": "presets"}, row("a", 3.0)]
+    assert collect(first)["parts"]["presets"]["status"] == "done"
+    results = collect([*first, *again])
+    assert len(results["runs"]) == 2 and results["parts"]["presets"]["status"] == "interrupted"
+    assert {row["name"]: row["ms_per_step"] for row in results["parts"]["presets"]["rows"]} == {"a": 3.0, "b": 2.0}
 
 
 def test_an_unknown_part_is_explained(capsys: pytest.CaptureFixture) -> None:
@@ -73,7 +227,55 @@ def test_an_unknown_part_is_explained(capsys: pytest.CaptureFixture) -> None:
     assert ", ".join(PARTS) in capsys.readouterr().err
 
 
+def test_a_report_of_nothing_is_explained(capsys: pytest.CaptureFixture) -> None:
+    assert main(["--report", "nowhere.jsonl"]) == 2
+    assert "nowhere.jsonl is not there" in capsys.readouterr().err
+
+
 def test_a_row_in_one_line_says_what_was_measured() -> None:
     row = {"name": "gpt2_small", "ms_per_step": 12.34, "tokens_per_second": 5000.4, "mfu": None}
-    assert summary(row) == "  gpt2_small: 12.3 ms a step, 5,000 tokens/s"
-    assert summary({"name": "x", "skipped": "not here"}) == "  x: skipped: not here"
+    assert summary(row) == "gpt2_small: 12.3 ms a step, 5,000 tokens/s"
+    assert summary({"name": "x", "skipped": "not here"}) == "x: skipped: not here"
+
+
+# Variants
+
+
+def test_what_a_variant_changes_ends_with_its_process(tmp_path: Path) -> None:
+    before = model.residual_dtype
+    flags = [*toy(tmp_path).flags("gpt2_small"), "--precision", "bf16"]
+    losses = [
+        isolated(measure_variant, Variant("x", prepare=prepare), flags, 0.01)["loss_of_step_2"]
+        for prepare in (None, fp32_residual)
+    ]
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=0.01)
+    assert model.residual_dtype is before
+
+
+@pytest.mark.skipif(not variants.HAS_CHUNKED_LOSS, reason="this torch has no chunked loss")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_chunked_loss_is_computed_in_the_precision_of_the_rest(
+    tmp_path: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    training = Training.open(flags_of_a_tiny_run(token_folder, tmp_path, dropout=0.0, precision=precision))
+    inputs, targets = training.data.batch(0, 4)
+    given, computed = [], torch.nn.functional.linear_cross_entropy
+
+    def noting(x: torch.Tensor, weight: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        given.extend([x.dtype, weight.dtype])
+        return computed(x, weight, *rest, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "linear_cross_entropy", noting)
+    chunked = variants.chunked_loss(training)
+    losses, gradients = [], []
+    for step_model in (training.model, chunked):
+        with training.hardware.autocast():
+            loss = step_model(inputs, targets)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(training.model.head.weight.grad)
+        training.model.zero_grad(set_to_none=True)
+    assert given == [{"fp32": torch.float32, "bf16": torch.bfloat16}[precision]] * 2
+    tolerance = 1e-5 if precision == "fp32" else 2e-2
+    assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+    assert torch.allclose(gradients[1], gradients[0], atol=tolerance * gradients[0].abs().max())

@@ -1,0 +1,362 @@
+"""The parts of `gpu_suite.py`: each yields its rows one by one, in a process that has touched no GPU before."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.suite_rows import Row, append
+
+ROOT = Path(__file__).resolve().parents[1]
+PRESETS = {  # vocabulary of the tokens each is measured on
+    "quickstart": 2_048,
+    "shakespeare_char": 65,
+    "gpt2_small": 32_000,
+    "gpt2_small_modern": 32_000,
+    "gpt2_medium": 32_000,
+}
+TOKENS = 5_000_000
+# (sequences at once, compiled): the cheap ones first, for each shape is compiled anew.
+MEMORY_CASES = ((8, "off"), (32, "off"), (128, "off"), (128, "on"), (32, "on"))
+RESUMED_STEPS = 20
+LOSS_STEPS, LOSS_SPAN = 200, 100  # steps in all, and to each mean that is told
+TOY_LOSS_STEPS, TOY_LOSS_SPAN = 9, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """Where a part runs: at toy size on the CPU, or for real; with room for its files in `folder`."""
+
+    toy: bool
+    folder: Path
+    cache_dir: Path
+    nanogpt: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return 0.02 if self.toy else 2.0
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.toy else "auto"
+
+    def tokens(self, vocab_size: int) -> Path:
+        from benchmarks.workload import write_random_tokens
+
+        folder = self.folder / f"tokens_{vocab_size}"
+        return folder if folder.exists() else write_random_tokens(folder, 10_000 if self.toy else TOKENS, vocab_size)
+
+    def flags(self, preset: str, **changes: object) -> list[str]:
+        """The trainer's flags for a config of ours on random tokens. A toy does not compile: that takes a CPU long."""
+        values: dict[str, object] = {"config": f"{preset}.json", "device": self.device, "max_steps": 20_000}
+        values["output_dir"] = self.folder / "run"  # where nothing is that an earlier run found out
+        if "data_dir" not in changes:
+            values["data_dir"] = self.tokens(65 if self.toy else PRESETS[preset])
+        if self.toy:
+            values |= {"num_layers": 1, "embed_dim": 32, "num_heads": 2, "max_seq_len": 16, "batch_size": 4}
+        values |= changes
+        if self.toy:
+            values["compile"] = "off"
+            values.pop("compile_mode", None)  # which would contradict it
+        return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+
+def isolated(measure: Callable[..., Row], *arguments: Any) -> Row:
+    """What `measure` returns, called in a process of its own: a GPU's error cannot be got over in the one that has it,
+    and its memory is free again. Forked, so that nothing is imported again. Raises what it raises."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+        return pool.submit(measure, *arguments).result()
+
+
+def attempt(name: str, measure: Callable[..., Row], *arguments: Any) -> Row:
+    """A row, or what went wrong with it: the rows that follow should still be measured."""
+    try:
+        return {"name": name, **isolated(measure, *arguments)}
+    except Exception as error:
+        return {"name": name, "error": f"{type(error).__name__}: {error}"[:500]}
+
+
+def timed_training(flags: Sequence[str], seconds: float) -> Row:
+    from benchmarks.workload import measure_training
+
+    return measure_training(flags, seconds, time.perf_counter())
+
+
+def step(setting: Setting) -> Iterator[Row]:
+    """GPT-2 small's step as it is, in this process: the machine, the speed, the kernels, the clocks under load. The
+    start-up is counted without Python's imports."""
+    from benchmarks.gpu_facts import machine_facts, under_load
+    from benchmarks.kernels import kernel_table, profiled
+    from benchmarks.workload import Training, figures
+    from common.machine import pick_device
+
+    yield {"name": "machine", **machine_facts(pick_device(setting.device))}
+    started = time.perf_counter()
+    training = Training.open(setting.flags("gpt2_small"))
+    hardware = training.hardware
+    training.step()
+    hardware.synchronize()
+    startup = time.perf_counter() - started
+    yield {"name": "gpt2_small", **figures(training, setting.seconds), "startup_seconds": startup}
+    steps = 2 if setting.toy else 5
+    kernels = profiled(training.step, hardware.synchronize, steps, hardware.is_cuda)
+    yield {"name": "kernels", **kernel_table(kernels, steps)}
+    yield {"name": "under load", **under_load(training.step, hardware.synchronize, setting.seconds)}
+
+
+def variants(setting: Setting) -> Iterator[Row]:
+    """Other ways to run the same step. Ours comes first, for each preset, and last, to show what the machine drifts."""
+    from benchmarks.variants import OURS, VARIANTS, Variant, measure_variant
+
+    def measure(name: str, variant: Variant, preset: str) -> Row:
+        flags = setting.flags(preset, **dict(variant.flags))
+        return attempt(name, measure_variant, variant, flags, setting.seconds)
+
+    def milliseconds(row: Row) -> float | None:
+        return row["ms_spread"]["median"] if "ms_spread" in row else None
+
+    ours: dict[str, float | None] = {}
+    for variant in VARIANTS:
+        if setting.toy and variant.needs == "a GPU":
+            yield {"name": variant.name, "skipped": f"it needs {variant.needs}"}
+            continue
+        preset = variant.preset
+        if preset not in ours:
+            row = measure(f"ours, {preset}", OURS, preset)
+            ours[preset] = milliseconds(row)
+            yield row
+        row = measure(variant.name, variant, preset)
+        own, its = ours[preset], milliseconds(row)
+        if own and its:
+            row["time_ratio"] = its / own
+        if setting.toy and variant.needs == "compiling":
+            row["note"] = "a toy is not compiled: this is the code, not the variant"
+        yield row
+    yield measure("ours, gpt2_small, again", OURS, "gpt2_small")
+
+
+def tests(setting: Setting) -> Iterator[Row]:
+    files = ["tests/test_cuda.py", "tests/generation/test_cuda_graph.py"]
+    # One at a time: some of them measure the GPU's memory.
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "cuda", "-q", "-rfE", "--durations=5", *files]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    yield {"name": "pytest", "exit_code": run.returncode, "output": run.stdout.splitlines()[-40:]}
+    if run.returncode:
+        raise SystemExit(run.returncode)
+
+
+def scaled_training(flags: Sequence[str], seconds: float) -> Row:
+    """A training whose gradients are scaled: what the scale has come to, and whether the loss is a number."""
+    from benchmarks.workload import Training, figures
+
+    training = Training.open(flags)
+    training.step()
+    measured = figures(training, seconds)
+    return {**measured, "scale": training.scaler.get_scale(), "loss_is_finite": math.isfinite(measured["loss"])}
+
+
+def fp16(setting: Setting) -> Iterator[Row]:
+    """GPT-2 small with --precision fp16, which older GPUs take; eager first, for compiling may take all the time."""
+    precision = "fp32" if setting.toy else "fp16"
+    note = {"note": "a CPU has no fp16: this is the code, not the precision"} if setting.toy else {}
+    for name, compiled in (("eager", "off"), ("compiled", "on")):
+        flags = setting.flags("gpt2_small", precision=precision, compile=compiled)
+        yield attempt(name, scaled_training, flags, setting.seconds) | note
+
+
+def curve(flags: Sequence[str], steps: int, span: int) -> Row:
+    """The mean loss of each `span` steps, by its last step."""
+    import torch
+
+    from benchmarks.workload import Training
+
+    training = Training.open(flags)
+    losses = []
+    for _ in range(steps):
+        training.step()
+        losses.append(training.loss)
+    means = torch.stack(losses).view(-1, span).mean(dim=1).tolist()
+    return {
+        "device": training.hardware.device.type,
+        "precision": training.hardware.precision,
+        "compiled": training.step_model is not training.model,
+        "first_loss": losses[0].item(),
+        "means": {str(span * (number + 1)): mean for number, mean in enumerate(means)},
+    }
+
+
+def losses(setting: Setting) -> Iterator[Row]:
+    """The built-in conversations on the CPU and on this device: the same losses."""
+    from examples import conversations
+    from tokenize_local_bpe import tokenize
+
+    text, folder = setting.folder / "conversations.txt", setting.folder / "conversations"
+    conversations.write(text)
+    if setting.toy:
+        text.write_text(text.read_text(encoding="utf-8")[:20_000], encoding="utf-8")
+    tokenize([str(text)], folder, quiet=True, tokenizer="bpe", vocab_size=300 if setting.toy else 2_048)
+    steps, span = (TOY_LOSS_STEPS, TOY_LOSS_SPAN) if setting.toy else (LOSS_STEPS, LOSS_SPAN)
+    cases = {
+        "cpu, fp32": {"device": "cpu", "precision": "fp32", "compile": "off"},
+        "fp32": {"device": setting.device, "precision": "fp32", "compile": "off"},
+        "automatic, compiled": {"device": setting.device, "compile": "on"},
+    }
+    reference: dict[str, float] = {}
+    for name, changes in cases.items():
+        flags = setting.flags("quickstart", data_dir=folder, max_steps=steps, warmup_steps=steps // 6, **changes)
+        row = attempt(name, curve, flags, steps, span)
+        means = row.get("means", {})
+        reference = reference or means
+        if reference and means:
+            row["largest_relative_difference"] = max(abs(means[at] / reference[at] - 1) for at in reference)
+        yield row
+
+
+def presets(setting: Setting) -> Iterator[Row]:
+    """Speed, MFU and memory of the configs as they are."""
+    for preset in PRESETS:
+        if (ROOT / "configs" / f"{preset}.json").exists():
+            yield attempt(preset, timed_training, setting.flags(preset), setting.seconds)
+
+
+def peers(setting: Setting) -> Iterator[Row]:
+    case = "toy" if setting.toy else "gpt2_small"
+    flags = ["--cases", case, "--rounds", "1", "--seconds", str(setting.seconds), "--device", setting.device]
+    flags += ["--nanogpt", setting.nanogpt] if setting.nanogpt else []
+    flags += ["--only", "plain PyTorch"] if setting.toy else []
+    yield from script_rows("benchmarks/peers.py", flags, setting.folder / "results")
+
+
+def ladder(setting: Setting) -> Iterator[Row]:
+    flags = [*setting.flags("gpt2_small"), "--rounds", "1", "--steps", "1" if setting.toy else "3"]
+    flags += ["--only", "baseline", "this trainer"] if setting.toy else []
+    yield from script_rows("tools/speed_ladder.py", flags, setting.folder / "results")
+
+
+def generation(setting: Setting) -> Iterator[Row]:
+    flags = ["--held", "16", "512", "--batches", "1", "16", "--rounds", "2"]
+    if setting.toy:
+        flags = ["--num_layers", "1", "--embed_dim", "32", "--num_heads", "2", "--vocab_size", "300"]
+        flags += ["--held", "4", "--batches", "1", "--new_tokens", "2", "--rounds", "1", "--only", "ours, fp32"]
+    kind = "toy" if setting.toy else "gpu"
+    yield from script_rows("benchmarks/generation.py", ["--write", kind, *flags], setting.folder / "results")
+
+
+def script_rows(script: str, flags: Sequence[str], results: Path) -> Iterator[Row]:
+    """Run another script of this project. The results it writes are a row each time they change, which takes the place
+    of the one before. Raises CalledProcessError if it fails."""
+    command = [sys.executable, str(ROOT / script), *flags, "--output_dir", str(results)]
+    process = subprocess.Popen(command, stdout=sys.stderr)
+    told: dict[Path, str] = {}
+    code = None
+    while code is None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            code = process.wait(timeout=0.5)
+        for path in sorted(results.glob("*.json")):
+            text = path.read_text(encoding="utf-8")
+            if text != told.get(path):
+                with contextlib.suppress(json.JSONDecodeError, OSError):  # it is being written
+                    page = path.with_suffix(".md").read_text(encoding="utf-8")
+                    yield {"name": path.stem, "results": json.loads(text), "page": page}
+                    told[path] = text
+    if code:
+        raise subprocess.CalledProcessError(code, command)
+
+
+def memory(setting: Setting) -> Iterator[Row]:
+    """What is expected of a step against what it takes, eager and compiled, by the sequences at once."""
+    for rows, compiled in ((2, "off"), (4, "off")) if setting.toy else MEMORY_CASES:
+        flags = setting.flags("gpt2_small", batch_size=rows, compile=compiled)
+        row = attempt(f"batch {rows}, {'compiled' if compiled == 'on' else 'eager'}", timed_training, flags, 0.1)
+        if row.get("peak_memory_gb"):
+            row["estimate_over_peak"] = row["estimated_memory_gb"] / row["peak_memory_gb"]
+        yield row
+
+
+def placements(setting: Setting) -> Iterator[Row]:
+    """Speed with the tokens on the GPU, in RAM, and mapped; in a small model, which waits for its batches soonest."""
+    for place in ("ram", "mmap") if setting.toy else ("gpu", "ram", "mmap"):
+        flags = setting.flags("shakespeare_char", placement=place)
+        yield attempt(place, timed_training, flags, setting.seconds)
+
+
+def run_losses(flags: Sequence[str], run_dir: Path) -> Row:
+    """The loss of each step of a run in `run_dir`. Raises RuntimeError if it fails."""
+    import train_colab_mmap
+
+    code = train_colab_mmap.main([*flags, "--output_dir", str(run_dir)])
+    if code:
+        raise RuntimeError(f"the trainer ended with code {code}")
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {str(row["step"]): row["train_loss"] for row in rows}
+
+
+def resume(setting: Setting) -> Iterator[Row]:
+    """A run that is taken up half way, by a process of its own, against one that is not interrupted."""
+
+    def train(name: str, max_steps: int) -> Row:
+        how = {"use_lr_scheduler": "constant", "warmup_steps": 0, "log_interval": 1, "eval_interval": 0}
+        flags = setting.flags("shakespeare_char", max_steps=max_steps, **how)
+        return isolated(run_losses, flags, setting.folder / name)
+
+    straight = train("straight", RESUMED_STEPS)
+    train("resumed", RESUMED_STEPS // 2)
+    resumed = train("resumed", RESUMED_STEPS)
+    difference = max(abs(straight[at] - resumed[at]) for at in straight)
+    yield {"name": "resumed", "straight": straight, "resumed": resumed, "largest_difference": difference}
+
+
+class Part(NamedTuple):
+    rows: Callable[[Setting], Iterator[Row]]
+    limit: float  # seconds
+
+
+# In the order of their value, in calls of less than nine minutes, into which the limits of their parts fit.
+CALLS: tuple[dict[str, Part], ...] = (
+    {"step": Part(step, 125), "variants": Part(variants, 395)},
+    {
+        "tests": Part(tests, 120),
+        "fp16": Part(fp16, 55),
+        "losses": Part(losses, 85),
+        "memory": Part(memory, 135),
+        "resume": Part(resume, 40),
+        "placements": Part(placements, 35),
+        "generation": Part(generation, 55),
+    },
+    {"ladder": Part(ladder, 235), "presets": Part(presets, 190), "peers": Part(peers, 100)},
+)
+PARTS = {name: part for call in CALLS for name, part in call.items()}
+
+
+def end_with_the_command() -> None:
+    """A command that is killed cannot end its part, which would disturb the next one."""
+    command = multiprocessing.parent_process()
+    assert command is not None
+    command.join()
+    os.killpg(0, signal.SIGKILL)
+
+
+def work(name: str, setting: Setting, rows: Path, log: Path) -> None:
+    """A part, in a process of its own: its rows go to the file `rows` as they come, what it prints to `log`."""
+    os.setpgid(0, 0)  # to be ended with all the processes it starts; in the session of the command, which may be ended
+    threading.Thread(target=end_with_the_command, daemon=True).start()
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(setting.cache_dir / "inductor")
+    os.environ["TRITON_CACHE_DIR"] = str(setting.cache_dir / "triton")
+    for row in PARTS[name].rows(setting):
+        append(rows, {"part": name, "row": row})
