@@ -8,6 +8,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -149,13 +150,21 @@ def variants(setting: Setting) -> Iterator[Row]:
 
 
 def tests(setting: Setting) -> Iterator[Row]:
-    files = ["tests/test_cuda.py", "tests/generation/test_cuda_graph.py"]
+    """The tests that need a GPU, a row for each."""
+    files = ["tests/cuda", "tests/generation/test_cuda_graph.py"]
     # One at a time: some of them measure the GPU's memory.
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "cuda", "-q", "-rfE", "--durations=5", *files]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    yield {"name": "pytest", "exit_code": run.returncode, "output": run.stdout.splitlines()[-40:]}
-    if run.returncode:
-        raise SystemExit(run.returncode)
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "cuda", "-v", "-rfE", "--durations=5", *files]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line.rstrip())
+        if outcome := re.match(r"(tests/.+?::.+?) (PASSED|FAILED|SKIPPED|ERROR)\b", line):
+            yield {"name": outcome[1], "outcome": outcome[2].lower()}
+    code = process.wait()
+    yield {"name": "pytest", "exit_code": code, "output": lines[-40:]}
+    if code:
+        raise SystemExit(code)
 
 
 def scaled_training(flags: Sequence[str], seconds: float) -> Row:

@@ -126,6 +126,7 @@ FIGURES = {
     "loss": "loss {:.4f}",
     "largest_difference": "losses differ by {:.2g} at most",
     "largest_relative_difference": "losses differ by {:.2%} at most from those of the first",
+    "outcome": "{}",
     "exit_code": "exit code {}",
     "skipped": "skipped: {}",
     "error": "failed: {}",
