@@ -188,7 +188,7 @@ def performance_table(folder: Path = RESULTS) -> str:
             table.append(
                 [
                     f"{name} ({Case(**result['case'])})",
-                    f"[{results['machine']['device']}](docs/benchmarks/{path.stem}.md)",
+                    f"[{results['machine']['device']}](docs/benchmarks/{path.stem}.md), {results['machine']['date']}",
                     *(f"{median[key]:{digits}}" for key, digits in README_FIGURES.items()),
                     *ratios,
                 ]

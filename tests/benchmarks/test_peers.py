@@ -61,7 +61,7 @@ def run_of(tokens_per_second: float, **more: Any) -> dict[str, Any]:
 
 def results_file(folder: Path, device: str, measured: dict[str, list]) -> None:
     case = dataclasses.asdict(cases(False)["toy"])
-    machine = {"device": device, "cuda": False, "cores": 2}
+    machine = {"device": device, "cuda": False, "cores": 2, "date": "2026-11-21"}
     content = {"machine": machine, "left_out": {}, "cases": {"toy": {"case": case, "measured": measured}}}
     (folder / f"training-{device}.json").write_text(json.dumps(content))
 
@@ -162,7 +162,7 @@ def test_speedups_are_taken_round_by_round(tmp_path: Path) -> None:
     results_file(tmp_path, "machine-a", {"ours": [run_of(50)], "nanoGPT": [run_of(100)]})
     first, second = performance_table(tmp_path).splitlines()[2:]
     assert first == (
-        "| toy (1 x 32, context 16, batch 4) | [machine-a](docs/benchmarks/training-machine-a.md) "
+        "| toy (1 x 32, context 16, batch 4) | [machine-a](docs/benchmarks/training-machine-a.md), 2026-11-21 "
         "| 50 | 20,000.0 | 1.50 |  |  | 0.50x |"
     )
     assert "| 3,300 | 303.0 | 1.50 | 3.00x |  |  |" in second
