@@ -208,7 +208,7 @@ def residual_dtype(x: torch.Tensor) -> torch.dtype:
     its bytes are time; what they bring, and what it does to the loss: docs/benchmarks/gpu_forecast.md. Not fp16, whose
     range is narrow for a sum over all layers."""
     kind = x.device.type
-    is_bf16 = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
+    is_bf16 = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
     return torch.bfloat16 if is_bf16 else x.dtype
 
 
@@ -406,7 +406,7 @@ class TransformerLanguageModel(nn.Module):
             x = self.embed_norm(x)
         x = self.dropout(x.to(residual_dtype(x)))
         for layer, block in enumerate(self.blocks):
-            if self.activation_checkpointing and torch.is_grad_enabled():  # Chen et al. 2016, each block a segment
+            if self.activation_checkpointing and cache is None and torch.is_grad_enabled():  # Chen et al. 2016
                 draws = self.config.dropout > 0
                 x = checkpoint(block, x, positions, use_reentrant=False, preserve_rng_state=draws)
             else:

@@ -51,10 +51,10 @@ def train(config: TrainConfig) -> int:
     from training.profile import profile
     from training.run import Run
     from training.run_folder import being_trained, require_ours
-    from training.tuning import tune
+    from training.tuning import tune, use_tuning
 
     require_ours(config.run_dir, "--output_dir")
-    parts = prepare(config)
+    parts = prepare(use_tuning(with_given_shape(config)))
     looks = {"dry_run": dry_run, "profile": profile, "tune": tune}
     if look := next((look for key, look in looks.items() if getattr(config, key)), None):
         run = Run(parts.config, parts.model, parts.optimizer, parts.scaler, parts.data)
@@ -137,24 +137,18 @@ def prepare(config: TrainConfig) -> Parts:
     """Find out what the machine can do, check the data, build the model: each told in a line of its own."""
     import torch
 
-    from common.checkpoint import open_checkpoint
     from model import TransformerLanguageModel
     from training.data import TokenData
     from training.evaluate import check_prompts, read_prompts
     from training.hardware import detect_hardware
     from training.optimizer import build_optimizer
-    from training.resume import own_checkpoint
-    from training.tuning import choose_micro_batch, use_tuning
+    from training.tuning import choose_micro_batch
 
-    config = use_tuning(config)
     hardware = detect_hardware(config)
     print(hardware.describe())
     config = use_builtin_files(config)
     if config.input:
         config = tokenize_input(config)
-    if config.init_from:
-        checkpoint = own_checkpoint(config) or open_checkpoint(config.init_from)
-        config = config.with_model(checkpoint.trusted_config(), str(checkpoint.path))
     prompts = read_prompts(config.eval_prompts) if config.eval_prompts else []
     data = TokenData.open(config, hardware)
     print(data.describe())
@@ -175,10 +169,8 @@ def prepare(config: TrainConfig) -> Parts:
 def take_steps(
     run: Run, report: Report, hardware: Hardware, prompts: list[Prompt], interruption: Interruption, started: float
 ) -> list[Answer]:
-    """Train to the last step, or until it is asked to stop. Returns the answers of the last evaluation.
-
-    `started` is the time.perf_counter() at which the command began.
-    """
+    """Train to the last step, or until it is asked to stop. Returns the answers of the last evaluation. `started`: the
+    time.perf_counter() at which the command began."""
     from training.compilation import compile_for_run
     from training.evaluate import evaluated_windows
     from training.hardware import frozen_garbage
@@ -255,6 +247,17 @@ def take_steps(
         with timer.paused():
             run.save(timer.elapsed)
     return answers
+
+
+def with_given_shape(config: TrainConfig) -> TrainConfig:
+    """The configuration with the shape of the model that it starts from."""
+    from common.checkpoint import open_checkpoint
+    from training.resume import own_checkpoint
+
+    if not config.init_from:
+        return config
+    checkpoint = own_checkpoint(config) or open_checkpoint(config.init_from)
+    return config.with_model(checkpoint.trusted_config(), str(checkpoint.path))
 
 
 def use_builtin_files(config: TrainConfig) -> TrainConfig:

@@ -456,6 +456,21 @@ def test_what_attention_reads_is_laid_out_as_its_output_is_read(monkeypatch: pyt
     assert laid_out == [True] * 4
 
 
+def test_a_model_without_data_runs_too() -> None:
+    with torch.device("meta"):
+        model, tokens = TransformerLanguageModel(tiny_config()), torch.zeros(2, 12, dtype=torch.long)
+    assert model(tokens).shape == (2, 12, 29)
+
+
+def test_a_cache_is_read_with_checkpointed_activations_too() -> None:
+    model = random_model(tiny_config())
+    tokens = torch.arange(12)[None] % 29
+    model.activation_checkpointing = True
+    cache = KVCache(model.config, 1, model.device, torch.float64)
+    parts = [model(tokens[:, :5], cache=cache), model(tokens[:, 5:], cache=cache)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens))
+
+
 def test_the_loss_with_a_bf16_stream_is_near_that_in_fp32() -> None:
     model = random_model(tiny_config(num_layers=4), torch.float32)
     tokens = torch.randint(29, (4, 12))

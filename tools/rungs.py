@@ -120,6 +120,7 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
 
     torch.manual_seed(config.seed)
     model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
+    model.activation_checkpointing = config.activation_checkpointing
     optimizer = build_optimizer(model, config)
     if rung < Rung.OURS:
         groups = [{"params": group["params"]} for group in optimizer.param_groups]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -48,7 +49,8 @@ def compile_model(
     try:
         torch.compiler.reset()  # of what was compiled in this process before, in a notebook say: there is a limit
         # The keys of PyTorch's caches do not hold it: code with another attention kernel would be served.
-        torch.compiler.config.cache_key_tag = attention_kernels()
+        tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+        torch.compiler.config.cache_key_tag = f"{tag} {attention_kernels()}"
         compiled = torch.compile(model, dynamic=False, **MODES[hardware.compile_mode])
         with hardware.autocast():
             loss = compiled(inputs, targets)

@@ -26,7 +26,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
 COMPILE_MODES = ("default", "coordinate_descent", "max_autotune")
 MOST_SEQUENCES = 1_000_000  # beyond it nothing but mistakes
-NOT_GIVEN = ("default", "memory", "tuned")  # sources of values that nobody asked for
+NOT_GIVEN = ("default", "memory", "out of memory", "tuned")  # sources of values that nobody asked for
 MEASURED = 0  # micro_batch_size "auto"
 MODEL_KEYS = (
     "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len", "dropout", "bias", "tie_embeddings",

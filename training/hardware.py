@@ -38,6 +38,8 @@ GPU_LAUNCHES_PER_LAYER = 1.2e-3
 GPU_EAGER_MFU = 0.25
 GPU_PEAK_FLOPS = 1e14  # of one whose peak is not known
 
+DEFAULT_THREADS = torch.get_num_threads()  # before any run in this process asked for others
+
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 A100_UNITS_PER_HOUR = 8.0  # Google Colab's rate, as the blog's author paid it
@@ -154,8 +156,7 @@ def detect_hardware(config: TrainConfig) -> Hardware:
     else:
         keep_freed_memory()
         memory = total_ram()
-        if config.cpu_threads:
-            torch.set_num_threads(config.cpu_threads)
+        torch.set_num_threads(config.cpu_threads or DEFAULT_THREADS)
     hardware = Hardware(
         device, name, precision, precision_reason, compiles, compile_reason, peak, memory, config.compile_mode
     )

@@ -24,6 +24,7 @@ from training.run_folder import CONFIG
 
 MEMORY_SHARE = 0.8  # of the memory there is; the rest is for tokens, kernels' workspaces and fragmentation
 OTHERS_SHARE = 0.1  # of the memory there is, that a process must hold to be named
+GAVE_WAY = "out of memory"  # where a micro-batch came from, if not from an estimate
 DROPOUT_ASIDE = " but for the draws of dropout"  # which go through a micro-batch at a time
 PROCESS_BYTES = 350_000_000  # resident in a process that has imported torch
 
@@ -60,13 +61,15 @@ def bytes_per_token(config: TrainConfig, model: TransformerLanguageModel, hardwa
     if hardware.compiles:
         # Of a block: two norms' inputs and outputs, q, k, v, the attention's output, both sides of the activation.
         block = 2 * residual * c.embed_dim + half * (2 + 3 + 1) * c.embed_dim + half * 2 * c.ff_dim
-        if c.position == "rope" or c.qk_norm:
-            block += half * 2 * c.embed_dim  # q and k as attention reads them
         head = half * 2 * c.vocab_size
     else:
-        # The same, but a norm's input is kept in fp32; the head's softmax, its gradient and that of the logits as well.
+        # The same, but what is normalised is kept in fp32; the head's softmax, its gradient and that of the logits too.
         block = 2 * 4 * c.embed_dim + half * (2 + 3 + 1) * c.embed_dim + half * 2 * c.ff_dim
+        if c.qk_norm and half == 2:
+            block += 2 * 4 * c.embed_dim
         head = 3 * 4 * c.vocab_size
+    if c.position == "rope" or c.qk_norm:
+        block += half * 2 * c.embed_dim  # q and k as attention reads them
     # PyTorch's flash kernel for CPUs knows no dropout; the other keeps three (T, T) matrices, in fp32, per head, and as
     # many at work.
     scores = 3 * 4 * c.num_heads * c.max_seq_len if c.dropout and hardware.device.type == "cpu" else 0
@@ -88,13 +91,13 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
     Raises MemoryExhausted if one sequence does not fit.
     """
     if config.micro_batch_size and config.sources.get("micro_batch_size") != "tuned":
-        return config
+        return config  # as it was given
     if (rows := found_before(config, hardware)) is not None:
         print(
             f"Memory     micro_batch_size {rows}, which fitted on this device before (--micro_batch_size tries another)"
         )
-        return with_rows(config, rows)
-    if config.micro_batch_size or hardware.memory_bytes is None:
+        return with_rows(config, rows, GAVE_WAY)
+    if hardware.memory_bytes is None:
         return config
     limit = MEMORY_SHARE * hardware.memory_bytes
     rows = config.rows_at_once
@@ -117,8 +120,8 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
     return fitted
 
 
-def with_rows(config: TrainConfig, rows: int) -> TrainConfig:
-    return dataclasses.replace(config, micro_batch_size=rows, sources={**config.sources, "micro_batch_size": "memory"})
+def with_rows(config: TrainConfig, rows: int, source: str = "memory") -> TrainConfig:
+    return dataclasses.replace(config, micro_batch_size=rows, sources={**config.sources, "micro_batch_size": source})
 
 
 def found_before(config: TrainConfig, hardware: Hardware) -> int | None:
@@ -127,7 +130,7 @@ def found_before(config: TrainConfig, hardware: Hardware) -> int | None:
         kept = read_json(config.run_dir / CONFIG, ConfigError)
     except (ConfigError, OSError):
         return None
-    if not is_resolved(kept) or kept["sources"].get("micro_batch_size") != "memory" or config.resume == "never":
+    if not is_resolved(kept) or kept["sources"].get("micro_batch_size") != GAVE_WAY or config.resume == "never":
         return None
     rows = kept["config"].get("micro_batch_size")
     same = kept.get("device") == hardware.name and kept["config"].get("max_seq_len") == config.max_seq_len
@@ -157,7 +160,7 @@ def with_less_memory(
     return_freed_memory(hardware.device)
     if hardware.compiles:
         torch.compiler.reset()  # code for another shape is compiled only so often, and then not any more
-    return with_rows(config, rows // 2)
+    return with_rows(config, rows // 2, GAVE_WAY)
 
 
 def no_way_out(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> str:

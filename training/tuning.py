@@ -11,6 +11,7 @@ import json
 import math
 import os
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,50 +24,73 @@ from common.formatting import clock, table_row
 from common.machine import device_name, pick_device
 from model import TransformerLanguageModel
 from training.compilation import compile_model
-from training.config import COMPILE_MODES, MEASURED, MODEL_KEYS, SCHEMA, TrainConfig
+from training.config import COMPILE_MODES, MEASURED, NOT_GIVEN, SCHEMA, TrainConfig
 from training.conversion import convert
 from training.data import TokenData
-from training.hardware import Hardware, choose_compile, detect_hardware, return_freed_memory
+from training.hardware import DEFAULT_THREADS, Hardware, choose_compile, detect_hardware, return_freed_memory
 from training.memory import MEMORY_SHARE, estimate_memory, fit_micro_batch, found_before, with_rows
 from training.run import Run
 
+FOLDER = Path("runs") / "tuned"
 SETTINGS = ("cpu_threads", "compile", "attention", "compile_mode", "micro_batch_size")  # in the order they are tried
 TRIAL_SECONDS = 2.0
-SIZES_SECONDS = 40.0  # of --micro_batch_size auto, after which no further size is tried
+SIZES_SECONDS = 45.0  # of --micro_batch_size auto, by which the last size is to be done
 AS_FAST = 1.02  # what is faster by less than this is not worth a change, nor its memory
 
 
 def tuning_file(config: TrainConfig) -> Path:
-    """Where the settings for a config on this machine are kept: beside its runs, named after what they depend on."""
+    """Where what was found for a run on this machine is kept, named after what it depends on: shape, batch and
+    optimizer; device, cores and the version of PyTorch."""
     device = pick_device(config.device if config.use_gpu else "cpu")
-    keys = (*MODEL_KEYS, "batch_size", "gradient_accumulation_steps", "activation_checkpointing", "precision")
-    of = [device_name(device), os.cpu_count(), torch.__version__, {key: getattr(config, key) for key in keys}]
-    name = f"{config.name}-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:12]}.json"
-    return config.run_dir.parent / "tuned" / name
+    keys = ("batch_size", "gradient_accumulation_steps", "activation_checkpointing", "precision", "optimizer")
+    run = [{key: getattr(config, key) for key in keys}, config.model_config(vocab_size=1).to_dict()]
+    of = [device_name(device), os.cpu_count(), torch.__version__, *run]
+    return FOLDER / f"{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.json"
 
 
 def use_tuning(config: TrainConfig) -> TrainConfig:
-    """The configuration with what was found to be fastest for it on this machine, where nothing else is given."""
+    """The configuration with what was found to be fastest for it on this machine, unless a setting was given that says
+    otherwise: the others were found beside it."""
+    path, found = tuning_file(config), kept_settings(config)
+    if config.tune or not found:
+        return config
+    given = {key: getattr(config, key) for key in found if not is_open(config, key)}
+    if other := {key: value for key, value in given.items() if value != found[key]}:
+        print(f"Tuned      {path} is left aside, for {flags_of(other)} was given; --tune finds the rest beside it")
+        return config
+    said = flags_of({key: value for key, value in found.items() if value != SCHEMA[key].default})
+    print(f"Tuned      {said}: {path}")
+    return with_settings(config, {key: value for key, value in found.items() if key not in given})
+
+
+def kept_settings(config: TrainConfig) -> dict[str, Any]:
+    """What is in the tuning file; nothing if there is none, or none that can be used."""
     path = tuning_file(config)
-    if config.tune or not path.exists():
-        return config
     try:
+        if not path.exists():
+            return {}
         kept = read_json(path, ConfigError)["settings"]
-        found = {key: convert(kept[key], SCHEMA[key], from_flag=False) for key in SETTINGS if key in kept}
-    except (ConfigError, KeyError, TypeError, ValueError) as problem:
+        return {key: convert(kept[key], SCHEMA[key], from_flag=False) for key in SETTINGS if key in kept}
+    except (ConfigError, OSError, KeyError, TypeError, ValueError) as problem:
         print(f"Tuned      {path} cannot be used ({problem}); --tune writes it anew")
-        return config
-    found = {key: value for key, value in found.items() if is_open(config, key)}
-    if not found:
-        return config
-    print(f"Tuned      {flags_of(found)}, found in {path} (a flag wins over it)")
-    return with_settings(config, found)
+        return {}
+
+
+def keep(config: TrainConfig, settings: dict[str, Any], **about: Any) -> str:
+    """Write the tuning file. Returns words that say where it is, or why it is not."""
+    path = tuning_file(config)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {"config": config.name, "settings": settings, **about})
+    except OSError as problem:
+        return f"not kept for later runs ({problem})"
+    return f"kept in {path}"
 
 
 def is_open(config: TrainConfig, key: str) -> bool:
     """Whether a setting is left to us."""
     measured = key == "micro_batch_size" and config.micro_batch_size == MEASURED
-    return measured or config.sources.get(key, "default") == "default"
+    return measured or config.sources.get(key, "default") in NOT_GIVEN
 
 
 def with_settings(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:
@@ -77,37 +101,40 @@ def flags_of(settings: dict[str, Any]) -> str:
     return " ".join(f"--{key} {value}" for key, value in settings.items()) or "as it is"
 
 
-def keep(config: TrainConfig, settings: dict[str, Any], **about: Any) -> Path:
-    path = tuning_file(config)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"settings": settings, **about})
-    return path
-
-
 def choose_micro_batch(
     config: TrainConfig, model: TransformerLanguageModel, data: TokenData, hardware: Hardware
 ) -> TrainConfig:
-    """As `fit_micro_batch`, or with --micro_batch_size auto by measuring, in less than a minute and uncompiled."""
-    if config.micro_batch_size != MEASURED or found_before(config, hardware) is not None:
+    """As `fit_micro_batch`, or with --micro_batch_size auto by measuring: in less than a minute, and so uncompiled."""
+    if config.micro_batch_size != MEASURED:
+        return fit_micro_batch(config, model, hardware)
+    config = dataclasses.replace(config, micro_batch_size=None)
+    if found_before(config, hardware) is not None:
         return fit_micro_batch(config, model, hardware)
     uncompiled = dataclasses.replace(hardware, compiles=False)
-    began, fastest, best = time.perf_counter(), math.inf, 1
+    began, fastest, best, seconds = time.perf_counter(), math.inf, None, 0.0
     for rows in sizes(config):
-        if not fits(with_rows(config, rows), model, uncompiled) or time.perf_counter() - began > SIZES_SECONDS:
+        ends = (
+            time.perf_counter() - began + max(TRIAL_SECONDS, 2 * rows * seconds)
+        )  # as far as the size before it tells
+        if not fits(with_rows(config, rows), model, uncompiled) or ends > SIZES_SECONDS:
             break
+        failure = None
         try:
             seconds = seconds_per_sequence(model, model, data, rows, hardware)
         except Exception as error:
-            if not is_out_of_memory(error):
-                raise
+            failure = error
+            traceback.clear_frames(error.__traceback__)  # they hold the activations
+        if failure is not None:
+            if not is_out_of_memory(failure):
+                raise failure
             return_freed_memory(hardware.device)
             break
         if seconds * AS_FAST < fastest:
             fastest, best = seconds, rows
-    if fastest == math.inf:
+    if best is None:
         return fit_micro_batch(config, model, hardware)
-    path = keep(config, {"micro_batch_size": best})
-    print(f"Memory     micro_batch_size {best} is the fastest that fits; kept in {path}")
+    kept = keep(config, {**kept_settings(config), "micro_batch_size": best})
+    print(f"Memory     micro_batch_size {best} is the fastest of those that fit uncompiled; {kept}")
     return with_settings(config, {"micro_batch_size": best})
 
 
@@ -170,7 +197,7 @@ def tune(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     def forecast(trial: Trial) -> float:
         return trial.startup + trial.seconds * sequences
 
-    print(table_row(["settings", "ms a sequence", "start", "this run", "peak GB"]))
+    print(table_row(["settings", "ms a sequence", "start", "this run", "GB, update aside"]))
     print(table_row(["---"] * 5))
     best = attempt(config, {}, run)
     tell(best, forecast(best))
@@ -185,20 +212,19 @@ def tune(config: TrainConfig, run: Run, hardware: Hardware) -> None:
                 best = trial
     if best.problem:
         raise ConfigError(f"Nothing that was tried works: {best.problem}.")
-    settings = dict(best.settings)
-    if is_open(config, "micro_batch_size"):
-        settings.setdefault("micro_batch_size", config.rows_at_once)
-    path = keep(config, settings, seconds_per_sequence=best.seconds, of_steps=run.max_steps)
+    tuned = with_settings(config, best.settings)
+    settings = {key: getattr(tuned, key) for key in SETTINGS} | {"micro_batch_size": tuned.rows_at_once}
+    kept = keep(config, settings, seconds_per_sequence=best.seconds, of_steps=run.max_steps)
     print(
-        f"Fastest    {flags_of(settings)}. Kept in {path}: runs of this config on this machine take it from now "
-        f"on, and say so. Chosen for {run.max_steps:,} steps; for many more or fewer, tune again."
+        f"Fastest    {flags_of(best.settings)}, {kept}. Runs of this config on this machine take from there what no "
+        f"flag says otherwise. It is for {run.max_steps:,} steps; for many more or fewer, tune again."
     )
 
 
 def candidates(key: str, config: TrainConfig, hardware: Hardware) -> list[Any]:
     """Values to try beside what the configuration makes of a setting by itself."""
     if key == "cpu_threads":
-        taken, cores = torch.get_num_threads(), os.cpu_count() or 1
+        taken, cores = DEFAULT_THREADS, os.cpu_count() or 1
         return [] if hardware.is_cuda else sorted({taken // 2, cores // 2, cores} - {0, taken})
     compiles, _ = choose_compile(config, hardware.device, hardware.peak_flops)
     if key == "compile":

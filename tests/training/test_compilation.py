@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,14 @@ from training.config import COMPILE_MODES
 
 SHAPE = ModelConfig(11, 8, 2, 1, max_seq_len=4)
 COMPILING = dataclasses.replace(CPU, compiles=True)
+
+
+@pytest.fixture(autouse=True)
+def own_tag() -> Iterator[None]:
+    """What compiled code is kept under is not left behind."""
+    before = torch.compiler.config.cache_key_tag
+    yield
+    torch.compiler.config.cache_key_tag = before
 
 
 def example() -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import CPU
 from training.compilation import attention_kernels
 from training.config import TrainConfig
-from training.hardware import choose_attention, detect_hardware
+from training.hardware import DEFAULT_THREADS, detect_hardware
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 2.0GHz\nflags\t\t: fpu sse2 {}\n\nprocessor\t: 1\nflags\t\t: fpu\n"
 WIDE = TrainConfig(embed_dim=768)
@@ -42,8 +42,13 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *d: SimpleNamespace(total_memory=80 * 2**30))
 
     before = torch.get_float32_matmul_precision()
+    switches = torch.backends.cuda
+    kernels = switches.cudnn_sdp_enabled(), switches.flash_sdp_enabled(), switches.mem_efficient_sdp_enabled()
     yield fake
     torch.set_float32_matmul_precision(before)
+    switches.enable_cudnn_sdp(kernels[0])
+    switches.enable_flash_sdp(kernels[1])
+    switches.enable_mem_efficient_sdp(kernels[2])
 
 
 # Precision
@@ -258,12 +263,6 @@ def test_a_gpu_compiles_where_the_run_repays_it(cuda: FakeCuda, values: dict, co
 # Attention
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
-    yield attention_kernels
-    choose_attention(TrainConfig(), torch.device("cuda"))
-
-
 @pytest.mark.parametrize(
     ("version", "attention", "allowed"),
     [
@@ -274,13 +273,13 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
     ],
 )
 def test_the_attention_kernels_of_a_gpu(
-    cuda: FakeCuda, kernels: Callable, monkeypatch: pytest.MonkeyPatch, version: str, attention: str, allowed: str
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, version: str, attention: str, allowed: str
 ) -> None:
     cuda("NVIDIA H200", (9, 0))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", version)
         detect_hardware(TrainConfig(attention=attention))
-    assert kernels() == allowed
+    assert attention_kernels() == allowed
 
 
 @pytest.mark.parametrize(("key", "value"), [("attention", "flash"), ("compile_mode", "coordinate_descent")])
@@ -292,9 +291,7 @@ def test_what_is_for_a_gpu_is_refused_on_a_cpu(cpu: Callable, key: str, value: s
 
 def test_a_cpu_takes_the_threads_it_is_told_to(cpu: Callable) -> None:
     cpu("")
-    before = torch.get_num_threads()
-    try:
-        detect_hardware(TrainConfig(cpu_threads=before + 1))
-        assert torch.get_num_threads() == before + 1
-    finally:
-        torch.set_num_threads(before)
+    detect_hardware(TrainConfig(cpu_threads=DEFAULT_THREADS + 1))
+    assert torch.get_num_threads() == DEFAULT_THREADS + 1
+    detect_hardware(TrainConfig())  # in a notebook, say, after the run before
+    assert torch.get_num_threads() == DEFAULT_THREADS

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 import train_colab_mmap
+from model import TransformerLanguageModel
 from tests.helpers import CPU, columns
-from tests.training.helpers import final_weights, steps_of
+from tests.training.helpers import final_weights, measured, steps_of
+from training import hardware as hardware_module
 from training import tuning
 from training.config import TrainConfig, parse_config
+from training.memory import MEMORY_SHARE, estimate_memory
 from training.tuning import candidates, sizes, tuning_file, use_tuning
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short trials, and the threads of this process as they were."""
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Short trials, in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tuning, "TRIAL_SECONDS", 0.0)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
-def kept(folder: Path) -> dict[str, Any]:
-    (file,) = (folder / "tuned").glob("*.json")
+def kept() -> dict[str, Any]:
+    (file,) = Path("runs/tuned").glob("*.json")
     return json.loads(file.read_text())
+
+
+def settings(**changes: object) -> dict[str, object]:
+    untouched = {"cpu_threads": 0, "compile": "auto", "attention": "auto", "compile_mode": "default"}
+    return {**untouched, "micro_batch_size": 4, **changes}
 
 
 def slow_unless(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]) -> list[int]:
@@ -50,17 +58,20 @@ def slow_unless(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float]
 
 
 def test_tune_prints_a_table_writes_no_run_and_keeps_the_best(train: Callable, tmp_path: Path) -> None:
-    result = train(tmp_path / "runs" / "x", extra=("--tune",), compile="off")
+    result = train(tmp_path / "runs" / "x", extra=("--tune",), compile="off", cpu_threads=1)
     assert result.code == 0, result.err
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) == 1 and files[0].parent == tmp_path / "runs" / "tuned"
     rows = [columns(line) for line in result.out.splitlines() if line.startswith("|")][2:]
     assert rows[0][0] == "as it is" and all(float(row[1]) > 0 for row in rows)
     assert {row[0].split()[-1] for row in rows[1:] if "micro_batch_size" in row[0]} == {"1", "2", "8"}
-    found = kept(tmp_path / "runs")
-    assert found["of_steps"] == 24 and "compile" not in found["settings"]  # which was given
-    later = train(tmp_path / "runs" / "x", compile="off")
-    assert later.code == 0 and f"Tuned      {tuning.flags_of(found['settings'])}, found in" in later.out.splitlines()[0]
+    found = kept()
+    assert found["of_steps"] == 24
+    assert found["settings"] == settings(
+        compile="off", cpu_threads=1, micro_batch_size=found["settings"]["micro_batch_size"]
+    )
+    later = train(tmp_path / "runs" / "x", compile="off", cpu_threads=1)
+    assert later.code == 0 and later.out.startswith("Tuned      --cpu_threads 1 --compile off --micro_batch_size")
     assert json.loads((tmp_path / "runs" / "x" / "config.json").read_text())["sources"]["micro_batch_size"] == "tuned"
 
 
@@ -75,8 +86,25 @@ def test_the_fastest_is_kept_and_what_fails_is_told(
     slow_unless(monkeypatch, seconds)
     result = train(tmp_path / "x", extra=("--tune",), compile="off", cpu_threads=1)
     assert result.code == 0 and "failed: CUDA out of memory" in result.out
-    assert kept(tmp_path)["settings"] == {"micro_batch_size": 2}
-    assert "Fastest    --micro_batch_size 2. Kept in" in result.out and "24 steps" in result.out
+    assert kept()["settings"] == settings(compile="off", cpu_threads=1, micro_batch_size=2)
+    assert "Fastest    --micro_batch_size 2, kept in" in result.out and "24 steps" in result.out
+
+
+def test_each_trial_runs_with_its_own_threads_and_the_last_ones_do_not_stay(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    monkeypatch.setattr(tuning.os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(tuning, "DEFAULT_THREADS", 2)
+    monkeypatch.setattr(hardware_module, "DEFAULT_THREADS", 2)
+    before = torch.get_num_threads()
+    slow_unless(monkeypatch, lambda rows: threads.append(torch.get_num_threads()) or 1.0 + len(threads))
+    try:
+        assert train(tmp_path / "x", extra=("--tune",), compile="off").code == 0
+        assert threads == [2, 1, 4, 2, 2, 2]  # as it is, two counts, three sizes
+        assert train(tmp_path / "x", max_steps=2, compile="off").code == 0 and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_gain_that_does_not_repay_its_start_is_not_taken(
@@ -86,10 +114,10 @@ def test_a_gain_that_does_not_repay_its_start_is_not_taken(
     monkeypatch.setattr(tuning, "compile_model", lambda model, hardware, example: lambda *args: model(*args))
     calls = iter([1e-4, 1e-5, *[1.0] * 10])
     slow_unless(monkeypatch, lambda rows: next(calls))
-    clock = iter(range(0, 10_000, 30))
-    monkeypatch.setattr(tuning.time, "perf_counter", lambda: float(next(clock)))
+    clock = itertools.count(step=30)
+    monkeypatch.setattr(tuning, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     assert train(tmp_path / "x", extra=("--tune",), cpu_threads=1, micro_batch_size=4).code == 0
-    assert kept(tmp_path)["settings"] == {}
+    assert kept()["settings"] == settings(cpu_threads=1)
 
 
 def test_nothing_that_works_is_an_error(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,13 +127,46 @@ def test_nothing_that_works_is_an_error(train: Callable, tmp_path: Path, monkeyp
     slow_unless(monkeypatch, fail)
     result = train(tmp_path / "x", extra=("--tune",), compile="off", cpu_threads=1)
     assert result.code == 2 and "no kernel image is available" in result.err
-    assert not (tmp_path / "tuned").exists()
+    assert not (tmp_path / "runs" / "tuned").exists()
 
 
-def test_tuning_does_not_change_what_a_run_learns(train: Callable, unbroken: Path, tmp_path: Path) -> None:
-    assert train(tmp_path / "run", extra=("--tune",), compile="off", cpu_threads=1, micro_batch_size=4).code == 0
-    assert train(tmp_path / "run").code == 0
-    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+def test_what_is_tuned_changes_the_speed_and_not_what_is_learned(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "seconds_per_sequence", lambda *args: {1: 1.0, 2: 0.1}.get(args[3], 5.0))
+    flags = {"compile": "off", "dropout": 0}
+    assert train(tmp_path / "before", **flags).code == 0
+    assert train(tmp_path / "after", extra=("--tune",), **flags).code == 0
+    assert train(tmp_path / "after", **flags).code == 0
+    assert kept()["settings"]["micro_batch_size"] == 2
+    before, after = ([row["train_loss"] for row in measured(tmp_path / name)] for name in ("before", "after"))
+    assert before == pytest.approx(after, rel=1e-4) and len(after) == 24
+
+
+def test_a_folder_that_cannot_be_written_costs_the_file_alone(train: Callable, tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file where the folder would be")
+    result = train(tmp_path / "x", extra=("--tune",), compile="off", cpu_threads=1)
+    assert result.code == 0 and "Fastest" in result.out and "not kept for later runs" in result.out
+    result = train(tmp_path / "x", micro_batch_size="auto", max_steps=2)
+    assert result.code == 0 and "not kept for later runs" in result.out
+
+
+def test_a_run_in_the_current_folder_is_tuned_too(train: Callable, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path / "runs" / "tuned")
+    monkeypatch.chdir(tmp_path / "here")
+    assert train(Path(), extra=("--tune",), compile="off", cpu_threads=1).code == 0
+    assert train(Path(), compile="off", cpu_threads=1, max_steps=2).code == 0
+
+
+def test_where_memory_is_tight_the_sizes_are_tried_all_the_same(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried = slow_unless(monkeypatch, lambda rows: 1.0)
+    fitted = lambda config, model, hardware: tuning.with_rows(config, 2)  # noqa: E731 (as fit_micro_batch would)
+    monkeypatch.setattr(tuning, "fit_micro_batch", fitted)
+    assert train(tmp_path / "x", extra=("--tune",), compile="off", cpu_threads=1).code == 0
+    assert tried == [2, 4, 1]
 
 
 def test_what_is_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,22 +184,55 @@ def test_what_is_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert candidates("compile", uncompiled, gpu) == ["on"] and candidates("compile_mode", uncompiled, gpu) == []
 
 
+@pytest.mark.parametrize(("taken", "cores", "tried"), [(2, 2, [1]), (4, 8, [2, 8]), (1, 1, []), (8, 8, [4])])
+def test_what_is_tried_of_threads_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, taken: int, cores: int, tried: list[int]
+) -> None:
+    monkeypatch.setattr(tuning, "DEFAULT_THREADS", taken)
+    monkeypatch.setattr(tuning.os, "cpu_count", lambda: cores)
+    assert candidates("cpu_threads", TrainConfig(), CPU) == tried
+
+
 # What is kept
 
 
-def test_a_flag_wins_over_what_was_tuned(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    config = parse_config(["--output_dir", str(tmp_path / "x"), "--micro_batch_size", "4"])
-    tuning.keep(config, {"micro_batch_size": 16, "cpu_threads": 3})
-    used = use_tuning(config)
-    assert used.micro_batch_size == 4 and used.cpu_threads == 3
-    assert "--cpu_threads 3" in capsys.readouterr().out
+def test_a_flag_that_says_otherwise_sets_aside_what_was_found_without_it(capsys: pytest.CaptureFixture) -> None:
+    tuning.keep(parse_config([]), settings(micro_batch_size=16, cpu_threads=3))
+    used = use_tuning(parse_config([]))
+    assert (used.micro_batch_size, used.cpu_threads) == (16, 3)
+    assert capsys.readouterr().out.startswith("Tuned      --cpu_threads 3 --micro_batch_size 16: runs/tuned/")
+    for flags in (["--micro_batch_size", "4"], ["--compile_mode", "max_autotune"]):
+        config = parse_config(flags)
+        assert use_tuning(config) is config
+        assert f"is left aside, for {' '.join(flags)} was given" in capsys.readouterr().out
+    same = use_tuning(parse_config(["--cpu_threads", "3"]))
+    assert (same.micro_batch_size, same.sources["cpu_threads"]) == (16, "flag")
 
 
-def test_what_was_tuned_is_for_this_shape_and_batch_alone(tmp_path: Path) -> None:
-    config = parse_config(["--output_dir", str(tmp_path / "x")])
+def test_what_was_tuned_is_for_this_shape_and_batch_alone() -> None:
+    config = parse_config([])
     for change in ("--batch_size 8", "--embed_dim 64", "--precision fp32", "--activation_checkpointing"):
-        assert tuning_file(parse_config(["--output_dir", str(tmp_path / "x"), *change.split()])) != tuning_file(config)
-    assert tuning_file(parse_config(["--output_dir", str(tmp_path / "x"), "--epochs", "3"])) == tuning_file(config)
+        assert tuning_file(parse_config(change.split())) != tuning_file(config)
+    for change in ("--epochs 3", "--output_dir x", "--ff_dim 1024", "--learning_rate 0.1"):
+        assert tuning_file(parse_config(change.split())) == tuning_file(config)
+
+
+def test_a_run_that_starts_from_other_weights_is_tuned_in_their_shape(
+    train: Callable, unbroken: Path, tmp_path: Path
+) -> None:
+    start = {"init_from": unbroken, "embed_dim": None, "num_layers": None, "num_heads": None, "max_seq_len": None}
+    assert train(tmp_path / "x", extra=("--tune",), compile="off", cpu_threads=1, **start).code == 0
+    assert train(tmp_path / "x", compile="off", cpu_threads=1, max_steps=2, **start).out.startswith("Tuned ")
+
+
+def test_what_was_tuned_is_still_held_against_memory() -> None:
+    """It was found with the vocabulary of other data, say."""
+    config = tuning.with_settings(TrainConfig(batch_size=32, max_seq_len=64), {"micro_batch_size": 32})
+    model = TransformerLanguageModel(config.model_config(1000))
+    little = int(estimate_memory(tuning.with_rows(config, 8), model, CPU) / MEMORY_SHARE) + 1
+    assert (
+        tuning.choose_micro_batch(config, model, None, dataclasses.replace(CPU, memory_bytes=little)).rows_at_once == 8
+    )
 
 
 @pytest.mark.parametrize("content", ["{", '{"settings": {"micro_batch_size": "many"}}', '{"settings": 3}', "{}"])
@@ -146,7 +240,7 @@ def test_a_file_that_cannot_be_used_stops_no_run(
     content: str, train: Callable, train_flags: Callable, tmp_path: Path
 ) -> None:
     file = tuning_file(parse_config(train_flags(tmp_path / "run", max_steps=2)))
-    file.parent.mkdir()
+    file.parent.mkdir(parents=True)
     file.write_text(content)
     result = train(tmp_path / "run", max_steps=2)
     assert result.code == 0 and "cannot be used" in result.out
@@ -160,14 +254,23 @@ def test_auto_takes_the_fastest_size_and_keeps_it(
 ) -> None:
     tried = slow_unless(monkeypatch, lambda rows: {1: 1.0, 2: 0.5, 4: 0.495, 8: 0.6}[rows])
     first = train(tmp_path / "run", micro_batch_size="auto")
-    assert first.code == 0 and "micro_batch_size 2 is the fastest that fits" in first.out
+    assert first.code == 0 and "micro_batch_size 2 is the fastest" in first.out
     assert tried == [1, 2, 4, 8]  # and 4 is not faster by enough to be worth its memory
     again = train(tmp_path / "run", micro_batch_size="auto", max_steps=26)
-    assert again.code == 0 and "Tuned      --micro_batch_size 2" in again.out
+    assert again.code == 0 and "Tuned      --micro_batch_size 2: " in again.out
     assert len(tried) == 4 and steps_of(tmp_path / "run")[0] == 26
 
 
-def test_auto_for_real_gives_the_run_of_any_other_size(train: Callable, tmp_path: Path, unbroken: Path) -> None:
+def test_auto_leaves_the_other_settings_that_were_found(
+    train: Callable, train_flags: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow_unless(monkeypatch, lambda rows: 1 / rows)
+    tuning.keep(parse_config(train_flags(tmp_path / "run")), {"cpu_threads": 1})
+    assert train(tmp_path / "run", micro_batch_size="auto", max_steps=2).code == 0
+    assert kept()["settings"] == {"cpu_threads": 1, "micro_batch_size": 8}
+
+
+def test_auto_for_real_gives_the_run_of_any_other_size(train: Callable, tmp_path: Path) -> None:
     result = train(tmp_path / "run", micro_batch_size="auto", dropout=0)
     size = int(re.search(r"micro_batch_size (\d+) is the fastest", result.out)[1])
     assert result.code == 0 and size in (1, 2, 4, 8)
