@@ -1,0 +1,217 @@
+"""How well a model predicts a text: the log-probability of each of its tokens, over windows that slide.
+
+A document is scored alone. Its first token is predicted from an end-of-text token, as documents are separated in
+training; where the vocabulary has none (characters), that token is not predicted, and neither it nor its bytes count.
+The end-of-text token itself is never counted: it is no text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from common.errors import DataError
+from common.formatting import cell, table_row
+from generation.documents import Piece, encode_piece, read_documents
+from model import TransformerLanguageModel
+from tokenizer import Tokenizer
+
+TOKENS_AT_ONCE = 8192  # positions in a batch of windows: about 100 MB for the widest layer of GPT-2 small, in fp32
+LOGITS_AT_ONCE = 1 << 24  # 64 MiB in fp32; of whole windows they would take more than the model
+DOCUMENTS_LISTED = 20  # of a file; with more, its sum says it all
+
+
+@dataclass
+class Score:
+    """What was predicted, and how well."""
+
+    nats: float = 0.0  # negative log-likelihood, summed in fp64
+    tokens: int = 0  # that were predicted
+    bytes: int = 0  # UTF-8 bytes of the text that those tokens stand for
+
+    def add(self, other: Score) -> None:
+        self.nats += other.nats
+        self.tokens += other.tokens
+        self.bytes += other.bytes
+
+    @property
+    def loss(self) -> float:
+        """Nats per token; nan where nothing was predicted."""
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss): of one token; inf where that is no float."""
+        return math.exp(self.loss) if not self.loss >= 700 else math.inf
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable across tokenizers; nan where no byte of text was predicted."""
+        return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
+
+
+@dataclass
+class FileScore:
+    """Of a file: all of it, and each of its documents if there are 2 to DOCUMENTS_LISTED."""
+
+    total: Score
+    documents: int
+    listed: list[Score]
+
+
+def score_file(
+    model: TransformerLanguageModel,
+    tokenizer: Tokenizer,
+    path: Path,
+    stride: int,
+    on_read: Callable[[int], None] = lambda count: None,
+) -> FileScore:
+    """Score the documents of a file, read as `read_documents` says.
+
+    Raises DataError where there is nothing to score, and what `score_documents` and `read_documents` raise.
+    """
+    result = FileScore(Score(), 0, [])
+    for score in score_documents(model, tokenizer, read_documents(path, on_read), stride):
+        result.total.add(score)
+        result.documents += 1
+        if result.documents <= DOCUMENTS_LISTED:
+            result.listed.append(score)
+    if not 2 <= result.documents <= DOCUMENTS_LISTED:
+        result.listed.clear()
+    if not result.documents:
+        raise DataError(f"{path} holds no text to score.")
+    if not result.total.tokens:
+        raise DataError(
+            f"{path} holds no document of two tokens or more, and this vocabulary has no end-of-text token from which "
+            "a model could predict the first one."
+        )
+    return result
+
+
+def score_documents(
+    model: TransformerLanguageModel, tokenizer: Tokenizer, documents: Iterable[Iterable[Piece]], stride: int
+) -> Iterator[Score]:
+    """The score of each document, in order. Memory is that of one batch of windows, whatever the size of a document.
+
+    `stride` is 1 to max_seq_len: see `windows`. The model is best in fp32: bf16 moves a token's log-probability by
+    some hundredths. Raises TokenizerError for text that a character vocabulary cannot express, and what `documents`
+    raise.
+    """
+    context = model.config.max_seq_len
+    rows = max(1, TOKENS_AT_ONCE // context)
+    unfinished: list[Score] = []  # in order; the last is of the document being read
+    batch: list[tuple[Score, np.ndarray, int]] = []  # (whose it is, window, first)
+    for pieces in documents:
+        unfinished.append(Score())
+        for window, first in windows(token_ids(tokenizer, pieces, unfinished[-1]), context, stride):
+            batch.append((unfinished[-1], window, first))
+            if len(batch) == rows:
+                score_batch(model, batch)
+                batch.clear()
+                yield from unfinished[:-1]
+                del unfinished[:-1]
+    score_batch(model, batch)
+    yield from unfinished
+
+
+def token_ids(tokenizer: Tokenizer, pieces: Iterable[Piece], score: Score) -> Iterator[np.ndarray]:
+    """The ids of a document, the end-of-text token in front if there is one; bytes are counted on the way."""
+    is_predicted = tokenizer.end_of_text_id is not None
+    if is_predicted:
+        yield np.array([tokenizer.end_of_text_id])
+    for piece in pieces:
+        ids = encode_piece(tokenizer, piece)
+        score.bytes += len(piece.text.encode())
+        if len(ids) and not is_predicted:
+            score.bytes -= int(tokenizer.byte_lengths[ids[0]])
+            is_predicted = True
+        yield ids
+
+
+def windows(ids: Iterable[np.ndarray], context: int, stride: int) -> Iterator[tuple[np.ndarray, int]]:
+    """Cut a stream of ids into windows of at most `context` inputs and as many targets, `stride` apart.
+
+    Yields (window, first): window[:-1] are inputs and window[1:] their targets, of which those from window[first] on
+    count. Every id but the first of all counts once, with at least context - stride + 1 ids before it wherever there
+    are as many. stride == context: windows do not overlap, as in training; 1: each id has the whole context before it.
+    """
+    assert 1 <= stride <= context
+    held = np.empty(0, dtype=np.int64)
+    first = 1
+    for more in ids:
+        held = np.concatenate((held, more))
+        start = 0
+        while len(held) - start > context:
+            yield held[start : start + context + 1], first
+            start += stride
+            first = context + 1 - stride
+        held = held[start:]
+    if len(held) > first:
+        yield held, first
+
+
+@torch.inference_mode()
+def score_batch(model: TransformerLanguageModel, batch: list[tuple[Score, np.ndarray, int]]) -> None:
+    """Add what each (score, window, first) predicts to its score. Draws no random numbers: dropout is off.
+
+    Shorter windows are padded on the right, where causal attention keeps the padding out of sight of what precedes it.
+    Logits are made of the targets that count alone, some at a time.
+    """
+    if not batch:
+        return
+    length = max(len(window) for _, window, _ in batch)
+    padded = torch.tensor(np.stack([np.pad(window, (0, length - len(window))) for _, window, _ in batch]))  # (B, T + 1)
+    counts = torch.zeros(len(batch), length - 1, dtype=torch.bool)  # (B, T)
+    for i, (_, window, first) in enumerate(batch):
+        counts[i, first - 1 : len(window) - 1] = True
+    padded, counted = padded.to(model.device), counts.to(model.device)
+    was_training = model.training
+    model.eval()
+    hidden = model.hidden(padded[:, :-1])[counted]  # (B, T, C) -> (N, C)
+    model.train(was_training)
+    targets = padded[:, 1:][counted]  # (N,)
+    at_once = max(1, LOGITS_AT_ONCE // model.config.vocab_size)
+    losses = [cross_entropy(model, *part) for part in zip(hidden.split(at_once), targets.split(at_once), strict=True)]
+    per_window = torch.cat(losses).cpu().split(counts.sum(dim=1).tolist())
+    for (score, _, _), nats in zip(batch, per_window, strict=True):
+        score.nats += nats.sum().item()
+        score.tokens += len(nats)
+
+
+def cross_entropy(model: TransformerLanguageModel, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """hidden (N, C), targets (N,) -> nats (N,) in fp64, computed in fp32 or more."""
+    logits = model.logits(hidden)  # (N, V)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits, targets, reduction="none").double()
+
+
+def json_row(score: Score) -> dict[str, int | float | None]:
+    """Numbers that are not finite are None: JSON has none of them."""
+    values = {"loss": score.loss, "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
+    finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    return {"tokens": score.tokens, "bytes": score.bytes} | finite
+
+
+def table_head() -> list[str]:
+    names = ["text", "tokens", "bytes", "loss", "perplexity", "bits per byte"]
+    return [table_row(names), table_row(["---", *["---:"] * (len(names) - 1)])]
+
+
+def table_rows(path: Path, scored: FileScore) -> list[str]:
+    """The documents of a file, if they are listed, and then all of it."""
+    rows = [table_line(f"{path}, document {number}", score) for number, score in enumerate(scored.listed, 1)]
+    whole = f"{path}, {scored.documents:,} documents" if scored.documents > 1 else str(path)
+    return [*rows, table_line(whole, scored.total)]
+
+
+def table_line(name: str, score: Score) -> str:
+    counts = [f"{score.tokens:,}", f"{score.bytes:,}"]
+    return table_row(
+        [cell(name), *counts, f"{score.loss:.4f}", f"{score.perplexity:,.3f}", f"{score.bits_per_byte:.4f}"]
+    )
