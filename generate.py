@@ -4,6 +4,7 @@
     python generate.py --checkpoint runs/gpt2_small --prompt "Once upon a time" --num_samples 3 --temperature 1.0
     python generate.py --interactive
     python generate.py --prompt "The moon" --compare runs/a/checkpoints/step_00001000 runs/a/checkpoints/step_00002000
+    python generate.py --score my_text.txt
 
 Importable: `load_model`, `generate_text`.
 """
@@ -47,7 +48,10 @@ def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[Tr
     return load_checkpoint(open_checkpoint(newest_run() if path is None else path), device)
 
 
-def load_checkpoint(checkpoint: Checkpoint, device: str) -> tuple[TransformerLanguageModel, Tokenizer]:
+def load_checkpoint(
+    checkpoint: Checkpoint, device: str, dtype: torch.dtype | None = None
+) -> tuple[TransformerLanguageModel, Tokenizer]:
+    """`load_model` for a checkpoint that is open; `dtype` (None: `generation_dtype`) is that of the weights."""
     from common.errors import CheckpointError
     from common.machine import pick_device
     from model import TransformerLanguageModel
@@ -64,7 +68,7 @@ def load_checkpoint(checkpoint: Checkpoint, device: str) -> tuple[TransformerLan
         )
     model = TransformerLanguageModel(config)
     checkpoint.load_weights(model)
-    model.to(target, generation_dtype(config, target))
+    model.to(target, dtype or generation_dtype(config, target))
     return model.eval(), tokenizer
 
 
@@ -102,6 +106,9 @@ def generate_text(
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
+    if arguments.score:
+        score(arguments)
+        return 0
     from common.checkpoint import newest_run, open_checkpoint
     from common.formatting import printable
     from generation.sampling import Sampling
@@ -143,15 +150,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="generate.py",
         usage="%(prog)s [--prompt TEXT] [--FLAG VALUE ...]",
         description="Generate text with a trained model. The same command gives the same text; change --seed for "
-        "another.",
+        "another. With --score: how well the model predicts a text.",
     )
     text = parser.add_argument_group("what")
     text.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable")
     text.add_argument("--prompts_file", metavar="FILE", help="text file with one prompt a line")
     text.add_argument("--interactive", action="store_true", help="type prompts one after the other")
-    text.add_argument("--num_samples", type=int, default=1, metavar="N", help="continuations of each prompt [1]")
+    text.add_argument("--num_samples", type=int, metavar="N", help="continuations of each prompt [1]")
     text.add_argument("--checkpoint", metavar="PATH", help="checkpoint or run folder [the newest run in runs/]")
     text.add_argument("--compare", nargs="+", metavar="PATH", help="answer the prompts with each of these checkpoints")
+    scoring = parser.add_argument_group("instead of generating")
+    scoring.add_argument("--score", nargs="+", metavar="FILE", help="loss, perplexity, bits per byte of text files")
+    scoring.add_argument("--stride", type=int, metavar="N", help="tokens between windows of text [half the context]")
     how = parser.add_argument_group("how", argument_default=argparse.SUPPRESS)  # Sampling has the defaults
     how.add_argument("--max_new_tokens", type=int, metavar="N", help="tokens to generate at most [200]")
     how.add_argument("--temperature", type=float, metavar="X", help="randomness; 0 is greedy [0.8]")
@@ -168,7 +178,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     out.add_argument("--json", action="store_true", help="one JSON object a line")
     add_debug(out)
     arguments = parser.parse_args(argv)
-    problems = []
+    problems = score_problems(arguments)
+    if arguments.num_samples is None:
+        arguments.num_samples = 1
     if arguments.num_samples < 1:
         problems.append(f"--num_samples is {arguments.num_samples}; 1 or more is needed")
     if arguments.interactive and (arguments.prompt or arguments.prompts_file or arguments.json or arguments.compare):
@@ -184,6 +196,56 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if problems:
         raise ConfigError("; ".join(problems) + ".")
     return arguments
+
+
+def score_problems(arguments: argparse.Namespace) -> list[str]:
+    """What contradicts --score, and --stride without it."""
+    if not arguments.score:
+        return ["--stride is of --score; name the files to score"] if arguments.stride is not None else []
+    problems = []
+    allowed = {"score", "stride", "checkpoint", "device", "json", "debug"}
+    given = [name for name, value in vars(arguments).items() if name not in allowed | {"stream"}]
+    given = [name for name in given if getattr(arguments, name) is not None and getattr(arguments, name) is not False]
+    if arguments.stream is not None:
+        given.append("stream" if arguments.stream else "no_stream")
+    if given:
+        problems.append(f"--score generates nothing; leave {', '.join(f'--{name}' for name in given)} out")
+    if arguments.stride is not None and arguments.stride < 1:
+        problems.append(f"--stride is {arguments.stride}; 1 or more is needed")
+    return problems
+
+
+def score(arguments: argparse.Namespace) -> None:
+    """Print how well the model predicts each file: a table, or an object a file. In fp32, whatever the machine."""
+    import torch
+    from tqdm import tqdm
+
+    from common.checkpoint import newest_run, open_checkpoint
+    from generation.documents import check_files
+    from generation.scoring import Score, json_row, score_file, table_head, table_line, table_rows
+
+    paths = check_files(arguments.score)
+    checkpoint = open_checkpoint(arguments.checkpoint or newest_run())
+    model, tokenizer = load_checkpoint(checkpoint, arguments.device, torch.float32)
+    context = model.config.max_seq_len
+    stride = max(1, context // 2) if arguments.stride is None else arguments.stride
+    if stride > context:
+        raise ConfigError(f"--stride is {stride}; {checkpoint.path} reads {context} tokens, use {context} at most.")
+    if not arguments.json:
+        print(f"{checkpoint.path}: fp32, windows of {context} tokens, stride {stride}\n")
+    total = Score()
+    for i, path in enumerate(paths):
+        size = path.stat().st_size if path.suffix.lower() != ".gz" else None  # unpacked, which nobody knows yet
+        with tqdm(total=size, desc=path.name, unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
+            scored = score_file(model, tokenizer, path, stride, bar.update)
+        total.add(scored.total)
+        if arguments.json:
+            row = json_row(scored.total) | {"stride": stride, "checkpoint": str(checkpoint.path)}
+            print(json.dumps({"file": str(path)} | row), flush=True)
+        else:
+            print(*([] if i else table_head()), *table_rows(path, scored), sep="\n", flush=True)
+    if len(paths) > 1 and not arguments.json:
+        print(table_line("in all", total))
 
 
 def read_prompts(arguments: argparse.Namespace) -> list[str]:

@@ -1,0 +1,209 @@
+"""generate.py --score as its users meet it: the table, the JSON, and one clear message for each mistake."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import generate as script
+from common.checkpoint import save_checkpoint
+from model import ModelConfig, TransformerLanguageModel
+from tests.helpers import columns, with_large_weights
+from tokenizer import CharacterTokenizer
+from tokenizer_bpe import BPETokenizer
+
+CONTEXT = 32
+KEYS = ["file", "tokens", "bytes", "loss", "perplexity", "bits_per_byte", "stride", "checkpoint"]
+
+
+@pytest.fixture(autouse=True)
+def folder_with_texts(tmp_path, monkeypatch):
+    """The current folder, without a GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    Path("one.txt").write_text("bad cafe\n" * 20)
+    Path("two.txt").write_text("bad\n<|endoftext|>\na cafe faced\n")
+
+
+def save(path: Path, tokenizer: CharacterTokenizer | BPETokenizer, width: int = 16) -> Path:
+    torch.manual_seed(0)
+    model = TransformerLanguageModel(ModelConfig(tokenizer.vocab_size, width, 2, 1, max_seq_len=CONTEXT))
+    optimizer = torch.optim.SGD(with_large_weights(model).parameters(), lr=0.1)
+    save_checkpoint(path, model, optimizer, tokenizer.to_json().encode(), tokenizer.kind, {"step": 1})
+    return path
+
+
+@pytest.fixture
+def checkpoint(tmp_path) -> Path:
+    """The newest run, of characters."""
+    return save(Path("runs/letters/checkpoints/step_00000001"), CharacterTokenizer.from_characters("\n abcdef"))
+
+
+@pytest.fixture
+def bpe_checkpoint(tmp_path) -> Path:
+    return save(tmp_path / "bpe_model", BPETokenizer.train(["the cat and the dog"] * 4, vocab_size=265))
+
+
+@pytest.fixture
+def run(capsys) -> Callable[..., tuple[int, str, str]]:
+    def call(*argv: object) -> tuple[int, str, str]:
+        code = script.main([str(word) for word in argv])
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def rows(run) -> Callable[..., list[dict]]:
+    def call(*argv: object) -> list[dict]:
+        code, out, err = run("--json", *argv)
+        assert (code, err) == (0, "")
+        return [json.loads(line) for line in out.splitlines()]
+
+    return call
+
+
+@pytest.fixture
+def fails(run) -> Callable[..., str]:
+    def call(expected_code: int, *argv: object) -> str:
+        code, _, err = run(*argv)
+        assert code == expected_code, err
+        assert err.startswith("error: ") and "Traceback" not in err and err.count("\n") == 1
+        return err
+
+    return call
+
+
+def test_an_object_a_file_with_the_keys_that_are_promised(checkpoint, rows):
+    made = rows("--score", "one.txt", "two.txt")
+    assert [list(row) for row in made] == [KEYS, KEYS]
+    assert [row["file"] for row in made] == ["one.txt", "two.txt"]
+    assert [row["tokens"] for row in made] == [179, 2 + 12]  # the first character of a document is not predicted
+    for row in made:
+        assert row["bytes"] == row["tokens"]
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+        assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2))
+        assert (row["stride"], row["checkpoint"]) == (CONTEXT // 2, str(checkpoint))
+
+
+def test_the_loss_is_the_models_own(checkpoint, rows):
+    Path("short.txt").write_text("a cafe faced bad")
+    model, tokenizer = script.load_model(checkpoint)
+    ids = torch.tensor(tokenizer.encode("a cafe faced bad").tolist())[None]
+    with torch.no_grad():
+        expected = model(ids[:, :-1], ids[:, 1:]).item()
+    assert rows("--score", "short.txt", "--checkpoint", checkpoint)[0]["loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_table_has_a_row_for_each_document_each_file_and_all(checkpoint, run, rows):
+    code, out, err = run("--score", "one.txt", "two.txt", "--stride", 8)
+    assert (code, err) == (0, "")
+    first, blank, head, _, *lines = out.splitlines()
+    assert first == f"{checkpoint}: fp32, windows of {CONTEXT} tokens, stride 8" and not blank
+    assert columns(head) == ["text", "tokens", "bytes", "loss", "perplexity", "bits per byte"]
+    cells = [columns(line) for line in lines]
+    names = ["one.txt", "two.txt, document 1", "two.txt, document 2", "two.txt, 2 documents", "in all"]
+    assert [row[0] for row in cells] == names
+    assert [row[1] for row in cells] == ["179", "2", "12", "14", "193"]
+    one, two = rows("--score", "one.txt", "two.txt", "--stride", 8)
+    assert cells[0][3] == f"{one['loss']:.4f}" and cells[3][5] == f"{two['bits_per_byte']:.4f}"
+    nats = sum(row["loss"] * row["tokens"] for row in (one, two))
+    assert float(cells[4][3]) == pytest.approx(nats / 193, abs=1e-4)
+
+
+def test_stride_changes_the_context_and_nothing_else(checkpoint, rows):
+    made = [rows("--score", "one.txt", "--stride", stride)[0] for stride in (1, CONTEXT)]
+    assert made[0]["tokens"] == made[1]["tokens"] and made[0]["loss"] != made[1]["loss"]
+    assert [row["stride"] for row in made] == [1, CONTEXT]
+    default = rows("--score", "one.txt")[0]
+    assert default == rows("--score", "one.txt", "--stride", CONTEXT // 2)[0]
+
+
+def test_any_text_under_bpe_from_each_kind_of_file(bpe_checkpoint, rows):
+    text = "the cat and the døg\n😀 "
+    Path("a.txt").write_text(text, encoding="utf-8")
+    Path("b.md.gz").write_bytes(gzip.compress(text.encode()))
+    Path("c.jsonl").write_text(json.dumps({"text": text}))
+    made = rows("--checkpoint", bpe_checkpoint, "--score", "a.txt", "b.md.gz", "c.jsonl")
+    assert len({row["loss"] for row in made}) == 1
+    assert {row["bytes"] for row in made} == {len(text.encode())}
+    assert made[0]["bits_per_byte"] == pytest.approx(
+        made[0]["loss"] * made[0]["tokens"] / math.log(2) / made[0]["bytes"]
+    )
+
+
+def test_fp32_where_generation_is_bf16(tmp_path, monkeypatch, rows):
+    monkeypatch.setattr("common.machine.cpu_bf16_flag", lambda: "AMX")
+    wide = save(tmp_path / "wide", CharacterTokenizer.from_characters("\n abcdef"), width=script.CPU_BF16_MIN_WIDTH)
+    assert script.load_model(wide)[0].token_embedding.weight.dtype == torch.bfloat16
+    seen = []
+    real = script.load_checkpoint
+    monkeypatch.setattr(script, "load_checkpoint", lambda *given: seen.append(real(*given)) or seen[-1])
+    rows("--score", "two.txt", "--checkpoint", wide)
+    assert seen[0][0].token_embedding.weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--prompt", "a"], "--prompt"),
+        (["--prompts_file", "p.txt"], "--prompts_file"),
+        (["--interactive"], "--interactive"),
+        (["--compare", "runs/letters"], "--compare"),
+        (["--num_samples", "1"], "--num_samples"),
+        (["--temperature", "0"], "--temperature"),
+        (["--max_new_tokens", "200", "--top_k", "0"], "--max_new_tokens, --top_k"),
+        (["--top_p", "1"], "--top_p"),
+        (["--repetition_penalty", "1"], "--repetition_penalty"),
+        (["--stop", "a"], "--stop"),
+        (["--seed", "0"], "--seed"),
+        (["--stream"], "--stream"),
+        (["--no_stream"], "--no_stream"),
+    ],
+)
+def test_flags_that_would_be_ignored_are_refused(checkpoint, fails, flags, said):
+    assert f"leave {said} out" in fails(2, "--score", "one.txt", *flags)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--stride", "8"], "--stride is of --score"),
+        (["--score"], "--score: expected at least one argument"),
+        (["--score", "one.txt", "--stride", "0"], "--stride is 0; 1 or more"),
+        (["--score", "one.txt", "--stride", "33"], "--stride is 33; .* use 32 at most"),
+    ],
+)
+def test_strides_out_of_range(checkpoint, fails, argv, said):
+    assert re.search(said, fails(2, *argv))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("empty.txt", b"", "empty.txt holds no text"),
+        ("one_token.txt", b"a", "one_token.txt holds no document of two tokens or more"),
+        ("latin.txt", b"caf\xe9s", "latin.txt is not UTF-8 text: .* at byte 3"),
+        ("strange.txt", b"bad\ncafe!", "strange.txt: 1 character is not in the vocabulary: '!' .* line 2, column 5"),
+        ("missing.txt", None, "There is no file missing.txt"),
+        ("", None, "no file"),
+        (".", None, "is a folder"),
+    ],
+)
+def test_files_that_cannot_be_scored(checkpoint, fails, name, content, said):
+    if content is not None:
+        Path(name).write_bytes(content)
+    assert re.search(said, fails(3, "--score", name))
+
+
+def test_a_missing_file_is_told_before_another_is_scored(checkpoint, run):
+    code, out, err = run("--score", "one.txt", "missing.txt")
+    assert (code, out) == (3, "") and "missing.txt" in err
