@@ -112,12 +112,13 @@ def test_in_jsonl_the_line_is_told(tmp_path) -> None:
         ("a.txt", b"abc\ncaf\xe9 au lait", "not UTF-8 text: .* at byte 7"),
         ("a.txt", b"caf\xc3", "not UTF-8 text: .* at byte 3"),
         ("a.txt.gz", b"no gzip", "not a whole gzip file"),
-        ("a.txt.gz", gzip.compress(b"abc" * 100)[:-9], "not a whole gzip file"),
+        ("a.txt.gz", gzip.compress(b"abc" * 100, mtime=0)[:-9], "not a whole gzip file"),
         ("a.jsonl", b'{"text": "a"}\n{"text": 3}', 'line 2: an object with a string under "text"'),
         ("a.jsonl", b'{"text": "a"}\n\n["b"]', "line 3: an object"),
         ("a.jsonl", b'{"text": "a"', "line 1: not valid JSON"),
         ("a.jsonl", b"[" * 100_000, "line 1: not valid JSON"),
     ],
+    ids=["latin-1", "cut character", "no gzip", "cut gzip", "no string", "no object", "cut JSON", "deep JSON"],
 )
 def test_files_that_cannot_be_read(tmp_path, name: str, content: bytes, said: str) -> None:
     path = tmp_path / name
