@@ -2,7 +2,8 @@
 
 A checkpoint folder alone is enough to generate text and to continue training. It is written under a temporary name,
 flushed, read back, and renamed; `manifest.json`, written last, lists the size and SHA-256 of every file. A folder
-that disagrees with it is not loaded, nor one without it, the blog's form with `pytorch_model.bin` aside.
+that disagrees with it is not loaded, nor one without it, the blog's form with `pytorch_model.bin` aside. Weights from
+elsewhere come without a state of their training, and their manifest lists none.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from model import ModelConfig, TransformerLanguageModel
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-FILES = ("model.safetensors", "config.json", "tokenizer.json", "optimizer_state.bin", "training_state.json")
+WEIGHTS_FILES = ("model.safetensors", "config.json", "tokenizer.json")  # all that generating takes
+TRAINING_FILES = ("optimizer_state.bin", "training_state.json")  # which weights from elsewhere come without
 BYTES_A_PARAMETER = 12  # about, of a checkpoint: the weight and AdamW's two moments
 KEEP = 2  # never one: the newest may be the one that turns out damaged
 STEP_NAME = re.compile(r"step_(\d{8})")
@@ -178,17 +180,16 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None]
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        written = {
-            "model.safetensors": write_verified(temporary / "model.safetensors", safetensors_pieces(snapshot.weights)),
-            "optimizer_state.bin": write_verified(temporary / "optimizer_state.bin", snapshot.optimizer_state),
-            "tokenizer.json": write_verified(temporary / "tokenizer.json", snapshot.tokenizer_file),
-        }
-        for name, value in (("config.json", snapshot.config), ("training_state.json", snapshot.training_state)):
-            written[name] = write_verified(temporary / name, json_bytes(value))
-        files = {
-            name: {"size": (temporary / name).stat().st_size, "sha256": sha256} for name, sha256 in written.items()
-        }
-        write_json(temporary / MANIFEST, {"format_version": FORMAT_VERSION, "files": files})
+        write_files(
+            temporary,
+            {
+                "model.safetensors": safetensors_pieces(snapshot.weights),
+                "optimizer_state.bin": snapshot.optimizer_state,
+                "tokenizer.json": snapshot.tokenizer_file,
+                "config.json": json_bytes(snapshot.config),
+                "training_state.json": json_bytes(snapshot.training_state),
+            },
+        )
         go_on()
         publish(temporary, folder)
     except (OSError, RuntimeError) as problem:
@@ -201,6 +202,16 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None]
             f"{folder} could not be saved: {reason}. Checkpoints saved before are whole. {remedy} or choose another "
             "--output_dir, then run the same command to continue."
         ) from problem
+
+
+Content = bytes | Iterable[bytes | memoryview] | dict[str, Any]  # what `write_verified` writes
+
+
+def write_files(folder: Path, contents: dict[str, Content]) -> None:
+    """Write files, each read back, and last the manifest that lists them. Raises what `write_verified` raises."""
+    written = {name: write_verified(folder / name, content) for name, content in contents.items()}
+    files = {name: {"size": (folder / name).stat().st_size, "sha256": sha256} for name, sha256 in written.items()}
+    write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, "files": files})
 
 
 class HashingWriter:
@@ -218,7 +229,7 @@ class HashingWriter:
         self.file.flush()
 
 
-def write_verified(path: Path, content: bytes | Iterable[bytes | memoryview] | dict[str, Any]) -> str:
+def write_verified(path: Path, content: Content) -> str:
     """Write bytes, pieces of bytes, or a dict of tensors as torch.save does; flush them to disk and read them back.
 
     Returns the file's SHA-256. Raises OSError if other bytes come back.
@@ -284,7 +295,8 @@ def problems_of(folder: Path) -> list[str]:
         return [str(problem).rstrip(".")]
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
         return [f"{MANIFEST} does not list files"]
-    problems = [f"{MANIFEST} does not list {name}" for name in FILES if name not in files]
+    needed = WEIGHTS_FILES + (TRAINING_FILES if any(name in files for name in TRAINING_FILES) else ())
+    problems = [f"{MANIFEST} does not list {name}" for name in needed if name not in files]
     for name, entry in files.items():
         path = folder / name
         if Path(name).name != name:

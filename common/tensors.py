@@ -97,14 +97,16 @@ def on_host(state: Any, copy: bool) -> Any:
     return [on_host(value, copy) for value in state] if isinstance(state, list) else state
 
 
-def safetensors_pieces(weights: dict[str, torch.Tensor]) -> Iterator[bytes | memoryview]:
+def safetensors_pieces(
+    weights: dict[str, torch.Tensor], metadata: dict[str, str] | None = None
+) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file of fp32 tensors on the CPU, in pieces: the library's own function makes a second
     copy of all of them first, and holds other threads up meanwhile.
 
     The form is the library's: the header's size, the header in JSON padded to 8 bytes, the numbers by name.
     """
     names = sorted(weights)
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     end = 0
     for name in names:
         begin, end = end, end + weights[name].nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import io
 import os
 from collections.abc import Callable
@@ -29,12 +30,13 @@ class Result(NamedTuple):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `cuda` are skipped where there is no GPU."""
-    if torch.cuda.is_available():
-        return
+    """Tests marked `cuda` are skipped where there is no GPU, those marked `extras(package)` where that is missing."""
     for item in items:
-        if item.get_closest_marker("cuda"):
+        if item.get_closest_marker("cuda") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        for mark in item.iter_markers("extras"):
+            if missing := [package for package in mark.args if importlib.util.find_spec(package) is None]:
+                item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)}"))
 
 
 @pytest.fixture(scope="session")

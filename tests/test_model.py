@@ -284,6 +284,7 @@ def test_too_many_tokens_are_refused_with_both_numbers() -> None:
 # GPT-2 itself
 
 
+@pytest.mark.extras("transformers")
 @pytest.mark.parametrize("tie", [True, False])
 def test_logits_and_loss_are_those_of_hugging_face_gpt2(tie: bool) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -165,8 +165,10 @@ def test_only_long_words_are_cut_for_the_learning(word: str, length: int) -> Non
     assert all(part.startswith(tuple(word)) for part in parts[1:]), "a cut inside the run"
 
 
+@pytest.mark.extras("transformers")
 def test_the_file_loads_in_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     path = tmp_path / "bpe_tokenizer.json"
     BPE.save(path)
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))

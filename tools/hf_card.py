@@ -1,0 +1,167 @@
+"""README.md of an exported model: what it is, what it was trained on and how far, and how to use it.
+
+Told is what the checkpoint and the run folder around it say. No path and no name of a file goes into it: the card is
+for others to read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint import Checkpoint
+from common.errors import CheckpointError
+from common.formatting import cell, table_row
+from model import ModelConfig
+from tokenizer import Tokenizer
+from tools.hf_form import CLASSES, hf_kind
+from training.records import SAMPLES, read_metrics
+from training.run_folder import CONFIG
+
+RECIPE = (
+    "optimizer", "learning_rate", "muon_learning_rate", "min_lr", "use_lr_scheduler", "warmup_steps", "cooldown",
+    "weight_decay", "grad_clip", "batch_size", "gradient_accumulation_steps", "dropout", "seed",
+)  # fmt: skip
+
+
+def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tokenizer: Tokenizer, name: str) -> str:
+    state: dict[str, Any] = {}
+    if (checkpoint.path / "training_state.json").exists():
+        with contextlib.suppress(CheckpointError):
+            state = checkpoint.training_state()
+    step = state.get("step") if type(state.get("step")) is int else None
+    run_dir = run_of(checkpoint.path)
+    kind = hf_kind(config)
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        f"tags: [{kind}, trained-from-scratch]",
+        "---",
+        "",
+        f"# {cell(name)}",
+        "",
+        f"A language model of {parameters:,} parameters ({CLASSES[kind]}).",
+        "",
+        "## How to use it",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"path = {json.dumps(name)}  # this folder, or its name on the hub",
+        "tokenizer = AutoTokenizer.from_pretrained(path)",
+        "model = AutoModelForCausalLM.from_pretrained(path)",
+        f'inputs = tokenizer({json.dumps(example_prompt(run_dir, tokenizer))}, return_tensors="pt")',
+        f"outputs = model.generate(**inputs, max_new_tokens={min(50, config.max_seq_len // 2)})",
+        "print(tokenizer.decode(outputs[0]))",
+        "```",
+        "",
+        f"It reads {config.max_seq_len:,} tokens at most, its answer included.",
+        *(["Every token is a character; one it was not trained on is an error."] * is_of_characters(tokenizer)),
+        "",
+        "## What it is",
+        "",
+        *table(
+            {
+                "layers x width, heads": f"{config.num_layers} x {config.embed_dim}, {config.num_heads}",
+                "feed-forward": f"{config.ff_dim:,}, {config.activation}",
+                "context": f"{config.max_seq_len:,} tokens",
+                "vocabulary": f"{tokenizer.vocab_size:,} ({tokenizer.kind})",
+                "norm, positions": f"{config.norm}, {config.position}",
+            }
+        ),
+    ]
+    if state:
+        lines += ["", "## What it was trained on", "", *table(training_facts(state, step, run_dir))]
+        given = state.get("config")
+        given = given if isinstance(given, dict) else {}
+        recipe = {key: given[key] for key in RECIPE if is_plain(given.get(key))}
+        if recipe.get("optimizer") == "adamw":
+            recipe.pop("muon_learning_rate", None)
+        if recipe:
+            lines += ["", "## Recipe", "", *table(recipe)]
+    if samples := sample_rows(run_dir, step):
+        lines += ["", "## Samples", "", f"At step {step:,}:" if step else "", ""]
+        lines += [table_row(["prompt", "answer"]), table_row(["---"] * 2), *map(table_row, samples)]
+    lines += [
+        "",
+        "## Licence",
+        "",
+        "The code it was trained with is under the MIT licence. What holds for these weights depends on the text they "
+        "were trained on too, and is for whoever publishes them to say here.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def table(facts: dict[str, Any]) -> list[str]:
+    return ["| | |", "|---|---|", *(table_row([key, cell(str(value))]) for key, value in facts.items())]
+
+
+def is_of_characters(tokenizer: Tokenizer) -> bool:
+    return tokenizer.kind == "character"
+
+
+def is_plain(value: Any) -> bool:
+    return type(value) in (int, float, bool) or (isinstance(value, str) and len(value) < 40)
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder that a checkpoint lies in: runs/x/best, runs/x/checkpoints/step_00000100."""
+    parent = checkpoint.resolve().parent
+    run_dir = parent.parent if parent.name == "checkpoints" else parent
+    return run_dir if (run_dir / CONFIG).exists() else None
+
+
+def training_facts(state: dict[str, Any], step: int | None, run_dir: Path | None) -> dict[str, str]:
+    data = state.get("data")
+    data = data if isinstance(data, dict) else {}
+    facts = {}
+    if type(data.get("train_tokens")) is int:
+        facts["training text"] = f"{data['train_tokens']:,} tokens"
+    if isinstance(data.get("tokens_sha256"), str):
+        facts["SHA-256 of the tokens"] = data["tokens_sha256"][:64]
+    if step is not None:
+        facts["steps"] = f"{step:,}"
+    if type(state.get("tokens")) is int:
+        facts["tokens seen"] = f"{state['tokens']:,}"
+    if run_dir is None or step is None:
+        return facts
+    rows = [row for row in read_metrics(run_dir) if row["step"] <= step]
+    for key, said in (
+        ("train_loss", "training loss"),
+        ("val_loss", "validation loss"),
+        ("val_bits_per_byte", "validation bits per byte"),
+    ):
+        measured = [row for row in rows if type(row.get(key)) in (int, float)]
+        if measured:
+            facts[said] = f"{measured[-1][key]:.4f} (at step {measured[-1]['step']:,})"
+    return facts
+
+
+def sample_rows(run_dir: Path | None, step: int | None) -> list[list[str]]:
+    """[prompt, answer] of the last row of samples.md up to a step; its cells are made for a table already."""
+    path = run_dir / SAMPLES if run_dir is not None else None
+    if path is None or not path.exists() or step is None:
+        return []
+    header: list[str] = []
+    samples: list[list[str]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        cells = [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if cells[:2] == ["step", "exactly right"]:
+            header = cells
+        elif len(cells) == len(header) > 2 and cells[0].isdigit() and int(cells[0]) <= step:
+            samples = [[prompt, answer] for prompt, answer in zip(header[2:], cells[2:], strict=True)]
+    return samples
+
+
+def example_prompt(run_dir: Path | None, tokenizer: Tokenizer) -> str:
+    """A prompt the model was asked in its training, else a word or a character that it can read."""
+    prompts = [prompt.replace("\\|", "|") for prompt, _ in sample_rows(run_dir, 2**31)]
+    for prompt in [*prompts, "Once upon a time", "the"]:
+        with contextlib.suppress(ValueError):  # a character that the vocabulary lacks
+            tokenizer.encode(prompt)
+            return prompt
+    return tokenizer.decode([0])

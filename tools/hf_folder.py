@@ -1,0 +1,156 @@
+"""What export and import share: a folder that is whole or absent, and models of both sides compared."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from common.checkpoint import Checkpoint
+from common.errors import CheckpointError, ConfigError, DataError
+from common.files import sync_directory
+from model import ModelConfig, TransformerLanguageModel
+from tokenizer import Tokenizer, load_tokenizer
+from tools.hf_form import Tensors
+from tools.hf_tokenizer import probe_text
+
+LARGEST_DIFFERENCE = 1e-4  # of logits, in fp32
+LARGEST_IN_DOUBLE = 1e-8  # in fp64, where rounding cannot be what differs
+LONGEST_PROBE = 1024  # tokens
+
+
+def require_transformers() -> None:
+    """Raises ConfigError in one sentence. Its progress bars and warnings are switched off: what counts is checked."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            "Hugging Face transformers, which reads and checks such folders, is not installed: "
+            "pip install -r requirements-extras.txt"
+        )
+    import transformers
+
+    if int(transformers.__version__.partition(".")[0]) < 5:
+        raise ConfigError(
+            f"transformers is {transformers.__version__}, and 5.0 or later is needed: "
+            "pip install -r requirements-extras.txt"
+        )
+    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def require_new(out: Path) -> None:
+    """Raises ConfigError if something lies where a folder is to be written."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is already there. Name a folder that is empty or not there yet.")
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write into; it takes the name `out` when the body ends, and is gone if that raises.
+
+    Raises ConfigError if something lies at `out`, CheckpointError if it cannot be written (a full disk).
+    """
+    require_new(out)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync_directory(temporary)
+        if out.exists():
+            out.rmdir()  # which is empty; Windows renames over nothing
+        os.replace(temporary, out)
+    except OSError as problem:
+        raise CheckpointError(
+            f"{out} could not be written: {problem.strerror or problem}. Nothing is left of it; put that right or "
+            "name a folder elsewhere."
+        ) from problem
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_directory(out.parent)
+
+
+def load_in_fp32(checkpoint: Checkpoint) -> tuple[TransformerLanguageModel, Tokenizer]:
+    """The model in fp32 on the CPU, whatever generation would take. Raises CheckpointError or TokenizerError."""
+    config = checkpoint.trusted_config()
+    path = checkpoint.tokenizer_path()
+    tokenizer = load_tokenizer(path)
+    require_fitting(tokenizer, config, path)
+    model = TransformerLanguageModel(config)
+    checkpoint.load_weights(model)
+    return model.eval(), tokenizer
+
+
+def require_fitting(tokenizer: Tokenizer, config: ModelConfig, source: Path) -> None:
+    """Raises DataError if the tokenizer has ids that the model lacks."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise DataError(
+            f"The tokenizer of {source} has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}: it is "
+            "the tokenizer of another model."
+        )
+
+
+def load_theirs(folder: Path) -> Any:
+    """The model as transformers reads it, in fp32. Nothing is downloaded, and no code of the folder is run."""
+    from transformers import AutoModelForCausalLM
+
+    theirs: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+    )
+    return theirs.eval()
+
+
+def load_their_tokenizer(folder: Path, config: Any = None) -> Any:
+    """`config` (of transformers) stands in for the folder's config.json, which says which class a tokenizer has."""
+    from transformers import AutoTokenizer
+
+    named = {} if config is None else {"config": config}
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **named)
+
+
+def build_theirs(hf_config: dict[str, Any], tensors: Tensors, tied: bool) -> Any:
+    """The model of a foreign config and its tensors, put together by transformers, in fp32.
+
+    Of the config it sees what its class has of its own: the rest (a number of labels, a quantization, an adapter) could
+    take any memory, and is nothing that `from_hf` knows.
+    """
+    from transformers import GPT2Config, GPT2LMHeadModel, NanoChatConfig, NanoChatForCausalLM
+
+    kinds = {"gpt2": (GPT2Config, GPT2LMHeadModel), "nanochat": (NanoChatConfig, NanoChatForCausalLM)}
+    config_class, model_class = kinds[hf_config["model_type"]]
+    known = {key: value for key, value in hf_config.items() if key in config_class.__annotations__}
+    theirs: Any = model_class(config_class(**{**known, "tie_word_embeddings": tied}))
+    missing, unknown = theirs.load_state_dict(tensors, strict=False)
+    assert not unknown and set(missing) <= {"lm_head.weight"}, (missing, unknown)
+    return theirs.float().eval()
+
+
+def largest_difference(model: TransformerLanguageModel, theirs: Any, tokenizer: Tokenizer) -> float:
+    """The largest difference of the logits on the probe text, in fp32, up to the length of the context.
+
+    Raises CheckpointError if it is beyond LARGEST_DIFFERENCE, and not for rounding: the activations of a large GPT-2
+    reach thousands, and what two orders of summation make of them differs by as much. In fp64 it does not.
+    """
+    ids = tokenizer.encode(probe_text(tokenizer))
+    tokens = torch.from_numpy(np.resize(ids, (1, min(model.config.max_seq_len, LONGEST_PROBE))).astype(np.int64))
+    difference = difference_of_logits(model, theirs, tokens)
+    if not difference <= LARGEST_DIFFERENCE:  # NaN is not
+        in_double = difference_of_logits(model.double(), theirs.double(), tokens)
+        model.float(), theirs.float()
+        if not in_double <= LARGEST_IN_DOUBLE:
+            raise CheckpointError(
+                f"transformers computes other logits from these weights: they differ by {difference:.3g} (in fp64 by "
+                f"{in_double:.3g}). This is a fault of the conversion, please report it."
+            )
+    return difference
+
+
+@torch.inference_mode()
+def difference_of_logits(model: TransformerLanguageModel, theirs: Any, tokens: torch.Tensor) -> float:
+    return (model(tokens) - theirs(tokens).logits).abs().max().item()

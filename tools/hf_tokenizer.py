@@ -1,0 +1,148 @@
+"""Our tokenizers as files of Hugging Face `transformers`, and theirs as ours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.errors import DataError
+from tokenizer import CharacterTokenizer, Tokenizer, TokenizerError, load_tokenizer, read_tokenizer_json
+from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer
+
+PARAGRAPH = (
+    "It was early when the two of them left the village. The road went down to the river, over a bridge of grey stone, "
+    'and up into the hills. "How far is it?" she asked. "Nine miles," he said, "or ten; nobody ever measured it."\n'
+)
+ONE_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+
+
+def hf_tokenizer_json(tokenizer: Tokenizer) -> bytes:
+    """A `tokenizers` file that gives the same ids. Characters become words of one letter: one that the vocabulary lacks
+    is an error there as it is here."""
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer.to_json().encode()
+    content: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": ONE_CHARACTER,
+        "post_processor": None,
+        "decoder": {"type": "Fuse"},
+        "model": {
+            "type": "WordLevel",
+            "vocab": {chr(code): i for i, code in enumerate(tokenizer.codes.tolist())},
+            "unk_token": "<unk>",  # which no single character is
+        },
+    }
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """What transformers calls our special tokens. Without `tokenizer_config.json` it would add GPT-2's own, whose id
+    lies beyond the vocabulary."""
+    known = tokenizer.special_ids if isinstance(tokenizer, BPETokenizer) else {}
+    end, pad, unknown = SPECIAL_TOKENS
+    roles = {"bos_token": end, "eos_token": end, "pad_token": pad, "unk_token": unknown}
+    return {role: name for role, name in roles.items() if name in known}
+
+
+def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_seq_len,
+        "clean_up_tokenization_spaces": False,
+        **special_tokens(tokenizer),
+    }
+
+
+def hf_special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """For config.json and generation_config.json. None is written: the defaults are the ids of other vocabularies."""
+    known = tokenizer.special_ids if isinstance(tokenizer, BPETokenizer) else {}
+    names = special_tokens(tokenizer)
+    return {f"{role}_id": known.get(names.get(role, "")) for role in ("bos_token", "eos_token", "pad_token")}
+
+
+def import_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
+    """The tokenizer of a Hugging Face folder, and the content of our tokenizer.json for it: their own file as it is, if
+    there is one.
+
+    Raises DataError or TokenizerError for a folder without one, or with one of another kind than byte-level BPE and
+    the characters of `hf_tokenizer_json`.
+    """
+    path = folder / "tokenizer.json"
+    if path.exists():
+        content = read_tokenizer_json(path)
+        if (characters := characters_of(content)) is not None:
+            tokenizer: Tokenizer = CharacterTokenizer(characters)
+            return tokenizer, tokenizer.to_json().encode()
+        return load_tokenizer(path), path.read_bytes()
+    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+        tokenizer = from_vocab_and_merges(folder)
+        return tokenizer, tokenizer.to_json().encode()
+    raise DataError(f"{folder} has no tokenizer: neither tokenizer.json, nor vocab.json and merges.txt.")
+
+
+def characters_of(content: dict[str, Any]) -> list[str] | None:
+    """The characters by their ids in a file that is one of `hf_tokenizer_json`; None for any other."""
+    model = content.get("model")
+    if not isinstance(model, dict) or model.get("type") != "WordLevel" or content.get("added_tokens"):
+        return None
+    vocab = model.get("vocab")
+    if content.get("pre_tokenizer") != ONE_CHARACTER or content.get("normalizer") or not isinstance(vocab, dict):
+        return None
+    if sorted(vocab.values(), key=str) != sorted(range(len(vocab)), key=str) or any(len(word) != 1 for word in vocab):
+        return None
+    return sorted(vocab, key=vocab.__getitem__)
+
+
+def from_vocab_and_merges(folder: Path) -> BPETokenizer:
+    """The two files in which OpenAI published GPT-2's vocabulary, as one of `tokenizers`. Raises TokenizerError."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = read_tokenizer_json(folder / "vocab.json")
+    try:
+        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as problem:
+        raise TokenizerError(f"{folder / 'merges.txt'} is not UTF-8 text (byte {problem.start}).") from None
+    pairs = [line.split(" ") for line in lines if line.strip() and not line.startswith("#version")]
+    if not all(type(i) is int and 0 <= i < 10 * len(vocab) for i in vocab.values()):
+        raise TokenizerError(f"{folder / 'vocab.json'} does not give every token an id.")
+    if not all(len(pair) == 2 and {*pair, "".join(pair)} <= vocab.keys() for pair in pairs):
+        raise TokenizerError(f"{folder / 'merges.txt'} merges tokens that vocab.json lacks.")
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(first, second) for first, second in pairs]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    specials = [name for name in SPECIAL_TOKENS if name in vocab]
+    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in specials])
+    return BPETokenizer(tokenizer)
+
+
+def probe_text(tokenizer: Tokenizer) -> str:
+    """Text of many kinds that the tokenizer can express: for characters, all of them, and what they can say of it."""
+    if isinstance(tokenizer, BPETokenizer):
+        return PARAGRAPH + PROBE
+    alphabet = tokenizer.decode(np.arange(tokenizer.vocab_size))
+    return alphabet + tokenizer.decode(tokenizer.encode(PARAGRAPH + PROBE, unknown="drop"))
+
+
+def require_same_ids(tokenizer: Tokenizer, theirs: Any) -> None:
+    """Raises TokenizerError where a tokenizer of transformers gives other ids for the probe text, or other text for the
+    ids. Special tokens' names are ordinary text in ours: it is asked to do likewise."""
+    text = probe_text(tokenizer)
+    ids = tokenizer.encode(text).tolist()
+    found = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    if found != ids:
+        first = next((i for i, (a, b) in enumerate(zip(ids, found, strict=False)) if a != b), min(len(ids), len(found)))
+        raise TokenizerError(
+            f"transformers reads the tokenizer otherwise: {len(found)} ids instead of {len(ids)} for the probe text, "
+            f"the first other one at {first}, after {tokenizer.decode(ids[max(0, first - 5) : first])!r}."
+        )
+    if (back := theirs.decode(ids, clean_up_tokenization_spaces=False)) != tokenizer.decode(ids):
+        raise TokenizerError(f"transformers makes other text of the same ids: {back[:100]!r} ...")
+    if len(theirs) > tokenizer.vocab_size:
+        raise TokenizerError(f"transformers adds tokens: {len(theirs):,} instead of {tokenizer.vocab_size:,}.")

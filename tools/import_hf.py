@@ -1,0 +1,183 @@
+"""Make a checkpoint of a Hugging Face folder with a GPT-2 or NanoChat model, to generate with or to train further.
+
+    python tools/import_hf.py openai-community/gpt2 runs/gpt2_pretrained
+
+What the folder computes by `transformers` and what the checkpoint computes here are compared before it gets its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if __name__ == "__main__":  # Python looks beside the script, not in the project
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.errors import CheckpointError, DataError, script
+from common.flags import Parser, add_debug
+
+if TYPE_CHECKING:
+    from tools.hf_form import Tensors
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+# What is asked for of a repository on the hub; what else may lie there (other frameworks' weights) is left there.
+HUB_FILES = [
+    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+]  # fmt: skip
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+
+
+@script
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    from tools.hf_folder import require_new, require_transformers
+
+    out = Path(arguments.out)
+    require_transformers()
+    require_new(out)
+    folder = Path(arguments.folder)
+    if not folder.exists() and HUB_NAME.fullmatch(arguments.folder):
+        folder = download(arguments.folder)
+    difference = import_folder(folder, out)
+    print(
+        f"{arguments.folder} is now {out}. Its logits differ from those of transformers by {difference:.2g} at most, "
+        "its token ids not at all."
+    )
+    print(f'\nGenerate: python generate.py --checkpoint {out} --prompt "..."')
+    print(
+        f"Train it further: python tokenize_local_bpe.py --input my_text.txt --tokenizer_file {out}/tokenizer.json, "
+        f"then python train_colab_mmap.py --init_from {out}"
+    )
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="tools/import_hf.py",
+        usage="%(prog)s FOLDER OUT",
+        description="Make a checkpoint of a Hugging Face folder with a GPT-2 or NanoChat model.",
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="folder, or a name on the hub: openai-community/gpt2")
+    parser.add_argument("out", metavar="OUT", help="checkpoint folder to write; empty, or not there yet")
+    add_debug(parser)
+    return parser.parse_args(argv)
+
+
+def download(name: str) -> Path:
+    """The folder of a model on the hub, in huggingface_hub's own cache. Raises CheckpointError in one sentence."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        if not any((folder / file).exists() for file in (WEIGHTS[0], f"{WEIGHTS[0]}.index.json")):
+            folder = Path(snapshot_download(name, allow_patterns=[*HUB_FILES, "pytorch_model*"]))
+        return folder
+    except Exception as problem:  # of whichever HTTP client this version of huggingface_hub uses
+        reason = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+        raise CheckpointError(
+            f"There is no folder {name}, and it could not be downloaded from the hub: {reason:.300}"
+        ) from None
+
+
+def import_folder(folder: Path, out: Path) -> float:
+    """Write a checkpoint folder `out` from a Hugging Face folder. Returns the largest difference of the logits.
+
+    It holds weights, a tokenizer, a config and their hashes, and no state of a training: a new one starts from it.
+    Raises CheckpointError for a folder that is no model or one that we cannot express, DataError or TokenizerError for
+    its tokenizer, ConfigError if something lies at `out`.
+    """
+    from common.checkpoint import WEIGHTS_FILES, write_files
+    from common.files import json_bytes, read_json
+    from common.tensors import safetensors_pieces
+    from model import TransformerLanguageModel
+    from tools.hf_folder import (
+        build_theirs,
+        largest_difference,
+        load_their_tokenizer,
+        new_folder,
+        require_fitting,
+        require_new,
+    )
+    from tools.hf_form import FormError, from_hf, their_names
+    from tools.hf_tokenizer import import_tokenizer, require_same_ids
+
+    require_new(out)
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no folder {folder}. Name one with a model of Hugging Face's form.")
+    if not (folder / "config.json").exists():
+        there = ", ".join(sorted(path.name for path in folder.iterdir())[:10]) or "nothing"
+        raise CheckpointError(f"{folder} is not a Hugging Face model: it has no config.json. There: {there}.")
+    hf_config = read_json(folder / "config.json", CheckpointError)
+    try:
+        tensors = read_tensors(folder)
+        config, state = from_hf(hf_config, tensors)
+        model = TransformerLanguageModel(config).eval()
+        model.load_weights(dict(state))
+    except FormError as problem:
+        raise CheckpointError(f"{folder} cannot be imported: {problem}.") from None
+    except ValueError as problem:
+        raise CheckpointError(f"The weights of {folder} cannot be loaded: {problem}.") from None
+    tokenizer, tokenizer_file = import_tokenizer(folder)
+    require_fitting(tokenizer, config, folder)
+    try:
+        theirs = build_theirs(hf_config, their_names(hf_config["model_type"], tensors), config.tie_embeddings)
+    except Exception as problem:  # its configs are checked by several libraries, with errors of their own
+        raise CheckpointError(f"transformers cannot build the model of {folder}: {str(problem).strip():.500}") from None
+    try:
+        their_tokenizer = load_their_tokenizer(folder, theirs.config)
+    except Exception as problem:  # `tokenizers` raises a bare one
+        raise DataError(f"transformers cannot open the tokenizer of {folder}: {str(problem).strip():.500}") from None
+    require_same_ids(tokenizer, their_tokenizer)
+    difference = largest_difference(model, theirs, tokenizer)
+    total = model.num_parameters()
+    extras = {"tokenizer_type": tokenizer.kind, "total_parameters": total}
+    pieces = safetensors_pieces({name: tensor.contiguous() for name, tensor in state.items()})
+    with new_folder(out) as temporary:
+        contents = (pieces, json_bytes({**config.to_dict(), **extras}), tokenizer_file)
+        write_files(temporary, dict(zip(WEIGHTS_FILES, contents, strict=True)))
+    return difference
+
+
+def read_tensors(folder: Path) -> Tensors:
+    """All tensors of a folder, from one file or the several that its index names. Raises CheckpointError."""
+    import safetensors
+    from safetensors.torch import load_file
+
+    from common.tensors import load_tensors, require_own_bytes
+
+    for name in WEIGHTS:
+        files = [folder / name] if (folder / name).exists() else parts(folder, f"{name}.index.json")
+        tensors: Tensors = {}
+        for path in files:
+            try:
+                if name == WEIGHTS[0]:
+                    tensors |= load_file(path, device="cpu")
+                else:
+                    tensors |= require_own_bytes(load_tensors(path))
+            except (ValueError, safetensors.SafetensorError, FileNotFoundError) as problem:
+                raise CheckpointError(f"{path} cannot be read: {problem}.") from None
+        if files:
+            return tensors
+    raise CheckpointError(f"{folder} has no weights: neither {' nor '.join(WEIGHTS)}.")
+
+
+def parts(folder: Path, index: str) -> list[Path]:
+    """The files that an index names; none without an index. Raises CheckpointError for a name that leads elsewhere."""
+    from common.files import read_json
+
+    if not (folder / index).exists():
+        return []
+    listed = read_json(folder / index, CheckpointError).get("weight_map")
+    names = list(listed.values()) if isinstance(listed, dict) else []
+    if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
+        raise CheckpointError(f"{folder / index} does not name files beside it.")
+    return [folder / name for name in sorted(set(names))]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
