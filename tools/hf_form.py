@@ -66,7 +66,7 @@ def from_hf(hf_config: dict[str, Any], tensors: Tensors) -> tuple[ModelConfig, T
     Raises FormError naming the architecture, the options or the tensors that do not fit.
     """
     kind = hf_config.get("model_type")
-    if kind not in CLASSES:
+    if not isinstance(kind, str) or kind not in CLASSES:
         named = f"{kind!r:.100}" if kind is not None else "missing"
         raise FormError(f"model_type is {named}; what can be imported is gpt2 and nanochat")
     tensors = their_names(kind, tensors)

@@ -1,0 +1,44 @@
+"""Tiny models of every form, in checkpoint folders of ours."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.checkpoint import save_checkpoint
+from model import ModelConfig, TransformerLanguageModel
+from tests.helpers import ALPHABET, generated_text
+from tokenizer import CharacterTokenizer, Tokenizer
+from tokenizer_bpe import BPETokenizer
+
+CHARACTERS = CharacterTokenizer.from_characters(ALPHABET + "\0\r'😀")
+MODERN = {"norm": "rmsnorm", "position": "rope", "qk_norm": True, "embed_norm": True, "bias": False}
+TINY = {"embed_dim": 32, "num_heads": 4, "num_layers": 2, "max_seq_len": 24}
+
+
+@functools.cache
+def bpe() -> BPETokenizer:
+    return BPETokenizer.train([generated_text(2_000)], vocab_size=300)
+
+
+def random_model(vocab_size: int, std: float = 0.2, **options: Any) -> TransformerLanguageModel:
+    """Every weight random, those of norms and biases too, so that each of them counts."""
+    model = TransformerLanguageModel(ModelConfig(vocab_size, **{**TINY, **options})).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            is_gain = parameter.dim() == 1 and name.endswith("weight")
+            parameter.normal_(mean=1.0 if is_gain else 0.0, std=std)
+    return model
+
+
+def write_model(folder: Path, tokenizer: Tokenizer | None = None, **options: Any) -> TransformerLanguageModel:
+    """A checkpoint folder of a random model."""
+    tokenizer = tokenizer or bpe()
+    model = random_model(tokenizer.vocab_size, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_checkpoint(folder, model, optimizer, tokenizer.to_json().encode(), tokenizer.kind, {"step": 0})
+    return model
