@@ -10,15 +10,20 @@ import pytest
 
 import generate
 import tokenize_local_bpe
+import tools.export_hf
+import tools.import_hf
 import train_colab_mmap
 from tests.helpers import ROOT
+from tests.tools.helpers import write_model
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BEFORE, ELSEWHERE, REST = re.split(r"^(?=## A model made here|## In Google Colab)", README, flags=re.MULTILINE)
 SCRIPTS = {
     "tokenize_local_bpe.py": tokenize_local_bpe.main,
     "train_colab_mmap.py": train_colab_mmap.main,
     "generate.py": generate.main,
 }
+TOOLS = {"tools/export_hf.py": tools.export_hf.main, "tools/import_hf.py": tools.import_hf.main}
 # What makes the trainer small enough for a test; the continuous integration runs the quickstart as it is.
 SMALL = (
     "--num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 32 --max_steps 4 --warmup_steps 0 --batch_size 2 "
@@ -26,17 +31,18 @@ SMALL = (
 )
 
 
-def commands(language: str) -> list[str]:
-    """The command lines in the README's code blocks of one language."""
-    blocks = re.findall(rf"^ *```{language}\n(.*?)^ *```", README, flags=re.MULTILINE | re.DOTALL)
+def commands(language: str, text: str = BEFORE + REST) -> list[str]:
+    """The command lines in code blocks of one language, by default of the README but for what needs extras."""
+    blocks = re.findall(rf"^ *```{language}\n(.*?)^ *```", text, flags=re.MULTILINE | re.DOTALL)
     return [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
 
 
 def run(command: str) -> int:
     words = shlex.split(command)
     assert words[0] == "python", command
-    extra = shlex.split(SMALL) if words[1] == "train_colab_mmap.py" else []
-    return SCRIPTS[words[1]]([*words[2:], *extra])
+    small = SMALL.replace("--max_steps", "--max_steps_per_epoch") if "--epochs" in words else SMALL
+    extra = shlex.split(small) if words[1] == "train_colab_mmap.py" else []
+    return (SCRIPTS | TOOLS)[words[1]]([*words[2:], *extra])
 
 
 def test_two_commands_install_and_run_everything():
@@ -67,6 +73,23 @@ def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
             ran.append(command)
     assert {shlex.split(command)[1] for command in ran} == set(SCRIPTS)
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.extras("transformers")
+def test_a_model_goes_elsewhere_and_another_comes_in(tmp_path, monkeypatch, capsys):
+    """What the hub would send is a GPT-2 of the shape that the trainer is told here."""
+    import huggingface_hub
+
+    shape = {"num_layers": 1, "num_heads": 2, "max_seq_len": 32}
+    write_model(tmp_path / "gpt2", tie_embeddings=True, activation="gelu_tanh", **shape)
+    assert tools.export_hf.main([str(tmp_path / "gpt2"), str(tmp_path / "hub")]) == 0
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: str(tmp_path / "hub"))
+    monkeypatch.chdir(tmp_path)
+    write_model(Path("runs/gpt2_small/checkpoints/step_00000001"))
+    Path("my_text.txt").write_text("The quick brown fox jumps over the lazy dog.\n" * 600)
+    for command in commands("bash", ELSEWHERE):
+        assert run(command) == 0, (command, capsys.readouterr())
+    assert Path("exported/gpt2_small/README.md").exists() and Path("runs/finetuned/best/manifest.json").exists()
 
 
 def test_colab_cell_runs(tmp_path, monkeypatch, capsys):
