@@ -12,12 +12,16 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import CheckpointError, script
 from common.flags import Parser, add_debug
+
+if TYPE_CHECKING:
+    from tools.hf_folder import Difference
 
 
 @script
@@ -26,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path(arguments.out)
     difference = export(arguments.checkpoint, out)
     print(
-        f"{arguments.checkpoint} is now {out}. Read back by transformers, its logits differ by {difference:.2g} at "
-        "most, its token ids not at all."
+        f"{arguments.checkpoint} is now {out}. Read back by transformers, its logits differ by {difference}, "
+        "its token ids not at all."
     )
     print(f'\nUse it: AutoModelForCausalLM.from_pretrained("{out}"), AutoTokenizer.from_pretrained("{out}")')
     return 0
@@ -45,7 +49,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def export(path: str | Path, out: Path) -> float:
+def export(path: str | Path, out: Path) -> Difference:
     """Write the checkpoint or run folder at `path` as the folder `out`. Returns the largest difference of the logits.
 
     Raises CheckpointError for a checkpoint that cannot be trusted or that no class there can express, TokenizerError

@@ -21,6 +21,7 @@ from common.errors import CheckpointError, DataError, script
 from common.flags import Parser, add_debug
 
 if TYPE_CHECKING:
+    from tools.hf_folder import Difference
     from tools.hf_form import Tensors
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = download(arguments.folder)
     difference = import_folder(folder, out)
     print(
-        f"{arguments.folder} is now {out}. Its logits differ from those of transformers by {difference:.2g} at most, "
+        f"{arguments.folder} is now {out}. Its logits differ from those of transformers by {difference}, "
         "its token ids not at all."
     )
     print(f'\nGenerate: python generate.py --checkpoint {out} --prompt "..."')
@@ -84,7 +85,7 @@ def download(name: str) -> Path:
         ) from None
 
 
-def import_folder(folder: Path, out: Path) -> float:
+def import_folder(folder: Path, out: Path) -> Difference:
     """Write a checkpoint folder `out` from a Hugging Face folder. Returns the largest difference of the logits.
 
     It holds weights, a tokenizer, a config and their hashes, and no state of a training: a new one starts from it.
@@ -117,7 +118,8 @@ def import_folder(folder: Path, out: Path) -> float:
         tensors = read_tensors(folder)
         config, state = from_hf(hf_config, tensors)
         model = TransformerLanguageModel(config).eval()
-        model.load_weights(dict(state))
+        model.load_weights(state)
+        del state
     except FormError as problem:
         raise CheckpointError(f"{folder} cannot be imported: {problem}.") from None
     except ValueError as problem:
@@ -136,7 +138,10 @@ def import_folder(folder: Path, out: Path) -> float:
     difference = largest_difference(model, theirs, tokenizer)
     total = model.num_parameters()
     extras = {"tokenizer_type": tokenizer.kind, "total_parameters": total}
-    pieces = safetensors_pieces({name: tensor.contiguous() for name, tensor in state.items()})
+    weights = model.state_dict()
+    if config.tie_embeddings:
+        del weights["head.weight"]  # the same tensor as token_embedding.weight
+    pieces = safetensors_pieces(weights)
     with new_folder(out) as temporary:
         contents = (pieces, json_bytes({**config.to_dict(), **extras}), tokenizer_file)
         write_files(temporary, dict(zip(WEIGHTS_FILES, contents, strict=True)))
