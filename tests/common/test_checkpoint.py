@@ -173,6 +173,20 @@ def test_a_file_that_the_manifest_does_not_list_is_not_vouched_for(name: str, sa
     assert any(name in problem for problem in problems_of(folder))
 
 
+def test_weights_alone_are_a_checkpoint_if_the_manifest_means_it(save: Callable[..., Path], tmp_path: Path) -> None:
+    """As import_hf.py writes it: no state of a training, and none on the list."""
+    folder = save("best")
+    contents = {name: (folder / name).read_bytes() for name in checkpoint.WEIGHTS_FILES}
+    (tmp_path / "weights").mkdir()
+    checkpoint.write_files(tmp_path / "weights", contents)
+    assert problems_of(tmp_path / "weights") == []
+    model, _ = trained(seed=1)
+    open_checkpoint(tmp_path / "weights").load_weights(model)
+    (tmp_path / "half").mkdir()
+    checkpoint.write_files(tmp_path / "half", contents | {"optimizer_state.bin": b"state"})
+    assert problems_of(tmp_path / "half") == ["manifest.json does not list training_state.json"]
+
+
 @pytest.mark.parametrize("name", ["../x", "/etc/hostname", "a/b", ".."])
 def test_a_manifest_cannot_point_outside_its_folder(name: str, save: Callable[..., Path]) -> None:
     folder = save("c")
