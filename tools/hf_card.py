@@ -39,7 +39,7 @@ def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tok
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
-        f"tags: [{kind}, trained-from-scratch]",
+        f"tags: [{kind}{', trained-from-scratch' * is_from_scratch(state)}]",
         "---",
         "",
         f"# {cell(name)}",
@@ -104,6 +104,11 @@ def is_of_characters(tokenizer: Tokenizer) -> bool:
     return tokenizer.kind == "character"
 
 
+def is_from_scratch(state: dict[str, Any]) -> bool:
+    """Not known of weights that came without a state of their training."""
+    return "step" in state and not state.get("initialized_from")
+
+
 def is_plain(value: Any) -> bool:
     return type(value) in (int, float, bool) or (isinstance(value, str) and len(value) < 40)
 
@@ -119,6 +124,8 @@ def training_facts(state: dict[str, Any], step: int | None, run_dir: Path | None
     data = state.get("data")
     data = data if isinstance(data, dict) else {}
     facts = {}
+    if state.get("initialized_from"):
+        facts["started from"] = "the weights of another model"
     if type(data.get("train_tokens")) is int:
         facts["training text"] = f"{data['train_tokens']:,} tokens"
     if isinstance(data.get("tokens_sha256"), str):

@@ -139,7 +139,13 @@ def test_the_card_tells_of_the_run_and_of_nobodys_folders(
         assert main([str(checkpoint), str(out)]) == 0, capsys.readouterr().err
         card = (out / "README.md").read_text(encoding="utf-8")
         assert str(tmp_path) not in card
-        for words in ("pipeline_tag: text-generation", "MIT licence", "| the cat | ", "| learning_rate | 0.005 |"):
+        for words in (
+            "pipeline_tag: text-generation",
+            "trained-from-scratch]",
+            "MIT licence",
+            "| the cat | ",
+            "| learning_rate | 0.005 |",
+        ):
             assert words in card
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         step = open_checkpoint(checkpoint).training_state()["step"]

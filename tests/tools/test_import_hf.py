@@ -183,6 +183,8 @@ def test_import_generate_train_on_and_export(kind: str, tmp_path: Path, capsys: 
     capsys.readouterr()
     assert tools.export_hf.main([str(run), str(tmp_path / "exported")]) == 0, capsys.readouterr()
     assert main([str(tmp_path / "exported"), str(tmp_path / "back")]) == 0
+    card = (tmp_path / "exported" / "README.md").read_text(encoding="utf-8")
+    assert "from-scratch" not in card and "| started from | the weights of another model |" in card
     trained, back = open_checkpoint(run).weights(), open_checkpoint(tmp_path / "back").weights()
     assert all(torch.equal(trained[name], back[name]) for name in back) and trained.keys() == back.keys()
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (ours / "tokenizer.json").read_bytes()
