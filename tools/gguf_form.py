@@ -42,8 +42,10 @@ PARTS = (
     ("ffn_down", "feed_forward.fc2"),
 )
 TOP = 10  # likeliest next tokens that are compared
-# Between log-probabilities of llama.cpp and of a model with its GELU. Matrices in fp16 make it round more than that.
-TOLERANCES = {"fp32": 1e-3, "fp16": 5e-2}
+# Between log-probabilities of llama.cpp and of a model with its GELU, whose rounding turns on the last bit of what enters
+# it: with random weights, 2 layers of 64 were 3e-5 apart, 12 of 768 up to 4e-3. Matrices in fp16 make it round more. What
+# is wrong with a file is larger than either.
+TOLERANCES = {"fp32": 1e-2, "fp16": 1e-1}
 TABLE_ENDS = 10.0  # beyond it, llama.cpp does not round what it takes GELU of
 INSTALL = "pip install -r requirements-extras.txt"
 
