@@ -42,9 +42,9 @@ PARTS = (
     ("ffn_down", "feed_forward.fc2"),
 )
 TOP = 10  # likeliest next tokens that are compared
-# Between log-probabilities of llama.cpp and of a model with its GELU, whose rounding turns on the last bit of what enters
-# it: with random weights, 2 layers of 64 were 3e-5 apart, 12 of 768 up to 4e-3. Matrices in fp16 make it round more. What
-# is wrong with a file is larger than either.
+# Between log-probabilities of llama.cpp and of a model with its GELU, whose rounding turns on the last bit of what
+# enters it: with random weights, 2 layers of 64 were 3e-4 apart, 12 of 768 up to 4e-3. Matrices in fp16 make it round
+# more. A wrong file is further off than either.
 TOLERANCES = {"fp32": 1e-2, "fp16": 1e-1}
 TABLE_ENDS = 10.0  # beyond it, llama.cpp does not round what it takes GELU of
 INSTALL = "pip install -r requirements-extras.txt"
@@ -377,7 +377,7 @@ class LlamaServer:
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text in which nothing is a special token."""
         address = self.server.listening_address.removeprefix("http://")
-        connection = http.client.HTTPConnection(address)  # unlike urllib, it asks no proxy
+        connection = http.client.HTTPConnection(address, timeout=60)  # unlike urllib, it asks no proxy
         body = json.dumps({"content": text, "add_special": False, "parse_special": False})
         connection.request("POST", "/tokenize", body, {"Content-Type": "application/json"})
         answer = json.loads(connection.getresponse().read())
