@@ -1,6 +1,8 @@
-"""Write a trained model as a folder that Hugging Face `transformers` opens.
+"""Write a trained model as a folder that Hugging Face `transformers` opens, and as a file for llama.cpp and Ollama.
 
     python tools/export_hf.py runs/gpt2_small exported/gpt2_small
+    python tools/export_hf.py runs/gpt2_small exported/gpt2_small --gguf exported/gpt2_small.gguf
+    python tools/export_hf.py runs/gpt2_small exported/gpt2_small --push my_name/my_model
 
 The folder is loaded by transformers and compared with the model before it gets its name: the same logits, the same
 token ids, or there is no folder.
@@ -17,23 +19,39 @@ from typing import TYPE_CHECKING
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.errors import CheckpointError, script
+from common.errors import CheckpointError, ConfigError, script
 from common.flags import Parser, add_debug
 
 if TYPE_CHECKING:
+    from model import TransformerLanguageModel
+    from tokenizer import Tokenizer
     from tools.hf_folder import Difference
+
+GGUF_TEXT = "Once upon a time there was a king who asked: What is the capital of France?\n\nNobody knew, but 3 of 4.\n"
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     out = Path(arguments.out)
+    if arguments.push:
+        from tools.push_hub import require_push
+
+        require_push(arguments.push)
+    if arguments.gguf:  # what cannot be written is said before anything is
+        require_gguf_of(arguments.checkpoint, Path(arguments.gguf))
     difference = export(arguments.checkpoint, out)
     print(
         f"{arguments.checkpoint} is now {out}. Read back by transformers, its logits differ by {difference}, "
         "its token ids not at all."
     )
     print(f'\nUse it: AutoModelForCausalLM.from_pretrained("{out}"), AutoTokenizer.from_pretrained("{out}")')
+    if arguments.gguf:
+        export_gguf(arguments.checkpoint, Path(arguments.gguf))
+    if arguments.push:
+        from tools.push_hub import push
+
+        print(f"\n{push(out, arguments.push, public=arguments.public)}")
     return 0
 
 
@@ -45,8 +63,63 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or run folder for its newest")
     parser.add_argument("out", metavar="OUT", help="folder to write; empty, or not there yet")
+    parser.add_argument("--gguf", metavar="FILE", help="write a file for llama.cpp and Ollama too (GPT-2's form)")
+    parser.add_argument("--push", metavar="USER/NAME", help="upload the folder to the Hugging Face Hub, for you alone")
+    parser.add_argument("--public", action="store_true", help="with --push: for everybody")
     add_debug(parser)
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.public and not arguments.push:
+        raise ConfigError("--public is for --push USER/NAME.")
+    return arguments
+
+
+def loaded(path: str | Path) -> tuple[TransformerLanguageModel, Tokenizer]:
+    from common.checkpoint import open_checkpoint
+    from tools.hf_folder import load_in_fp32
+
+    return load_in_fp32(open_checkpoint(path))
+
+
+def require_gguf_of(path: str | Path, file: Path) -> None:
+    """Raises ConfigError if the model cannot be written for llama.cpp, or something lies at `file`."""
+    from common.checkpoint import open_checkpoint
+    from tokenizer import load_tokenizer
+    from tools.gguf_form import require_gguf
+
+    if file.exists():
+        raise ConfigError(f"--gguf {file} is already there. Name a file that is not.")
+    checkpoint = open_checkpoint(path)
+    require_gguf(checkpoint.model_config(), load_tokenizer(checkpoint.tokenizer_path()))
+
+
+def export_gguf(path: str | Path, file: Path) -> None:
+    """Write the file, prove it with llama.cpp where that is installed, and say what to type. One that is not the model
+    is deleted. Raises what `write_gguf` and `verify_gguf` raise."""
+    from tools.gguf_form import (
+        INSTALL,
+        llama_command,
+        modelfile,
+        ollama_commands,
+        tanh_difference,
+        verify_gguf,
+        write_gguf,
+    )
+
+    model, tokenizer = loaded(path)
+    write_gguf(file, model, tokenizer, file.stem)
+    try:
+        agreement = verify_gguf(file, model, tokenizer, [GGUF_TEXT])
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+    print(f"\n{file} is for llama.cpp and Ollama. " + (f"{agreement}." if agreement else f"Not proven: {INSTALL}"))
+    if difference := tanh_difference(model, tokenizer, [GGUF_TEXT]):
+        print(
+            f"llama.cpp's GPT-2 approximates GELU by tanh, this model has it exact: logits differ by up to "
+            f"{difference:.1e} for that."
+        )
+    print(f"\n  {llama_command(file, model.config)}\n\nFor Ollama, a Modelfile beside it:\n")
+    print("".join(f"  {line}\n" for line in (modelfile(file, model.config) + ollama_commands(file)).splitlines()))
 
 
 def export(path: str | Path, out: Path) -> Difference:
