@@ -373,6 +373,8 @@ class LlamaServer:
             self.server = xllamacpp.Server(params)
         except RuntimeError as problem:
             raise CheckpointError(f"llama.cpp cannot load {path}: {problem}.") from None
+        # Its loop has begun once it has answered; a server that is let go before that waits for its end for ever.
+        self.server.handle_completions({"prompt": [0], "n_predict": 1})
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text in which nothing is a special token."""
