@@ -11,8 +11,10 @@ token ids, or there is no folder.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import sys
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,8 +27,10 @@ from common.flags import Parser, add_debug
 if TYPE_CHECKING:
     from model import TransformerLanguageModel
     from tokenizer import Tokenizer
+    from tools.gguf_form import Agreement
     from tools.hf_folder import Difference
 
+PROOF_SECONDS = 600
 GGUF_TEXT = "Once upon a time there was a king who asked: What is the capital of France?\n\nNobody knew, but 3 of 4.\n"
 
 
@@ -94,21 +98,13 @@ def require_gguf_of(path: str | Path, file: Path) -> None:
 
 def export_gguf(path: str | Path, file: Path) -> None:
     """Write the file, prove it with llama.cpp where that is installed, and say what to type. One that is not the model
-    is deleted. Raises what `write_gguf` and `verify_gguf` raise."""
-    from tools.gguf_form import (
-        INSTALL,
-        llama_command,
-        modelfile,
-        ollama_commands,
-        tanh_difference,
-        verify_gguf,
-        write_gguf,
-    )
+    is deleted. Raises what `write_gguf` and `prove` raise."""
+    from tools.gguf_form import INSTALL, llama_command, modelfile, ollama_commands, tanh_difference, write_gguf
 
     model, tokenizer = loaded(path)
     write_gguf(file, model, tokenizer, file.stem)
     try:
-        agreement = verify_gguf(file, model, tokenizer, [GGUF_TEXT])
+        agreement = prove(path, file)
     except BaseException:
         file.unlink(missing_ok=True)
         raise
@@ -118,8 +114,46 @@ def export_gguf(path: str | Path, file: Path) -> None:
             f"llama.cpp's GPT-2 approximates GELU by tanh, this model has it exact: logits differ by up to "
             f"{difference:.1e} for that."
         )
-    print(f"\n  {llama_command(file, model.config)}\n\nFor Ollama, a Modelfile beside it:\n")
-    print("".join(f"  {line}\n" for line in (modelfile(file, model.config) + ollama_commands(file)).splitlines()))
+    for title, lines in (
+        ("With llama.cpp", llama_command(file, model.config)),
+        ("With Ollama, a file named Modelfile beside it", modelfile(file, model.config)),
+        ("and in that folder", ollama_commands(file)),
+    ):
+        print(f"\n{title}:\n" + "".join(f"\n  {line}" for line in lines.splitlines()))
+
+
+def prove(path: str | Path, file: Path) -> Agreement | None:
+    """What `verify_gguf` returns, in a process of its own: llama.cpp has been seen to hang at its end, and a file that
+    it does not understand may crash it.
+
+    Raises CheckpointError if it says something else, does not answer in time, or is gone.
+    """
+    context = multiprocessing.get_context("spawn")
+    answer, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_proof, args=(sender, str(path), str(file)), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not answer.poll(PROOF_SECONDS):
+            raise CheckpointError(f"llama.cpp did not answer within {PROOF_SECONDS} s; {file} is not proven.")
+        result: Agreement | CheckpointError | None = answer.recv()
+    except EOFError:
+        raise CheckpointError(f"llama.cpp crashed on {file}.") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(result, CheckpointError):
+        raise result
+    return result
+
+
+def send_proof(sender: Connection, path: str, file: str) -> None:
+    from tools.gguf_form import verify_gguf
+
+    try:
+        sender.send(verify_gguf(file, *loaded(path), [GGUF_TEXT]))
+    except CheckpointError as problem:
+        sender.send(problem)
 
 
 def export(path: str | Path, out: Path) -> Difference:

@@ -278,3 +278,54 @@ def test_rounding_of_large_logits_is_told_from_a_fault(form: str) -> None:
     tensors[name][0] += 1e-3
     with pytest.raises(CheckpointError, match="computes other logits"):
         largest_difference(model, build_theirs(config, tensors, tied=False), bpe())
+
+
+# llama.cpp, and the hub
+
+
+@pytest.mark.extras("gguf")
+def test_a_file_for_llama_cpp_is_written_proven_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_model(tmp_path / "best")
+    file = tmp_path / "x.gguf"
+    command = [str(tmp_path / "best"), str(tmp_path / "out"), "--gguf", str(file)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert file.read_bytes()[:4] == b"GGUF" and "llama-completion -m" in said and "ollama create x" in said
+    assert "same token ids" in said or "Not proven" in said
+    assert "approximates GELU by tanh" in said
+    assert main([command[0], str(tmp_path / "again"), *command[2:]]) == 2 and not (tmp_path / "again").exists()
+
+
+@pytest.mark.extras("gguf")
+def test_a_file_that_is_not_proven_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def prove(path: object, file: Path) -> None:
+        assert file.exists()
+        raise CheckpointError(f"llama.cpp crashed on {file}.")
+
+    monkeypatch.setattr(tools.export_hf, "prove", prove)
+    write_model(tmp_path / "best")
+    assert main([str(tmp_path / "best"), str(tmp_path / "out"), "--gguf", str(tmp_path / "x.gguf")]) == 4
+    assert "crashed" in capsys.readouterr().err and not (tmp_path / "x.gguf").exists()
+
+
+def test_a_modern_model_for_llama_cpp_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_model(tmp_path / "best", **MODERN)
+    assert main([str(tmp_path / "best"), str(tmp_path / "out"), "--gguf", str(tmp_path / "x.gguf")]) == 2
+    assert "llama.cpp cannot run this model" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best"]
+
+
+def test_a_push_without_a_name_or_a_token_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no_token"))
+    write_model(tmp_path / "best")
+    for flags in (["--push", "no slash"], ["--public"]):
+        assert main([str(tmp_path / "best"), str(tmp_path / "out"), *flags]) == 2
+    assert not (tmp_path / "out").exists() and capsys.readouterr().err
