@@ -45,12 +45,13 @@ def run(command: str) -> int:
     return (SCRIPTS | TOOLS)[words[1]]([*words[2:], *extra])
 
 
-def test_two_commands_install_and_run_everything():
-    """The first two `pip install` lines are what a new user, and the continuous integration, types."""
+def test_three_commands_install_and_run_everything():
+    """The `pip install` lines are what a new user, and the continuous integration, types."""
     installs = [command for command in commands("bash") if command.startswith("pip")]
     assert installs == [
         "pip install -r requirements.txt -c constraints.txt && python train_colab_mmap.py --config quickstart.json",
         "pip install -r requirements-dev.txt -c constraints.txt && pytest",
+        "pip install -r requirements-extras.txt -c constraints.txt && pytest -m extras",
     ]
 
 
