@@ -69,7 +69,7 @@ def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
     ran = []
     for command in commands("bash"):
         command = command.partition("&& ")[2] or command
-        if command != "pytest":
+        if not command.startswith("pytest"):
             assert run(command) == 0, (command, capsys.readouterr())
             ran.append(command)
     assert {shlex.split(command)[1] for command in ran} == set(SCRIPTS)
