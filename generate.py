@@ -12,24 +12,22 @@ Importable: `load_model`, `generate_text`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError, DataError, script
-from common.flags import Parser, add_debug, suggest
+from common.flags import Parser, add_debug
 
 # torch takes seconds to import, and --help should not wait for it: functions import what needs it when they run.
 if TYPE_CHECKING:
     import torch
 
     from common.checkpoint import Checkpoint
-    from generation.decoding import Completion
     from generation.sampling import Sampling
     from model import ModelConfig, TransformerLanguageModel
     from tokenizer import Tokenizer
@@ -112,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from common.checkpoint import newest_run, open_checkpoint
     from common.formatting import printable
     from generation.sampling import Sampling
+    from generation.terminal import interact, stream_one, unescape
 
     fields = {field.name for field in dataclasses.fields(Sampling)}
     given = {key: value for key, value in vars(arguments).items() if key in fields}
@@ -221,10 +220,17 @@ def score(arguments: argparse.Namespace) -> None:
     from tqdm import tqdm
 
     from common.checkpoint import newest_run, open_checkpoint
-    from generation.documents import check_files
     from generation.scoring import Score, json_row, score_file, table_head, table_line, table_rows
+    from tokenization.corpus import find_sources, read_pieces
+    from tokenization.encoding import encode_documents
+    from tokenizer import TokenizerError, UnknownCharacterError
 
-    paths = check_files(arguments.score)
+    # A file by its name as it was given; what a folder or a pattern stands for by its whole path.
+    named = [
+        (name if Path(name).is_file() else str(source.path), source)
+        for name in arguments.score
+        for source in find_sources([name])
+    ]
     checkpoint = open_checkpoint(arguments.checkpoint or newest_run())
     model, tokenizer = load_checkpoint(checkpoint, arguments.device, torch.float32)
     context = model.config.max_seq_len
@@ -234,17 +240,23 @@ def score(arguments: argparse.Namespace) -> None:
     if not arguments.json:
         print(f"{checkpoint.path}: fp32, windows of {context} tokens, stride {stride}\n")
     total = Score()
-    for i, path in enumerate(paths):
-        size = path.stat().st_size if path.suffix.lower() != ".gz" else None  # unpacked, which nobody knows yet
-        with tqdm(total=size, desc=path.name, unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
-            scored = score_file(model, tokenizer, path, stride, bar.update)
+    for i, (name, source) in enumerate(named):
+        size = None if source.is_compressed else source.size  # unpacked, which nobody knows yet
+        with tqdm(total=size, desc=source.name, unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
+            documents = encode_documents(tokenizer, read_pieces([source], on_read=bar.update))
+            try:
+                scored = score_file(model, tokenizer, name, documents, stride)
+            except UnknownCharacterError as error:
+                raise TokenizerError(
+                    f"{name}: {error.finding}. The model cannot give it a probability; take it out of the text."
+                ) from None
         total.add(scored.total)
         if arguments.json:
             row = json_row(scored.total) | {"stride": stride, "checkpoint": str(checkpoint.path)}
-            print(json.dumps({"file": str(path)} | row), flush=True)
+            print(json.dumps({"file": name} | row), flush=True)
         else:
-            print(*([] if i else table_head()), *table_rows(path, scored), sep="\n", flush=True)
-    if len(paths) > 1 and not arguments.json:
+            print(*([] if i else table_head()), *table_rows(name, scored), sep="\n", flush=True)
+    if len(named) > 1 and not arguments.json:
         print(table_line("in all", total))
 
 
@@ -291,18 +303,6 @@ def rows_as_dicts(
     ]
 
 
-def stream_one(model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: str, sampling: Sampling) -> Completion:
-    """Print the prompt and its continuation as it is made."""
-    from common.formatting import printable
-    from generation.decoding import generate
-
-    print(printable(prompt), end="", flush=True)
-    show: Callable[[int, str], None] = lambda _, piece: print(printable(piece), end="", flush=True)  # noqa: E731
-    completion = generate(model, tokenizer, [prompt], sampling, on_text=show)[0]
-    print(flush=True)
-    return completion
-
-
 def compare(arguments: argparse.Namespace, sampling: Sampling) -> None:
     """One table a prompt: what each checkpoint makes of it."""
     from common.checkpoint import open_checkpoint
@@ -327,65 +327,6 @@ def compare(arguments: argparse.Namespace, sampling: Sampling) -> None:
         for checkpoint, rows in zip(checkpoints, answers, strict=True):
             for row in rows[i * arguments.num_samples : (i + 1) * arguments.num_samples]:
                 print(table_row([str(checkpoint.path), cell(row["completion"])]))
-
-
-def interact(model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sampling) -> None:
-    """A prompt loop: each line is continued on its own; /name value changes a setting."""
-    from tokenizer import TokenizerError
-
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (line editing and history; not on Windows)
-
-    settings = [field.name for field in dataclasses.fields(sampling)]
-    help_text = f"Type a text to continue. Settings: {', '.join('/' + name for name in settings)} VALUE. /quit ends."
-    print(help_text)
-    while True:
-        try:
-            line = input("> ")
-        except (EOFError, KeyboardInterrupt):
-            print()
-            return
-        if line.strip() in ("/quit", "/exit"):
-            return
-        if line.startswith("/"):
-            sampling = change_setting(line[1:], sampling, settings, help_text)
-        elif line.strip():
-            try:
-                stream_one(model, tokenizer, line, sampling)
-            except KeyboardInterrupt:  # stops this text, not the program
-                print()
-            except TokenizerError as problem:  # characters it does not know
-                print(problem)
-            sampling = dataclasses.replace(sampling, seed=sampling.seed + 1)  # the same line again: another text
-
-
-def change_setting(command: str, sampling: Sampling, settings: list[str], help_text: str) -> Sampling:
-    name, _, value = command.strip().partition(" ")
-    if name not in settings:
-        print(help_text + suggest(name, settings))
-        return sampling
-    if not value:
-        print(f"{name} is {getattr(sampling, name)}")
-        return sampling
-    kind = type(getattr(sampling, name))
-    converted: dict[str, Any]
-    try:
-        converted = {name: (unescape(value),) if name == "stop" else kind(value)}
-    except ValueError:
-        print(f"{name} is {value}; a {'whole ' if kind is int else ''}number is needed")
-        return sampling
-    try:
-        changed = dataclasses.replace(sampling, **converted)
-    except ValueError as problem:
-        print(problem)
-        return sampling
-    print(f"{name} is now {getattr(changed, name)}")
-    return changed
-
-
-def unescape(word: str) -> str:
-    """A stop string as typed: shells pass \\n on as two characters."""
-    return word.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def separate(index: int) -> None:

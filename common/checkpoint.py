@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import os
 import re
 import shutil
@@ -19,14 +18,22 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, cast
+from typing import Any, Protocol
 
 import safetensors.torch
 import torch
 
 from common.errors import CheckpointError, is_out_of_memory
 from common.files import json_bytes, read_json, sha256_file, sync_directory, write_json
-from common.tensors import load_tensors, on_host, require_own_bytes, require_weights, safetensors_pieces
+from common.tensors import (
+    Content,
+    load_tensors,
+    on_host,
+    require_own_bytes,
+    require_weights,
+    safetensors_pieces,
+    write_verified,
+)
 from model import ModelConfig, TransformerLanguageModel
 
 FORMAT_VERSION = 1
@@ -204,49 +211,11 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None]
         ) from problem
 
 
-Content = bytes | Iterable[bytes | memoryview] | dict[str, Any]  # what `write_verified` writes
-
-
 def write_files(folder: Path, contents: dict[str, Content]) -> None:
     """Write files, each read back, and last the manifest that lists them. Raises what `write_verified` raises."""
     written = {name: write_verified(folder / name, content) for name, content in contents.items()}
     files = {name: {"size": (folder / name).stat().st_size, "sha256": sha256} for name, sha256 in written.items()}
     write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, "files": files})
-
-
-class HashingWriter:
-    """A binary file that hashes what is handed to it, so that the disk can be checked against what was meant."""
-
-    def __init__(self, file: BinaryIO):
-        self.file = file
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: bytes | memoryview) -> int:
-        self.sha256.update(data)
-        return self.file.write(data)
-
-    def flush(self) -> None:
-        self.file.flush()
-
-
-def write_verified(path: Path, content: Content) -> str:
-    """Write bytes, pieces of bytes, or a dict of tensors as torch.save does; flush them to disk and read them back.
-
-    Returns the file's SHA-256. Raises OSError if other bytes come back.
-    """
-    with open(path, "wb") as file:
-        writer = HashingWriter(file)
-        if isinstance(content, dict):
-            torch.save(content, cast(BinaryIO, writer))  # which needs no more of a file than `write` and `flush`
-        else:
-            for piece in [content] if isinstance(content, bytes) else content:
-                writer.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    sha256 = writer.sha256.hexdigest()
-    if sha256_file(path) != sha256:
-        raise OSError(f"{path.name} reads back other than it was written; the disk may be failing")
-    return sha256
 
 
 def publish(temporary: Path, folder: Path, truncate: bool = False) -> None:

@@ -1,18 +1,21 @@
-"""Tensors in files: read without running code or believing sizes, and written without a second copy in memory."""
+"""Tensors in files: read without running code or believing sizes; written without a second copy, and read back."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
+import os
 import pickletools
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 
 from common.errors import is_out_of_memory
+from common.files import sha256_file
 from model import ModelConfig, TransformerLanguageModel
 
 # What a pickle of tensors may name. PyTorch allows more, some of which takes any memory that it is told to.
@@ -118,3 +121,41 @@ def safetensors_pieces(
         tensor = weights[name]
         assert tensor.dtype == torch.float32 and tensor.is_contiguous() and tensor.device.type == "cpu", name
         yield tensor.numpy().reshape(-1).view("uint8").data
+
+
+Content = bytes | Iterable[bytes | memoryview] | dict[str, Any]  # what `write_verified` writes
+
+
+class HashingWriter:
+    """A binary file that hashes what is handed to it, so that the disk can be checked against what was meant."""
+
+    def __init__(self, file: BinaryIO):
+        self.file = file
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.sha256.update(data)
+        return self.file.write(data)
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def write_verified(path: Path, content: Content) -> str:
+    """Write bytes, pieces of bytes, or a dict of tensors as torch.save does; flush them to disk and read them back.
+
+    Returns the file's SHA-256. Raises OSError if other bytes come back.
+    """
+    with open(path, "wb") as file:
+        writer = HashingWriter(file)
+        if isinstance(content, dict):
+            torch.save(content, cast(BinaryIO, writer))  # which needs no more of a file than `write` and `flush`
+        else:
+            for piece in [content] if isinstance(content, bytes) else content:
+                writer.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    sha256 = writer.sha256.hexdigest()
+    if sha256_file(path) != sha256:
+        raise OSError(f"{path.name} reads back other than it was written; the disk may be failing")
+    return sha256

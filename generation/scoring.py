@@ -8,9 +8,8 @@ The end-of-text token itself is never counted: it is no text.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,12 +17,13 @@ import torch.nn.functional as F
 
 from common.errors import DataError
 from common.formatting import cell, table_row
-from generation.documents import Piece, encode_piece, read_documents
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 
 TOKENS_AT_ONCE = 8192  # positions in a batch of windows: about 100 MB for the widest layer of GPT-2 small, in fp32
 LOGITS_AT_ONCE = 1 << 24  # 64 MiB in fp32; of whole windows they would take more than the model
+Documents = Iterable[Iterable[np.ndarray]]  # the ids of each, (tokens,) at a time
+
 DOCUMENTS_LISTED = 20  # of a file; with more, its sum says it all
 
 
@@ -66,18 +66,12 @@ class FileScore:
 
 
 def score_file(
-    model: TransformerLanguageModel,
-    tokenizer: Tokenizer,
-    path: Path,
-    stride: int,
-    on_read: Callable[[int], None] = lambda count: None,
+    model: TransformerLanguageModel, tokenizer: Tokenizer, name: str, documents: Documents, stride: int
 ) -> FileScore:
-    """Score the documents of a file, read as `read_documents` says.
-
-    Raises DataError where there is nothing to score, and what `score_documents` and `read_documents` raise.
-    """
+    """Score the documents of the file `name`. Raises DataError where there is nothing to score, and what `documents`
+    raise."""
     result = FileScore(Score(), 0, [])
-    for score in score_documents(model, tokenizer, read_documents(path, on_read), stride):
+    for score in score_documents(model, tokenizer, documents, stride):
         result.total.add(score)
         result.documents += 1
         if result.documents <= DOCUMENTS_LISTED:
@@ -85,32 +79,35 @@ def score_file(
     if not 2 <= result.documents <= DOCUMENTS_LISTED:
         result.listed.clear()
     if not result.documents:
-        raise DataError(f"{path} holds no text to score.")
+        raise DataError(f"{name} holds no text to score.")
     if not result.total.tokens:
         raise DataError(
-            f"{path} holds no document of two tokens or more, and this vocabulary has no end-of-text token from which "
+            f"{name} holds no document of two tokens or more, and this vocabulary has no end-of-text token from which "
             "a model could predict the first one."
         )
     return result
 
 
 def score_documents(
-    model: TransformerLanguageModel, tokenizer: Tokenizer, documents: Iterable[Iterable[Piece]], stride: int
+    model: TransformerLanguageModel, tokenizer: Tokenizer, documents: Documents, stride: int
 ) -> Iterator[Score]:
     """The score of each document, in order. Memory is that of one batch of windows, whatever the size of a document.
 
     `stride` is 1 to max_seq_len: see `windows`. The model is best in fp32: bf16 moves a token's log-probability by
-    some hundredths. Raises TokenizerError for text that a character vocabulary cannot express, and what `documents`
-    raise.
+    some hundredths. Raises what `documents` raise.
     """
+    byte_lengths = tokenizer.byte_lengths
     context = model.config.max_seq_len
     rows = max(1, TOKENS_AT_ONCE // context)
     unfinished: list[Score] = []  # in order; the last is of the document being read
     batch: list[tuple[Score, np.ndarray, int]] = []  # (whose it is, window, first)
-    for pieces in documents:
-        unfinished.append(Score())
-        for window, first in windows(token_ids(tokenizer, pieces, unfinished[-1]), context, stride):
-            batch.append((unfinished[-1], window, first))
+    for document in documents:
+        score = Score()
+        unfinished.append(score)
+        for window, first in windows(
+            counted_ids(document, tokenizer.end_of_text_id, byte_lengths, score), context, stride
+        ):
+            batch.append((score, window, first))
             if len(batch) == rows:
                 score_batch(model, batch)
                 batch.clear()
@@ -120,17 +117,17 @@ def score_documents(
     yield from unfinished
 
 
-def token_ids(tokenizer: Tokenizer, pieces: Iterable[Piece], score: Score) -> Iterator[np.ndarray]:
-    """The ids of a document, the end-of-text token in front if there is one; bytes are counted on the way."""
-    is_predicted = tokenizer.end_of_text_id is not None
-    if is_predicted:
-        yield np.array([tokenizer.end_of_text_id])
-    for piece in pieces:
-        ids = encode_piece(tokenizer, piece)
-        score.bytes += len(piece.text.encode())
-        if len(ids) and not is_predicted:
-            score.bytes -= int(tokenizer.byte_lengths[ids[0]])
-            is_predicted = True
+def counted_ids(
+    document: Iterable[np.ndarray], end_of_text_id: int | None, byte_lengths: np.ndarray, score: Score
+) -> Iterator[np.ndarray]:
+    """The ids of a document, the end-of-text token in front if there is one; the bytes of those that are predicted are
+    counted on the way."""
+    is_predicted = end_of_text_id is not None
+    if end_of_text_id is not None:
+        yield np.array([end_of_text_id])
+    for ids in document:
+        score.bytes += int(byte_lengths[ids if is_predicted else ids[1:]].sum())
+        is_predicted = is_predicted or len(ids) > 0
         yield ids
 
 
@@ -203,10 +200,10 @@ def table_head() -> list[str]:
     return [table_row(names), table_row(["---", *["---:"] * (len(names) - 1)])]
 
 
-def table_rows(path: Path, scored: FileScore) -> list[str]:
+def table_rows(name: str, scored: FileScore) -> list[str]:
     """The documents of a file, if they are listed, and then all of it."""
-    rows = [table_line(f"{path}, document {number}", score) for number, score in enumerate(scored.listed, 1)]
-    whole = f"{path}, {scored.documents:,} documents" if scored.documents > 1 else str(path)
+    rows = [table_line(f"{name}, document {number}", score) for number, score in enumerate(scored.listed, 1)]
+    whole = f"{name}, {scored.documents:,} documents" if scored.documents > 1 else name
     return [*rows, table_line(whole, scored.total)]
 
 

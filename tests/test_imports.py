@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "generation": GROUND,
     "training": GROUND | {"tokenization", "generation"},
     "tokenize_local_bpe": GROUND | {"tokenization"},
-    "generate": GROUND | {"generation"},
+    "generate": GROUND | {"tokenization", "generation"},
     "examples": {"common"},
     "train_colab_mmap": GROUND | {"tokenization", "training", "tokenize_local_bpe", "examples"},
 }

@@ -157,7 +157,7 @@ def cut_point(text: str, limit: int) -> int:
 def expand(given: str) -> list[tuple[Path, str]]:
     """(path, name) of the files that one input stands for."""
     if not given:
-        raise DataError("--input is empty; name a file or a folder, . for this one.")
+        raise DataError("A name is empty where text is to be named; name a file or a folder, . for this one.")
     path = Path(given).expanduser()
     if path.is_dir():
         files = []

@@ -86,11 +86,7 @@ def encode_chunk(
     end_of_text = np.array([] if tokenizer.end_of_text_id is None else [tokenizer.end_of_text_id], dtype=np.int32)
     arrays, ends, count = [], [], 0
     for piece in pieces:
-        ids = (
-            encode_characters(tokenizer, piece, unknown)
-            if isinstance(tokenizer, CharacterTokenizer)
-            else tokenizer.encode(piece.text)
-        )
+        ids = encode_piece(tokenizer, piece, unknown)
         arrays.append(ids)
         count += len(ids)
         if piece.ends_document:
@@ -100,7 +96,25 @@ def encode_chunk(
     return np.concatenate(arrays).astype(dtype), np.array(ends, dtype=np.int64)
 
 
-def encode_characters(tokenizer: CharacterTokenizer, piece: Piece, unknown: str) -> np.ndarray:
+def encode_documents(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[Iterator[np.ndarray]]:
+    """The ids of each document's text, a piece at a time: no end-of-text token, and no line break after it. A document
+    has to be read to its end before the next is asked for. Raises UnknownCharacterError."""
+    pieces = iter(pieces)
+
+    def document(piece: Piece) -> Iterator[np.ndarray]:
+        yield encode_piece(tokenizer, piece._replace(line_break=""), "error")
+        while not piece.ends_document:
+            piece = next(pieces)
+            yield encode_piece(tokenizer, piece._replace(line_break=""), "error")
+
+    for piece in pieces:
+        yield document(piece)
+
+
+def encode_piece(tokenizer: Tokenizer, piece: Piece, unknown: str) -> np.ndarray:
+    """Raises UnknownCharacterError with the place in the file."""
+    if not isinstance(tokenizer, CharacterTokenizer):
+        return tokenizer.encode(piece.text)
     try:
         return tokenizer.encode(piece.text + piece.line_break, unknown)
     except UnknownCharacterError as error:

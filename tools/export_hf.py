@@ -162,9 +162,9 @@ def export(path: str | Path, out: Path) -> Difference:
     Raises CheckpointError for a checkpoint that cannot be trusted or that no class there can express, TokenizerError
     for a tokenizer that is not the model's, ConfigError if something lies at `out` or transformers is missing.
     """
-    from common.checkpoint import open_checkpoint, write_verified
+    from common.checkpoint import open_checkpoint
     from common.files import json_bytes
-    from common.tensors import safetensors_pieces
+    from common.tensors import safetensors_pieces, write_verified
     from tools.hf_card import model_card
     from tools.hf_folder import (
         largest_difference,

@@ -113,10 +113,9 @@ def choose_micro_batch(
     uncompiled = dataclasses.replace(hardware, compiles=False)
     began, fastest, best, seconds = time.perf_counter(), math.inf, None, 0.0
     for rows in sizes(config):
-        ends = (
-            time.perf_counter() - began + max(TRIAL_SECONDS, 2 * rows * seconds)
-        )  # as far as the size before it tells
-        if not fits(with_rows(config, rows), model, uncompiled) or ends > SIZES_SECONDS:
+        takes = max(TRIAL_SECONDS, 2 * rows * seconds)  # as far as the size before it tells
+        is_late = time.perf_counter() - began + takes > SIZES_SECONDS
+        if is_late or not fits(with_rows(config, rows), model, uncompiled):
             break
         failure = None
         try:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from common import checkpoint, files
+from common import checkpoint, files, tensors
 from common.checkpoint import (
     newest_run,
     newest_valid,
@@ -296,7 +296,7 @@ class LimitedFile:
 def disk_of(free: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallDisk]:
     disk = SmallDisk(free)
     with monkeypatch.context() as patch:
-        for module in (checkpoint, files):
+        for module in (checkpoint, files, tensors):
             patch.setattr(module, "open", disk.open, raising=False)
         yield disk
 

@@ -17,6 +17,7 @@ import torch
 import generate as script
 from common.checkpoint import save_checkpoint
 from common.errors import CheckpointError, ConfigError
+from generation import terminal
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import ROOT, with_large_weights
 from tokenizer import CharacterTokenizer
@@ -236,8 +237,8 @@ def test_streamed_and_whole_output_are_the_same(checkpoint, run, rows):
 
 def test_one_prompt_is_streamed_unless_told_otherwise(checkpoint, run, monkeypatch):
     streamed = []
-    real = script.stream_one
-    monkeypatch.setattr(script, "stream_one", lambda *given: streamed.append(given) or real(*given))
+    real = terminal.stream_one
+    monkeypatch.setattr(terminal, "stream_one", lambda *given: streamed.append(given) or real(*given))
     one = ("--checkpoint", checkpoint, "--prompt", "a", *SHORT)
     for flags, expected in (((), 1), (("--no_stream",), 0), (("--json",), 0), (("--prompt", "b"), 0)):
         streamed.clear()

@@ -193,15 +193,29 @@ def test_strides_out_of_range(checkpoint, fails, argv, said):
         ("one_token.txt", b"a", "one_token.txt holds no document of two tokens or more"),
         ("latin.txt", b"caf\xe9s", "latin.txt is not UTF-8 text: .* at byte 3"),
         ("strange.txt", b"bad\ncafe!", "strange.txt: 1 character is not in the vocabulary: '!' .* line 2, column 5"),
-        ("missing.txt", None, "There is no file missing.txt"),
-        ("", None, "no file"),
-        (".", None, "is a folder"),
+        ("missing.txt", None, "There is no file or folder missing.txt"),
+        ("", None, "A name is empty"),
     ],
 )
 def test_files_that_cannot_be_scored(checkpoint, fails, name, content, said):
     if content is not None:
         Path(name).write_bytes(content)
     assert re.search(said, fails(3, "--score", name))
+
+
+def test_a_place_is_told_without_a_flag_of_another_script(checkpoint, fails):
+    Path("strange.jsonl").write_text('{"text": "a"}\n{"text": "a\\n\\na!"}\n')
+    said = fails(3, "--score", "strange.jsonl")
+    assert "strange.jsonl: 1 character" in said and "line 2. The model" in said and "--unknown" not in said
+
+
+def test_a_folder_stands_for_its_text_files(checkpoint, rows):
+    Path("texts").mkdir()
+    for name in ("one.txt", "two.txt"):
+        Path("texts", name).write_bytes(Path(name).read_bytes())
+    made = rows("--score", "texts")
+    assert [Path(row["file"]).name for row in made] == ["one.txt", "two.txt"]
+    assert [row["loss"] for row in made] == [row["loss"] for row in rows("--score", "one.txt", "two.txt")]
 
 
 def test_a_missing_file_is_told_before_another_is_scored(checkpoint, run):

@@ -304,7 +304,7 @@ def test_the_vocabulary_sample_is_spread_over_the_whole_input(tmp_path: Path) ->
         (["--input", "text.txt", "--tokenizer_file", ""], 2, "--tokenizer_file is empty"),
         (["--input", "text.txt", "--output_dir", "letter.txt"], 3, "letter.txt is or leads through a file"),
         (["--input", "text.txt", "--output_dir", "letter.txt/out"], 3, "letter.txt/out is or leads through a file"),
-        (["--input", ""], 3, "--input is empty"),
+        (["--input", ""], 3, "A name is empty"),
         (["--input", "text.txt", "--vocabsize", "300"], 2, "Did you mean --vocab_size?"),
         (["--input", "text.txt", "--vocab", "300"], 2, "unknown flag --vocab"),
         (["--input", "text.txt", "--vocab_size", "many"], 2, "invalid int value"),

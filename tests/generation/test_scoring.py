@@ -15,22 +15,28 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from generation import scoring
-from generation.documents import Piece, read_documents
 from generation.scoring import FileScore, Score, json_row, score_documents, score_file, table_rows, windows
 from model import ModelConfig, TransformerLanguageModel
 from tests.generation.helpers import CHARACTERS, CONTEXT, random_model
 from tests.helpers import columns
-from tokenizer import CharacterTokenizer, TokenizerError
+from tokenization import corpus
+from tokenization.corpus import find_sources, read_pieces
+from tokenization.encoding import encode_documents
+from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import BPETokenizer
 
 cached_model = functools.lru_cache(random_model)
 Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
-def pieces(text: str, size: int = 10**9) -> list[Piece]:
-    """A document whole, or cut anywhere: these vocabularies of single characters do not mind."""
-    starts = range(0, max(1, len(text)), size)
-    return [Piece(text[i : i + size], i + size >= len(text), Path("a.txt"), 1, i) for i in starts]
+def parts(tokenizer: Tokenizer, text: str, size: int = 10**9) -> list[np.ndarray]:
+    """The ids of a document, or of parts of it cut anywhere: vocabularies of single characters do not mind."""
+    return [tokenizer.encode(text[i : i + size]) for i in range(0, max(1, len(text)), size)]
+
+
+def score_path(model: TransformerLanguageModel, tokenizer: Tokenizer, path: Path, stride: int) -> FileScore:
+    documents = encode_documents(tokenizer, read_pieces(find_sources([str(path)])))
+    return score_file(model, tokenizer, str(path), documents, stride)
 
 
 def one_by_one(logits: Logits, ids: Sequence[int], context: int, stride: int) -> float:
@@ -70,7 +76,7 @@ def test_each_token_scores_what_a_plain_forward_pass_gives(texts, context, size,
     stride = data.draw(st.integers(1, context))
     model = cached_model(len(CHARACTERS), max_seq_len=context)
     tokenizer = CharacterTokenizer.from_characters(CHARACTERS)
-    scores = list(score_documents(model, tokenizer, [pieces(text, size) for text in texts], stride))
+    scores = list(score_documents(model, tokenizer, [parts(tokenizer, text, size) for text in texts], stride))
     assert len(scores) == len(texts)
     for score, text in zip(scores, texts, strict=True):
         assert score.tokens == score.bytes == max(0, len(text) - 1)
@@ -81,7 +87,7 @@ def test_each_token_scores_what_a_plain_forward_pass_gives(texts, context, size,
 def test_an_end_of_text_token_predicts_the_first_one(bpe: BPETokenizer) -> None:
     model = cached_model(bpe.vocab_size)
     text = "the cat and the døg \U0001f600 and the hat, " * 3
-    (score,) = score_documents(model, bpe, [pieces(text)], stride=5)
+    (score,) = score_documents(model, bpe, [parts(bpe, text)], stride=5)
     ids = [bpe.end_of_text_id, *bpe.encode(text).tolist()]
     assert (score.tokens, score.bytes) == (len(ids) - 1, len(text.encode()))
     assert score.nats == pytest.approx(one_by_one(model, ids, CONTEXT, 5), abs=1e-9)
@@ -92,7 +98,7 @@ def test_the_first_character_is_not_predicted_and_its_bytes_do_not_count() -> No
     tokenizer = CharacterTokenizer.from_characters("aé中😀")
     model = cached_model(tokenizer.vocab_size)
     texts = ["中aé", "aé😀", "é", ""]
-    scores = list(score_documents(model, tokenizer, map(pieces, texts), stride=1))
+    scores = list(score_documents(model, tokenizer, [parts(tokenizer, text) for text in texts], stride=1))
     assert [(score.tokens, score.bytes) for score in scores] == [(2, 3), (2, 6), (0, 0), (0, 0)]
     assert math.isnan(scores[2].loss) and math.isnan(scores[2].bits_per_byte)
 
@@ -102,18 +108,20 @@ def test_the_first_character_is_not_predicted_and_its_bytes_do_not_count() -> No
 def test_batches_change_nothing(bpe, monkeypatch, tokens_at_once: int, logits_at_once: int) -> None:
     model = cached_model(bpe.vocab_size)
     texts = ["the cat", "x", "and the dog and the hat " * 9, "", "cats and dogs " * 4]
-    expected = [score.nats for score in score_documents(model, bpe, map(pieces, texts), stride=6)]
+    expected = [score.nats for score in score_documents(model, bpe, [parts(bpe, text) for text in texts], stride=6)]
     monkeypatch.setattr(scoring, "TOKENS_AT_ONCE", tokens_at_once)
     monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", logits_at_once)
-    assert [score.nats for score in score_documents(model, bpe, map(pieces, texts), 6)] == pytest.approx(expected)
+    assert [
+        score.nats for score in score_documents(model, bpe, [parts(bpe, text) for text in texts], 6)
+    ] == pytest.approx(expected)
 
 
 def test_dropout_is_off_while_scoring_and_on_again_after(characters) -> None:
     model = random_model(len(CHARACTERS), dropout=0.5)
-    (expected,) = score_documents(model, characters, [pieces("abcdefgh" * 5)], 4)
+    (expected,) = score_documents(model, characters, [parts(characters, "abcdefgh" * 5)], 4)
     model.train()
     state = torch.get_rng_state()
-    (score,) = score_documents(model, characters, [pieces("abcdefgh" * 5)], 4)
+    (score,) = score_documents(model, characters, [parts(characters, "abcdefgh" * 5)], 4)
     assert score == expected and model.training
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -123,7 +131,7 @@ def test_more_overlap_costs_windows_and_never_skips(characters) -> None:
     model = cached_model(len(CHARACTERS))
     text = "abcdefgh" * 8 + "a"
     ids = torch.tensor(characters.encode(text).tolist())
-    (score,) = score_documents(model, characters, [pieces(text)], CONTEXT)
+    (score,) = score_documents(model, characters, [parts(characters, text)], CONTEXT)
     with torch.no_grad():
         loss = model(ids[:-1].view(-1, CONTEXT), ids[1:].view(-1, CONTEXT))
     assert score.loss == pytest.approx(loss.item(), abs=1e-6)  # the model's own loss is summed in fp32
@@ -144,7 +152,7 @@ def test_the_log_probabilities_are_those_of_hugging_face(bpe, stride: int) -> No
     )
     ours.load_weights(renamed(theirs.state_dict()))
     text = "the cat and the dog and the hat, " * 6
-    (score,) = score_documents(ours, bpe, [pieces(text)], stride)
+    (score,) = score_documents(ours, bpe, [parts(bpe, text)], stride)
     ids = [bpe.end_of_text_id, *bpe.encode(text).tolist()]
     expected = one_by_one(lambda tokens: theirs(tokens).logits, ids, 24, stride) / score.tokens
     assert score.loss == pytest.approx(expected, abs=1e-4)
@@ -168,16 +176,18 @@ def renamed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return weights
 
 
-def test_a_long_document_scores_as_one_that_is_encoded_whole(bpe, tmp_path) -> None:
-    """Cut into pieces on the way, with a model so small that it hardly matters how long it is."""
+def test_a_long_document_scores_as_one_that_is_encoded_whole(bpe, tmp_path, monkeypatch) -> None:
+    """Cut into pieces on the way, smaller ones than usual."""
+    monkeypatch.setattr(corpus, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 1 << 14)
     model = cached_model(bpe.vocab_size)
     text = "the cat and\nthe dog and  the hat \n\n" * 1500
     path = tmp_path / "long.txt"
     path.write_bytes(text.encode())
-    (document,) = [list(document) for document in read_documents(path)]
+    (document,) = [list(document) for document in encode_documents(bpe, read_pieces(find_sources([str(path)])))]
     assert len(document) > 2
-    scored = score_file(model, bpe, path, CONTEXT)
-    (whole,) = score_documents(model, bpe, [pieces(text)], CONTEXT)
+    scored = score_path(model, bpe, path, CONTEXT)
+    (whole,) = score_documents(model, bpe, [parts(bpe, text)], CONTEXT)
     assert (scored.total.tokens, scored.total.bytes) == (whole.tokens, whole.bytes)
     assert scored.total.nats == pytest.approx(whole.nats) and (scored.documents, scored.listed) == (1, [])
 
@@ -186,10 +196,10 @@ def test_a_long_document_scores_as_one_that_is_encoded_whole(bpe, tmp_path) -> N
 def test_documents_are_listed_while_they_are_few(characters, tmp_path, documents: int) -> None:
     path = tmp_path / "several.txt"
     path.write_text("\n<|endoftext|>\n".join(["abc" * (i + 1) for i in range(documents)]))
-    scored = score_file(cached_model(len(CHARACTERS)), characters, path, 4)
+    scored = score_path(cached_model(len(CHARACTERS)), characters, path, 4)
     assert scored.documents == documents
     assert len(scored.listed) == (documents if 2 <= documents <= 20 else 0)
-    lines = [columns(row) for row in table_rows(path, scored)]
+    lines = [columns(row) for row in table_rows(str(path), scored)]
     assert len(lines) == len(scored.listed) + 1
     assert lines[-1][0] == (str(path) if documents == 1 else f"{path}, {documents} documents")
     tokens = sum(3 * (i + 1) - 1 for i in range(documents))
@@ -203,22 +213,13 @@ def test_a_file_with_nothing_to_score(characters, tmp_path, text: str, said: str
     path = tmp_path / "little.txt"
     path.write_text(text)
     with pytest.raises(DataError, match=said):
-        score_file(cached_model(len(CHARACTERS)), characters, path, 4)
+        score_path(cached_model(len(CHARACTERS)), characters, path, 4)
 
 
 def test_one_token_is_enough_after_an_end_of_text_token(bpe, tmp_path) -> None:
     path = tmp_path / "little.txt"
     path.write_text("x")
-    assert score_file(cached_model(bpe.vocab_size), bpe, path, 4).total.tokens == 1
-
-
-def test_a_character_that_is_not_known_is_placed(characters, tmp_path) -> None:
-    path = tmp_path / "strange.txt"
-    path.write_text("a\n<|endoftext|>\nab\nabc!d")
-    tokenizer = CharacterTokenizer.from_characters(CHARACTERS + "\n")
-    with pytest.raises(TokenizerError, match=r"strange.txt: 1 character .*'!'.*line 4, column 4") as error:
-        score_file(cached_model(tokenizer.vocab_size), tokenizer, path, 4)
-    assert "--unknown" not in str(error.value)  # a flag of the pre-tokenizer
+    assert score_path(cached_model(bpe.vocab_size), bpe, path, 4).total.tokens == 1
 
 
 def test_a_loss_beyond_all_floats_is_infinite_and_json_says_null() -> None:
@@ -227,4 +228,4 @@ def test_a_loss_beyond_all_floats_is_infinite_and_json_says_null() -> None:
     row = json_row(score)
     assert list(row) == ["tokens", "bytes", "loss", "perplexity", "bits_per_byte"]
     assert row["perplexity"] is None and row["loss"] == 1e5
-    assert "inf" in table_rows(Path("a.txt"), FileScore(score, 1, []))[0]
+    assert "inf" in table_rows("a.txt", FileScore(score, 1, []))[0]

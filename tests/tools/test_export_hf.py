@@ -235,7 +235,7 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
         (folder / "model.safetensors").unlink()
         BPETokenizer.train([PROBE], vocab_size=400).save(folder / "tokenizer.json")
     elif damage == "full disk":
-        monkeypatch.setattr("common.checkpoint.write_verified", full_disk)
+        monkeypatch.setattr("common.tensors.write_verified", full_disk)
     elif damage == "other logits":
         monkeypatch.setattr(tools.hf_form, "swap_halves", lambda weight, heads: weight)
     elif damage == "other ids":
