@@ -8,6 +8,7 @@ What the folder computes by `transformers` and what the checkpoint computes here
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from common.errors import CheckpointError, DataError, script
 from common.flags import Parser, add_debug
 
 if TYPE_CHECKING:
+    from model import ModelConfig
     from tools.hf_folder import Difference
     from tools.hf_form import Tensors
 
@@ -44,11 +46,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = Path(arguments.folder)
     if not folder.exists() and HUB_NAME.fullmatch(arguments.folder):
         folder = download(arguments.folder)
-    difference = import_folder(folder, out)
+    difference, padding = import_folder(folder, out)
     print(
         f"{arguments.folder} is now {out}. Its logits differ from those of transformers by {difference}, "
         "its token ids not at all."
     )
+    if padding:
+        print(f"The vocabulary was padded: {padding:,} rows that stand for no token are left out.")
     print(f'\nGenerate: python generate.py --checkpoint {out} --prompt "..."')
     print(
         f"Train it further: python tokenize_local_bpe.py --input my_text.txt --tokenizer_file {out}/tokenizer.json, "
@@ -85,8 +89,9 @@ def download(name: str) -> Path:
         ) from None
 
 
-def import_folder(folder: Path, out: Path) -> Difference:
-    """Write a checkpoint folder `out` from a Hugging Face folder. Returns the largest difference of the logits.
+def import_folder(folder: Path, out: Path) -> tuple[Difference, int]:
+    """Write a checkpoint folder `out` from a Hugging Face folder. Returns the largest difference of the logits, and how
+    many rows of a padded vocabulary were left out.
 
     It holds weights, a tokenizer, a config and their hashes, and no state of a training: a new one starts from it.
     Raises CheckpointError for a folder that is no model or one that we cannot express, DataError or TokenizerError for
@@ -117,15 +122,18 @@ def import_folder(folder: Path, out: Path) -> Difference:
     try:
         tensors = read_tensors(folder)
         config, state = from_hf(hf_config, tensors)
-        model = TransformerLanguageModel(config).eval()
-        model.load_weights(state)
-        del state
     except FormError as problem:
         raise CheckpointError(f"{folder} cannot be imported: {problem}.") from None
-    except ValueError as problem:
-        raise CheckpointError(f"The weights of {folder} cannot be loaded: {problem}.") from None
     tokenizer, tokenizer_file = import_tokenizer(folder)
     require_fitting(tokenizer, config, folder)
+    padding = config.vocab_size - tokenizer.vocab_size
+    config, state = without_padding(config, state, tokenizer.vocab_size)
+    model = TransformerLanguageModel(config).eval()
+    try:
+        model.load_weights(state)
+    except ValueError as problem:
+        raise CheckpointError(f"The weights of {folder} cannot be loaded: {problem}.") from None
+    del state
     try:
         theirs = build_theirs(hf_config, their_names(hf_config["model_type"], tensors), config.tie_embeddings)
     except Exception as problem:  # its configs are checked by several libraries, with errors of their own
@@ -145,7 +153,15 @@ def import_folder(folder: Path, out: Path) -> Difference:
     with new_folder(out) as temporary:
         contents = (pieces, json_bytes({**config.to_dict(), **extras}), tokenizer_file)
         write_files(temporary, dict(zip(WEIGHTS_FILES, contents, strict=True)))
-    return difference
+    return difference, padding
+
+
+def without_padding(config: ModelConfig, state: Tensors, vocab_size: int) -> tuple[ModelConfig, Tensors]:
+    """The model without the ids from `vocab_size` on, which its tokenizer lacks (50,304 for 50,257, say): made
+    for the speed of a matrix product, and training takes the size of a model from the tokenizer of its data."""
+    padded = {"token_embedding.weight", "head.weight"}
+    state = {name: tensor[:vocab_size] if name in padded else tensor for name, tensor in state.items()}
+    return dataclasses.replace(config, vocab_size=vocab_size), state
 
 
 def read_tensors(folder: Path) -> Tensors:

@@ -149,6 +149,13 @@ def test_challenge_3_a_checkpoint_under_another_file_name(
         shutil.copy(ours / name, blog / name)
     from_blog = run_script(generate.main, "--checkpoint", blog, "--prompt", "the cat", *SHORT)
     assert (from_blog.code, from_blog.out) == (0, newest.out)
+    compared = run_script(generate.main, "--compare", blog, ours, "--prompt", "the cat", *SHORT)
+    assert compared.code == 0 and compared.out.count("\n") == 4, compared.err
+    Path("text.txt").write_text("the cat sat on the mat")
+    scores = [run_script(generate.main, "--checkpoint", path, "--score", "text.txt", "--json") for path in (blog, ours)]
+    assert [json.loads(score.out)["loss"] for score in scores] == [json.loads(scores[0].out)["loss"]] * 2
+    further = train(Path("runs/further"), **QUICK, init_from=blog)
+    assert further.code == 0 and f"Starting from the weights of {blog}" in further.out, further.err
 
     for wrong in ("model.pth", "runs/mine/model.pth", ours / "model.safetensors", blog / "pytorch_model.bin"):
         said = refusal(run_script(generate.main, "--checkpoint", wrong, "--prompt", "the cat", *SHORT), 4)

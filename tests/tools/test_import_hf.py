@@ -162,11 +162,17 @@ def test_the_two_files_of_gpt2s_vocabulary(tmp_path: Path) -> None:
     assert main([str(folder), str(tmp_path / "again")]) == 3
 
 
+@pytest.mark.parametrize("padding", [0, 20])
 @pytest.mark.parametrize("kind", ["gpt2", "nanochat"])
-def test_import_generate_train_on_and_export(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The whole way; the shape of the model comes from the weights that the training starts from."""
+def test_import_generate_train_on_and_export(
+    kind: str, padding: int, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The whole way; the shape of the model comes from the weights that the training starts from, and a vocabulary that
+    was padded has the size of its tokenizer's."""
     theirs, ours, more, run = (tmp_path / name for name in ("theirs", "ours", "more", "run"))
-    assert main([str(write_theirs(theirs, their_model(kind))), str(ours)]) == 0
+    model = their_model(kind, vocab_size=bpe().vocab_size + padding)
+    assert main([str(write_theirs(theirs, model)), str(ours)]) == 0
+    assert (f"{padding} rows that stand for no token" in capsys.readouterr().out) == bool(padding)
     prompt = ["--prompt", "the cat", "--max_new_tokens", "5", "--device", "cpu"]
     assert generate.main(["--checkpoint", str(ours), *prompt]) == 0
     assert generate.main(["--compare", str(ours), str(ours), *prompt]) == 0
