@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import safetensors.torch
 import torch
 
+from common.chat import ChatTemplate
 from common.errors import CheckpointError, is_out_of_memory
 from common.files import json_bytes, read_json, sha256_file, sync_directory, write_json
 from common.tensors import (
@@ -45,7 +46,15 @@ KEEP = 2  # never one: the newest may be the one that turns out damaged
 STEP_NAME = re.compile(r"step_(\d{8})")
 CHECKPOINT_NAME = re.compile(rf"best|{STEP_NAME.pattern}")
 # What config.json holds besides the ModelConfig: ours, and the blog's.
-CONFIG_EXTRAS = ("tokenizer_type", "total_parameters", "model_type", "architecture", "description", "model_name")
+CONFIG_EXTRAS = (
+    "tokenizer_type",
+    "total_parameters",
+    "chat_template",
+    "model_type",
+    "architecture",
+    "description",
+    "model_name",
+)
 PUBLISHING = threading.Lock()  # held where a folder makes way for another of its name
 
 
@@ -116,6 +125,15 @@ class Checkpoint:
                 return self.path / name
         raise CheckpointError(f"{self.path} has no tokenizer.json; put the tokenizer of its data there.")
 
+    def chat_template(self) -> ChatTemplate | None:
+        """That of the conversations it was trained on. Raises CheckpointError for one that is none."""
+        path = self.path / "config.json"
+        template = read_json(path, CheckpointError).get("chat_template")
+        try:
+            return ChatTemplate.from_dict(template) if template is not None else None
+        except ValueError as problem:
+            raise CheckpointError(f"{path} is not usable: {problem}.") from None
+
     def training_state(self) -> dict[str, Any]:
         return read_json(self.path / "training_state.json", CheckpointError)
 
@@ -149,6 +167,7 @@ def take_snapshot(
     tokenizer_file: bytes,
     tokenizer_type: str,
     training_state: dict[str, Any],
+    chat: ChatTemplate | None = None,
     copy: bool = False,
 ) -> Snapshot:
     """What `write_checkpoint` needs; with `copy`, nothing of it changes when the training goes on."""
@@ -159,6 +178,7 @@ def take_snapshot(
         **model.config.to_dict(),
         "tokenizer_type": tokenizer_type,
         "total_parameters": model.num_parameters(),
+        **({"chat_template": chat.to_dict()} if chat else {}),
     }
     return Snapshot(
         on_host(weights, copy), on_host(optimizer.state_dict(), copy), tokenizer_file, config, training_state
@@ -172,9 +192,10 @@ def save_checkpoint(
     tokenizer_file: bytes,
     tokenizer_type: str,
     training_state: dict[str, Any],
+    chat: ChatTemplate | None = None,
 ) -> None:
     """`write_checkpoint` of a model and an optimizer as they are."""
-    write_checkpoint(folder, take_snapshot(model, optimizer, tokenizer_file, tokenizer_type, training_state))
+    write_checkpoint(folder, take_snapshot(model, optimizer, tokenizer_file, tokenizer_type, training_state, chat))
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None] = lambda: None) -> None:

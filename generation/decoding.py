@@ -32,12 +32,12 @@ class Completion:
 def generate(
     model: TransformerLanguageModel,
     tokenizer: Tokenizer,
-    prompts: Sequence[str],
+    prompts: Sequence[str | list[int]],
     sampling: Sampling,
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[Completion]:
-    """Complete each prompt; the one at index i with seed `sampling.seed + i` and the same random numbers whatever it is
-    batched with. (In bf16 the rounding depends on the batch, and may change a choice.)
+    """Complete each prompt, a text or its ids; the one at index i with seed `sampling.seed + i` and the same random
+    numbers whatever it is batched with. (In bf16 the rounding depends on the batch, and may change a choice.)
 
     `on_text(i, piece)` is called as text becomes certain. Raises TokenizerError for a prompt that cannot be encoded.
     """
@@ -54,11 +54,13 @@ def generate(
         model.train(was_training)
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
     """The ids of a prompt; those of an empty one begin a document, for a model needs something to continue.
 
     Raises TokenizerError for characters that the tokenizer does not know.
     """
+    if not isinstance(prompt, str):
+        return prompt
     try:
         ids = tokenizer.encode(prompt).tolist()
     except UnknownCharacterError as error:

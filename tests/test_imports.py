@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "model": set(),
     "tokenizer": {"tokenizer_bpe"},  # load_tokenizer, which takes a file of either kind
     "tokenizer_bpe": {"tokenizer"},
-    "common": {"model"},
+    "common": {"model", "tokenizer"},
     "tokenization": GROUND,
     "generation": GROUND,
     "training": GROUND | {"tokenization", "generation"},

@@ -12,6 +12,8 @@ from common.files import read_json, write_json
 if TYPE_CHECKING:
     import numpy as np
 
+    from common.chat import ChatTemplate
+
 FORMAT_VERSION = 1
 LARGEST_UINT16_VOCABULARY = 1 << 16
 DTYPES = ("uint16", "int16", "int32")  # of which the pre-tokenizer writes the first and the last
@@ -39,6 +41,9 @@ class TokenMetadata:
     source_files: tuple[dict[str, Any], ...] = ()  # name and size of each
     created: str | None = None
     fingerprint: str | None = None  # of all that the token file depends on
+    chat_template: ChatTemplate | None = None  # of conversations; None for text
+    mask_file: str | None = None  # of conversations: a bit a token, 1 in answers
+    mask_sha256: str | None = None
 
     @property
     def val_tokens(self) -> int:
@@ -62,8 +67,8 @@ class TokenMetadata:
         return np.dtype(self.dtype).newbyteorder("<")
 
     def beside(self, key: str) -> Path:
-        """The file that `bin_file` or `tokenizer_file` names. It must lie beside the metadata: a metadata file from
-        elsewhere cannot point anywhere. Raises DataError."""
+        """The file that `bin_file`, `tokenizer_file` or `mask_file` names. It must lie beside the metadata: a metadata
+        file from elsewhere cannot point anywhere. Raises DataError."""
         name = getattr(self, key)
         if not name:
             raise DataError(f"{self.path} has no {key}; name the file with --{key}.")
@@ -80,6 +85,8 @@ class TokenMetadata:
     @classmethod
     def read(cls, path: Path) -> TokenMetadata:
         """Raises DataError listing everything that is missing or cannot be."""
+        from common.chat import ChatTemplate
+
         values = read_json(path, DataError)
         problems = [f"{key} is missing" for key in ("vocab_size", "total_tokens") if key not in values]
         if "train_split_index" not in values and "train_split" not in values:
@@ -95,7 +102,14 @@ class TokenMetadata:
             problems.append(f"dtype is {dtype!r}; allowed: {', '.join(DTYPES)}")
         if kind not in ("bpe", "character"):
             problems.append(f"tokenizer_type is {kind!r}; allowed: bpe, character")
-        for key in ("bin_file", "tokenizer_file", "tokens_sha256", "tokenizer_sha256"):
+        template = None
+        try:
+            template = ChatTemplate.from_dict(values["chat_template"]) if "chat_template" in values else None
+        except ValueError as problem:
+            problems.append(str(problem))
+        if template and not values.get("mask_file"):
+            problems.append("chat_template is there and mask_file is missing")
+        for key in ("bin_file", "tokenizer_file", "mask_file", "tokens_sha256", "tokenizer_sha256", "mask_sha256"):
             if not isinstance(values.get(key), str | None):
                 problems.append(f"{key} is {values[key]!r}; a text is needed")
         if not problems:
@@ -128,6 +142,9 @@ class TokenMetadata:
             source_files=tuple(told("source_files", list) or ()),
             created=told("created", str),
             fingerprint=told("fingerprint", str),
+            chat_template=template,
+            mask_file=values.get("mask_file"),
+            mask_sha256=values.get("mask_sha256"),
         )
 
     def write(self, path: Path) -> None:
@@ -154,6 +171,9 @@ class TokenMetadata:
             "tokenizer_sha256": self.tokenizer_sha256,
             "created": self.created,
             "fingerprint": self.fingerprint,
+            "chat_template": self.chat_template and self.chat_template.to_dict(),
+            "mask_file": self.mask_file,
+            "mask_sha256": self.mask_sha256,
         }
         write_json(path, {key: value for key, value in values.items() if value is not None})
 

@@ -288,9 +288,8 @@ class Run:
 
     def snapshot(self, elapsed: float, copy: bool) -> Snapshot:
         m = self.data.metadata
-        return take_snapshot(
-            self.model, self.optimizer, self.data.tokenizer_file, m.tokenizer_type, self.state(elapsed), copy
-        )
+        data = self.data.tokenizer_file, m.tokenizer_type
+        return take_snapshot(self.model, self.optimizer, *data, self.state(elapsed), m.chat_template, copy)
 
     def evaluate(
         self,

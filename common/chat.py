@@ -1,0 +1,149 @@
+"""Conversations as text: one template for training, generation, export and the server.
+
+    <|endoftext|>System: Be brief.
+    User: What is the capital of France?
+    Assistant: Paris.<|endoftext|>User: And of Italy?
+    Assistant: Rome.<|endoftext|>
+
+The end-of-text token is written by its id, so nothing that anybody types can forge one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tokenizer import Tokenizer, TokenizerError
+
+ROLES = ("system", "user", "assistant")
+LONGEST_LABEL = 100  # characters
+
+
+class Message(NamedTuple):
+    """A turn: `role` is one of ROLES."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """The label that stands before a turn of each role.
+
+    A prompt ends with the assistant's label and no space after it: byte-level BPE takes a space into the word that
+    follows, so the ids of a prompt are a prefix of those of the whole conversation. White space around a turn is
+    dropped for the same reason.
+    """
+
+    system: str = "System:"
+    user: str = "User:"
+    assistant: str = "Assistant:"
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a label that would not keep a prompt's ids a prefix."""
+        for role, label in asdict(self).items():
+            if not isinstance(label, str) or not label or label != label.strip() or len(label) > LONGEST_LABEL:
+                raise ValueError(
+                    f"the label of {role} is {label!r:.100}; a short text without space around it is needed"
+                )
+
+    @classmethod
+    def from_dict(cls, values: Any) -> ChatTemplate:
+        """Raises ValueError for anything but a label for each role."""
+        if not isinstance(values, dict) or sorted(values) != sorted(ROLES):
+            raise ValueError(f"the chat template is {values!r:.100}; a label for each of {', '.join(ROLES)} is needed")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, str]:
+        return asdict(self)
+
+    def parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
+        """(text, whether it is an answer) in turn; the assistant's label belongs to what precedes its answer."""
+        parts, prompt = [], ""
+        for role, content in messages:
+            if role == "assistant":
+                parts += [(prompt + self.assistant, False), (f" {content.strip()}", True)]
+                prompt = ""
+            else:
+                prompt += f"{getattr(self, role)} {content.strip()}\n"
+        return [*parts, (prompt, False)] if prompt else parts
+
+    def encode(self, tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids,) int32 of a conversation and (ids,) bool: those of answers, their end included.
+
+        Raises TokenizerError for a tokenizer without an end-of-text token.
+        """
+        return encode_parts(tokenizer, self.parts(messages))
+
+    def prompt_ids(self, tokenizer: Tokenizer, messages: Sequence[Message], room: int | None = None) -> list[int]:
+        """The ids after which an answer to `messages` is generated.
+
+        Where they are more than `room`, the oldest turns after the system's are forgotten, a question with its answer
+        at a time; the last question stays. Raises TokenizerError as `encode` does.
+        """
+        system = [message for message in messages[:1] if message.role == "system"]
+        turns = list(messages[len(system) :])
+        while True:
+            before_answer = self.parts([*system, *turns, Message("assistant", "")])[:-1]
+            ids: list[int] = encode_parts(tokenizer, before_answer)[0].tolist()
+            if room is None or len(ids) <= room or len(turns) <= 2:
+                return ids
+            turns = turns[2:]
+
+    def jinja(self, marks_answers: bool = True) -> str:
+        """The template for `apply_chat_template` of Hugging Face. `marks_answers` with the tags by which it finds them,
+        an extension that others do not read."""
+        answer = "{{ ' ' + message.content | trim + eos_token }}"
+        if marks_answers:
+            answer = "{% generation %}" + answer + "{% endgeneration %}"
+        return (
+            "{{ bos_token }}{% for message in messages %}"
+            f"{{% if message.role == 'assistant' %}}{{{{ {self.assistant!r} }}}}{answer}"
+            f"{{% elif message.role == 'user' %}}{{{{ {self.user + ' '!r} + message.content | trim + '\\n' }}}}"
+            f"{{% elif message.role == 'system' %}}{{{{ {self.system + ' '!r} + message.content | trim + '\\n' }}}}"
+            "{% else %}{{ raise_exception('a role is system, user or assistant') }}{% endif %}{% endfor %}"
+            f"{{% if add_generation_prompt %}}{{{{ {self.assistant!r} }}}}{{% endif %}}"
+        )
+
+
+def encode_parts(tokenizer: Tokenizer, parts: Sequence[tuple[str, bool]]) -> tuple[np.ndarray, np.ndarray]:
+    end = end_of_text(tokenizer)
+    arrays, counted = [np.array([end], np.int32)], [np.zeros(1, bool)]
+    for text, is_answer in parts:
+        ids = tokenizer.encode(text)
+        arrays.append(np.append(ids, np.int32(end)) if is_answer else ids)
+        counted.append(np.full(len(arrays[-1]), is_answer))
+    return np.concatenate(arrays), np.concatenate(counted)
+
+
+def end_of_text(tokenizer: Tokenizer) -> int:
+    """The id that ends an answer. Raises TokenizerError for a tokenizer that has none."""
+    if tokenizer.end_of_text_id is None:
+        raise TokenizerError(
+            f"A {tokenizer.kind} tokenizer without an end-of-text token cannot express a conversation, for nothing "
+            "would end an answer. Use a BPE tokenizer."
+        )
+    return tokenizer.end_of_text_id
+
+
+def require_order(messages: Sequence[Message], last: str) -> None:
+    """Raises ValueError unless questions and answers take turns, after a system's turn or none, up to one of `last`
+    ("user" to be answered, "assistant" to learn from), and none of them is empty."""
+    if not messages:
+        raise ValueError("it has no turns")
+    for number, (role, content) in enumerate(messages, 1):
+        if role not in ROLES:
+            raise ValueError(f"turn {number} has the role {role!r:.50}; it is one of {', '.join(ROLES)}")
+        if not content.strip():
+            raise ValueError(f"turn {number}, of the {role}, is empty")
+    roles = [message.role for message in messages]
+    turns = roles[1:] if roles[0] == "system" else roles
+    expected = ["user", "assistant"] * (len(turns) // 2 + 1)
+    for number, (role, wanted) in enumerate(zip(turns, expected, strict=False), 1 + len(roles) - len(turns)):
+        if role != wanted:
+            raise ValueError(f"turn {number} is of the {role} where one of the {wanted} is expected")
+    if roles[-1] != last:
+        raise ValueError(f"the last turn is of the {roles[-1]}; it should be of the {last}")
