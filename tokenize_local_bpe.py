@@ -10,7 +10,6 @@ import errno
 import hashlib
 import json
 import os
-import shlex
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -24,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 from common.errors import INTERRUPTED, ConfigError, DataError, script
 from common.files import atomic_write, sha256_file
 from common.flags import Parser, add_debug
-from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
+from tokenization.metadata import FORMAT_VERSION, TokenMetadata, token_dtype
 from tokenization.settings import HELP, Settings
 from tokenization.token_folder import DEFAULT_FOLDER, TokenFolder, open_writer, pack
 
 if TYPE_CHECKING:
     from tokenization.corpus import Source
+    from tokenization.encoding import Reader
     from tokenizer import Tokenizer
 
 BAR = {"unit": "B", "unit_scale": True, "mininterval": 0.5}
@@ -59,12 +59,15 @@ def tokenize(
 
 
 def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Path, quiet: bool) -> Path:
+    from common.chat import end_of_text
     from tokenization.corpus import find_sources, unpacked_bytes
+    from tokenization.encoding import SUFFIXES
+    from tokenization.result import print_result
     from tokenizer import TokenizerError, load_tokenizer
     from tokenizer_bpe import BPETokenizer
 
     say = say_nothing if quiet else print
-    sources = find_sources(inputs)
+    sources = find_sources(inputs, SUFFIXES[options.format])
     kind = "character" if options.tokenizer == "char" else "bpe"
     if options.tokenizer_file:
         kind = load_tokenizer(options.tokenizer_file).kind
@@ -74,6 +77,8 @@ def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Pa
             )
     if kind == "bpe" and options.unknown == "drop":
         raise ConfigError("--unknown drop is for character tokenizers; a BPE tokenizer encodes any text.")
+    if options.format == "chat" and options.tokenizer_file:
+        end_of_text(load_tokenizer(options.tokenizer_file))
 
     folder = TokenFolder.of(output_dir, kind, options.output_name)
     fingerprint = fingerprint_of(sources, options, kind)
@@ -91,10 +96,13 @@ def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Pa
             folder.open_work(digest([fingerprint, options.chunk_size_mb]), say)
             try:
                 if not folder.awaits_publishing:
+                    bad: list[DataError] = []
                     tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_name != "tiktoken":
                         say(tokenizer.encoder_note)
-                    encode_sources(folder, tokenizer, sources, options, total_bytes)
+                    encode_sources(folder, tokenizer, sources, options, total_bytes, bad)
+                    if bad:
+                        say(f"Left out: {len(bad):,} records that are no conversation. The first: {bad[0]}")
                     described = describe_tokens(folder, tokenizer, sources, options, fingerprint)
                     folder.prepare_publishing(described, options.compress)
             except (DataError, TokenizerError):
@@ -102,7 +110,7 @@ def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Pa
                 raise
             metadata = folder.publish()
     if not quiet:
-        print_result(folder, metadata)
+        print_result(folder, metadata, options.tokenizer_file)
     return folder.metadata
 
 
@@ -112,7 +120,11 @@ def say_nothing(message: str) -> None:
 
 def fingerprint_of(sources: Sequence[Source], options: Settings, kind: str) -> str:
     """Identifies everything the token file depends on: the files as they are now, and the settings that matter."""
+    from common.chat import ChatTemplate
+
     settings = [FORMAT_VERSION, kind, options.train_split, options.text_key, options.document_separator]
+    if options.format == "chat":
+        settings += ["chat", ChatTemplate().to_dict(), options.skip_bad_records]
     if options.tokenizer_file:
         settings += [sha256_file(options.tokenizer_file), options.unknown]
     elif kind == "bpe":
@@ -147,7 +159,7 @@ def prepare_tokenizer(
     """The tokenizer in the work folder: kept from before, copied from `tokenizer_file`, or trained."""
     from tqdm import tqdm
 
-    from tokenization.corpus import read_pieces
+    from tokenization.corpus import Piece
     from tokenization.encoding import sample_evenly
     from tokenizer import CharacterTokenizer, load_tokenizer
     from tokenizer_bpe import BPETokenizer
@@ -159,9 +171,11 @@ def prepare_tokenizer(
                 file.write(Path(options.tokenizer_file).read_bytes())
         else:
             with tqdm(total=total_bytes, **BAR, desc="Learning the vocabulary") as bar:
-                pieces = read_pieces(sources, options.document_separator, options.text_key, bar.update)
+                pieces = reader(sources, options, [])(bar.update)
                 if kind == "character":
-                    trained = CharacterTokenizer.train(piece.text + piece.line_break for piece in pieces)
+                    trained = CharacterTokenizer.train(
+                        piece.text + piece.line_break for piece in pieces if isinstance(piece, Piece)
+                    )
                 else:
                     texts = sample_evenly((piece.text for piece in pieces), options.vocab_sample_mb * 1e6 / total_bytes)
                     trained = in_background(
@@ -170,6 +184,23 @@ def prepare_tokenizer(
             with atomic_write(path) as file:
                 file.write(trained.to_json().encode())
     return load_tokenizer(path)
+
+
+def reader(sources: Sequence[Source], options: Settings, bad: list[DataError]) -> Reader:
+    """What reads all of the text. Records that are left out are added to `bad`."""
+    from common.chat import ChatTemplate
+    from tokenization.conversations import read_conversations
+    from tokenization.corpus import read_pieces
+
+    if options.format == "text":
+        return lambda on_read: read_pieces(sources, options.document_separator, options.text_key, on_read)
+
+    def on_bad(problem: DataError) -> None:
+        if not options.skip_bad_records:
+            raise DataError(f"{problem} To go on without such records: --skip_bad_records.")
+        bad.append(problem)
+
+    return lambda on_read: read_conversations(sources, ChatTemplate(), on_bad, on_read)
 
 
 def in_background(function: Callable[[], Any], while_waiting: Callable[[], Any]) -> Any:
@@ -200,15 +231,16 @@ def encode_sources(
     sources: Sequence[Source],
     options: Settings,
     total_bytes: int,
+    bad: list[DataError],
 ) -> None:
-    """Encode, in order, what the work folder does not hold yet."""
+    """Encode, in order, what the work folder does not hold yet. Records that are left out are added to `bad`."""
     from tqdm import tqdm
 
     from tokenization.encoding import encode_in_order, read_chunks
 
     dtype = token_dtype(tokenizer.vocab_size)
     workers = options.num_workers or os.cpu_count() or 1
-    chunks = read_chunks(sources, options.document_separator, options.text_key, options.chunk_size_mb * 1e6)
+    chunks = read_chunks(reader(sources, options, bad), options.chunk_size_mb * 1e6)
     with (
         open_writer(folder, dtype) as writer,
         tqdm(total=total_bytes, **BAR, desc="Encoding") as bar,
@@ -216,8 +248,8 @@ def encode_sources(
         for chunk in islice(chunks, writer.chunks):
             bar.update(chunk.bytes_read - bar.n)
         bar.unpause()
-        for chunk, tokens, document_ends in encode_in_order(tokenizer, chunks, options.unknown, dtype, workers):
-            writer.append(tokens, document_ends)
+        for chunk, encoded in encode_in_order(tokenizer, chunks, options.unknown, dtype, workers):
+            writer.append(*encoded)
             bar.update(chunk.bytes_read - bar.n)
 
 
@@ -227,6 +259,7 @@ def describe_tokens(
     """The metadata of what the work folder holds."""
     import numpy as np
 
+    from common.chat import ChatTemplate
     from tokenization.encoding import split_index, text_bytes
 
     dtype = token_dtype(tokenizer.vocab_size)
@@ -234,7 +267,19 @@ def describe_tokens(
         total, documents = writer.tokens, writer.documents
     bin_path = folder.in_work(folder.bin)
     ends = np.memmap(folder.document_ends, "<i8", "r") if documents else np.zeros(0, np.int64)
-    split = split_index(total, ends, options.train_split)
+    mask: dict[str, Any] = {}
+    if options.format == "chat":
+        if documents < 2:
+            raise DataError(
+                f"There are {documents} conversations; training needs one at least, and validation one to itself."
+            )
+        split = split_index(total, ends, options.train_split, tolerance=1.0)  # no conversation is cut
+        with atomic_write(folder.in_work(folder.mask)) as file:
+            file.write(np.packbits(np.memmap(folder.in_answer, bool, "r")).tobytes())
+        mask = {"mask_file": folder.mask.name, "mask_sha256": sha256_file(folder.in_work(folder.mask))}
+        mask["chat_template"] = ChatTemplate()
+    else:
+        split = split_index(total, ends, options.train_split)
     byte_lengths = tokenizer.byte_lengths
     return TokenMetadata(
         path=folder.metadata,
@@ -254,49 +299,8 @@ def describe_tokens(
         source_files=tuple({"name": source.name, "size": source.size} for source in sources),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         fingerprint=fingerprint,
+        **mask,
     )
-
-
-def print_result(folder: TokenFolder, metadata: TokenMetadata) -> None:
-    import numpy as np
-
-    from tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(folder.tokenizer)
-    total = metadata.total_tokens
-    print(
-        f"\n{total:,} tokens from {metadata.text_bytes:,} bytes of text in {metadata.documents:,} documents: "
-        f"{metadata.text_bytes / total:.2f} bytes per token\n"
-        f"Vocabulary: {tokenizer.vocab_size:,} ({tokenizer.kind})\n"
-        f"Training: {metadata.train_tokens:,} tokens; validation: {metadata.val_tokens:,} tokens"
-    )
-    if tokenizer.kind == "bpe":
-        lengths = tokenizer.byte_lengths
-        longest = np.argsort(-lengths, kind="stable")[:10]
-        print("Longest tokens:", ", ".join(f'"{escaped(tokenizer.decode([i]))}"' for i in longest))
-    sample = np.fromfile(folder.bin, metadata.numpy_dtype, count=60)
-    print(f'The text begins: "{escaped(tokenizer.decode(sample))}"')
-    print("Files:")
-    for path in (folder.bin, folder.packed, folder.tokenizer, folder.metadata):
-        if path.exists():
-            print(f"  {path}  {path.stat().st_size:,} bytes")
-    print(f"\nTrain on it:\n  {training_command(folder, tokenizer.kind)}")
-
-
-def escaped(text: str) -> str:
-    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
-
-
-def training_command(folder: TokenFolder, kind: str) -> str:
-    """The command that trains on these files; it names each of them where the folder holds other tokens as well."""
-    data = ""
-    if len(metadata_files(folder.folder)) > 1:
-        named = (("bin_file", folder.bin), ("tokenizer_file", folder.tokenizer), ("metadata_file", folder.metadata))
-        data = "".join(f" --{flag} {shlex.quote(str(path))}" for flag, path in named)
-    elif folder.folder != Path(DEFAULT_FOLDER):
-        data = f" --data_dir {shlex.quote(str(folder.folder))}"
-    config = "gpt2_small.json" if kind == "bpe" else "shakespeare_char.json"
-    return f"python train_colab_mmap.py{data} --config {config}"
 
 
 TYPES = {"int": int, "float": float, "bool": bool}
@@ -309,7 +313,10 @@ def build_parser() -> Parser:
         argument_default=argparse.SUPPRESS,
     )
     parser.add_argument(
-        "--input", nargs="+", metavar="PATH", help="files, folders or patterns: .txt, .md, .jsonl, each also as .gz"
+        "--input",
+        nargs="+",
+        metavar="PATH",
+        help="files, folders or patterns: .txt, .md, .jsonl (chat: .jsonl, .json), also as .gz",
     )
     parser.add_argument("--output_dir", metavar="FOLDER", help=f"where the files go (default: {DEFAULT_FOLDER})")
     for field in fields(Settings):

@@ -61,13 +61,13 @@ def peak_memory_of_children() -> float | None:
 
 
 def encode_all(sources: Sequence[Source], vocabulary: Path, workers: int) -> None:
+    from tokenization.corpus import read_pieces
     from tokenization.encoding import encode_in_order, read_chunks
     from tokenization.metadata import token_dtype
-    from tokenization.settings import DOCUMENT_SEPARATOR
     from tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(vocabulary)
-    chunks = read_chunks(sources, DOCUMENT_SEPARATOR, "text", 4 * MEGABYTE)
+    chunks = read_chunks(lambda on_read: read_pieces(sources, on_read=on_read), 4 * MEGABYTE)
     for _ in encode_in_order(tokenizer, chunks, "error", token_dtype(tokenizer.vocab_size), workers):
         pass
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.errors import DataError
 from tokenization.settings import DOCUMENT_SEPARATOR
@@ -57,14 +57,15 @@ class Piece(NamedTuple):
     line: int  # in the file, from 1, of the piece's first character
 
 
-def find_sources(inputs: Sequence[str]) -> list[Source]:
-    """The files that files, folders (searched recursively, in sorted order) and glob patterns stand for, each once.
+def find_sources(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> list[Source]:
+    """The files that files, folders (searched recursively for `suffixes`, in sorted order) and glob patterns stand for,
+    each once.
 
     Raises DataError for an input that stands for nothing.
     """
     found: dict[Path, Source] = {}
     for given in inputs:
-        for path, name in expand(given):
+        for path, name in expand(given, suffixes):
             status = path.stat()
             found.setdefault(path.resolve(), Source(path.resolve(), name, status.st_size, status.st_mtime_ns))
     return list(found.values())
@@ -102,9 +103,14 @@ def read_pieces(
                 line += lines_before
                 yield Piece(text, ends_document, line_break, source, line)
                 line += text.count("\n")
-        status = source.path.stat()
-        if (status.st_size, status.st_mtime_ns) != (source.size, source.modified_ns):
-            raise DataError(f"{source.path} changed while it was read. Run the same command again once it is at rest.")
+        require_unchanged(source)
+
+
+def require_unchanged(source: Source) -> None:
+    """Raises DataError for a file that has changed since it was found."""
+    status = source.path.stat()
+    if (status.st_size, status.st_mtime_ns) != (source.size, source.modified_ns):
+        raise DataError(f"{source.path} changed while it was read. Run the same command again once it is at rest.")
 
 
 def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str, bool, str, int]]:
@@ -154,7 +160,7 @@ def cut_point(text: str, limit: int) -> int:
     return 0
 
 
-def expand(given: str) -> list[tuple[Path, str]]:
+def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
     """(path, name) of the files that one input stands for."""
     if not given:
         raise DataError("A name is empty where text is to be named; name a file or a folder, . for this one.")
@@ -163,10 +169,11 @@ def expand(given: str) -> list[tuple[Path, str]]:
         files = []
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            named = [Path(folder, name) for name in names if not name.startswith(".") and is_text_name(name)]
+            named = [Path(folder, name) for name in names if not name.startswith(".") and is_named(name, suffixes)]
             files += [path for path in named if path.is_file()]  # reading a pipe would wait for its writer
         if not files:
-            raise DataError(f"The folder {given} holds no file whose name ends in {suffix_list()}.")
+            endings = f"{', '.join(suffixes)} (or these with .gz)"
+            raise DataError(f"The folder {given} holds no file whose name ends in {endings}.")
         return [(file, file.relative_to(path).as_posix()) for file in sorted(files)]
     if path.is_file():
         return [(path, path.name)]
@@ -180,12 +187,8 @@ def expand(given: str) -> list[tuple[Path, str]]:
     raise DataError(f"There is no file or folder {given} (looked for from {Path.cwd()}).")
 
 
-def is_text_name(name: str) -> bool:
-    return name.lower().removesuffix(".gz").endswith(SUFFIXES)
-
-
-def suffix_list() -> str:
-    return f"{', '.join(SUFFIXES)} (or these with .gz)"
+def is_named(name: str, suffixes: tuple[str, ...]) -> bool:
+    return name.lower().removesuffix(".gz").endswith(suffixes)
 
 
 def open_source(source: Source) -> io.BufferedIOBase:
@@ -262,15 +265,20 @@ def raw_lines(source: Source) -> Iterator[bytes]:
         yield last_line
 
 
-def text_of_record(source: Source, number: int, position: int, line: bytes, text_key: str) -> str:
+def record_of_line(source: Source, number: int, position: int, line: bytes) -> Any:
+    """The JSON of a line, which begins at byte `position`. Raises DataError naming the place."""
     try:
-        record = json.loads(line.decode())
+        return json.loads(line.decode())
     except UnicodeDecodeError as error:
         raise not_utf8(source, position + error.start, error) from None
     except json.JSONDecodeError as error:
         raise DataError(f"{source.path}, line {number}, column {error.colno}: not valid JSON ({error.msg}).") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of open brackets
         raise DataError(f"{source.path}, line {number}: not usable JSON ({error}).") from None
+
+
+def text_of_record(source: Source, number: int, position: int, line: bytes, text_key: str) -> str:
+    record = record_of_line(source, number, position, line)
     if not isinstance(record, dict):
         raise DataError(
             f"{source.path}, line {number}: a JSON {type(record).__name__}; an object {{...}} was expected."

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
+from common.chat import encode_parts
 from common.errors import DataError
-from tokenization.corpus import Piece, Source, read_pieces
+from tokenization import conversations, corpus
+from tokenization.conversations import Conversation
+from tokenization.corpus import Piece
 from tokenizer import CharacterTokenizer, Tokenizer, UnknownCharacterError
 
+SUFFIXES = {"text": corpus.SUFFIXES, "chat": conversations.SUFFIXES}  # of --format, in a folder
 SPLIT_TOLERANCE = 0.05  # share of all tokens by which the split may move to reach the end of a document
 
 
@@ -27,17 +32,27 @@ def sample_evenly(texts: Iterable[str], share: float) -> Iterator[str]:
             yield text
 
 
+Text = Piece | Conversation
+Reader = Callable[[Callable[[int], None]], Iterator[Text]]  # given what is to be called with the bytes read
+
+
 @dataclass(frozen=True)
 class Chunk:
     """The text that one thread encodes at a time."""
 
-    pieces: list[Piece]
+    pieces: list[Text]
     bytes_read: int  # of all input, once this chunk was read
 
 
-def read_chunks(
-    sources: Sequence[Source], separator: str, text_key: str, characters_per_chunk: float
-) -> Iterator[Chunk]:
+class Encoded(NamedTuple):
+    """A chunk's tokens."""
+
+    tokens: np.ndarray  # (tokens,)
+    document_ends: np.ndarray  # (documents,) int64
+    in_answer: np.ndarray | None = None  # (tokens,) bool, of conversations
+
+
+def read_chunks(read: Reader, characters_per_chunk: float) -> Iterator[Chunk]:
     """Group the pieces of the input into chunks of about the same size."""
     bytes_read = 0
 
@@ -45,9 +60,9 @@ def read_chunks(
         nonlocal bytes_read
         bytes_read += count
 
-    pieces: list[Piece] = []
+    pieces: list[Text] = []
     characters = 0
-    for piece in read_pieces(sources, separator, text_key, on_read):
+    for piece in read(on_read):
         pieces.append(piece)
         characters += len(piece.text)
         if characters >= characters_per_chunk:
@@ -59,41 +74,47 @@ def read_chunks(
 
 def encode_in_order(
     tokenizer: Tokenizer, chunks: Iterable[Chunk], unknown: str, dtype: np.dtype, workers: int
-) -> Iterator[tuple[Chunk, np.ndarray, np.ndarray]]:
-    """(chunk, its tokens, its document ends) of all chunks in order; `workers` + 1 of them are in memory at a time.
+) -> Iterator[tuple[Chunk, Encoded]]:
+    """All chunks in order, encoded; `workers` + 1 of them are in memory at a time.
 
     Threads suffice: tiktoken, `tokenizers` and NumPy release the interpreter lock while they work.
     """
-    waiting: deque[tuple[Chunk, Future[tuple[np.ndarray, np.ndarray]]]] = deque()
+    waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
     pool = ThreadPoolExecutor(workers)
     try:
         for chunk in chunks:
             waiting.append((chunk, pool.submit(encode_chunk, tokenizer, chunk.pieces, unknown, dtype)))
             if len(waiting) > workers:
                 oldest, encoded = waiting.popleft()
-                yield oldest, *encoded.result()
+                yield oldest, encoded.result()
         for chunk, encoded in waiting:
-            yield chunk, *encoded.result()
+            yield chunk, encoded.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def encode_chunk(
-    tokenizer: Tokenizer, pieces: Sequence[Piece], unknown: str, dtype: np.dtype
-) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens,) of the pieces and (documents,) int64 where documents end. A BPE document ends with the end-of-text
-    token; a character vocabulary has none, and keeps the line break that stood before the separator."""
+def encode_chunk(tokenizer: Tokenizer, pieces: Sequence[Text], unknown: str, dtype: np.dtype) -> Encoded:
+    """A BPE document ends with the end-of-text token; a character vocabulary has none, and keeps the line break that
+    stood before the separator. A conversation is encoded as its template says."""
     end_of_text = np.array([] if tokenizer.end_of_text_id is None else [tokenizer.end_of_text_id], dtype=np.int32)
-    arrays, ends, count = [], [], 0
+    arrays, ends, count, answers = [], [], 0, []
     for piece in pieces:
-        ids = encode_piece(tokenizer, piece, unknown)
+        if isinstance(piece, Conversation):
+            ids, in_answer = encode_parts(tokenizer, piece.parts)
+            answers.append(in_answer)
+        else:
+            ids = encode_piece(tokenizer, piece, unknown)
+            if piece.ends_document:
+                ids = np.concatenate([ids, end_of_text])
         arrays.append(ids)
         count += len(ids)
-        if piece.ends_document:
-            arrays.append(end_of_text)
-            count += len(end_of_text)
+        if isinstance(piece, Conversation) or piece.ends_document:
             ends.append(count)
-    return np.concatenate(arrays).astype(dtype), np.array(ends, dtype=np.int64)
+    return Encoded(
+        np.concatenate(arrays).astype(dtype),
+        np.array(ends, dtype=np.int64),
+        np.concatenate(answers) if answers else None,
+    )
 
 
 def encode_documents(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[Iterator[np.ndarray]]:
@@ -124,8 +145,9 @@ def encode_piece(tokenizer: Tokenizer, piece: Piece, unknown: str) -> np.ndarray
         raise UnknownCharacterError(error.characters, line, column, str(piece.source.path)) from None
 
 
-def split_index(total: int, document_ends: np.ndarray, train_split: float) -> int:
-    """Where the training tokens end: the document end nearest to `train_split`, or exactly there if none is near.
+def split_index(total: int, document_ends: np.ndarray, train_split: float, tolerance: float = SPLIT_TOLERANCE) -> int:
+    """Where the training tokens end: the document end nearest to `train_split`, or exactly there if none is within
+    `tolerance`, a share of all tokens.
 
     Raises DataError if there are too few tokens for two splits.
     """
@@ -135,7 +157,7 @@ def split_index(total: int, document_ends: np.ndarray, train_split: float) -> in
     after = int(np.searchsorted(document_ends, target))
     near = [int(end) for end in document_ends[max(after - 1, 0) : after + 1] if 0 < end < total]
     best = min(near, key=lambda end: abs(end - target), default=target)
-    return best if abs(best - target) <= SPLIT_TOLERANCE * total else target
+    return best if abs(best - target) <= tolerance * total else target
 
 
 def text_bytes(path: Path, dtype: np.dtype, start: int, stop: int, byte_lengths: np.ndarray) -> int:

@@ -22,6 +22,8 @@ class Settings:
     min_frequency: int = 2
     vocab_sample_mb: float = 500
     train_split: float = 0.9
+    format: str = "text"
+    skip_bad_records: bool = False
     text_key: str = "text"
     document_separator: str = DOCUMENT_SEPARATOR
     unknown: str = "error"
@@ -34,6 +36,14 @@ class Settings:
         problems = []
         if self.tokenizer not in (None, "bpe", "char"):
             problems.append(f"--tokenizer is {self.tokenizer!r}; use bpe or char")
+        if self.format not in ("text", "chat"):
+            problems.append(f"--format is {self.format!r}; use text or chat")
+        if self.skip_bad_records and self.format != "chat":
+            problems.append("--skip_bad_records is for --format chat; leave it out")
+        if self.format == "chat" and self.tokenizer == "char":
+            problems.append(
+                "--tokenizer char cannot express conversations: no character would end an answer. Use bpe, the default"
+            )
         if self.unknown not in ("error", "drop"):
             problems.append(f"--unknown is {self.unknown!r}; use error or drop")
         if self.tokenizer != "char" and not self.tokenizer_file:
@@ -76,6 +86,8 @@ HELP = {
     "min_frequency": "learn only pairs that occur this often",
     "vocab_sample_mb": "learn from at most this much text, spread evenly over the whole input",
     "train_split": "share of the tokens to train on, the rest validates; moved to the nearest end of a document",
+    "format": "text, or chat: conversations in .jsonl or .json, of which training learns the answers",
+    "skip_bad_records": "count the records that are no conversation, and go on",
     "text_key": "key that holds the text in a .jsonl file",
     "document_separator": 'line that stands between documents; "" is a blank line',
     "unknown": "what to do with characters that the character vocabulary lacks: error or drop",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gzip
 import hashlib
 import json
@@ -59,6 +60,11 @@ class TokenFolder:
         return self.folder / f"{self.tokenizer_name}.json"
 
     @property
+    def mask(self) -> Path:
+        """Of conversations: a bit a token, 1 in answers; the first token is the highest bit of the first byte."""
+        return self.folder / f"{self.name}_mask.bin"
+
+    @property
     def metadata(self) -> Path:
         return self.folder / f"{self.name}_metadata.json"
 
@@ -70,6 +76,11 @@ class TokenFolder:
     def document_ends(self) -> Path:
         """Little-endian int64: where each document ends, in tokens."""
         return self.work / "document_ends.bin"
+
+    @property
+    def in_answer(self) -> Path:
+        """A byte a token, 0 or 1: what the mask is made of."""
+        return self.work / "in_answer.bin"
 
     def in_work(self, path: Path) -> Path:
         """Where the unfinished form of one of the files stands."""
@@ -84,6 +95,7 @@ class TokenFolder:
             whole = (
                 sha256_file(self.bin) == metadata.tokens_sha256
                 and sha256_file(self.tokenizer) == metadata.tokenizer_sha256
+                and (metadata.mask_file is None or sha256_file(self.mask) == metadata.mask_sha256)
             )
         except (DataError, OSError):
             return None
@@ -153,7 +165,8 @@ class TokenFolder:
         sync_directory(self.folder)
         if self.in_work(self.bin).exists():
             self.packed.unlink(missing_ok=True)  # it packs the old tokens
-        for path in (self.bin, self.packed, self.tokenizer):
+            self.mask.unlink(missing_ok=True)
+        for path in (self.bin, self.packed, self.mask, self.tokenizer):
             if self.in_work(path).exists():
                 os.replace(self.in_work(path), path)
         sync_directory(self.folder)
@@ -204,36 +217,42 @@ class TokenWriter:
     A chunk counts once its line is in the journal and its checksum holds; whatever stands beyond is cut off.
     """
 
-    def __init__(self, token_file: BinaryIO, ends_file: BinaryIO, journal: BinaryIO, dtype: np.dtype) -> None:
-        self.token_file, self.ends_file, self.journal = token_file, ends_file, journal
+    def __init__(
+        self, token_file: BinaryIO, ends_file: BinaryIO, answers_file: BinaryIO, journal: BinaryIO, dtype: np.dtype
+    ) -> None:
+        self.files = (token_file, ends_file, answers_file, journal)
         self.chunks = self.tokens = self.documents = 0
-        journal_end = 0
-        for line in self.journal:
+        ends = [0, 0, 0, 0]
+        for line in journal:
             if not line.endswith(b"\n"):  # it was being written
                 break
             entry = json.loads(line)
-            checksum = zlib.crc32(self.token_file.read(entry["tokens"] * dtype.itemsize))
-            if zlib.crc32(self.ends_file.read(entry["documents"] * 8), checksum) != entry["crc32"]:
+            sizes = (entry["tokens"] * dtype.itemsize, entry["documents"] * 8, entry.get("answer_bytes", 0))
+            checksum = 0
+            for file, size in zip(self.files, sizes, strict=False):
+                checksum = zlib.crc32(file.read(size), checksum)
+            if checksum != entry["crc32"]:
                 break
-            journal_end += len(line)
+            ends = [end + size for end, size in zip(ends, (*sizes, len(line)), strict=True)]
             self.chunks += 1
             self.tokens += entry["tokens"]
             self.documents += entry["documents"]
-        sizes = (self.tokens * dtype.itemsize, self.documents * 8, journal_end)
-        for file, size in zip((self.token_file, self.ends_file, self.journal), sizes, strict=True):
-            file.truncate(size)
-            file.seek(size)
+        for file, end in zip(self.files, ends, strict=True):
+            file.truncate(end)
+            file.seek(end)
 
-    def append(self, tokens: np.ndarray, document_ends: np.ndarray) -> None:
-        """Add a chunk's tokens and the ends of its documents, (documents,) int64 counted from the chunk's start."""
-        token_bytes, end_bytes = tokens.tobytes(), (document_ends + self.tokens).astype("<i8").tobytes()
-        entry = {
-            "tokens": len(tokens),
-            "documents": len(document_ends),
-            "crc32": zlib.crc32(end_bytes, zlib.crc32(token_bytes)),
-        }
-        line = (json.dumps(entry) + "\n").encode()
-        for file, content in ((self.token_file, token_bytes), (self.ends_file, end_bytes), (self.journal, line)):
+    def append(self, tokens: np.ndarray, document_ends: np.ndarray, in_answer: np.ndarray | None = None) -> None:
+        """Add a chunk's tokens and the ends of its documents, (documents,) int64 counted from the chunk's start; of
+        conversations, which tokens are in answers, (tokens,) bool."""
+        contents = [
+            tokens.tobytes(),
+            (document_ends + self.tokens).astype("<i8").tobytes(),
+            b"" if in_answer is None else in_answer.tobytes(),
+        ]
+        entry = {"tokens": len(tokens), "documents": len(document_ends), "answer_bytes": len(contents[2])}
+        entry["crc32"] = functools.reduce(lambda checksum, content: zlib.crc32(content, checksum), contents, 0)
+        contents.append((json.dumps(entry) + "\n").encode())
+        for file, content in zip(self.files, contents, strict=True):
             file.write(content)
             file.flush()
         self.chunks += 1
@@ -244,11 +263,12 @@ class TokenWriter:
 @contextlib.contextmanager
 def open_writer(folder: TokenFolder, dtype: np.dtype) -> Iterator[TokenWriter]:
     """A TokenWriter on the work folder; what it has appended is on disk when the block ends well."""
-    paths = (folder.in_work(folder.bin), folder.document_ends, folder.work / "chunks.jsonl")
-    for path in paths:
-        path.touch()
-    with open(paths[0], "r+b") as tokens, open(paths[1], "r+b") as document_ends, open(paths[2], "r+b") as journal:
-        yield TokenWriter(tokens, document_ends, journal, dtype)
+    paths = (folder.in_work(folder.bin), folder.document_ends, folder.in_answer, folder.work / "chunks.jsonl")
+    with contextlib.ExitStack() as stack:
+        for path in paths:
+            path.touch()
+        tokens, document_ends, in_answer, journal = (stack.enter_context(open(path, "r+b")) for path in paths)
+        yield TokenWriter(tokens, document_ends, in_answer, journal, dtype)
         os.fsync(tokens.fileno())
 
 

@@ -371,8 +371,8 @@ def test_stopped_anywhere_it_continues_to_the_same_bytes(
     def append(self: token_folder.TokenWriter, *arguments: Any) -> None:
         if len(appended) == stop_at:
             # The chunk's tokens have been written, its line in the journal only by half.
-            self.token_file.write(b"junk")
-            self.journal.write(b'{"tokens": ')
+            self.files[0].write(b"junk")
+            self.files[-1].write(b'{"tokens": ')
             raise Killed
         appended.append(1)
         original_append(self, *arguments)

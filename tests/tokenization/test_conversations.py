@@ -1,0 +1,281 @@
+"""Records of every form become conversations of tokens with their answers marked; what is none is named by its line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.chat import ChatTemplate, Message
+from common.errors import DataError
+from tests.helpers import Killed
+from tokenization import token_folder
+from tokenization.conversations import messages_of, records_of_array
+from tokenization.corpus import find_sources
+from tokenization.metadata import TokenMetadata
+from tokenize_local_bpe import main, tokenize
+from tokenizer import load_tokenizer
+
+QUESTION, ANSWER = Message("user", "What is it?"), Message("assistant", "It is it.")
+TURNS = [QUESTION, ANSWER, Message("user", "Why?"), Message("assistant", "So.")]
+
+
+def chat(turns: list[Message], role: str = "role", content: str = "content") -> list[dict]:
+    return [{role: turn.role, content: turn.content} for turn in turns]
+
+
+@pytest.mark.parametrize(
+    ("record", "messages"),
+    [
+        ({"messages": chat(TURNS)}, TURNS),
+        ({"messages": chat([Message("developer", "Be brief."), *TURNS])}, [Message("system", "Be brief."), *TURNS]),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "it?"}],
+                    },
+                    {"role": "assistant", "content": "It is it."},
+                ]
+            },
+            [QUESTION, ANSWER],
+        ),
+        ({"prompt": "What is it?", "completion": "It is it."}, [QUESTION, ANSWER]),
+        ({"prompt": chat(TURNS[:3]), "completion": chat(TURNS[3:])}, TURNS),
+        ({"instruction": "What is it?", "input": "", "output": "It is it."}, [QUESTION, ANSWER]),
+        ({"instruction": "What is it?", "input": None, "output": "It is it."}, [QUESTION, ANSWER]),
+        (
+            {"instruction": "Sort.", "input": "b a", "output": "a b"},
+            [Message("user", "Sort.\n\nb a"), Message("assistant", "a b")],
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "What is it?"}, {"from": "gpt", "value": "It is it."}]},
+            [QUESTION, ANSWER],
+        ),
+        (
+            {"system": "Be brief.", "conversations": chat(TURNS, "from", "value")},
+            [Message("system", "Be brief."), *TURNS],
+        ),
+        ({"prompt": "a\ud800", "completion": "b"}, [Message("user", "a\ufffd"), Message("assistant", "b")]),
+    ],
+)
+def test_every_form_of_a_record(record: dict, messages: list[Message]) -> None:
+    assert messages_of(record) == messages
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ([], "a JSON list; an object"),
+        ({}, "no conversation that is known"),
+        ({"text": "x"}, "its keys are 'text'"),
+        ({"messages": {}}, "the turns are a JSON dict"),
+        ({"messages": []}, "it has no turns"),
+        ({"messages": ["x"]}, "turn 1 is a JSON str"),
+        ({"messages": [{"content": "x"}]}, "turn 1 has no role"),
+        ({"messages": [{"role": "user"}]}, "turn 1 holds a JSON NoneType where a text was expected"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "turn 1 holds a JSON list"),
+        ({"messages": chat([*TURNS[:3], Message("tool", "x")])}, "turn 4 has the role 'tool'"),
+        ({"messages": chat(TURNS[:3])}, "the last turn is of the user"),
+        ({"messages": chat([ANSWER, QUESTION])}, "turn 1 is of the assistant"),
+        ({"prompt": "x", "completion": " \n"}, "turn 2, of the assistant, is empty"),
+        ({"instruction": 1, "output": "x"}, "instruction holds a JSON int"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, "the last turn is of the user"),
+    ],
+)
+def test_what_is_no_conversation_is_said(record: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        messages_of(record)
+
+
+def write_records(path: Path, count: int = 30) -> list[dict]:
+    records = [{"prompt": f"What is {i}?", "completion": f"It is {i} and not {i + 1}."} for i in range(count)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return records
+
+
+def read_folder(folder: Path) -> tuple[TokenMetadata, np.ndarray, np.ndarray, Any]:
+    metadata = TokenMetadata.read(folder / "tokens_bpe_metadata.json")
+    assert metadata.mask_file
+    tokens = np.fromfile(folder / "tokens_bpe.bin", metadata.numpy_dtype)
+    mask = np.unpackbits(np.fromfile(folder / metadata.mask_file, np.uint8), count=len(tokens)).astype(bool)
+    return metadata, tokens, mask, load_tokenizer(folder / "bpe_tokenizer.json")
+
+
+def test_tokens_mask_and_metadata(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    records = write_records(tmp_path / "chats.jsonl")
+    flags = ["--input", str(tmp_path / "chats.jsonl"), "--format", "chat", "--vocab_size", "300"]
+    assert main([*flags, "--output_dir", str(tmp_path / "out")]) == 0
+    assert "in 30 conversations" in capsys.readouterr().out
+    metadata, tokens, mask, tokenizer = read_folder(tmp_path / "out")
+    assert metadata.chat_template == ChatTemplate() and metadata.documents == 30
+    expected = [ChatTemplate().encode(tokenizer, messages_of(record)) for record in records]
+    assert tokens.tolist() == np.concatenate([ids for ids, _ in expected]).tolist()
+    assert mask.tolist() == np.concatenate([counted for _, counted in expected]).tolist()
+    ends = np.cumsum([len(ids) for ids, _ in expected])
+    assert metadata.train_tokens in ends[:-1], "a conversation is on one side of the split"
+    assert abs(metadata.train_tokens / len(tokens) - 0.9) < 0.05
+
+
+@pytest.mark.parametrize("form", ["array", "packed", "lines called .json", "array called .jsonl", "bom"])
+def test_files_of_every_kind_give_the_same_tokens(tmp_path: Path, form: str) -> None:
+    records = write_records(tmp_path / "chats.jsonl")
+    lines, array = (tmp_path / "chats.jsonl").read_bytes(), json.dumps(records, indent=1).encode()
+    (tmp_path / "in").mkdir()
+    name, content = {
+        "array": ("a.json", array),
+        "packed": ("a.json.gz", gzip.compress(array)),
+        "lines called .json": ("a.json", lines),
+        "array called .jsonl": ("a.jsonl", array),
+        "bom": ("a.jsonl", b"\xef\xbb\xbf" + lines),
+    }[form]
+    (tmp_path / "in" / name).write_bytes(content)
+    for source, out in ((tmp_path / "chats.jsonl", "one"), (tmp_path / "in", "other")):
+        tokenize([str(source)], tmp_path / out, format="chat", vocab_size=300, quiet=True, chunk_size_mb=0.0002)
+    for name in ("tokens_bpe.bin", "tokens_bpe_mask.bin", "bpe_tokenizer.json"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "other" / name).read_bytes()
+
+
+BAD_LINES = [
+    ('{"prompt": "a", "compl', "line 3, column 23: not valid JSON"),
+    ('{"prompt": "a", "completion": ""}', "line 3: turn 2, of the assistant, is empty"),
+    ('{"text": "x"}', "line 3: no conversation that is known"),
+    ("17", "line 3: a JSON int"),
+    ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 3: turn 1 is of the assistant"),
+    ("[" * 100_000, "line 3: not usable JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "said"), BAD_LINES)
+def test_a_bad_record_is_named_or_left_out_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture, line: str, said: str
+) -> None:
+    records = write_records(tmp_path / "good.jsonl")
+    lines = (tmp_path / "good.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "bad.jsonl").write_text("".join([*lines[:2], line + "\n", *lines[2:]]))
+    flags = ["--input", str(tmp_path / "bad.jsonl"), "--format", "chat", "--vocab_size", "300"]
+    assert main([*flags, "--output_dir", str(tmp_path / "out")]) == 3
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'bad.jsonl'}, {said}" in error and "--skip_bad_records" in error
+    assert not (tmp_path / "out").exists()
+    assert main([*flags, "--output_dir", str(tmp_path / "out"), "--skip_bad_records"]) == 0
+    assert "Left out: 1 records that are no conversation. The first: " in capsys.readouterr().out
+    assert read_folder(tmp_path / "out")[0].documents == len(records)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('[{"prompt": "a", "completion": "b"},\n {"prompt": ', "line 2, column 13: not valid JSON"),
+        ('[{"prompt": "a", "completion": "b"}\n {}]', "line 2, column 2: not valid JSON (a comma or the end"),
+        ('[{"prompt": "a", "completion": "b"}] x', "something stands after the end of its array"),
+        ("[" + "[" * 100_000, "line 1: not usable JSON"),
+        ("[]", "There are 0 conversations"),
+        ('[{"prompt": "a", "completion": "b"}]', "There are 1 conversations; training needs one at least"),
+        ("\n\n", "There are 0 conversations"),
+        (b'{"prompt": "\xff"}', "is not UTF-8 text"),
+        (b'[{"prompt": "\xff"}]', "is not UTF-8 text"),
+    ],
+)
+def test_a_file_that_cannot_be_read_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: str | bytes, said: str
+) -> None:
+    (tmp_path / "a.json").write_bytes(content if isinstance(content, bytes) else content.encode())
+    flags = ["--input", str(tmp_path / "a.json"), "--format", "chat", "--output_dir", str(tmp_path / "out")]
+    assert main([*flags, "--vocab_size", "300"]) == 3
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error and not (tmp_path / "out").exists()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(st.lists(JSON), st.sampled_from([None, 0, 2]))
+def test_an_array_is_read_as_json_reads_it(values: list, indent: int | None) -> None:
+    (source,) = find_sources([__file__])  # for messages alone
+    assert [record for _, record in records_of_array(source, json.dumps(values, indent=indent) + "\n")] == values
+    a_line_each = "[\n" + ",\n".join(map(json.dumps, values)) + "\n]"
+    assert list(records_of_array(source, a_line_each)) == list(enumerate(values, 2))
+
+
+def test_stopped_in_the_middle_it_continues_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_records(tmp_path / "chats.jsonl")
+    options: dict[str, Any] = {"format": "chat", "vocab_size": 300, "chunk_size_mb": 0.0002, "quiet": True}
+    tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "whole", **options)
+    original, appended = token_folder.TokenWriter.append, []
+
+    def append(self: token_folder.TokenWriter, *arguments: Any) -> None:
+        if len(appended) == 2:
+            for file in self.files[:-1]:  # written, and not yet in the journal
+                file.write(b"junk")
+            raise Killed
+        appended.append(1)
+        original(self, *arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(token_folder.TokenWriter, "append", append)
+        tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "out", **options)
+    tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "out", **options)
+    for name in ("tokens_bpe.bin", "tokens_bpe_mask.bin", "bpe_tokenizer.json"):
+        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+
+
+def test_text_in_the_place_of_conversations_leaves_no_mask_behind(tmp_path: Path) -> None:
+    write_records(tmp_path / "chats.jsonl")
+    (tmp_path / "text.txt").write_text("It is a text like any other.\n" * 50)
+    tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "out", format="chat", vocab_size=300, quiet=True)
+    tokenize([str(tmp_path / "text.txt")], tmp_path / "out", vocab_size=300, quiet=True)
+    assert not (tmp_path / "out" / "tokens_bpe_mask.bin").exists()
+    assert TokenMetadata.read(tmp_path / "out" / "tokens_bpe_metadata.json").chat_template is None
+
+
+def test_a_mask_that_was_lost_is_made_again(tmp_path: Path) -> None:
+    write_records(tmp_path / "chats.jsonl")
+    mask = tmp_path / "out" / "tokens_bpe_mask.bin"
+    for _ in range(2):
+        tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "out", format="chat", vocab_size=300, quiet=True)
+        mask.unlink()
+    tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "out", format="chat", vocab_size=300, quiet=True)
+    assert mask.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (["--format", "chats"], 2, "use text or chat"),
+        (["--skip_bad_records"], 2, "--skip_bad_records is for --format chat"),
+        (["--format", "chat", "--tokenizer", "char"], 2, "no character would end an answer"),
+    ],
+)
+def test_flags(tmp_path: Path, capsys: pytest.CaptureFixture, flags: list[str], code: int, said: str) -> None:
+    write_records(tmp_path / "chats.jsonl")
+    assert main(["--input", str(tmp_path / "chats.jsonl"), *flags, "--output_dir", str(tmp_path / "out")]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_vocabulary_of_characters_cannot_express_a_conversation(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from tokenizer import CharacterTokenizer
+
+    write_records(tmp_path / "chats.jsonl")
+    CharacterTokenizer.from_characters("abc").save(tmp_path / "characters.json")
+    flags = ["--format", "chat", "--tokenizer_file", str(tmp_path / "characters.json")]
+    assert main(["--input", str(tmp_path / "chats.jsonl"), *flags, "--output_dir", str(tmp_path / "out")]) == 3
+    assert "nothing would end an answer. Use a BPE tokenizer." in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unreadable_file_is_no_bad_record(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="There is no file or folder"):
+        tokenize([str(tmp_path / "none.jsonl")], tmp_path / "out", format="chat", skip_bad_records=True)

@@ -1,0 +1,164 @@
+"""Files of conversations as a stream of them: JSON Lines or one JSON array, in each of the forms that people have."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from common.chat import ChatTemplate, Message, require_order
+from common.errors import DataError
+from tokenization.corpus import Source, decoded_blocks, raw_lines, record_of_line, require_unchanged, unpacked_blocks
+from tokenizer import valid_unicode
+
+SUFFIXES = (".jsonl", ".json")
+FORMS = (
+    '{"messages": [{"role", "content"}, ...]}, {"prompt", "completion"}, {"instruction", "input", "output"} or '
+    '{"conversations": [{"from", "value"}, ...]}'
+)
+OTHER_ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
+
+
+class Conversation(NamedTuple):
+    """What the template makes of one record."""
+
+    parts: list[tuple[str, bool]]  # (text, whether it is an answer)
+    source: Source
+    line: int  # in the file, from 1
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.parts)
+
+
+def read_conversations(
+    sources: Iterable[Source],
+    template: ChatTemplate,
+    on_bad: Callable[[DataError], None],
+    on_read: Callable[[int], None] = lambda count: None,
+) -> Iterator[Conversation]:
+    """Stream the conversations of all sources. `on_bad` is given the error, file and line named, of each record that is
+    none; it raises it, or returns to leave the record out. `on_read` is that of `read_pieces`.
+
+    Raises DataError for a file that cannot be read any further.
+    """
+    for source in sources:
+        for line, record in records(source, on_bad, on_read):
+            try:
+                yield Conversation(template.parts(messages_of(record)), source, line)
+            except ValueError as problem:
+                on_bad(DataError(f"{source.path}, line {line}: {problem}."))
+        require_unchanged(source)
+
+
+def records(
+    source: Source, on_bad: Callable[[DataError], None], on_read: Callable[[int], None]
+) -> Iterator[tuple[int, Any]]:
+    """(line, record) of a file. Many a file named .json holds lines, and the other way round: the first character tells
+    which it is. An array is read whole."""
+    first = next(unpacked_blocks(source), b"").removeprefix(codecs.BOM_UTF8).lstrip()[:1]
+    if first == b"[":
+        yield from records_of_array(source, "".join(decoded_blocks(source, on_read)))
+        return
+    position = 0
+    for number, line in enumerate(raw_lines(source), 1):
+        on_read(len(line))
+        text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        try:
+            if text.strip():
+                yield number, record_of_line(source, number, position, text)
+        except DataError as problem:
+            on_bad(problem)
+        position += len(line)
+
+
+def records_of_array(source: Source, text: str) -> Iterator[tuple[int, Any]]:
+    """Raises DataError with the line at which the array ends to be JSON: nothing after that can be made out."""
+    decoder, at, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    while True:
+        at = skip_space(text, at)
+        if text[at : at + 1] == "]":
+            break
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            record, at = decoder.raw_decode(text, at)
+            at = skip_space(text, at)
+            if text[at : at + 1] not in (",", "]"):
+                raise json.JSONDecodeError("a comma or the end of the array is missing", text, at)
+        except json.JSONDecodeError as problem:
+            place = f"line {problem.lineno}, column {problem.colno}"
+            raise DataError(f"{source.path}, {place}: not valid JSON ({problem.msg}).") from None
+        except (ValueError, RecursionError) as problem:  # a number of thousands of digits; thousands of open brackets
+            raise DataError(f"{source.path}, line {line}: not usable JSON ({problem}).") from None
+        yield line, record
+        at += text[at] == ","
+    if skip_space(text, at + 1) < len(text):
+        raise DataError(
+            f"{source.path}: something stands after the end of its array; keep one array, or a record a line."
+        )
+
+
+def skip_space(text: str, at: int) -> int:
+    while text[at : at + 1] in (" ", "\n", "\r", "\t"):
+        at += 1
+    return at
+
+
+def messages_of(record: Any) -> list[Message]:
+    """The turns of a record in any of the FORMS, up to an answer. Raises ValueError for one that has none."""
+    if not isinstance(record, dict):
+        raise ValueError(f"a JSON {type(record).__name__}; an object {{...}} was expected")
+    if "messages" in record:
+        messages = turns(record["messages"])
+    elif "conversations" in record:
+        messages = turns(record["conversations"])
+    elif "instruction" in record and "output" in record:
+        given = content_of(record.get("input") or "", "input")
+        question = content_of(record["instruction"], "instruction")
+        messages = [
+            Message("user", f"{question}\n\n{given}" if given.strip() else question),
+            Message("assistant", content_of(record["output"], "output")),
+        ]
+    elif "prompt" in record and "completion" in record:
+        messages = [
+            *turns_or_text(record["prompt"], "user", "prompt"),
+            *turns_or_text(record["completion"], "assistant", "completion"),
+        ]
+    else:
+        keys = ", ".join(f"{key!r:.50}" for key in list(record)[:10]) or "none"
+        raise ValueError(f"no conversation that is known, which is {FORMS}; its keys are {keys}")
+    system = record.get("system")
+    if isinstance(system, str) and system.strip() and messages[:1] and messages[0].role != "system":
+        messages.insert(0, Message("system", valid_unicode(system)))
+    require_order(messages, "assistant")
+    return messages
+
+
+def turns(value: Any) -> list[Message]:
+    """Messages of either of the two ways to write them. Raises ValueError."""
+    if not isinstance(value, list):
+        raise ValueError(f"the turns are a JSON {type(value).__name__}; a list was expected")
+    messages = []
+    for number, turn in enumerate(value, 1):
+        if not isinstance(turn, dict):
+            raise ValueError(f"turn {number} is a JSON {type(turn).__name__}; an object {{...}} was expected")
+        role = turn.get("role", turn.get("from"))
+        if not isinstance(role, str):
+            raise ValueError(f"turn {number} has no role")
+        content = content_of(turn.get("content", turn.get("value")), f"turn {number}")
+        messages.append(Message(OTHER_ROLES.get(role, role), content))
+    return messages
+
+
+def turns_or_text(value: Any, role: str, name: str) -> list[Message]:
+    return turns(value) if isinstance(value, list) else [Message(role, content_of(value, name))]
+
+
+def content_of(value: Any, name: str) -> str:
+    """A text, or the parts of one. Raises ValueError."""
+    if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
+        value = "".join(part["text"] if isinstance(part.get("text"), str) else "" for part in value)
+    if not isinstance(value, str):
+        raise ValueError(f"{name} holds a JSON {type(value).__name__} where a text was expected")
+    return valid_unicode(value)
