@@ -185,9 +185,8 @@ def take_steps(
     with timer.paused():
         step_model = compile_for_run(run, hardware, report.say)
     with frozen_garbage(), contextlib.suppress(StopRequested):
-        if not run.best_is_comparable and config.eval_interval:
-            with timer.paused():
-                run.evaluate_best(hardware, step_model, interruption.check)
+        with timer.paused():
+            run.evaluate_before(hardware, step_model, prompts, interruption.check)
         while not (interruption.requested or timer.limit_reached(config)):
             row: dict[str, Any]
             if run.unevaluated is not None:  # what the last session was stopped in

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ConfigError
 from common.files import read_json
 from common.flags import Parser, add_debug, suggest
+from training.contradictions import contradictions
 from training.conversion import convert, kind_of
 
 if TYPE_CHECKING:
@@ -54,6 +55,12 @@ class TrainConfig:
     metadata_file: str | None = option(None, "data", "metadata of --bin_file")
     placement: str = option(
         "auto", "data", "where the tokens lie while training", choices=("auto", "gpu", "ram", "mmap")
+    )
+    loss_on: str = option(
+        "auto",
+        "data",
+        "tokens that the loss is over; auto: the answers of conversations, all of a text",
+        choices=("auto", "answers", "all"),
     )
 
     model_size: str | None = option(None, "model", "take the model keys from configs/<model_size>.json")
@@ -130,6 +137,9 @@ class TrainConfig:
     eval_batches: int = option(50, "evaluation", "validation batches of batch_size; 0: the whole split", low=0)
     eval_prompts: str | None = option(
         None, "evaluation", "JSONL of {prompt, answer?} answered at each evaluation, or builtin:conversations"
+    )
+    stop_after_worse: int = option(
+        0, "evaluation", "stop after this many evaluations in a row without a better validation loss, 0 is off", low=0
     )
     log_interval: int = option(10, "evaluation", "steps between reports, 0 is off", low=0)
     units_per_hour: float | None = option(
@@ -243,7 +253,11 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
             values[key], sources[key] = value, source
         if checked.get("max_steps") and "epochs" in checked:
             problems.append(f"epochs and max_steps both say how long the run is ({source}); give one of them")
-    problems += cross_check(values, sources)
+    problems += contradictions(values, sources)
+    try:
+        TrainConfig(**values).model_config(vocab_size=1)
+    except ValueError as problem:
+        problems.append(str(problem))
     if problems:
         of_file = "" if config_name is None else f" of {layers[0][0]}"
         raise ConfigError("\n  ".join([f"The configuration{of_file} does not hold:", *problems]))
@@ -336,63 +350,3 @@ def check_values(layer: dict[str, Any], source: str, problems: list[str]) -> dic
             shown = "missing" if value is True and source == "flag" else json.dumps(value, ensure_ascii=False)
             problems.append(f"{where} is {shown}; {problem}")
     return checked
-
-
-def cross_check(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
-    """Values that are fine alone and not together."""
-    problems = []
-    given = {key for key in values if sources[key] != "default"}
-    three = ("bin_file", "tokenizer_file", "metadata_file")
-    named = [key for key in three if values[key]]
-    if named and len(named) < 3:
-        missing = " and ".join(f"--{key}" for key in three if key not in named)
-        problems.append(f"--{named[0]} needs {missing} beside it (or use --data_dir FOLDER for all three)")
-    if named and values["data_dir"]:
-        problems.append("--data_dir and --bin_file both name the tokens; give one of them")
-    if named and values["input"]:
-        problems.append("--input and --bin_file both name the data; give one of them")
-    if not values["input"]:
-        problems += [
-            f"{key} is for --input; token files bring their own" for key in ("tokenizer", "vocab_size") if key in given
-        ]
-    if values["optimizer"] != "muon":
-        problems += [
-            f"{key} ({sources[key]}) is for --optimizer muon"
-            for key in ("muon_learning_rate", "muon_momentum")
-            if key in given and not (sources["optimizer"] == "flag" and sources[key] != "flag")  # flags win
-        ]
-    if values["use_lr_scheduler"] == "constant" and sources["cooldown"] == "flag":
-        problems.append("cooldown is for --use_lr_scheduler cosine or linear")
-    if values["compile"] == "off" and sources["compile_cache_dir"] == "flag":
-        problems.append("--compile_cache_dir and --compile off contradict each other")
-    if values["tokenizer"] == "char" and "vocab_size" in given:
-        problems.append("vocab_size has no effect with tokenizer char; leave it out")
-    if values["min_lr"] > values["learning_rate"] and values["use_lr_scheduler"] != "constant":
-        problems.append(
-            f"min_lr {values['min_lr']:g} ({sources['min_lr']}) is above learning_rate {values['learning_rate']:g} "
-            f"({sources['learning_rate']})"
-        )
-    problems += [
-        f"{key} {values[key]!r} is not UTF-8, and safetensors would not find the weights there; choose another folder"
-        for key in ("output_dir", "checkpoint_dir")
-        if any("\ud800" <= character <= "\udfff" for character in values[key] or "")
-    ]
-    rows = values["batch_size"] * values["gradient_accumulation_steps"]
-    if (values["micro_batch_size"] or 1) > rows:
-        problems.append(f"micro_batch_size {values['micro_batch_size']} is above the {rows} sequences of a step")
-    if values["device"] == "cuda" and not values["use_gpu"]:
-        problems.append("--device cuda and --use_gpu false contradict each other")
-    if values["compile"] == "off" and sources["compile_mode"] == "flag":
-        problems.append("--compile_mode and --compile off contradict each other")
-    looks = [f"--{key}" for key in ("dry_run", "profile", "tune") if values[key]]
-    if len(looks) > 1:
-        problems.append(f"{' and '.join(looks)} each do something else than training; give one of them")
-    if values["resume_from"] and values["resume"] == "never":
-        problems.append("--resume_from and --resume never contradict each other")
-    if values["resume_from"] and values["init_from"]:
-        problems.append("--resume_from continues a run, --init_from starts a new one; give one of them")
-    try:
-        TrainConfig(**values).model_config(vocab_size=1)
-    except ValueError as problem:
-        problems.append(str(problem))
-    return problems

@@ -22,11 +22,13 @@ import torch
 from common.errors import ConfigError, DataError
 from common.files import atomic_write
 from common.machine import available_ram
+from model import IGNORE_INDEX
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenization.token_folder import DEFAULT_FOLDER, holds_unfinished
 from tokenizer import Tokenizer, load_tokenizer
 from training.config import TrainConfig
 from training.hardware import Hardware
+from training.layout import Layout, layout_of_text, pack_splits
 
 MOST_PACKED = 1040  # bytes that gzip can make of one
 RAM_SHARE = 0.7  # of the available memory that tokens may take; the rest is for the model and Python
@@ -46,6 +48,7 @@ class TokenData:
         config: TrainConfig,
         device: torch.device,
         placement: str,
+        layout: Layout | None = None,
     ):
         self.metadata = metadata
         self.tokenizer_file = tokenizer_file  # as it was verified: the data folder may change or go while training
@@ -60,13 +63,15 @@ class TokenData:
         if placement == "gpu":
             self.tokens = self.tokens.to(device)
         self.reader = None if self.tokens.device.type == device.type else ReadAhead(self.train_windows, device)
-        self.windows = count_windows(metadata.train_tokens, self.seq_len)
-        self.val_windows = (metadata.val_tokens - 1) // self.seq_len
+        self.layout = layout or layout_of_text(metadata, self.seq_len)
+        self.windows, self.val_windows = self.layout.windows, self.layout.val_windows
         self.fingerprint = {
             "tokens_sha256": metadata.tokens_sha256,
             "tokenizer_sha256": metadata.tokenizer_sha256,
             "train_tokens": metadata.train_tokens,
         }
+        if metadata.mask_sha256:
+            self.fingerprint["mask_sha256"] = metadata.mask_sha256
 
     @classmethod
     def open(cls, config: TrainConfig, hardware: Hardware) -> TokenData:
@@ -75,8 +80,14 @@ class TokenData:
         metadata = TokenMetadata.read(metadata_path)
         bin_path = bin_path or metadata.beside("bin_file")
         tokenizer_path = tokenizer_path or metadata.beside("tokenizer_file")
+        is_chat = metadata.chat_template is not None
+        if config.loss_on == "answers" and not is_chat:
+            raise ConfigError(
+                f"--loss_on answers needs conversations, and {metadata_path} describes text. Tokenize conversations "
+                "with tokenize_local_bpe.py --format chat, or leave the flag out."
+            )
         for split, count in (("training", metadata.train_tokens), ("validation", metadata.val_tokens)):
-            if count <= config.max_seq_len:
+            if count <= config.max_seq_len and not is_chat:
                 raise ConfigError(
                     f"max_seq_len {config.max_seq_len} needs more than {config.max_seq_len} {split} tokens and "
                     f"{metadata_path} has {count:,}. Lower --max_seq_len, or tokenize more text or with another "
@@ -84,7 +95,12 @@ class TokenData:
                 )
         dtype = metadata.numpy_dtype
         packed = None if bin_path.exists() else require_packed(bin_path, metadata)
-        placement = choose_placement(metadata.total_tokens * dtype.itemsize, config, hardware)
+        bytes_a_token = 4 if is_chat else dtype.itemsize
+        placement = choose_placement(metadata.total_tokens * bytes_a_token, config, hardware)
+        if is_chat and placement == "mmap":
+            if config.placement == "mmap":
+                raise ConfigError("--placement mmap is for text: conversations are packed into windows in memory.")
+            placement = "ram"
         if packed is not None and placement == "mmap":
             unpack(packed, bin_path, metadata)
             packed = None
@@ -98,7 +114,10 @@ class TokenData:
         tokenizer, tokenizer_file = check_tokenizer(tokenizer_path, metadata)
         tokenizer_sha256 = hashlib.sha256(tokenizer_file).hexdigest()
         metadata = replace(metadata, tokens_sha256=tokens_sha256, tokenizer_sha256=tokenizer_sha256)
-        return cls(metadata, tokens, tokenizer, tokenizer_file, config, hardware.device, placement)
+        layout = None
+        if is_chat:
+            tokens, layout = pack_splits(tokens, metadata, tokenizer, config)
+        return cls(metadata, tokens, tokenizer, tokenizer_file, config, hardware.device, placement, layout)
 
     @property
     def vocab_size(self) -> int:
@@ -109,8 +128,7 @@ class TokenData:
         place = {"gpu": "GPU memory", "ram": "RAM", "mmap": "a memory map"}[self.placement]
         return (
             f"Data       {m.total_tokens:,} tokens, vocabulary {m.vocab_size:,} ({m.tokenizer_type}), in {place}\n"
-            f"Splits     {m.train_tokens:,} training tokens ({self.windows:,} windows of {self.seq_len}), "
-            f"{m.val_tokens:,} validation tokens"
+            f"Splits     {self.layout.described}"
         )
 
     def batch(self, sequences_seen: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,16 +140,12 @@ class TokenData:
     def validation_batch(self, first: int, rows: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows `first` onwards of a fixed set of `of` windows spread evenly over the validation split."""
         chosen = np.arange(first, first + rows, dtype=np.int64) * self.val_windows // of
-        return self.split(self.gather(self.metadata.train_tokens + chosen * self.seq_len))
-
-    @property
-    def spare(self) -> int:
-        """Training tokens the windows of an epoch leave over: the range of the phase they start at."""
-        return self.metadata.train_tokens - 1 - self.windows * self.seq_len
+        return self.split(self.gather(self.layout.val_start + chosen * self.layout.stride))
 
     def train_windows(self, first: int, rows: int) -> torch.Tensor:
         """Sequences `first` onwards of the shuffled stream, as stored: (rows, T + 1), where the tokens lie."""
-        return self.gather(train_starts(first, rows, self.windows, self.spare, self.seq_len, self.seed))
+        layout = self.layout
+        return self.gather(train_starts(first, rows, layout.windows, layout.spare, layout.stride, self.seed))
 
     def gather(self, starts: np.ndarray) -> torch.Tensor:
         """The windows that begin at `starts`, (rows,), as stored: (rows, T + 1), where the tokens lie."""
@@ -149,7 +163,11 @@ class TokenData:
         if self.is_16_bit:
             windows &= 0xFFFF
         # Contiguous, for a compiled model is compiled again for tensors of other strides.
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        if self.layout.has_mask:
+            inputs = torch.where(inputs < 0, ~inputs, inputs)
+            targets = torch.where(targets < 0, IGNORE_INDEX, targets)
+        return inputs, targets
 
 
 class ReadAhead:
@@ -178,11 +196,6 @@ class ReadAhead:
     def fill(self, first: int, rows: int) -> torch.Tensor:
         windows = self.read(first, rows)
         return windows.pin_memory() if self.device.type == "cuda" else windows
-
-
-def count_windows(tokens: int, seq_len: int) -> int:
-    """Windows of seq_len inputs (and the target after the last) that fit whatever the phase, at least one."""
-    return max(1, (tokens - seq_len) // seq_len)
 
 
 def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, seed: int) -> np.ndarray:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 
+from common.chat import Message
 from common.errors import DataError
 from generation.decoding import generate
 from generation.sampling import Sampling
-from model import TransformerLanguageModel
+from model import IGNORE_INDEX, TransformerLanguageModel
 from tokenizer import UnknownCharacterError
 from training.config import TrainConfig
 from training.data import TokenData
@@ -32,7 +33,8 @@ def validation_loss(
     hardware: Hardware,
     between: Callable[[], None] = lambda: None,
 ) -> float:
-    """Mean cross-entropy in nats per token over a fixed set of validation windows; draws no random numbers.
+    """Mean cross-entropy in nats per token over a fixed set of validation windows; draws no random numbers. Tokens that
+    the loss is not over do not count.
 
     `step_model` is the model as it trains, compiled or not. Every batch has the same shape, so that it is compiled for
     evaluation once: the rows missing from the last one repeat the first and do not count. `between` is called between
@@ -41,17 +43,20 @@ def validation_loss(
     windows = evaluated_windows(data, config)
     rows = config.rows_at_once
     total = torch.zeros((), device=data.device, dtype=torch.float64)
+    counted: int | torch.Tensor = 0
     model.eval()
     try:
         for first in range(0, windows, rows):
             between()
             here = min(rows, windows - first)
             inputs, targets = data.validation_batch(first, here, windows)
+            count = (targets != IGNORE_INDEX).sum() if data.layout.has_mask else here
             with hardware.autocast():
-                total += step_model(*pad_rows(inputs, targets, rows)).double() * here
+                total += step_model(*pad_rows(inputs, targets, rows)).double() * count
+            counted += count
     finally:
         model.train()
-    return total.item() / windows
+    return (total / counted).item()
 
 
 def evaluated_windows(data: TokenData, config: TrainConfig) -> int:
@@ -65,9 +70,8 @@ def perplexity(loss: float) -> float:
 
 def bits_per_byte(loss: float, data: TokenData) -> float | None:
     """Loss in bits per byte of text: comparable across tokenizers. None where the metadata does not count the bytes."""
-    if not data.metadata.val_bytes:
-        return None
-    return loss / math.log(2) * data.metadata.val_tokens / data.metadata.val_bytes
+    per_byte = data.layout.val_tokens_per_byte
+    return None if per_byte is None else loss / math.log(2) * per_byte
 
 
 @dataclass(frozen=True)
@@ -133,6 +137,12 @@ def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
             ) from None
 
 
+def asked_as_trained(text: str, data: TokenData) -> str | list[int]:
+    """A prompt in the template of the conversations that are trained on; as it is, where it is text."""
+    template = data.metadata.chat_template
+    return text if template is None else template.prompt_ids(data.tokenizer, [Message("user", text)])
+
+
 def answer_prompts(
     model: TransformerLanguageModel,
     data: TokenData,
@@ -141,6 +151,6 @@ def answer_prompts(
 ) -> list[Answer]:
     """The model's most likely continuation of each prompt. `between` is called at each token, and may raise."""
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0)
-    texts = [prompt.text for prompt in prompts]
-    completions = generate(model, data.tokenizer, texts, sampling, on_text=lambda index, piece: between())
+    asked = [asked_as_trained(prompt.text, data) for prompt in prompts]
+    completions = generate(model, data.tokenizer, asked, sampling, on_text=lambda index, piece: between())
     return [Answer(prompt, completion.text) for prompt, completion in zip(prompts, completions, strict=True)]

@@ -77,6 +77,8 @@ class Run:
         self.best_val_loss: float | None = None
         self.best_windows: int | None = None  # of validation that it is the loss over
         self.best_is_new = False  # and its weights are not saved yet
+        self.worse = 0  # evaluations in a row without a better loss
+        self.base: dict[str, Any] | None = None  # the validation loss and answers of the weights that it started from
         self.unevaluated: dict[str, Any] | None = None  # the row of metrics of an evaluation that is not done yet
         self.saved_step = 0  # of the newest checkpoint
         self.is_due = False  # a checkpoint that could not be written when it was due
@@ -146,7 +148,13 @@ class Run:
         return found
 
     def plan(self) -> int:
+        if self.has_stopped_early:
+            return self.step
         return last_step(self.step, self.sequences_seen, self.data.windows, self.config)
+
+    @property
+    def has_stopped_early(self) -> bool:
+        return 0 < self.config.stop_after_worse <= self.worse
 
     @property
     def epoch(self) -> float:
@@ -159,6 +167,8 @@ class Run:
 
     def more(self) -> str:
         """The flag that makes a finished run longer."""
+        if self.has_stopped_early:
+            return f"--stop_after_worse {2 * self.config.stop_after_worse}"
         if self.config.max_steps:
             return f"--max_steps {self.step * 2}"
         return f"--epochs {2 * max(self.config.epochs, int(self.epoch))}"
@@ -308,11 +318,31 @@ class Run:
         self.require_finite(val_loss, "the validation loss")
         answers = answer_prompts(self.model, self.data, prompts, between) if prompts else []
         row |= {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte(val_loss, self.data)}
+        self.worse += 1
         if self.best_val_loss is None or val_loss < self.best_val_loss:
             self.best_val_loss = val_loss
             self.best_windows = evaluated_windows(self.data, self.config)
             self.best_is_new = True
+            self.worse = 0
+        if self.has_stopped_early:
+            self.max_steps = self.step
         return answers
+
+    def evaluate_before(
+        self,
+        hardware: Hardware,
+        step_model: Callable[..., torch.Tensor],
+        prompts: list[Prompt],
+        between: Callable[[], None],
+    ) -> None:
+        """What has to be known before the next step: how good trained weights were that a new run starts from, and the
+        best weights over the validation windows of now. `between` is that of `validation_loss`."""
+        if self.config.eval_interval and self.initialized_from and self.step == 0:
+            loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
+            answers = answer_prompts(self.model, self.data, prompts, between) if prompts else []
+            self.base = {"val_loss": loss, "answers": [answer.text for answer in answers]}
+        if self.config.eval_interval and not self.best_is_comparable:
+            self.evaluate_best(hardware, step_model, between)
 
     def evaluate_best(
         self, hardware: Hardware, step_model: Callable[..., torch.Tensor], between: Callable[[], None]
@@ -337,6 +367,8 @@ class Run:
             "tokens": self.tokens,
             "best_val_loss": self.best_val_loss,
             "best_windows": self.best_windows,
+            "worse": self.worse,
+            "base": self.base,
             "unevaluated": None if self.unevaluated is None else finite(self.unevaluated),
             "skipped_updates": self.stability.skipped,
             "elapsed_seconds": elapsed,
@@ -366,6 +398,7 @@ class Run:
         self.elapsed = state["elapsed_seconds"]
         self.resumed_from = self.resumed_from or state["resumed_from"]
         self.initialized_from = state.get("initialized_from")
+        self.worse, self.base = state.get("worse", 0), state.get("base")
         if found.own:
             self.id = state.get("run_id") or self.id  # not in states of older versions
         bring_back_files(checkpoint, self.dir, self.mirror.dir if self.mirror else None)

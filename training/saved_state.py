@@ -31,6 +31,8 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
         "best_windows": (is_count(state.get("best_windows") or 0, 2**63), "a whole number"),
         "best_val_loss": (state.get("best_val_loss") is None or is_number(state["best_val_loss"]), "a number"),
         "elapsed_seconds": (is_number(state.get("elapsed_seconds")) and state["elapsed_seconds"] >= 0, "a number"),
+        "worse": (is_count(state.get("worse"), MOST_STEPS), "a whole number"),
+        "base": (state.get("base") is None or is_base(state["base"]), "a validation loss and answers"),
         "unevaluated": (
             row is None or (is_row(row) and row.get("step") == state.get("step")),
             "a row of metrics of its step",
@@ -65,6 +67,16 @@ def is_count(value: Any, limit: int) -> bool:
 
 def is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max  # which NaN is not
+
+
+def is_base(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and sorted(value) == ["answers", "val_loss"]
+        and is_number(value["val_loss"])
+        and isinstance(value["answers"], list)
+        and all(isinstance(answer, str) for answer in value["answers"])
+    )
 
 
 def is_row(value: Any) -> bool:

@@ -46,11 +46,12 @@ def train_step(
     inputs, targets = data.batch(sequences_seen, config.sequences_per_step)
     total = torch.zeros((), device=data.device)
     rows = config.rows_at_once
-    for micro_inputs, micro_targets in zip(inputs.split(rows), targets.split(rows), strict=True):
+    parts = zip(inputs.split(rows), targets.split(rows), shares(targets, rows, data.layout.has_mask), strict=True)
+    for micro_inputs, micro_targets, share in parts:
         begin("forward")
         with hardware.autocast():
             loss = step_model(*pad_rows(micro_inputs, micro_targets, rows))
-        loss = loss * (len(micro_inputs) / config.sequences_per_step)
+        loss = loss * share
         begin("backward")
         scaler.scale(loss).backward()
         total += loss.detach()
@@ -64,6 +65,16 @@ def train_step(
     scaler.update()
     optimizer.zero_grad(set_to_none=True)
     return StepResult(total, grad_norm, skipped)
+
+
+def shares(targets: torch.Tensor, rows: int, has_mask: bool) -> list[float | torch.Tensor]:
+    """What the mean loss of each micro-batch of `rows` counts in that of the whole batch: the size of the slices does
+    not matter. targets: (B, T); where they are masked, slices differ in how many count."""
+    parts = targets.split(rows)
+    if not has_mask:
+        return [len(part) / len(targets) for part in parts]
+    counts = torch.stack([(part != IGNORE_INDEX).sum() for part in parts])
+    return list(counts / counts.sum())
 
 
 def pad_rows(inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -35,6 +35,11 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
         told = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
         facts["Validation loss"] = told
         facts["Best"] = f"{best['val_loss']:.4f} at step {best['step']:,}"
+    if run.base:
+        facts["Before"] = f"validation loss {run.base['val_loss']:.4f}, of the weights that it started from"
+    if run.has_stopped_early:
+        facts["Stopped"] = f"early: the last {run.worse} evaluations were no better"
+    before = run.base["answers"] if run.base and len(run.base["answers"]) == len(answers) else []
     right, judged = accuracy(answers)
     if judged:
         facts["Answers"] = f"{right} of {judged} exactly right ({right / judged:.0%})"
@@ -42,7 +47,7 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
     lines = [f"# {config.name}", "", "| | |", "|---|---|"]
     lines += [table_row([key, cell(value)]) for key, value in facts.items()]
     if answers:
-        lines += ["", "## Answers", "", *answer_table(answers)]
+        lines += ["", "## Answers", "", *answer_table(answers, before)]
     lines += ["", "## Configuration", "", "What differs from the defaults, and where it came from:", ""]
     lines += [table_row(["key", "value", "source"]), table_row(["---"] * 3)]
     given = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
@@ -51,20 +56,24 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
         file.write(("\n".join(lines) + "\n").encode(errors="replace"))  # a file name can be any bytes
 
     print()
-    for line in answer_table(answers) if answers else []:
+    for line in answer_table(answers, before) if answers else []:
         print(line)
     for key, value in facts.items():
         print(f"{key:<16} {value}")
     there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES) if (run.dir / name).exists()]
     there += [f"{name}/" for name in ("checkpoints", "best") if (run.dir / name).exists()]
     print(f"{'Files':<16} {run.dir}: {', '.join(there)}")
-    print('\nTalk to it: python generate.py --prompt "..." or --interactive')
+    checkpoint = f"--checkpoint {run.dir / 'best'} " if run.has_stopped_early else ""
+    print(f'\nTalk to it: python generate.py {checkpoint}--prompt "..." or --interactive')
 
 
-def answer_table(answers: list[Answer]) -> list[str]:
-    """A Markdown table of prompts and answers, wrong ones with what was expected."""
-    lines = [table_row(["prompt", "answer", "exactly right"]), table_row(["---"] * 3)]
-    for answer in answers:
+def answer_table(answers: list[Answer], before: list[str]) -> list[str]:
+    """A Markdown table of prompts and answers, wrong ones with what was expected; beside them those `before` the
+    training, of the weights that it started from, if there were any."""
+    head = ["prompt", *(["before"] if before else []), "answer", "exactly right"]
+    lines = [table_row(head), table_row(["---"] * len(head))]
+    for i, answer in enumerate(answers):
         verdict = {None: "", True: "yes", False: f"no: {cell(answer.prompt.expected or '')}"}[answer.right]
-        lines.append(table_row([cell(answer.prompt.text), cell(answer.text), verdict]))
+        earlier = [cell(before[i])] if before else []
+        lines.append(table_row([cell(answer.prompt.text), *earlier, cell(answer.text), verdict]))
     return lines

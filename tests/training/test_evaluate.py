@@ -20,6 +20,7 @@ from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
 from training.data import TokenData
 from training.evaluate import Answer, Prompt, accuracy, answer_prompts, bits_per_byte, read_prompts, validation_loss
+from training.layout import layout_of_text
 
 CHARACTERS = "abcdefghij .?"
 TRAIN_TOKENS = 100
@@ -125,7 +126,7 @@ def test_bits_per_byte_is_the_code_length_of_the_split_over_its_bytes(data: Toke
 
 @pytest.mark.parametrize("val_bytes", [None, 0])
 def test_bits_per_byte_is_unknown_where_the_bytes_are(data: TokenData, val_bytes: int | None) -> None:
-    data.metadata = dataclasses.replace(data.metadata, val_bytes=val_bytes)
+    data.layout = layout_of_text(dataclasses.replace(data.metadata, val_bytes=val_bytes), data.seq_len)
     assert bits_per_byte(1.0, data) is None
 
 
