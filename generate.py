@@ -27,6 +27,7 @@ from common.flags import Parser, add_debug
 if TYPE_CHECKING:
     import torch
 
+    from common.chat import ChatTemplate
     from common.checkpoint import Checkpoint
     from generation.sampling import Sampling
     from model import ModelConfig, TransformerLanguageModel
@@ -124,23 +125,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     checkpoint = open_checkpoint(arguments.checkpoint or newest_run())
     model, tokenizer = load_checkpoint(checkpoint, arguments.device)
+    template = None if arguments.raw else checkpoint.chat_template()
     if arguments.interactive:
         print(f"{checkpoint.path}: {model.num_parameters():,} parameters.")
-        interact(model, tokenizer, sampling)
+        interact(model, tokenizer, sampling, template)
         return 0
     prompts = [prompt for prompt in read_prompts(arguments) for _ in range(arguments.num_samples)]
+    after_prompt = "" if template is None else "\n"
     stream = arguments.stream if arguments.stream is not None else len(prompts) == 1 and not arguments.json
     if arguments.json:
-        for row in rows_as_dicts(model, tokenizer, checkpoint, prompts, sampling):
+        for row in rows_as_dicts(model, tokenizer, checkpoint, prompts, sampling, template):
             print(json.dumps(row), flush=True)
     elif stream:
         for i, prompt in enumerate(prompts):
             separate(i)
-            stream_one(model, tokenizer, prompt, dataclasses.replace(sampling, seed=sampling.seed + i))
+            seeded = dataclasses.replace(sampling, seed=sampling.seed + i)
+            print(printable(prompt), end=after_prompt, flush=True)
+            stream_one(model, tokenizer, as_trained(prompt, template, tokenizer), seeded)
     else:
-        for i, row in enumerate(rows_as_dicts(model, tokenizer, checkpoint, prompts, sampling)):
+        for i, row in enumerate(rows_as_dicts(model, tokenizer, checkpoint, prompts, sampling, template)):
             separate(i)
-            print(printable(row["prompt"] + row["completion"]), flush=True)
+            print(printable(row["prompt"] + after_prompt + row["completion"]), flush=True)
     return 0
 
 
@@ -155,6 +160,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     text.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable")
     text.add_argument("--prompts_file", metavar="FILE", help="text file with one prompt a line")
     text.add_argument("--interactive", action="store_true", help="type prompts one after the other")
+    text.add_argument("--raw", action="store_true", help="prompts as they are, to a model of conversations too")
     text.add_argument("--num_samples", type=int, metavar="N", help="continuations of each prompt [1]")
     text.add_argument("--checkpoint", metavar="PATH", help="checkpoint or run folder [the newest run in runs/]")
     text.add_argument("--compare", nargs="+", metavar="PATH", help="answer the prompts with each of these checkpoints")
@@ -276,24 +282,36 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     return prompts or [""]
 
 
+def as_trained(prompt: str, template: ChatTemplate | None, tokenizer: Tokenizer) -> str | list[int]:
+    """The prompt as it is, or the ids of the question that it is to a model of conversations."""
+    from common.chat import Message
+
+    if template is None:
+        return prompt
+    if not prompt.strip():
+        raise ConfigError("This model answers: it needs a --prompt. For text from nothing, add --raw.")
+    return template.prompt_ids(tokenizer, [Message("user", prompt)])
+
+
 def rows_as_dicts(
     model: TransformerLanguageModel,
     tokenizer: Tokenizer,
     checkpoint: Checkpoint,
     prompts: list[str],
     sampling: Sampling,
+    template: ChatTemplate | None,
 ) -> list[dict[str, Any]]:
     """Complete all prompts in batches. `tokens_per_second` is that of the whole batch."""
     from generation.decoding import generate
 
     started = time.perf_counter()
-    completions = generate(model, tokenizer, prompts, sampling)
+    completions = generate(model, tokenizer, [as_trained(prompt, template, tokenizer) for prompt in prompts], sampling)
     seconds = time.perf_counter() - started
     speed = sum(completion.tokens for completion in completions) / seconds
     return [
         {
             "prompt": prompt,
-            "completion": completion.text,
+            "completion": completion.text if template is None else completion.text.strip(),
             "tokens": completion.tokens,
             "tokens_per_second": round(speed, 1),
             "checkpoint": str(checkpoint.path),
@@ -313,7 +331,8 @@ def compare(arguments: argparse.Namespace, sampling: Sampling) -> None:
     for checkpoint in checkpoints:
         model, tokenizer = load_checkpoint(checkpoint, arguments.device)
         repeated = [prompt for prompt in prompts for _ in range(arguments.num_samples)]
-        answers.append(rows_as_dicts(model, tokenizer, checkpoint, repeated, sampling))
+        template = None if arguments.raw else checkpoint.chat_template()
+        answers.append(rows_as_dicts(model, tokenizer, checkpoint, repeated, sampling, template))
     if arguments.json:
         for row in (row for rows in answers for row in rows):
             print(json.dumps(row))

@@ -1,12 +1,12 @@
-"""Text in a terminal as it is made, and a loop of prompts."""
+"""Text in a terminal as it is made, a loop of prompts, and a conversation."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
+from common.chat import ChatTemplate, Message
 from common.flags import suggest
 from common.formatting import printable
 from generation.decoding import Completion, generate
@@ -15,22 +15,38 @@ from model import TransformerLanguageModel
 from tokenizer import Tokenizer, TokenizerError
 
 
-def stream_one(model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: str, sampling: Sampling) -> Completion:
-    """Print the prompt and its continuation as it is made."""
-    print(printable(prompt), end="", flush=True)
-    show: Callable[[int, str], None] = lambda _, piece: print(printable(piece), end="", flush=True)  # noqa: E731
+def stream_one(
+    model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: str | list[int], sampling: Sampling
+) -> Completion:
+    """Print the continuation of a prompt as it is made. The space before an answer (a prompt of ids) is left out."""
+    begun = isinstance(prompt, str)
+
+    def show(_: int, piece: str) -> None:
+        nonlocal begun
+        piece = piece if begun else piece.lstrip()
+        begun = begun or bool(piece)
+        print(printable(piece), end="", flush=True)
+
     completion = generate(model, tokenizer, [prompt], sampling, on_text=show)[0]
     print(flush=True)
     return completion
 
 
-def interact(model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sampling) -> None:
-    """A prompt loop: each line is continued on its own; /name value changes a setting."""
+def interact(
+    model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sampling, template: ChatTemplate | None
+) -> None:
+    """A prompt loop: each line is continued on its own, or with a `template` is the next turn of a conversation. /name
+    value changes a setting."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history; not on Windows)
 
     settings = [field.name for field in dataclasses.fields(sampling)]
-    help_text = f"Type a text to continue. Settings: {', '.join('/' + name for name in settings)} VALUE. /quit ends."
+    listed = f"Settings: {', '.join('/' + name for name in settings)} VALUE. /quit ends."
+    conversation = None if template is None else Conversation(template, tokenizer, room_for_prompt(model, sampling))
+    if conversation is None:
+        help_text = f"Type a text to continue. {listed}"
+    else:
+        help_text = f"Ask something; what was said is remembered. /reset forgets it, /system TEXT instructs. {listed}"
     print(help_text)
     while True:
         try:
@@ -38,18 +54,68 @@ def interact(model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sa
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        if line.strip() in ("/quit", "/exit"):
+        command, _, value = line[1:].strip().partition(" ") if line.startswith("/") else ("", "", "")
+        if command in ("quit", "exit"):
             return
-        if line.startswith("/"):
+        if conversation and command in ("reset", "system"):
+            print(conversation.reset() if command == "reset" else conversation.instruct(value))
+        elif command or line.startswith("/"):
             sampling = change_setting(line[1:], sampling, settings, help_text)
+            if conversation:
+                conversation.room = room_for_prompt(model, sampling)
         elif line.strip():
             try:
-                stream_one(model, tokenizer, line, sampling)
+                if conversation is None:
+                    print(printable(line), end="", flush=True)
+                    stream_one(model, tokenizer, line, sampling)
+                else:
+                    conversation.answered(stream_one(model, tokenizer, conversation.ask(line), sampling).text)
             except KeyboardInterrupt:  # stops this text, not the program
                 print()
             except TokenizerError as problem:  # characters it does not know
                 print(problem)
             sampling = dataclasses.replace(sampling, seed=sampling.seed + 1)  # the same line again: another text
+
+
+def room_for_prompt(model: TransformerLanguageModel, sampling: Sampling) -> int:
+    """Tokens of the context that a conversation may take; an answer has at least half of it to itself."""
+    context = model.config.max_seq_len
+    return context - min(sampling.max_new_tokens, context // 2)
+
+
+class Conversation:
+    """The turns so far. A question that was not answered to its end is no part of them."""
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, room: int):
+        self.template, self.tokenizer, self.room = template, tokenizer, room
+        self.system: list[Message] = []
+        self.turns: list[Message] = []
+        self.question = ""
+        self.is_forgetting = False
+
+    def ask(self, question: str) -> list[int]:
+        """The ids of the prompt: what was said before, as far back as there is room."""
+        self.question = question
+        messages = [*self.system, *self.turns, Message("user", question)]
+        ids = self.template.prompt_ids(self.tokenizer, messages, self.room)
+        if not self.is_forgetting and len(ids) < len(self.template.prompt_ids(self.tokenizer, messages)):
+            print("(There is no room for all that was said: from here on the oldest turns are forgotten.)")
+            self.is_forgetting = True
+        return ids
+
+    def answered(self, answer: str) -> None:
+        if answer.strip():
+            self.turns += [Message("user", self.question), Message("assistant", answer)]
+
+    def reset(self) -> str:
+        self.turns.clear()
+        self.is_forgetting = False
+        return "What was said is forgotten."
+
+    def instruct(self, text: str) -> str:
+        """Set what stands before the first turn; without a text it is taken away."""
+        self.system = [Message("system", text)] if text.strip() else []
+        return f"It is told: {text}" if self.system else "It has no instructions."
 
 
 def change_setting(command: str, sampling: Sampling, settings: list[str], help_text: str) -> Sampling:
