@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -119,3 +123,11 @@ def flip(path: Path) -> None:
 def columns(row: str) -> list[str]:
     """The cells of a Markdown table row, split at the bars that are not escaped."""
     return [part.strip() for part in re.split(r"(?<!\\)\|", row.strip())[1:-1]]
+
+
+def run_script(main: Callable[[list[str]], int], *words: object) -> SimpleNamespace:
+    """A script called in this process as its user calls it: `code`, `out`, `err`."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([str(word) for word in words])
+    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())

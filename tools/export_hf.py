@@ -99,10 +99,15 @@ def require_gguf_of(path: str | Path, file: Path) -> None:
 def export_gguf(path: str | Path, file: Path) -> None:
     """Write the file, prove it with llama.cpp where that is installed, and say what to type. One that is not the model
     is deleted. Raises what `write_gguf` and `prove` raise."""
+    from common.checkpoint import open_checkpoint
     from tools.gguf_form import INSTALL, llama_command, modelfile, ollama_commands, tanh_difference, write_gguf
+    from tools.hf_folder import load_in_fp32
 
-    model, tokenizer = loaded(path)
-    write_gguf(file, model, tokenizer, file.stem)
+    checkpoint = open_checkpoint(path)
+    model, tokenizer = load_in_fp32(checkpoint)
+    template = checkpoint.chat_template()
+    jinja = template.jinja(marks_answers=False) if template else None
+    write_gguf(file, model, tokenizer, file.stem, chat_template=jinja)
     try:
         agreement = prove(path, file)
     except BaseException:
@@ -115,8 +120,8 @@ def export_gguf(path: str | Path, file: Path) -> None:
             f"{difference:.1e} for that."
         )
     for title, lines in (
-        ("With llama.cpp", llama_command(file, model.config)),
-        ("With Ollama, a file named Modelfile beside it", modelfile(file, model.config)),
+        ("With llama.cpp", llama_command(file, model.config, template=template)),
+        ("With Ollama, a file named Modelfile beside it", modelfile(file, model.config, template)),
         ("and in that folder", ollama_commands(file)),
     ):
         print(f"\n{title}:\n" + "".join(f"\n  {line}" for line in lines.splitlines()))
@@ -176,7 +181,13 @@ def export(path: str | Path, out: Path) -> Difference:
         require_transformers,
     )
     from tools.hf_form import FormError, hf_kind, to_hf
-    from tools.hf_tokenizer import hf_special_ids, hf_tokenizer_config, hf_tokenizer_json, require_same_ids
+    from tools.hf_tokenizer import (
+        hf_special_ids,
+        hf_tokenizer_config,
+        hf_tokenizer_json,
+        require_same_conversation,
+        require_same_ids,
+    )
 
     require_transformers()
     require_new(out)
@@ -195,11 +206,16 @@ def export(path: str | Path, out: Path) -> Difference:
         "tokenizer_config.json": json_bytes(hf_tokenizer_config(tokenizer, model.config.max_seq_len)),
         "README.md": model_card(checkpoint, model.config, model.num_parameters(), tokenizer, out.name).encode(),
     }
+    if template := checkpoint.chat_template():
+        contents["chat_template.jinja"] = template.jinja().encode()
     with new_folder(out) as folder:
         write_verified(folder / "model.safetensors", safetensors_pieces(tensors, metadata={"format": "pt"}))
         for name, content in contents.items():
             write_verified(folder / name, content)
-        require_same_ids(tokenizer, load_their_tokenizer(folder))
+        their_tokenizer = load_their_tokenizer(folder)
+        require_same_ids(tokenizer, their_tokenizer)
+        if template:
+            require_same_conversation(template, tokenizer, their_tokenizer)
         return largest_difference(model, load_theirs(folder), tokenizer)
 
 

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from common.chat import ChatTemplate
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
 from model import ModelConfig, TransformerBlock, TransformerLanguageModel
-from tokenizer import CharacterTokenizer, Tokenizer, valid_unicode
+from tokenizer import END_OF_TEXT, CharacterTokenizer, Tokenizer, valid_unicode
 from tokenizer_bpe import PROBE, BPETokenizer, obstacle_to_tiktoken
 from tools.llama_server import TOP, LlamaServer
 
@@ -353,15 +354,27 @@ def distance(top: dict[int, float], model: TransformerLanguageModel, prompt: lis
 # What to type
 
 
-def llama_command(path: str | Path, config: ModelConfig, prompt: str = "Once upon a time") -> str:
-    """llama.cpp's command for text that goes on from a prompt; `llama-cli` is for chats alone."""
+def llama_command(
+    path: str | Path, config: ModelConfig, prompt: str = "Once upon a time", template: ChatTemplate | None = None
+) -> str:
+    """llama.cpp's command for text that goes on from a prompt, or with a `template` for a chat."""
     tokens = min(200, config.max_seq_len // 2)
+    if template:
+        return f"llama-cli -m {shlex.quote(str(path))} --jinja -n {tokens}"
     return f"llama-completion -m {shlex.quote(str(path))} -no-cnv -n {tokens} -p {shlex.quote(prompt)}"
 
 
-def modelfile(path: str | Path, config: ModelConfig) -> str:
+def modelfile(path: str | Path, config: ModelConfig, template: ChatTemplate | None = None) -> str:
     """What Ollama is told of the file, in a Modelfile beside it. Its default context is longer than most of ours."""
-    return f'FROM ./{Path(path).name}\nPARAMETER num_ctx {config.max_seq_len}\nTEMPLATE "{{{{ .Prompt }}}}"\n'
+    form = '"{{ .Prompt }}"'
+    if template:
+        form = (
+            f'"""{END_OF_TEXT}{{{{ range .Messages }}}}'
+            f'{{{{ if eq .Role "assistant" }}}}{template.assistant} {{{{ .Content }}}}{END_OF_TEXT}'
+            f'{{{{ else if eq .Role "system" }}}}{template.system} {{{{ .Content }}}}\n'
+            f'{{{{ else }}}}{template.user} {{{{ .Content }}}}\n{{{{ end }}}}{{{{ end }}}}{template.assistant}"""'
+        )
+    return f"FROM ./{Path(path).name}\nPARAMETER num_ctx {config.max_seq_len}\nTEMPLATE {form}\n"
 
 
 def ollama_commands(path: str | Path) -> str:

@@ -54,7 +54,7 @@ def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tok
         f"path = {json.dumps(name)}  # this folder, or its name on the hub",
         "tokenizer = AutoTokenizer.from_pretrained(path)",
         "model = AutoModelForCausalLM.from_pretrained(path)",
-        f'inputs = tokenizer({json.dumps(example_prompt(run_dir, tokenizer))}, return_tensors="pt")',
+        *asking(checkpoint.chat_template() is not None, json.dumps(example_prompt(run_dir, tokenizer))),
         f"outputs = model.generate(**inputs, max_new_tokens={min(50, config.max_seq_len // 2)})",
         "print(tokenizer.decode(outputs[0]))",
         "```",
@@ -94,6 +94,17 @@ def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tok
         "were trained on too, and is for whoever publishes them to say here.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def asking(is_chat: bool, prompt: str) -> list[str]:
+    """Lines of Python that make `inputs` of a prompt, a JSON string."""
+    if not is_chat:
+        return [f'inputs = tokenizer({prompt}, return_tensors="pt")']
+    return [
+        f'messages = [{{"role": "user", "content": {prompt}}}]',
+        'form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}',
+        "inputs = tokenizer.apply_chat_template(messages, **form)",
+    ]
 
 
 def table(facts: dict[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from common.chat import ChatTemplate, Message
 from common.errors import DataError
 from tokenizer import CharacterTokenizer, Tokenizer, TokenizerError, load_tokenizer, read_tokenizer_json
 from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer
@@ -128,6 +129,29 @@ def probe_text(tokenizer: Tokenizer) -> str:
         return PARAGRAPH + PROBE
     alphabet = tokenizer.decode(np.arange(tokenizer.vocab_size))
     return alphabet + tokenizer.decode(tokenizer.encode(PARAGRAPH + PROBE, unknown="drop"))
+
+
+def require_same_conversation(template: ChatTemplate, tokenizer: Tokenizer, theirs: Any) -> None:
+    """Raises TokenizerError where transformers gives other ids for a conversation, or for the question it ends with."""
+    messages = [
+        Message("system", "Be brief."),
+        Message("user", " What is it?\n"),
+        Message("assistant", 'It\'s a "test".'),
+        Message("user", "Why\n\nso?"),
+    ]
+    asked = [message._asdict() for message in messages]
+    found = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    whole = theirs.apply_chat_template(asked[:3], return_dict=True)["input_ids"]
+    ids = template.encode(tokenizer, messages[:3])[0].tolist()
+    if found != template.prompt_ids(tokenizer, messages) or whole != ids:
+        raise TokenizerError("transformers reads the chat template otherwise: it gives other ids for a conversation.")
+
+
+def chat_template_of(folder: Path) -> ChatTemplate | None:
+    """Ours, where that is what the folder has: a program in Jinja, as any other is, is not run here."""
+    path, template = folder / "chat_template.jinja", ChatTemplate()
+    is_ours = path.exists() and path.read_bytes() == template.jinja().encode()
+    return template if is_ours else None
 
 
 def require_same_ids(tokenizer: Tokenizer, theirs: Any) -> None:

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -30,7 +30,7 @@ HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # What is asked for of a repository on the hub; what else may lie there (other frameworks' weights) is left there.
 HUB_FILES = [
     "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
-    "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt",
+    "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template.jinja",
 ]  # fmt: skip
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
@@ -110,7 +110,7 @@ def import_folder(folder: Path, out: Path) -> tuple[Difference, int]:
         require_new,
     )
     from tools.hf_form import FormError, from_hf, their_names
-    from tools.hf_tokenizer import import_tokenizer, require_same_ids
+    from tools.hf_tokenizer import chat_template_of, import_tokenizer, require_same_ids
 
     require_new(out)
     if not folder.is_dir():
@@ -145,7 +145,9 @@ def import_folder(folder: Path, out: Path) -> tuple[Difference, int]:
     require_same_ids(tokenizer, their_tokenizer)
     difference = largest_difference(model, theirs, tokenizer)
     total = model.num_parameters()
-    extras = {"tokenizer_type": tokenizer.kind, "total_parameters": total}
+    extras: dict[str, Any] = {"tokenizer_type": tokenizer.kind, "total_parameters": total}
+    if template := chat_template_of(folder):
+        extras["chat_template"] = template.to_dict()
     weights = model.state_dict()
     if config.tie_embeddings:
         del weights["head.weight"]  # the same tensor as token_embedding.weight

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -41,13 +42,17 @@ class LlamaServer:
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text in which nothing is a special token."""
+        answer = self.ask("/tokenize", {"content": text, "add_special": False, "parse_special": False})
+        return [int(i) for i in answer["tokens"]]
+
+    def ask(self, path: str, question: dict[str, Any]) -> Any:
+        """The answer to a JSON that is posted to its server."""
         address = self.server.listening_address.removeprefix("http://")
         connection = http.client.HTTPConnection(address, timeout=60)  # unlike urllib, it asks no proxy
-        body = json.dumps({"content": text, "add_special": False, "parse_special": False})
-        connection.request("POST", "/tokenize", body, {"Content-Type": "application/json"})
+        connection.request("POST", path, json.dumps(question), {"Content-Type": "application/json"})
         answer = json.loads(connection.getresponse().read())
         connection.close()
-        return [int(i) for i in answer["tokens"]]
+        return answer
 
     def next_tokens(self, prompt: list[int], harmless: int) -> dict[int, float]:
         """The TOP likeliest ids after the prompt, with their log-probabilities.

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import hashlib
-import io
 import json
 import re
 import shutil
@@ -28,7 +27,7 @@ import common.machine
 import generate
 import tokenize_local_bpe
 from model import ModelConfig, TransformerLanguageModel
-from tests.helpers import CPU, ROOT, generated_text, snapshot, write_tokens
+from tests.helpers import CPU, ROOT, generated_text, run_script, snapshot, write_tokens
 from tests.training.helpers import final_weights, measured
 from training.config import TrainConfig, parse_config
 from training.data import TokenData
@@ -37,14 +36,6 @@ from training.memory import memory_by_process
 
 SHORT = ("--device", "cpu", "--max_new_tokens", "20", "--temperature", "0")
 QUICK = {"max_steps": 4, "eval_interval": 0, "checkpoint_steps": 0}
-
-
-def run_script(main: Callable[[list[str]], int], *words: object) -> SimpleNamespace:
-    """A script called in this process as its user calls it: `code`, `out`, `err`."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([str(word) for word in words])
-    return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
 def refusal(result: Any, code: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from common.chat import ChatTemplate
 from common.checkpoint import save_checkpoint
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import ALPHABET, generated_text
@@ -35,10 +36,12 @@ def random_model(vocab_size: int, std: float = 0.2, **options: Any) -> Transform
     return model
 
 
-def write_model(folder: Path, tokenizer: Tokenizer | None = None, **options: Any) -> TransformerLanguageModel:
+def write_model(
+    folder: Path, tokenizer: Tokenizer | None = None, chat: ChatTemplate | None = None, **options: Any
+) -> TransformerLanguageModel:
     """A checkpoint folder of a random model."""
     tokenizer = tokenizer or bpe()
     model = random_model(tokenizer.vocab_size, **options)
     optimizer = torch.optim.AdamW(model.parameters())
-    save_checkpoint(folder, model, optimizer, tokenizer.to_json().encode(), tokenizer.kind, {"step": 0})
+    save_checkpoint(folder, model, optimizer, tokenizer.to_json().encode(), tokenizer.kind, {"step": 0}, chat)
     return model
