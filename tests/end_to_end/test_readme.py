@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -61,6 +62,9 @@ def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
     sentence = "The quick brown fox number {} jumps over the lazy dog {} and sleeps.\n"
     for name in ("my_text.txt", "more_text.txt"):
         Path(name).write_text("".join(sentence.format(i, i * 7) for i in range(600)))
+
+    chats = ({"prompt": f"Fox {i}?", "completion": f"The fox number {i} sleeps."} for i in range(100))
+    Path("my_chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
 
     def no_more_input(prompt: str) -> str:
         raise EOFError

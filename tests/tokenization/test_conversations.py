@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.chat import ChatTemplate, Message
+from common.chat import ROLES, ChatTemplate, Message, require_order
 from common.errors import DataError
 from tests.helpers import Killed
 from tokenization import token_folder
@@ -206,6 +206,26 @@ def test_an_array_is_read_as_json_reads_it(values: list, indent: int | None) -> 
     assert [record for _, record in records_of_array(source, json.dumps(values, indent=indent) + "\n")] == values
     a_line_each = "[\n" + ",\n".join(map(json.dumps, values)) + "\n]"
     assert list(records_of_array(source, a_line_each)) == list(enumerate(values, 2))
+
+
+KEYS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system")
+TURN = st.fixed_dictionaries(
+    {},
+    optional={
+        key: st.sampled_from([*ROLES, "human", "gpt", "x", "", None]) | JSON
+        for key in ("role", "from", "content", "value")
+    },
+)
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), st.lists(TURN, max_size=4) | st.text() | JSON))
+def test_any_record_is_a_conversation_or_told_to_be_none(record: dict) -> None:
+    try:
+        messages = messages_of(record)
+    except ValueError as problem:
+        assert str(problem)
+    else:
+        require_order(messages, "assistant")
 
 
 def test_stopped_in_the_middle_it_continues_to_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
