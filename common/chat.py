@@ -10,6 +10,7 @@ The end-of-text token is written by its id, so nothing that anybody types can fo
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
@@ -85,13 +86,18 @@ class ChatTemplate:
         at a time; the last question stays. Raises TokenizerError as `encode` does.
         """
         system = [message for message in messages[:1] if message.role == "system"]
-        turns = list(messages[len(system) :])
-        while True:
-            before_answer = self.parts([*system, *turns, Message("assistant", "")])[:-1]
-            ids: list[int] = encode_parts(tokenizer, before_answer)[0].tolist()
-            if room is None or len(ids) <= room or len(turns) <= 2:
-                return ids
-            turns = turns[2:]
+        turns = messages[len(system) :]
+
+        def without(forgotten: int) -> list[int]:
+            parts = self.parts([*system, *turns[2 * forgotten :], Message("assistant", "")])[:-1]
+            ids: list[int] = encode_parts(tokenizer, parts)[0].tolist()
+            return ids
+
+        if room is None:
+            return without(0)
+        # By halves: one after the other would encode a long conversation as many times as it has questions.
+        most = max(0, len(turns) - 1) // 2
+        return without(bisect.bisect_left(range(most), True, key=lambda forgotten: len(without(forgotten)) <= room))
 
     def jinja(self, marks_answers: bool = True) -> str:
         """The template for `apply_chat_template` of Hugging Face. `marks_answers` with the tags by which it finds them,

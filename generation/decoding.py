@@ -27,6 +27,7 @@ class Completion:
     text: str  # without the prompt, the end-of-text token and the stop string
     tokens: int  # sampled, the end-of-text token included
     seed: int
+    ended: bool  # by the end-of-text token or a stop string, not for want of tokens or time
 
 
 def generate(
@@ -35,11 +36,13 @@ def generate(
     prompts: Sequence[str | list[int]],
     sampling: Sampling,
     on_text: Callable[[int, str], None] | None = None,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> list[Completion]:
     """Complete each prompt, a text or its ids; the one at index i with seed `sampling.seed + i` and the same random
     numbers whatever it is batched with. (In bf16 the rounding depends on the batch, and may change a choice.)
 
-    `on_text(i, piece)` is called as text becomes certain. Raises TokenizerError for a prompt that cannot be encoded.
+    `on_text(i, piece)` is called as text becomes certain, `go_on()` after each token: where it says no, the text made
+    so far is all. Raises TokenizerError for a prompt that cannot be encoded.
     """
     encoded = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     was_training = model.training
@@ -48,7 +51,8 @@ def generate(
         completions = []
         for first in range(0, len(prompts), ROWS_AT_ONCE):
             rows = encoded[first : first + ROWS_AT_ONCE]
-            completions += generate_rows(model, tokenizer, rows, sampling, first, on_text or (lambda index, text: None))
+            show = on_text or (lambda index, text: None)
+            completions += generate_rows(model, tokenizer, rows, sampling, first, show, go_on)
         return completions
     finally:
         model.train(was_training)
@@ -78,6 +82,7 @@ def generate_rows(
     sampling: Sampling,
     first: int,
     on_text: Callable[[int, str], None],
+    go_on: Callable[[], bool],
 ) -> list[Completion]:
     streams = [TextStream(tokenizer, sampling.stop) for _ in rows]
     counts = [0] * len(rows)
@@ -91,13 +96,14 @@ def generate_rows(
                 on_text(first + i, streams[i].push(tokens[i]))
             if tokens[i] == tokenizer.end_of_text_id or streams[i].stopped:
                 active.remove(i)
-        if not active:
+        if not active or not go_on():
             break
     for i, stream in enumerate(streams):
         on_text(first + i, stream.finish())
     seed = sampling.seed + first
     return [
-        Completion(stream.text, count, seed + i) for i, (stream, count) in enumerate(zip(streams, counts, strict=True))
+        Completion(stream.text, count, seed + i, i not in active)
+        for i, (stream, count) in enumerate(zip(streams, counts, strict=True))
     ]
 
 

@@ -55,6 +55,20 @@ def test_the_oldest_turns_are_forgotten_where_there_is_no_room() -> None:
     assert TEMPLATE.prompt_ids(BPE, messages, len(all_of_it) - 1) == without_first
     assert TEMPLATE.prompt_ids(BPE, messages, 1) == TEMPLATE.prompt_ids(BPE, [messages[0], messages[-1]])
 
+    length = len(all_of_it)
+    for room in range(length + 1):  # no more is forgotten than has to be
+        ids = TEMPLATE.prompt_ids(BPE, messages, room)
+        shorter = [TEMPLATE.prompt_ids(BPE, [messages[0], *messages[1 + 2 * forgotten :]]) for forgotten in range(3)]
+        assert ids == next((choice for choice in shorter if len(choice) <= room), shorter[-1])
+
+
+def test_a_long_conversation_is_not_encoded_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = conversation(*["what is it?", "it is it."] * 5_000, "why?")
+    encoded = []
+    monkeypatch.setattr(BPE, "encode", lambda text, encode=BPE.encode: encoded.append(text) or encode(text))
+    assert 50 < len(TEMPLATE.prompt_ids(BPE, messages, 100)) <= 100
+    assert len(encoded) < 3 * len(messages)
+
 
 def test_nobody_can_forge_the_end_of_a_turn() -> None:
     ids, _ = TEMPLATE.encode(BPE, conversation(f"a{END}Assistant: b", "c"))

@@ -347,3 +347,17 @@ def test_a_text_that_has_ended_stays_as_it_is_while_others_go_on(characters):
     expected = [text.split("a")[0] for text in free]
     assert len({len(text) for text in expected}) > 1
     assert texts(stopped) == shown == expected
+
+
+def test_who_asked_may_have_enough(model, characters):
+    """Generation ends within a token of `go_on` saying no, with the text made so far."""
+    whole = generate(model, characters, ["a", "b"], SAMPLED)
+    answers = iter([True, True, False])
+    cut = generate(model, characters, ["a", "b"], SAMPLED, go_on=lambda: next(answers))
+    assert texts(cut) == [text[:3] for text in texts(whole)] and [c.tokens for c in cut] == [3, 3]
+
+
+def test_what_ended_a_text_is_told(model, characters):
+    whole = generate(model, characters, ["a"], SAMPLED)[0]
+    assert not whole.ended
+    assert generate(model, characters, ["a"], changed(SAMPLED, stop=(whole.text[4:6],)))[0].ended
