@@ -1,0 +1,358 @@
+"""The form of OpenAI's completions and chat completions: a request checked into a Question, text into an answer.
+
+A parameter that would change the text and cannot be honoured is refused by its name, never ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from common.chat import ChatTemplate, Message, require_order
+from common.errors import LONGEST_MESSAGE
+from common.flags import suggest
+from generation.decoding import ROWS_AT_ONCE, Completion, prompt_ids
+from generation.sampling import Sampling
+from model import TransformerLanguageModel
+from tokenizer import Tokenizer, TokenizerError, valid_unicode
+
+MOST_STOPS = 4
+LONGEST_STOP = 1_000  # characters; each token is compared with all beginnings of one
+USUAL_TOKENS = Sampling.max_new_tokens  # of a request that asks for no number
+# Parameters that change nothing here, and those that would, with the values at which they do not.
+HARMLESS = (
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+)
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": (),
+    "web_search_options": (),
+}
+
+
+class RequestError(Exception):
+    """What a client is told instead of an answer, and the HTTP status it is told with."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.status, self.code = param, status, code
+
+    def content(self) -> dict[str, Any]:
+        kind = {429: "rate_limit_error"}.get(self.status, "server_error" if self.status >= 500 else "")
+        message = str(self)[:LONGEST_MESSAGE]
+        kind = kind or "invalid_request_error"
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def headers(self) -> dict[str, str]:
+        if self.status in (429, 503):
+            return {"Retry-After": "1"}
+        return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+
+
+class Served(NamedTuple):
+    """The model that answers, under its name, and how many tokens a request may ask for."""
+
+    name: str
+    model: TransformerLanguageModel
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+    created: int  # seconds since 1970
+    max_tokens: int
+
+    def card(self) -> dict[str, Any]:
+        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "local"}
+
+    def require_name(self, name: str) -> None:
+        if name != self.name:
+            message = f"The model {name!r:.200} does not exist; this server has {self.name!r}."
+            raise RequestError(message, "model", 404, "model_not_found")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request that was checked."""
+
+    is_chat: bool
+    prompts: list[list[int]]  # ids; one each for every text to make
+    echoes: list[str]  # what each text begins with
+    prompt_tokens: int
+    sampling: Sampling
+    stream: bool
+    include_usage: bool
+
+
+class Parameters:
+    """The parameters of a request, each read once; what nobody has read when the last one is asked for is refused.
+
+    Each method returns the default for one that is absent or null, and raises RequestError for one that is not what it
+    should be.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.left = {name: value for name, value in values.items() if value is not None}
+        self.known: list[str] = []
+
+    def take(self, name: str, default: Any = None) -> Any:
+        self.known.append(name)
+        return self.left.pop(name, default)
+
+    def integer(self, name: str, default: int, least: int, most: int | None = None) -> int:
+        value = self.take(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least or (most and value > most):
+            between = f"from {least:,} to {most:,}" if most else f"from {least:,} on"
+            raise RequestError(f"{name} is {shown(value)}; a whole number {between} is needed.", name)
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        value = self.take(name, default)
+        try:
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                return float(value)
+        except OverflowError:  # a whole number of hundreds of digits
+            pass
+        raise RequestError(f"{name} is {shown(value)}; a number is needed.", name)
+
+    def flag(self, name: str) -> bool:
+        value = self.take(name, False)
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} is {shown(value)}; true or false is needed.", name)
+        return value
+
+    def strings(self, name: str, default: list[str]) -> list[str]:
+        """A text alone, or several."""
+        value = self.take(name, default)
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list) or not all(isinstance(text, str) for text in values):
+            raise RequestError(f"{name} is {shown(value)}; a text or a list of texts is needed.", name)
+        return [valid_unicode(text) for text in values]
+
+    def refuse_rest(self) -> None:
+        for name in HARMLESS:
+            self.take(name)
+        for name, neutral in UNSUPPORTED.items():
+            value = self.take(name)
+            if value is not None and value not in neutral:
+                message = f"{name} is {shown(value)}, which this server does not support; leave it out."
+                raise RequestError(message, name, code="unsupported_parameter")
+        for name in self.left:
+            message = f"There is no parameter {name!r:.100}.{suggest(name, self.known)}"
+            raise RequestError(message, name[:100], code="unknown_parameter")
+
+
+def shown(value: Any) -> str:
+    """A value in a message, as JSON has it and not all of it."""
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def read_question(body: bytes, is_chat: bool, served: Served) -> Question:
+    """The body of a request, checked. Raises RequestError."""
+    try:
+        values = json.loads(body)
+    except (ValueError, RecursionError) as problem:  # thousands of open brackets
+        raise RequestError(f"The body of the request is not JSON: {problem}.") from None
+    if not isinstance(values, dict):
+        raise RequestError("The body of the request is no JSON object.")
+    parameters = Parameters(values)
+    name = parameters.take("model", served.name)
+    served.require_name(name if isinstance(name, str) else shown(name))
+    sampling = read_sampling(parameters, served)
+    stream, options = parameters.flag("stream"), parameters.take("stream_options")
+    if options is not None and (not stream or not isinstance(options, dict)):
+        raise RequestError('stream_options is an object, for requests with "stream": true.', "stream_options")
+    streaming = Parameters(options or {})
+    include_usage = streaming.flag("include_usage")
+    streaming.flag("include_obfuscation")  # it would hide the lengths of texts from who listens in on encrypted ones
+    streaming.refuse_rest()
+    asked = parameters.take("messages") if is_chat else parameters.strings("prompt", [""])
+    echo = False if is_chat else parameters.flag("echo")
+    n = parameters.integer("n", 1, 1, ROWS_AT_ONCE)
+    parameters.refuse_rest()
+    texts = [""] if is_chat else asked
+    if not 1 <= n * len(texts) <= ROWS_AT_ONCE:
+        message = f"{len(texts)} prompts with n = {n} are {n * len(texts)} texts; 1 to {ROWS_AT_ONCE} are allowed."
+        raise RequestError(message, "prompt")
+    if is_chat:
+        prompts = [chat_ids(read_messages(asked), sampling, served)]
+    else:
+        prompts = [text_ids(text, served) for text in texts]
+    return Question(
+        is_chat,
+        prompts=[prompt for prompt in prompts for _ in range(n)],
+        echoes=[text if echo else "" for text in texts for _ in range(n)],
+        prompt_tokens=sum(map(len, prompts)),
+        sampling=sampling,
+        stream=stream,
+        include_usage=include_usage,
+    )
+
+
+def read_sampling(parameters: Parameters, served: Served) -> Sampling:
+    """What a request leaves out is what generate.py has, but for the seed: the same request again, another text."""
+    usual = min(USUAL_TOKENS, served.max_tokens)
+    limits = [name for name in ("max_tokens", "max_completion_tokens") if name in parameters.left]
+    if len(limits) == 2:
+        raise RequestError("max_tokens and max_completion_tokens are the same; give one of them.", "max_tokens")
+    max_new_tokens = usual
+    for name in ("max_tokens", "max_completion_tokens"):
+        max_new_tokens = parameters.integer(name, max_new_tokens, 1, served.max_tokens)
+    stop = parameters.strings("stop", [])
+    if len(stop) > MOST_STOPS or not all(1 <= len(text) <= LONGEST_STOP for text in stop):
+        message = f"stop is up to {MOST_STOPS} texts of 1 to {LONGEST_STOP:,} characters."
+        raise RequestError(message, "stop")
+    try:
+        return Sampling(
+            max_new_tokens=max_new_tokens,
+            temperature=parameters.number("temperature", Sampling.temperature),
+            # More than there are tokens is all of them.
+            top_k=min(parameters.integer("top_k", Sampling.top_k, 0), served.model.config.vocab_size),
+            top_p=parameters.number("top_p", Sampling.top_p),
+            repetition_penalty=parameters.number("repetition_penalty", Sampling.repetition_penalty),
+            stop=tuple(stop),
+            seed=parameters.integer("seed", random.randrange(2**31), 0),
+        )
+    except ValueError as problem:  # which begins with the parameter's name
+        raise RequestError(f"{problem}.", str(problem).partition(" ")[0]) from None
+
+
+def text_ids(text: str, served: Served) -> list[int]:
+    try:
+        return prompt_ids(served.tokenizer, text)
+    except TokenizerError as problem:
+        raise RequestError(str(problem), "prompt") from None
+
+
+def chat_ids(messages: Sequence[Message], sampling: Sampling, served: Served) -> list[int]:
+    """The ids after which the answer comes; where there are too many for it to fit beside them, without the oldest
+    turns. Half of the context is never given up for a long answer, which may go on past its end."""
+    if served.chat is None:
+        raise RequestError(
+            f"{served.name} was not trained on conversations. Train or fine-tune it on some (tokenize_local_bpe.py "
+            "--format chat), or use /v1/completions.",
+            "model",
+        )
+    try:
+        require_order(messages, "user")
+    except ValueError as problem:
+        raise RequestError(f"messages cannot be answered: {problem}.", "messages") from None
+    context = served.model.config.max_seq_len
+    room = max(context - sampling.max_new_tokens, context // 2)
+    try:
+        return served.chat.prompt_ids(served.tokenizer, messages, room)
+    except TokenizerError as problem:
+        raise RequestError(str(problem), "messages") from None
+
+
+def read_messages(value: Any) -> list[Message]:
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise RequestError(
+            f"messages is {shown(value)}; a list of objects with role and content is needed.", "messages"
+        )
+    messages = []
+    for i, message in enumerate(value):
+        place = f"messages[{i}]"
+        given = {name: part for name, part in message.items() if part not in (None, [])}
+        role = given.pop("role", None)
+        content = read_content(given.pop("content", None), f"{place}.content")
+        if not isinstance(role, str):
+            raise RequestError(f"{place}.role is {shown(role)}; a text is needed.", f"{place}.role")
+        for name in given:
+            raise RequestError(f"{place} has {name!r:.100}, which this server does not support; leave it out.", place)
+        messages.append(Message("system" if role == "developer" else role, content))  # OpenAI's newer name for it
+    return messages
+
+
+def read_content(value: Any, place: str) -> str:
+    """A text, or parts of one, a line each."""
+    if isinstance(value, str):
+        return valid_unicode(value)
+    for part in value if isinstance(value, list) else [value]:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            needed = 'a text or a list of {"type": "text", "text": ...} is needed'
+            raise RequestError(f"{place} is {shown(value)}; {needed}.", place)
+    return valid_unicode("\n".join(part["text"] for part in value))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Texts in OpenAI's form: whole, or in the parts of a stream."""
+
+    question: Question
+    model: str
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = []
+        for i, completion in enumerate(completions):
+            text = self.question.echoes[i] + completion.text
+            said = {"message": {"role": "assistant", "content": text.lstrip(), "refusal": None}}
+            choices.append(self.choice(i, said if self.question.is_chat else {"text": text}, completion))
+        return self.envelope(choices, "") | {"usage": self.usage(completions)}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """What a stream begins with."""
+        if self.question.is_chat:
+            said = {"delta": {"role": "assistant", "content": ""}}
+            return [self.part([self.choice(i, said)]) for i in range(len(self.question.prompts))]
+        return [self.piece(i, text) for i, text in enumerate(self.question.echoes) if text]
+
+    def piece(self, index: int, text: str) -> dict[str, Any]:
+        said = {"delta": {"content": text}} if self.question.is_chat else {"text": text}
+        return self.part([self.choice(index, said)])
+
+    def closing(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+        nothing: dict[str, Any] = {"delta": {}} if self.question.is_chat else {"text": ""}
+        parts = [self.part([self.choice(i, nothing, completion)]) for i, completion in enumerate(completions)]
+        if self.question.include_usage:
+            parts.append(self.part([]) | {"usage": self.usage(completions)})
+        return parts
+
+    def part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self.envelope(choices, ".chunk") | ({"usage": None} if self.question.include_usage else {})
+
+    def envelope(self, choices: list[dict[str, Any]], suffix: str) -> dict[str, Any]:
+        is_chat = self.question.is_chat
+        return {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.id}",
+            "object": f"chat.completion{suffix}" if is_chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+
+    def choice(self, index: int, said: dict[str, Any], completion: Completion | None = None) -> dict[str, Any]:
+        reason = None if completion is None else "stop" if completion.ended else "length"
+        return {"index": index, **said, "logprobs": None, "finish_reason": reason}
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
+        made = sum(completion.tokens for completion in completions)
+        asked = self.question.prompt_tokens
+        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}

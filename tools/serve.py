@@ -1,0 +1,223 @@
+"""Serve a trained model to programs that speak OpenAI's API: completions and chat, streamed or not.
+
+    python tools/serve.py
+    python tools/serve.py runs/gpt2_small --port 8080
+    SERVE_API_KEY=SECRET python tools/serve.py --host 0.0.0.0
+
+It answers GET /v1/models, POST /v1/completions and POST /v1/chat/completions, one text at a time; other requests wait.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import errno
+import importlib.util
+import ipaddress
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":  # Python looks beside the script, not in the project
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from common.errors import ConfigError, script
+from common.flags import Parser, add_debug
+
+if TYPE_CHECKING:
+    from tools.generation_queue import GenerationQueue
+    from tools.openai_form import Served
+
+PACKAGES = ("starlette", "uvicorn")
+# The environment's, not a flag: every user of a machine may read the command lines of its processes.
+KEY_VARIABLE = "SERVE_API_KEY"
+SHUTDOWN_SECONDS = 10  # at most, where something hangs
+
+
+@script
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parse_arguments(argv)
+    key = os.environ.get(KEY_VARIABLE) or None
+    with listen(arguments.host, arguments.port, key) as listener:  # what is wrong is said before the model is read
+        from tools.generation_queue import GenerationQueue
+
+        served = load(arguments)
+        queue = GenerationQueue(served, arguments.queue, arguments.timeout)
+        print(introduction(served, listener, key), flush=True)
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGTERM, lambda signum, frame: None) if on_main_thread else None
+        try:
+            asyncio.run(serve(queue, listener, key))
+        finally:
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
+    return 0
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="tools/serve.py",
+        usage="%(prog)s [CHECKPOINT] [--FLAG VALUE ...]",
+        description="Serve a trained model to programs that speak OpenAI's API. With the environment variable "
+        f"{KEY_VARIABLE}, requests need that key; it is needed to let other machines in.",
+    )
+    parser.add_argument(
+        "checkpoint", nargs="?", metavar="CHECKPOINT", help="checkpoint or run folder [the newest run in runs/]"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of them [127.0.0.1]")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0: any that is free [8000]")
+    parser.add_argument("--queue", type=int, default=32, metavar="N", help="requests that may wait [32]")
+    parser.add_argument("--max_tokens", type=int, default=4096, metavar="N", help="a request may ask for [4096]")
+    parser.add_argument(
+        "--timeout", type=float, default=300, metavar="SECONDS", help="after which a text ends where it is [300]"
+    )
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute [auto]")
+    add_debug(parser)
+    arguments = parser.parse_args(argv)
+    problems = [
+        f"--{name} is {getattr(arguments, name)}; {allowed}"
+        for name, holds, allowed in (
+            ("port", 0 <= arguments.port <= 65535, "0 to 65535 is allowed"),
+            ("queue", arguments.queue >= 0, "0 or more is needed"),
+            ("max_tokens", arguments.max_tokens >= 1, "1 or more is needed"),
+            ("timeout", 0 < arguments.timeout <= 86400, "more than 0 and at most 86400 is needed"),
+        )
+        if not holds
+    ]
+    if problems:
+        raise ConfigError("; ".join(problems) + ".")
+    if missing := [package for package in PACKAGES if importlib.util.find_spec(package) is None]:
+        raise ConfigError(f"Serving needs {' and '.join(missing)}: pip install -r requirements-extras.txt")
+    return arguments
+
+
+def listen(host: str, port: int, key: str | None) -> socket.socket:
+    """A socket that listens. Raises ConfigError for an address that cannot be had, or not without a key, and for a key
+    that no header can hold."""
+    if key and not re.fullmatch(r"[!-~]+", key):
+        raise ConfigError(f"{KEY_VARIABLE} has spaces or characters outside ASCII; choose another key.")
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        raise ConfigError(
+            f"--host {host} is no address of this machine; 127.0.0.1 is for this machine alone."
+        ) from None
+    if key is None and not ipaddress.ip_address(address[0]).is_loopback:
+        raise ConfigError(
+            f"--host {host} lets other machines in, and they need a key: set the environment variable {KEY_VARIABLE} "
+            "to a secret of your own and start again, or leave --host out."
+        )
+    try:
+        return socket.create_server(address[:2], family=family)
+    except OSError as problem:
+        if problem.errno == errno.EADDRINUSE:
+            raise ConfigError(f"Port {port} is in use by another program; choose another with --port.") from None
+        reason = problem.strerror or problem
+        raise ConfigError(f"--host {host} --port {port} cannot be listened on ({reason}); choose others.") from None
+
+
+def load(arguments: argparse.Namespace) -> Served:
+    from common.checkpoint import newest_run, open_checkpoint
+    from generate import load_checkpoint
+    from tools.openai_form import Served
+
+    checkpoint = open_checkpoint(arguments.checkpoint or newest_run())
+    chat = checkpoint.chat_template()
+    model, tokenizer = load_checkpoint(checkpoint, arguments.device)
+    created = int((checkpoint.path / "config.json").stat().st_mtime)
+    return Served(model_name(checkpoint.path), model, tokenizer, chat, created, arguments.max_tokens)
+
+
+def model_name(path: Path) -> str:
+    """That of the run whose checkpoint it is, or else of the folder."""
+    path = path.resolve()
+    if path.name == "best" or re.fullmatch(r"step_\d{8}", path.name):
+        path = path.parent
+    return (path.parent if path.name == "checkpoints" else path).name or "model"
+
+
+def introduction(served: Served, listener: socket.socket, key: str | None) -> str:
+    """What is served where, and examples to paste."""
+    from common.machine import device_name
+
+    address, port = listener.getsockname()[:2]
+    ip = ipaddress.ip_address(address)
+    named = str(ip) if not ip.is_unspecified else "127.0.0.1" if ip.version == 4 else "::1"
+    url = f"http://{named if ip.version == 4 else f'[{named}]'}:{port}/v1"
+    question: dict[str, Any] = {"model": served.name}
+    if served.chat:
+        question["messages"] = [{"role": "user", "content": "What is the capital of France?"}]
+        path, call, text = "chat/completions", "chat.completions", "message.content"
+    else:
+        question["prompt"] = "Once upon a time"
+        path, call, text = "completions", "completions", "text"
+    given = ", ".join(f"{name}={json.dumps(value)}" for name, value in question.items())
+    secret = f'os.environ["{KEY_VARIABLE}"]' if key else '"none"'
+    header = f' -H "Authorization: Bearer ${KEY_VARIABLE}"' if key else ""
+    who = "this machine alone" if ip.is_loopback else "whoever has the key, which travels unencrypted"
+    lines = [
+        f"Model      {served.name}: {served.model.num_parameters():,} parameters, {device_name(served.model.device)}",
+        f"Listening  {url}, for {who}; Ctrl-C ends it",
+        *(["           (from other machines, this one's name or address instead)"] if ip.is_unspecified else []),
+        *([] if served.chat else ["Chat       no: it was not trained on conversations"]),
+        "",
+        "In Python (pip install openai):",
+        "",
+        *(["    import os"] if key else []),
+        "    from openai import OpenAI",
+        "",
+        f'    client = OpenAI(base_url="{url}", api_key={secret})',
+        f"    print(client.{call}.create({given}).choices[0].{text})",
+        "",
+        "In a shell:",
+        "",
+        f'    curl {url}/{path} -H "Content-Type: application/json"{header} -d {shlex.quote(json.dumps(question))}',
+        "",
+    ]
+    return "\n".join(lines)
+
+
+async def serve(queue: GenerationQueue, listener: socket.socket, key: str | None) -> None:
+    """Answers until a signal: then nothing new, and what is under way ends where it is. uvicorn sends that signal again
+    when it is done."""
+    import uvicorn
+
+    from tools.openai_app import make_app
+
+    config = uvicorn.Config(
+        make_app(queue.served, queue, key),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+    server = uvicorn.Server(config)
+
+    async def end_with_server() -> None:
+        while not server.should_exit:  # uvicorn itself looks as often
+            await asyncio.sleep(0.1)
+        queue.stop()
+
+    ending = asyncio.create_task(end_with_server())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        ending.cancel()
+        queue.stop()
+        queue.thread.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
