@@ -1,0 +1,478 @@
+"""The server as a process, asked by OpenAI's own client, and by sockets where a client would not do such a thing."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import generate
+from common.chat import ChatTemplate, Message
+from generation.sampling import Sampling
+from tests.tools.helpers import CHARACTERS, random_model, write_model
+from tests.tools.servers import Server, started
+from tools import serve
+
+if TYPE_CHECKING:
+    from tools.openai_form import Served
+
+openai = pytest.importorskip("openai")
+pytestmark = pytest.mark.extras("starlette", "uvicorn", "openai")
+KEY = "secretSECRETsecret"
+ENDLESS = 1_000_000  # tokens, which take minutes; a model of characters never ends by itself
+SECONDS = 5.0  # that a request has of the strict server
+SOON = SECONDS - 1  # what takes less has not waited for another request's time to be up
+QUESTION = [{"role": "user", "content": "What is it?"}]
+GREEDY = {"temperature": 0, "max_tokens": 30}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was trained on conversations, and a model of characters that knows of none."""
+    folder = tmp_path_factory.mktemp("models")
+    write_model(folder / "runs" / "talker" / "checkpoints" / "step_00000007", chat=ChatTemplate(), max_seq_len=128)
+    write_model(folder / "letters", CHARACTERS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def servers(models: Path) -> Iterator[tuple[Server, Server]]:
+    """Both at a time, for they start in seconds."""
+    strict = ("--queue", "1", "--timeout", str(SECONDS), "--max_tokens", str(ENDLESS))
+    with (
+        started(models / "talks", str(models / "runs" / "talker")) as talker,
+        started(models / "spells", str(models / "letters"), *strict, key=KEY, end=signal.SIGINT) as letters,
+    ):
+        yield talker, letters
+
+
+@pytest.fixture(scope="module")
+def talker(servers: tuple[Server, Server]) -> Server:
+    return servers[0]
+
+
+@pytest.fixture(scope="module")
+def letters(servers: tuple[Server, Server]) -> Server:
+    """With a key, room for one that waits, and little time."""
+    return servers[1]
+
+
+def streamed(parts: Any) -> tuple[str, str | None]:
+    """The text of a stream, and why it ended."""
+    text, reason = "", None
+    for choice in (choice for part in parts for choice in part.choices):
+        assert reason is None
+        text += (choice.delta.content or "") if hasattr(choice, "delta") else choice.text
+        reason = choice.finish_reason
+    return text, reason
+
+
+# What is answered
+
+
+def test_the_examples_that_it_prints_run(talker: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    assert talker.port and talker.printed.startswith("Model      talker: ")
+    (example,) = re.findall(r"^ {4}from openai.*?(?=\n\nIn a shell)", talker.printed, flags=re.DOTALL | re.MULTILINE)
+    exec("\n".join(line.strip() for line in example.splitlines()), {})  # noqa: S102
+    assert capsys.readouterr().out.strip()
+    (command,) = re.findall(r"^ {4}(curl .*)", talker.printed, flags=re.MULTILINE)
+    if shutil.which("curl"):
+        answer = subprocess.run(["sh", "-c", f"{command} -s"], capture_output=True, check=True).stdout
+        assert json.loads(answer)["choices"][0]["message"]["role"] == "assistant"
+
+
+def test_models_are_listed(talker: Server) -> None:
+    assert [model.id for model in talker.client().models.list()] == ["talker"]
+    assert talker.client().models.retrieve("talker").object == "model"
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist; this server has 'talker'"):
+        talker.client().models.retrieve("other")
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 5}, {"seed": 5, "top_k": 9, "repetition_penalty": 2}])
+def test_completions_are_those_of_generate(
+    talker: Server, models: Path, options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole and streamed; what a request leaves out is what generate.py has."""
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    words = ["--checkpoint", str(models / "runs"), "--prompt", "the cat", "--max_new_tokens", "30", "--json", *flags]
+    assert generate.main(words) == 0
+    expected = json.loads(capsys.readouterr().out)
+    extra = {name: options[name] for name in options if name in ("top_k", "repetition_penalty")}
+    usual = {name: value for name, value in options.items() if name not in extra}
+    request = {"model": "talker", "prompt": "the cat", "max_tokens": 30, "extra_body": extra, **usual}
+    whole = talker.client().completions.create(**request)
+    assert whole.choices[0].text == expected["completion"] and whole.usage.completion_tokens == expected["tokens"]
+    assert whole.object == "text_completion" and whole.model == "talker"
+    assert streamed(talker.client().completions.create(**request, stream=True)) == (expected["completion"], "length")
+    echo = talker.client().completions.create(**request, echo=True)
+    assert echo.choices[0].text == "the cat" + expected["completion"]
+    assert streamed(talker.client().completions.create(**request, echo=True, stream=True))[0] == echo.choices[0].text
+
+
+def test_chat_is_the_template_and_what_follows(talker: Server, models: Path) -> None:
+    model, tokenizer = generate.load_model(models / "runs" / "talker", "cpu")
+    from generation.decoding import generate as complete
+
+    turns = [{"role": "developer", "content": "Be brief."}, *QUESTION, {"role": "assistant", "content": "A cat."}]
+    parts = [{"type": "text", "text": "And"}, {"type": "text", "text": "that?"}]
+    turns.append({"role": "user", "content": parts})
+    read = [
+        *(Message("system", "Be brief."), Message("user", "What is it?")),
+        *(Message("assistant", "A cat."), Message("user", "And\nthat?")),
+    ]
+    ids = ChatTemplate().prompt_ids(tokenizer, read)
+    (expected,) = complete(model, tokenizer, [ids], Sampling(max_new_tokens=30, temperature=0))
+    request = {"model": "talker", "messages": turns, "temperature": 0, "max_completion_tokens": 30}
+    whole = talker.client().chat.completions.create(**request)
+    assert whole.choices[0].message.content == expected.text.lstrip()
+    assert whole.choices[0].finish_reason == ("stop" if expected.ended else "length")
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (len(ids), expected.tokens)
+    assert whole.usage.total_tokens == len(ids) + expected.tokens
+    stream = talker.client().chat.completions.create(**request, stream=True, stream_options={"include_usage": True})
+    parts = list(stream)
+    assert streamed(parts) == (whole.choices[0].message.content, whole.choices[0].finish_reason)
+    assert parts[0].choices[0].delta.role == "assistant" and parts[-1].usage == whole.usage
+    # An answer may be sent back as it came.
+    again = [*turns, whole.choices[0].message, *QUESTION]
+    assert talker.client().chat.completions.create(model="talker", messages=again, max_tokens=1).choices
+
+
+def test_a_stop_string_ends_a_text(talker: Server) -> None:
+    request = {"model": "talker", "prompt": "the cat", **GREEDY}
+    free = talker.client().completions.create(**request).choices[0].text
+    stop = free[10:13]
+    for words in (stop, ["never", stop]):
+        choice = talker.client().completions.create(**request, stop=words).choices[0]
+        assert (choice.text, choice.finish_reason) == (free[: free.index(stop)], "stop")
+    assert streamed(talker.client().completions.create(**request, stop=stop, stream=True)) == (choice.text, "stop")
+
+
+def test_each_of_several_texts_has_the_seed_after_the_last(talker: Server) -> None:
+    create = talker.client().completions.create
+    alone = [create(model="talker", prompt=prompt, seed=seed, max_tokens=20) for seed, prompt in enumerate("aabb", 7)]
+    together = create(model="talker", prompt=["a", "b"], n=2, seed=7, max_tokens=20)
+    assert [choice.index for choice in together.choices] == [0, 1, 2, 3]
+    assert [choice.text for choice in together.choices] == [answer.choices[0].text for answer in alone]
+    assert together.usage.prompt_tokens == alone[0].usage.prompt_tokens + alone[2].usage.prompt_tokens
+    assert len({create(model="talker", prompt="a", max_tokens=20).choices[0].text for _ in range(3)}) > 1
+
+
+def test_many_clients_at_once_get_each_their_own(talker: Server) -> None:
+    client = talker.client()
+
+    def ask(seed: int) -> str:
+        request = {"model": "talker", "prompt": "the", "seed": seed, "max_tokens": 20}
+        if seed % 2:
+            return streamed(client.completions.create(**request, stream=True))[0]
+        return client.completions.create(**request).choices[0].text
+
+    with ThreadPoolExecutor(20) as threads:
+        at_once = list(threads.map(ask, range(20)))
+    assert at_once == [ask(seed) for seed in range(20)] and len(set(at_once)) > 10
+
+
+def test_of_a_prompt_longer_than_the_context_the_end_counts(talker: Server) -> None:
+    create, long = talker.client().completions.create, "the cat sat on a mat. " * 40_000
+    end = create(model="talker", prompt=long[-2_000:], **GREEDY).choices[0].text
+    assert create(model="talker", prompt=long, **GREEDY).choices[0].text == end
+    forgotten = [*QUESTION, {"role": "assistant", "content": long[:300_000]}] * 2 + QUESTION
+    answer = talker.client().chat.completions.create(model="talker", messages=forgotten, **GREEDY)
+    assert answer == talker.client().chat.completions.create(model="talker", messages=QUESTION, **GREEDY).model_copy(
+        update={"id": answer.id, "created": answer.created}
+    )
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "said"),
+    [
+        ("completions", b"{", 400, None, "is not JSON"),
+        ("completions", b"[" * 100_000, 400, None, "is not JSON"),
+        ("completions", b"\xff", 400, None, "is not JSON"),
+        ("completions", [], 400, None, "no JSON object"),
+        ("completions", {"model": "gpt-4"}, 404, "model", "'gpt-4' does not exist; this server has 'talker'"),
+        ("completions", {"model": 1}, 404, "model", "does not exist"),
+        ("completions", {"prompt": 1}, 400, "prompt", "prompt is 1; a text or a list of texts"),
+        ("completions", {"prompt": [1, 2]}, 400, "prompt", "a text or a list of texts"),
+        ("completions", {"prompt": []}, 400, "prompt", "0 prompts"),
+        ("completions", {"prompt": ["a"] * 20, "n": 2}, 400, "prompt", "40 texts; 1 to 32"),
+        ("completions", {"n": 33}, 400, "n", "n is 33; a whole number from 1 to 32"),
+        ("completions", {"max_tokens": "9"}, 400, "max_tokens", 'max_tokens is "9"; a whole number from 1 to 4,096'),
+        ("completions", {"max_tokens": 4097}, 400, "max_tokens", "from 1 to 4,096"),
+        ("completions", {"max_tokens": True}, 400, "max_tokens", "max_tokens is true"),
+        ("completions", {"max_tokens": 1, "max_completion_tokens": 2}, 400, "max_tokens", "give one of them"),
+        ("completions", {"temperature": "hot"}, 400, "temperature", "a number is needed"),
+        ("completions", {"temperature": -1}, 400, "temperature", "temperature is -1.0; 0 (greedy) or more is needed"),
+        ("completions", b'{"temperature": NaN}', 400, "temperature", "is nan"),
+        ("completions", b'{"temperature": 1' + b"0" * 400 + b"}", 400, "temperature", "a number is needed"),
+        ("completions", {"top_p": 2}, 400, "top_p", "at most 1"),
+        ("completions", {"seed": 1.5}, 400, "seed", "a whole number from 0 on"),
+        ("completions", {"stop": list("abcde")}, 400, "stop", "up to 4 texts"),
+        ("completions", {"stop": ""}, 400, "stop", "up to 4 texts of 1 to 1,000"),
+        ("completions", {"stream": 1}, 400, "stream", "true or false"),
+        ("completions", {"stream_options": {}}, 400, "stream_options", '"stream": true'),
+        ("completions", {"logprobs": 2}, 400, "logprobs", "logprobs is 2, which this server does not support"),
+        ("completions", {"presence_penalty": 0.5}, 400, "presence_penalty", "does not support"),
+        ("completions", {"temprature": 1}, 400, "temprature", "'temprature'. Did you mean temperature?"),
+        ("chat/completions", {}, 400, "messages", "messages is null"),
+        ("chat/completions", {"messages": []}, 400, "messages", "it has no turns"),
+        ("chat/completions", {"messages": QUESTION * 2}, 400, "messages", "turn 2 is of the user"),
+        ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", "role 'tool'"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "is null"),
+        ("chat/completions", {"messages": [{"role": 1, "content": "a"}]}, 400, "messages[0].role", "is 1"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}]},
+            400,
+            "messages[0].content",
+            '{"type": "text", "text": ...} is needed',
+        ),
+        ("chat/completions", {"messages": QUESTION, "tools": [{}]}, 400, "tools", "does not support"),
+        ("chat/completions", {"messages": QUESTION, "logprobs": True}, 400, "logprobs", "does not support"),
+        ("chat/completions", {"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, *[
+            "response_format", "does not support"
+        ]),
+        ("chat/completions", {"messages": QUESTION, "echo": True}, 400, "echo", "no parameter"),
+        ("chat/completions", {"messages": [QUESTION[0] | {"name": "Al"}]}, 400, "messages[0]", "'name'"),
+        ("nothing", {}, 404, None, "There is no POST /v1/nothing"),
+        ("models", {}, 405, None, "There is no POST /v1/models"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_said(talker: Server, path: str, body: Any, status: int, param: str | None, said: str) -> None:
+    answered, _, answer = talker.ask(body, path)
+    assert (answered, answer["error"]["param"]) == (status, param), answer
+    assert answer["error"]["type"] == "invalid_request_error" and said in answer["error"]["message"]
+
+
+def test_what_changes_nothing_is_accepted(talker: Server) -> None:
+    plain = talker.client().chat.completions.create(model="talker", messages=QUESTION, **GREEDY)
+    known = {"user": "me", "metadata": {}, "store": False, "n": 1, "logprobs": False, "frequency_penalty": 0}
+    neutral = {"presence_penalty": 0.0, "logit_bias": {}, "tools": [], "response_format": {"type": "text"}}
+    same = talker.client().chat.completions.create(model="talker", messages=QUESTION, **GREEDY, **known, **neutral)
+    assert same.choices == plain.choices
+    assert talker.ask({"prompt": "\ud800 half a character", "max_tokens": 1, "echo": True})[0] == 200
+    assert talker.ask({"top_k": 10**30, "seed": 10**30, "max_tokens": 2, "stop": None})[0] == 200
+
+
+def test_requests_that_are_too_large_or_not_json(talker: Server) -> None:
+    status, _, answer = talker.ask({"prompt": "x" * 1_000_001})
+    assert status == 413 and "larger than 1,000,000 bytes" in answer["error"]["message"]
+    with pytest.raises(openai.APIStatusError, match="larger than"):
+        talker.client().completions.create(model="talker", prompt="x" * 5_000_000)
+    status, _, answer = talker.ask({}, **{"Content-Type": "text/plain"})
+    assert status == 415 and "Content-Type: application/json" in answer["error"]["message"]
+
+
+def test_only_names_of_this_machine_are_answered_without_a_key(talker: Server, letters: Server) -> None:
+    for host, status in (("localhost:8000", 200), ("[::1]:1", 200), ("evil.example", 400), ("127.0.0.1.evil", 400)):
+        assert talker.ask(b"", "models", "GET", Host=host)[0] == status
+    assert letters.ask(b"", "models", "GET", Host="my.server.example")[0] == 200
+    assert "access-control-allow-origin" not in talker.ask(b"", "models", "GET", Origin="http://a.example")[1]
+
+
+def test_a_key_is_needed_where_there_is_one(letters: Server) -> None:
+    assert letters.client().models.list().data[0].id == "letters"
+    for wrong in ("wrong", KEY[:-1], KEY + "x", "ключ"):
+        status, headers, answer = letters.ask(b"", "models", "GET", Authorization=f"Bearer {wrong}".encode())
+        assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+        assert headers["www-authenticate"] == "Bearer"
+    assert letters.ask({}, Authorization=KEY)[0] == 401 and letters.ask({}, "nothing", Authorization="")[0] == 401
+    with pytest.raises(openai.AuthenticationError, match="missing or wrong"):
+        letters.client(api_key="wrong").completions.create(model="letters", prompt="a")
+
+
+def test_a_model_without_a_template_says_what_to_do(letters: Server) -> None:
+    with pytest.raises(openai.BadRequestError, match=r"tokenize_local_bpe\.py --format chat\), or use /v1/completions"):
+        letters.client().chat.completions.create(model="letters", messages=QUESTION)
+    with pytest.raises(openai.BadRequestError, match=r"1 character is not in the vocabulary: 'X'"):
+        letters.client().completions.create(model="letters", prompt="the X")
+
+
+# One at a time
+
+
+def endless(server: Server) -> Any:
+    """A stream that has begun."""
+    stream = server.client().completions.create(model="letters", prompt="a", max_tokens=ENDLESS, stream=True)
+    assert next(iter(stream)).choices
+    return stream
+
+
+def wait_until_full(server: Server) -> tuple[int, Any, Any]:
+    """What another request is told then. Whoever is on the way comes first: asking takes a place, too."""
+    time.sleep(0.5)
+    while (answer := server.ask({"max_tokens": 0}))[0] != 429:
+        time.sleep(0.1)
+    return answer
+
+
+def test_one_is_answered_one_waits_the_third_is_refused(letters: Server) -> None:
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as thread, endless(letters) as stream:
+        waiting = thread.submit(letters.client().completions.create, model="letters", prompt="a", max_tokens=3)
+        _, headers, answer = wait_until_full(letters)
+        assert headers["retry-after"] == "1" and answer["error"]["type"] == "rate_limit_error"
+        with pytest.raises(openai.RateLimitError, match="Too many requests are waiting"):
+            letters.client().completions.create(model="letters", prompt="a")
+        assert not waiting.done()
+        stream.close()  # which ends the generation, too
+        assert waiting.result().usage.completion_tokens == 3
+    assert time.monotonic() - began < SOON
+
+
+def test_a_client_that_goes_away_makes_room(letters: Server) -> None:
+    """Whether its text is being made or has to wait, and whatever it was to be sent at once or as it is made."""
+    began = time.monotonic()
+    whole = letters.send({"max_tokens": ENDLESS})
+    waiting = letters.send({"max_tokens": ENDLESS})
+    wait_until_full(letters)
+    waiting.close()
+    while letters.ask({"max_tokens": 0})[0] == 429:
+        time.sleep(0.02)
+    whole.close()
+    assert letters.client().completions.create(model="letters", prompt="a", max_tokens=3).choices
+    assert time.monotonic() - began < SOON
+
+
+def test_when_its_time_is_up_a_text_ends_where_it_is(letters: Server) -> None:
+    began = time.monotonic()
+    with ThreadPoolExecutor(1) as thread, endless(letters) as stream:
+        whole = thread.submit(letters.client().completions.create, model="letters", prompt="a", max_tokens=ENDLESS)
+        text, reason = streamed(stream)
+        assert len(text) > 100 and reason == "length" and SOON < time.monotonic() - began < SECONDS + 2
+        try:  # it came a little later, and has that little time
+            assert whole.result().choices[0].finish_reason == "length"
+        except openai.InternalServerError as refused:
+            assert "waited 5 s for its turn" in str(refused)
+
+
+def test_a_signal_ends_what_is_under_way(models: Path, tmp_path: Path) -> None:
+    """A stream ends in form, who waits is told, and nobody holds it up: not an idle connection, not half a request."""
+    with (
+        started(tmp_path, str(models / "letters"), "--max_tokens", str(ENDLESS), "--queue", "2") as server,
+        ThreadPoolExecutor(1) as thread,
+        endless(server) as stream,
+        server.send({}, length=1_000),
+        socket.create_connection(("127.0.0.1", server.port)),
+    ):
+        waiting = thread.submit(server.ask, {"max_tokens": 3})
+        wait_until_full(server)
+        server.process.send_signal(signal.SIGTERM)
+        assert streamed(stream)[1] == "length"
+        status, headers, answer = waiting.result()
+        assert status == 503 and "about to end" in answer["error"]["message"] and headers["retry-after"]
+        assert server.process.wait(5) == 0
+
+
+def ask_app(served: Served, body: dict[str, Any], seconds: float = 60) -> tuple[int, str]:
+    """(status, answer) of the application in this process."""
+    from tools.generation_queue import GenerationQueue
+    from tools.openai_app import make_app
+
+    sent: list[dict[str, Any]] = []
+    came = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
+
+    async def receive() -> dict[str, Any]:
+        if message := next(came, None):
+            return message
+        return await asyncio.Future()  # it stays, and says no more
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    async def ask() -> None:
+        queue = GenerationQueue(served, 0, seconds)
+        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
+        await make_app(served, queue, None)(scope, receive, send)
+        assert queue.places == 1
+
+    asyncio.run(ask())
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
+
+
+@pytest.fixture
+def served() -> Served:
+    from tools.openai_form import Served
+
+    return Served("letters", random_model(CHARACTERS.vocab_size), CHARACTERS, None, 0, 100)
+
+
+def test_whose_turn_does_not_come_in_time_is_told(served: Served) -> None:
+    status, answer = ask_app(served, {}, seconds=0)
+    assert status == 503 and "waited 0 s for its turn" in answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a bug")])
+def test_what_fails_while_a_text_is_made_is_told(
+    served: Served, stream: bool, error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the status, or at the end of a stream that has begun; a bug is shown to whoever runs the server."""
+    calls = iter(range(100))
+
+    def fail(*_: Any) -> None:
+        if next(calls) == 10:
+            raise error
+
+    served.model.ln_f.register_forward_pre_hook(fail)
+    status, answer = ask_app(served, {"stream": stream, "max_tokens": 50})
+    assert status == (200 if stream else 500)
+    is_bug = isinstance(error, RuntimeError)
+    assert ("The server failed: RuntimeError" if is_bug else "do not fit in memory") in answer
+    assert '"type": "server_error"' in answer and answer.endswith("data: [DONE]\n\n") == stream
+    assert ("RuntimeError: a bug" in capsys.readouterr().err) == is_bug
+    assert ask_app(served, {"max_tokens": 5})[0] == 200, "the next one is answered"
+
+
+# What keeps it from starting
+
+
+def test_what_is_wrong_with_a_command_is_said(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("SERVE_API_KEY", raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for words, said in (
+            (["--port", str(port)], f"Port {port} is in use by another program; choose another with --port."),
+            (["--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in, and they need a key: set the environment"),
+            (["--host", ""], "lets other machines in"),
+            (["--host", "::", "--port", "0"], "lets other machines in"),
+            (["--host", "no.such.host.invalid"], "--host no.such.host.invalid is no address"),
+            (["--port", "70000", "--queue", "-1"], "--port is 70000; 0 to 65535 is allowed; --queue is -1; 0 or more"),
+            (["--timeout", "nan"], "--timeout is nan; more than 0"),
+            (["--max_tokens", "0"], "--max_tokens is 0; 1 or more"),
+            (["--prot", "1"], "unknown flag --prot. Did you mean --port?"),
+        ):
+            assert serve.main([str(models / "letters"), *words]) == 2
+            assert said in capsys.readouterr().err
+    monkeypatch.setenv("SERVE_API_KEY", "a key with spaces")
+    assert serve.main([]) == 2 and "SERVE_API_KEY has spaces" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert serve.main([]) == 2
+    assert "Serving needs starlette and uvicorn: pip install -r requirements-extras.txt" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert serve.main([str(tmp_path / "none"), "--port", "0"]) == 4
+    assert "There is no checkpoint folder" in capsys.readouterr().err
+
+
+def test_a_model_goes_by_the_name_of_its_run() -> None:
+    for path in ("a/run", "a/run/best", "a/run/checkpoints/step_00000012"):
+        assert serve.model_name(Path(path)) == "run"
