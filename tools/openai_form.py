@@ -18,6 +18,7 @@ from common.errors import LONGEST_MESSAGE
 from common.flags import suggest
 from generation.decoding import ROWS_AT_ONCE, Completion, prompt_ids
 from generation.sampling import Sampling
+from generation.terminal import room_for_prompt
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer, TokenizerError, valid_unicode
 
@@ -250,8 +251,7 @@ def text_ids(text: str, served: Served) -> list[int]:
 
 
 def chat_ids(messages: Sequence[Message], sampling: Sampling, served: Served) -> list[int]:
-    """The ids after which the answer comes; where there are too many for it to fit beside them, without the oldest
-    turns. Half of the context is never given up for a long answer, which may go on past its end."""
+    """The ids after which the answer comes, without the oldest turns where there is no room for them beside it."""
     if served.chat is None:
         raise RequestError(
             f"{served.name} was not trained on conversations. Train or fine-tune it on some (tokenize_local_bpe.py "
@@ -262,10 +262,8 @@ def chat_ids(messages: Sequence[Message], sampling: Sampling, served: Served) ->
         require_order(messages, "user")
     except ValueError as problem:
         raise RequestError(f"messages cannot be answered: {problem}.", "messages") from None
-    context = served.model.config.max_seq_len
-    room = max(context - sampling.max_new_tokens, context // 2)
     try:
-        return served.chat.prompt_ids(served.tokenizer, messages, room)
+        return served.chat.prompt_ids(served.tokenizer, messages, room_for_prompt(served.model, sampling))
     except TokenizerError as problem:
         raise RequestError(str(problem), "messages") from None
 

@@ -16,9 +16,12 @@ import tools.import_hf
 import train_colab_mmap
 from tests.helpers import ROOT
 from tests.tools.helpers import write_model
+from tests.tools.servers import started
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BEFORE, ELSEWHERE, REST = re.split(r"^(?=## A model made here|## In Google Colab)", README, flags=re.MULTILINE)
+BEFORE, ELSEWHERE, SERVED, REST = re.split(
+    r"^(?=## A model made here|## Programs talk|## In Google Colab)", README, flags=re.MULTILINE
+)
 SCRIPTS = {
     "tokenize_local_bpe.py": tokenize_local_bpe.main,
     "train_colab_mmap.py": train_colab_mmap.main,
@@ -95,6 +98,19 @@ def test_a_model_goes_elsewhere_and_another_comes_in(tmp_path, monkeypatch, caps
     for command in commands("bash", ELSEWHERE):
         assert run(command) == 0, (command, capsys.readouterr())
     assert Path("exported/gpt2_small/README.md").exists() and Path("runs/finetuned/best/manifest.json").exists()
+
+
+@pytest.mark.extras("starlette", "uvicorn", "openai")
+def test_a_program_talks_to_a_model(tmp_path, capsys):
+    """The example is run as it stands but for the port, which may be taken here."""
+    write_model(tmp_path / "runs/gpt2_small/checkpoints/step_00000001")
+    (command,) = commands("bash", SERVED)
+    words = shlex.split(command)
+    assert words[:2] == ["python", "tools/serve.py"]
+    with started(tmp_path, *words[2:]) as server:
+        example = "\n".join(commands("python", SERVED)).replace(":8000/", f":{server.port}/")
+        exec(example, {})  # noqa: S102
+    assert capsys.readouterr().out.strip()
 
 
 def test_colab_cell_runs(tmp_path, monkeypatch, capsys):

@@ -106,8 +106,8 @@ def test_completions_are_those_of_generate(
 ) -> None:
     """Whole and streamed; what a request leaves out is what generate.py has."""
     flags = [f"--{name}={value}" for name, value in options.items()]
-    words = ["--checkpoint", str(models / "runs"), "--prompt", "the cat", "--max_new_tokens", "30", "--json", *flags]
-    assert generate.main(words) == 0
+    words = ["--checkpoint", str(models / "runs"), "--prompt", "the cat", "--max_new_tokens", "30"]
+    assert generate.main([*words, "--raw", "--json", *flags]) == 0
     expected = json.loads(capsys.readouterr().out)
     extra = {name: options[name] for name in options if name in ("top_k", "repetition_penalty")}
     usual = {name: value for name, value in options.items() if name not in extra}
@@ -119,6 +119,14 @@ def test_completions_are_those_of_generate(
     echo = talker.client().completions.create(**request, echo=True)
     assert echo.choices[0].text == "the cat" + expected["completion"]
     assert streamed(talker.client().completions.create(**request, echo=True, stream=True))[0] == echo.choices[0].text
+
+
+def test_chat_answers_as_generate_does(talker: Server, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--checkpoint", str(models / "runs"), "--prompt", "What is it?", "--max_new_tokens", "30"]
+    assert generate.main([*words, "--temperature", "0", "--json"]) == 0
+    expected = json.loads(capsys.readouterr().out)["completion"]
+    answer = talker.client().chat.completions.create(model="talker", messages=QUESTION, **GREEDY)
+    assert answer.choices[0].message.content.strip() == expected
 
 
 def test_chat_is_the_template_and_what_follows(talker: Server, models: Path) -> None:
