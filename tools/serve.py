@@ -15,6 +15,7 @@ import errno
 import importlib.util
 import ipaddress
 import json
+import logging
 import os
 import re
 import shlex
@@ -192,6 +193,7 @@ async def serve(queue: GenerationQueue, listener: socket.socket, key: str | None
 
     from tools.openai_app import make_app
 
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # it tells of each client that is gone
     config = uvicorn.Config(
         make_app(queue.served, queue, key),
         http="h11",
