@@ -24,6 +24,14 @@ def clock(seconds: float) -> str:
     return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
+def byte_size(number: float) -> str:
+    """Bytes: 1_600_000_000 -> 1.6 GB, 40_000 -> 40.0 kB"""
+    for unit, least in (("GB", 1e9), ("MB", 1e6)):
+        if number >= least:
+            return f"{number / least:.1f} {unit}"
+    return f"{number / 1e3:.1f} kB"
+
+
 def si(number: float) -> str:
     """1234 -> 1.23k"""
     for unit, size in (("M", 1e6), ("k", 1e3)):

@@ -21,6 +21,7 @@ import torch
 
 from common.errors import ConfigError, DataError
 from common.files import atomic_write
+from common.formatting import byte_size
 from common.machine import available_ram
 from model import IGNORE_INDEX
 from tokenization.metadata import TokenMetadata, metadata_files
@@ -350,7 +351,7 @@ def choose_placement(size: int, config: TrainConfig, hardware: Hardware) -> str:
     if free is None or size <= RAM_SHARE * free:
         return "ram"
     print(
-        f"The tokens ({size / 1e9:.1f} GB) do not fit in the {free / 1e9:.1f} GB of free RAM; they are read from disk "
+        f"The tokens ({byte_size(size)}) do not fit in the {byte_size(free)} of free RAM; they are read from disk "
         "through a memory map, which is slow on a network drive: keep the file on a local disk."
     )
     return "mmap"

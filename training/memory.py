@@ -14,6 +14,7 @@ import torch
 
 from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
 from common.files import read_json
+from common.formatting import byte_size
 from common.machine import has_fast_bf16
 from model import TransformerLanguageModel
 from training.config import MODEL_SIZES, TrainConfig, is_resolved, preset
@@ -106,8 +107,8 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
         if rows == 1:
             needed = estimate_memory(fitted, model, hardware)
             raise MemoryExhausted(
-                f"Training this model takes about {needed / 1e9:.1f} GB even with one sequence at a time; "
-                f"there are {hardware.memory_bytes / 1e9:.1f} GB. Choose a smaller --model_size or --max_seq_len; "
+                f"Training this model takes about {byte_size(needed)} even with one sequence at a time; "
+                f"there are {byte_size(hardware.memory_bytes)}. Choose a smaller --model_size or --max_seq_len; "
                 "--micro_batch_size 1 tries it anyway."
             )
         rows = rows // 2
@@ -176,7 +177,7 @@ def no_way_out(config: TrainConfig, model: TransformerLanguageModel, hardware: H
         if held
         else ""
     )
-    ways = "".join(f"\n  {flags}: about {saved / 1e9:.1f} GB less" for flags, saved in ranked)
+    ways = "".join(f"\n  {flags}: about {byte_size(saved)} less" for flags, saved in ranked)
     return (
         f"Out of memory with {config.rows_at_once} x {config.max_seq_len} tokens at once (--micro_batch_size x "
         f"--max_seq_len).{others}"
@@ -229,7 +230,7 @@ def held_by_others(hardware: Hardware) -> list[str]:
     held = gpu_memory_by_process() if hardware.is_cuda else memory_by_process()
     held = {process: size for process, size in held.items() if process[0] != os.getpid() and size > least}
     largest = sorted(held.items(), key=lambda item: -item[1])[:3]
-    return [f"{size / 1e9:.1f} GB by process {pid} ({name})" for (pid, name), size in largest]
+    return [f"{byte_size(size)} by process {pid} ({name})" for (pid, name), size in largest]
 
 
 def memory_by_process() -> dict[tuple[int, str], int]:

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 from common.checkpoint import KEEP, MANIFEST, PUBLISHING, discard, problems_of, prune, publish, step_folders
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write, read_json, write_json
-from common.formatting import clock
+from common.formatting import byte_size, clock
 from common.lock import session
 from training.records import CURVE, METRICS, SAMPLES, SUMMARY
 from training.run_folder import CONFIG, MARKER
@@ -122,8 +122,8 @@ class Mirror:
             free = shutil.disk_usage(self.dir).free
             if missing * checkpoint_bytes > free:
                 self.news.put(
-                    f"Warning: {self.dir} will need about {missing * checkpoint_bytes / 1e9:.1f} GB more, and "
-                    f"{free / 1e9:.1f} GB are free there."
+                    f"Warning: {self.dir} will need about {byte_size(missing * checkpoint_bytes)} more, and "
+                    f"{byte_size(free)} are free there."
                 )
         self.thread = threading.Thread(target=self.keep_up, name="mirror", daemon=True)
         self.thread.start()

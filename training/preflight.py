@@ -16,7 +16,7 @@ import torch
 
 from common.checkpoint import Checkpoint, problems_of, write_checkpoint
 from common.errors import CheckpointError
-from common.formatting import clock, si
+from common.formatting import byte_size, clock, si
 from common.machine import available_ram
 from training.compilation import compile_model
 from training.config import TrainConfig
@@ -44,22 +44,22 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     found = run.find()
     model, data = run.model, run.data
     estimate = estimate_memory(config, model, hardware) + held_memory(data, hardware)
-    there_is = f" of {hardware.memory_bytes / 1e9:.1f} GB" if hardware.memory_bytes else ""
+    there_is = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     need, free = KEPT_ON_DISK * run.checkpoint_bytes, free_space(config.run_dir)
     print(
         f"Steps      {run.max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} sequences, "
         f"{config.rows_at_once} at once), {run.max_steps * config.tokens_per_step / 1e6:,.1f}M tokens in all\n"
-        f"Memory     about {estimate / 1e9:.1f} GB{there_is} (an estimate){free_memory(hardware)}; beside it "
-        f"{run.checkpoint_bytes / 1e9:.1f} GB of RAM while a checkpoint is written\n"
-        f"Disk       about {need / 1e9:.1f} GB in {config.run_dir} (two checkpoints, the best and the one being "
-        f"written), of {free / 1e9:.1f} GB that are free{too_little(need, free)}"
+        f"Memory     about {byte_size(estimate)}{there_is} (an estimate){free_memory(hardware)}; beside it "
+        f"{byte_size(run.checkpoint_bytes)} of RAM while a checkpoint is written\n"
+        f"Disk       about {byte_size(need)} in {config.run_dir} (two checkpoints, the best and the one being "
+        f"written), of {byte_size(free)} that are free{too_little(need, free)}"
     )
     if run.mirror is not None:
         probe(run.mirror)
         need, free = COPIES * run.checkpoint_bytes, free_space(run.mirror.dir)
         print(
-            f"Mirror     {run.mirror.root} can be written and read; about {need / 1e9:.1f} GB there, of "
-            f"{free / 1e9:.1f} GB that are free{too_little(need, free)}"
+            f"Mirror     {run.mirror.root} can be written and read; about {byte_size(need)} there, of "
+            f"{byte_size(free)} that are free{too_little(need, free)}"
         )
     while True:
         try:
@@ -102,9 +102,9 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
 
 def free_memory(hardware: Hardware) -> str:
     if hardware.is_cuda:
-        return f", {torch.cuda.mem_get_info()[0] / 1e9:.1f} GB of it free now"
+        return f", {byte_size(torch.cuda.mem_get_info()[0])} of it free now"
     free = available_ram()
-    return f", {free / 1e9:.1f} GB of it free now" if free is not None else ""
+    return f", {byte_size(free)} of it free now" if free is not None else ""
 
 
 def too_little(need: int, free: int) -> str:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from common.errors import MemoryExhausted
+from common.formatting import byte_size
 from model import TransformerLanguageModel
 from tests.helpers import CPU, ROOT
 from tests.training.helpers import final_weights, measured, steps_of
@@ -197,7 +198,7 @@ def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
     saved = estimate_memory(config, model, hardware) - estimate_memory(halved, shorter, hardware)
     assert dict(ways)["--max_seq_len 256 (a new run)"] == saved
     said = no_way_out(config, model, dataclasses.replace(hardware, memory_bytes=10**15))
-    assert f"--max_seq_len 256 (a new run): about {saved / 1e9:.1f} GB less" in said
+    assert f"--max_seq_len 256 (a new run): about {byte_size(saved)} less" in said
     assert not re.search("[Rr]estart|process", said)
 
 
@@ -226,7 +227,7 @@ def test_another_process_that_holds_the_memory_is_named_with_its_size(monkeypatc
         (named,) = held_by_others(dataclasses.replace(CPU, memory_bytes=2 * 10**9))
         process.stdin.close()
     assert len(held) == 2
-    assert named.startswith("0.3 GB") and f"process {process.pid} " in named
+    assert re.match(r"3\d\d\.\d MB", named) and f"process {process.pid} " in named
 
 
 def test_what_the_driver_tells_of_processes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

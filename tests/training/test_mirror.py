@@ -299,7 +299,7 @@ def test_a_drive_without_room_is_told_at_the_start(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=300_000))
     result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=2)
-    assert result.code == 0 and "will need about 0.0 GB more, and 0.0 GB are free there" in result.out
+    assert result.code == 0 and "kB more, and 300.0 kB are free there" in result.out
 
 
 def test_two_machines_and_one_drive_the_one_that_is_behind_takes_over_all_of_it(

@@ -289,8 +289,8 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     for line in (
         r"^Data .*4,000 tokens",
         r"^Splits .*3,600 training tokens.* 400 validation",
-        r"^Memory .*about [\d.]+ GB",
-        r"^Disk .*of [\d.]+ GB that are free",
+        r"^Memory .*about [\d.]+ [kM]B of [\d.]+ GB .*beside it [\d.]+ [kM]B of RAM",
+        r"^Disk .*about [1-9][\d.]* kB in .*of [\d.]+ [GM]B that are free",
         r"^First loss 3\.\d\d; ln\(30\) = 3\.40",
         r"^Saving .*written, verified and loaded in [\d.]+ s",
         r"^Evaluating .*windows",
@@ -335,7 +335,9 @@ def test_a_dry_run_tries_the_mirror_and_leaves_nothing_there(
     before = listing(tmp_path)
     argv = ["--data_dir", str(tokens), *SHAPE, "--dry_run", "--checkpoint_dir", str(tmp_path / "drive" / "copies")]
     assert train_colab_mmap.main(argv) == 0
-    assert re.search(r"^Mirror .*can be written and read; about [\d.]+ GB there", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(
+        r"^Mirror .*can be written and read; about [1-9][\d.]* kB there", capsys.readouterr().out, re.MULTILINE
+    )
     assert {path: entry for path, entry in listing(tmp_path).items() if "drive" not in path} == {
         path: entry for path, entry in before.items() if "drive" not in path
     }
