@@ -45,7 +45,8 @@ class Mirror:
     def __init__(self, run_dir: Path, checkpoint_dir: str):
         self.run_dir = run_dir
         self.root = Path(checkpoint_dir).expanduser()
-        self.dir = self.root / run_dir.name
+        self.place = os.path.abspath(run_dir)  # by which a run is known, however its folder is spelled
+        self.dir = self.root / os.path.basename(self.place)
         self.run_id = ""
         self.marked = False
         self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -68,8 +69,14 @@ class Mirror:
                 f'(in Colab: from google.colab import drive; drive.mount("/content/drive")), or make the folder: '
                 f"mkdir -p {self.root.parent}"
             )
-        if self.root.exists() and not self.root.is_dir():
-            raise ConfigError(f"{self.root} (--checkpoint_dir) is a file; a folder is needed.")
+
+    def require_apart(self) -> None:
+        """Raises ConfigError if it is the run folder: files that are being written would be copied onto themselves."""
+        if self.dir.resolve() == self.run_dir.resolve():
+            raise ConfigError(
+                f"The copies below --checkpoint_dir {self.root} would lie in the run folder itself, {self.run_dir}: "
+                f"name another --checkpoint_dir, on another disk, or leave it out."
+            )
 
     def require_free(self, say: Callable[[str], None] = print) -> None:
         """Raises CheckpointError if another process, on this or another machine, trains into the mirror.
@@ -231,8 +238,12 @@ class Mirror:
         if not self.marked:
             self.root.mkdir(exist_ok=True)  # not its parents
             self.dir.mkdir(exist_ok=True)
-        write_json(self.dir / MARKER, {"run_id": self.run_id, "holder": session(), "seen": time.time()})
+        write_json(self.dir / MARKER, {**self.whose(), "holder": session(), "seen": time.time()})
         self.marked, self.marked_at = True, time.monotonic()
+
+    def whose(self) -> dict[str, str]:
+        """Of which run these are the copies, and where that lies."""
+        return {"run_id": self.run_id, "run_dir": self.place}
 
     def require_marked(self) -> None:
         """Raises CheckpointError if the folder was marked once, and is not the marked one now, or another's."""
@@ -299,7 +310,7 @@ class Mirror:
         with contextlib.suppress(OSError, CheckpointError):
             marker = self.marker()
             if marker.get("run_id") == self.run_id and marker.get("holder") == session():
-                write_json(self.dir / MARKER, {"run_id": self.run_id})
+                write_json(self.dir / MARKER, self.whose())
         self.thread = None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,22 +39,40 @@ class Found(NamedTuple):
     own: bool = True  # it is one of this run, here or in the mirror
 
 
-def require_own_mirror(run_dir: Path, mirror_dir: Path, config: TrainConfig) -> None:
+def require_own_mirror(run_dir: Path, mirror: Mirror) -> None:
     """Raises CheckpointError if the mirror holds the copies of another run whose folder has the same last name."""
-    theirs, ours = newest_state(mirror_dir), newest_state(run_dir)
+    theirs, ours = newest_state(mirror.dir), newest_state(run_dir)
     if theirs is None:
         return
-    their_dir = theirs.get("config", {}).get("output_dir")
+    place = mirror.marker().get("run_dir")  # not in those of older versions
+    spelled = theirs["config"].get("output_dir") or Path("runs") / mirror.dir.name
     if ours is not None:
         is_other = None not in (ours.get("run_id"), theirs.get("run_id")) and ours["run_id"] != theirs["run_id"]
     else:  # the local folder was lost with its machine, or this is a new run
-        is_other = their_dir != config.output_dir
+        is_other = not leads_to(str(spelled), place, run_dir)
     if is_other:
-        named = f"--output_dir {their_dir}" if their_dir else "without --output_dir"
+        named = f"--output_dir {place or spelled}"
         raise CheckpointError(
-            f"{mirror_dir} holds the copies of another run ({named}), not of {run_dir}. Give this one a "
+            f"{mirror.dir} holds the copies of another run ({named}), not of {run_dir}. Give this one a "
             f"--checkpoint_dir or an --output_dir of its own; to continue the other, train {named}."
         )
+
+
+def leads_to(spelled: str, place: Any, run_dir: Path) -> bool:
+    """Whether the folder of a run is `run_dir`, of which nothing is left: its `--output_dir` was spelled so, and it lay
+    at `place` (None: not known).
+
+    The same place, however spelled, is the same folder. So is the same way from another working directory, which may be
+    on another machine; unless the run is still where it was, or the way does not say which folder it leads to.
+    """
+    if place == os.path.abspath(run_dir):
+        return True
+    way = os.path.normpath(os.path.expanduser(spelled))
+    if way != os.path.normpath(run_dir):
+        return False
+    if not isinstance(place, str):
+        return True
+    return Path(way).parts[:1] not in ((), ("..",)) and not step_folders(Path(place) / "checkpoints")
 
 
 def own_checkpoint(config: TrainConfig) -> Checkpoint | None:

@@ -42,7 +42,7 @@ from training.resume import (
     resolved,
     saved_state,
 )
-from training.run_folder import quarantine, require_ours, set_aside, tidy, write_config
+from training.run_folder import quarantine, require_movable, require_ours, set_aside, tidy, write_config
 from training.saved_state import read_state
 from training.saving import Saver
 from training.schedule import epoch_sequences, last_step
@@ -122,13 +122,19 @@ class Run:
         return run
 
     def require_own_folders(self) -> None:
-        """Raises ConfigError or CheckpointError if the mirror is not there, or is not this run's."""
+        """Raises ConfigError or CheckpointError if the mirror is not there, or is not this run's, or if an old run
+        cannot make way."""
+        if self.config.resume == "never":
+            require_movable(self.dir)
         if self.mirror is None:
             return
         try:
-            self.mirror.require_mounted()
             require_ours(self.mirror.dir, "--checkpoint_dir")
-            require_own_mirror(self.dir, self.mirror.dir, self.config)
+            self.mirror.require_mounted()
+            self.mirror.require_apart()
+            require_own_mirror(self.dir, self.mirror)
+            if self.config.resume == "never":
+                require_movable(self.mirror.dir)
             self.mirror.require_free()
         except OSError as problem:
             raise ConfigError(

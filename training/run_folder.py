@@ -29,11 +29,13 @@ def write_config(config: TrainConfig, device: str) -> None:
 
 
 def require_ours(folder: Path, flag: str) -> None:
-    """Raises ConfigError if the folder that `flag` leads to holds other things than a run of ours."""
+    """Raises ConfigError if the folder that `flag` leads to holds other things than a run of ours, or cannot be one."""
+    reached = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not reached.is_dir():
+        kind = "a file" if reached.exists() else "a link that leads nowhere"
+        raise ConfigError(f"{folder} ({flag}) cannot be a folder, for {reached} is {kind}: choose another {flag}.")
     if not folder.exists():
         return
-    if not folder.is_dir():
-        raise ConfigError(f"{folder} ({flag}) is a file; a folder is needed.")
     if (folder / MARKER).exists() or step_folders(folder / "checkpoints"):
         return
     there = sorted(path.name for path in folder.iterdir() if not is_leftover(path.name))
@@ -70,15 +72,39 @@ def being_trained(folder: Path) -> CheckpointError:
     )
 
 
+def require_movable(run_dir: Path) -> None:
+    """Raises ConfigError if this command stands in the old run that is to be set aside. It would go along: the same
+    command would then lead to the old run again."""
+    whole = run_dir.resolve()
+    if is_there(run_dir) and Path.cwd().is_relative_to(whole):
+        raise ConfigError(
+            f"--resume never renames {whole}, and this command was started in it: start it from another folder (cd "
+            f"{whole.parent}), with paths as they are from there."
+        )
+
+
 def set_aside(run_dir: Path) -> None:
-    """Rename an old run, so that starting over loses nothing."""
-    if run_dir.exists():
-        stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        names = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-        candidates = (run_dir.with_name(f"{run_dir.name}.{stamp}{name}") for name in names)
-        old = next(path for path in candidates if not path.exists())
-        os.replace(run_dir, old)
-        print(f"The run that was in {run_dir} is now {old}.")
+    """Rename an old run, so that starting over loses nothing. Raises CheckpointError if that fails."""
+    if not is_there(run_dir):
+        return
+    folder = Path(os.path.normpath(run_dir))  # which ends in a name: `require_movable` refuses . and ..
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    names = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    candidates = (folder.with_name(f"{folder.name}.{stamp}{name}") for name in names)
+    old = next(path for path in candidates if not path.exists())
+    try:
+        os.replace(folder, old)
+    except OSError as problem:  # a disk is mounted on it; the one it is on is read-only
+        raise CheckpointError(
+            f"The run in {run_dir} could not be set aside as {old} ({problem.strerror}): choose another folder for the "
+            f"new one, or leave --resume never out."
+        ) from None
+    print(f"The run that was in {run_dir} is now {old}.")
+
+
+def is_there(run_dir: Path) -> bool:
+    """Whether there is anything to be set aside."""
+    return run_dir.is_dir() and any(run_dir.iterdir())
 
 
 def quarantine(folder: Path) -> None:

@@ -118,6 +118,70 @@ def test_the_mirror_of_another_run_of_the_same_name_is_refused_with_both_named(t
     assert train(first, checkpoint_dir=drive, max_steps=26).code == 0  # the machine went away; only the Drive is left
 
 
+def test_a_run_is_known_by_its_folder_however_it_is_spelled(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but the Drive is left; the command comes from wherever a new session happens to stand."""
+    home, elsewhere, drive = tmp_path / "home", tmp_path / "elsewhere", tmp_path / "drive"
+    run = home / "sweep" / "lr1" / "run"
+    run.parent.mkdir(parents=True)
+    (elsewhere / "sweep" / "lr2" / "run").mkdir(parents=True)
+    steps = 0
+
+    def goes_on(start: Path, spelled: str | Path) -> bool:
+        nonlocal steps
+        monkeypatch.chdir(start)
+        result = train(spelled, checkpoint_dir=drive, max_steps=steps + 1, eval_interval=0)
+        if result.code == 0:
+            assert f"steps {steps} to {steps + 1} " in result.out
+            shutil.rmtree(spelled)
+            steps += 1
+        else:
+            assert result.code == 4 and "holds the copies of another run" in result.err, result
+        return result.code == 0
+
+    same = "sweep/lr1/run"
+    ways = [(home, same), (home, f"{same}/"), (home, f"./{same}"), (home, "sweep/lr2/../lr1/run"), (home, run)]
+    for start, spelled in [
+        *ways,
+        (run.parent, "../lr1/run"),
+        (run.parent, "run"),
+        (home, same),
+        (elsewhere, same),
+        (home, same),
+    ]:
+        assert goes_on(start, spelled), (start, spelled)
+    for start, spelled in ((home, "sweep/lr2/run"), (elsewhere, home / "lr2" / "run"), (elsewhere, "run")):
+        assert not goes_on(start, spelled), (start, spelled)
+    monkeypatch.chdir(home)
+    assert train(same, checkpoint_dir=drive, max_steps=steps + 1, eval_interval=0).code == 0
+    steps += 1
+    assert not goes_on(elsewhere, same), "the run is still where it was"
+
+
+def test_the_copies_of_the_current_folder_lie_in_one_of_its_name(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("lr1/run", "lr2/run"):
+        (tmp_path / name).mkdir(parents=True)
+    flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 2, "eval_interval": 0}
+    monkeypatch.chdir(tmp_path / "lr1" / "run")
+    assert train(".", **flags).code == 0
+    assert os.listdir(tmp_path / "drive") == ["run"] and steps_of(tmp_path / "drive" / "run") == [2]
+    monkeypatch.chdir(tmp_path / "lr2" / "run")
+    other = train(".", **flags)  # spelled the same, and another one
+    assert other.code == 4 and f"--output_dir {tmp_path / 'lr1' / 'run'}" in other.err
+
+
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+def test_a_run_is_not_copied_onto_itself(dry_run: str, train: Callable, tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    for folder in (tmp_path / "drive" / "run", tmp_path / "drive" / ".." / "drive" / "run"):
+        result = train(folder, checkpoint_dir=tmp_path / "drive", dry_run=dry_run)
+        assert result.code == 2 and "would lie in the run folder itself" in result.err, result
+    assert os.listdir(tmp_path / "drive") == []
+
+
 @pytest.fixture
 def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mirror_module, "LONGEST_PAUSE", 0.05)

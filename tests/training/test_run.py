@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -339,6 +340,21 @@ def test_a_folder_of_the_users_is_not_taken_over(flag: str, train: Callable, tmp
         assert snapshot(mine) == before
 
 
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+@pytest.mark.parametrize("flag", ["output_dir", "checkpoint_dir"])
+def test_a_folder_that_cannot_be_one_is_told_with_what_is_in_the_way(
+    flag: str, dry_run: str, train: Callable, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for way, kind in (("file", "a file"), ("file/x", "a file"), ("link", "a link"), ("link/x/y", "a link")):
+        folders = {"output_dir": tmp_path / "run", flag: tmp_path / way}
+        result = train(**folders, dry_run=dry_run)
+        assert result.code == 2 and f"({'--' + flag}) cannot be a folder" in result.err, result
+        assert f"for {tmp_path / way.partition('/')[0]} is {kind}" in result.err and result.err.count("\n") == 1
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
+
+
 def test_only_names_of_ours_are_cleaned_up_in_a_run_folder(train: Callable, copy_of: Path) -> None:
     """What a killed process leaves goes; what a user put beside it stays."""
     ours = [
@@ -491,6 +507,43 @@ def test_resume_never_also_keeps_the_mirror_aside(train: Callable, tmp_path: Pat
     assert steps_of(tmp_path / "run") == [2]
     assert steps_of(tmp_path / "drive" / "run") == [2]
     assert before in [snapshot(path) for path in (tmp_path / "drive").iterdir()]
+
+
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+def test_an_old_run_is_not_set_aside_by_a_command_that_stands_in_it(
+    dry_run: str, train: Callable, copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was in . would still be there, under another name, and be continued by the same command."""
+    before = snapshot(copy_of)
+    again = {"resume": "never", "max_steps": 2, "dry_run": dry_run}
+    for folder, given in ((".", "."), ("checkpoints", ".."), ("best", copy_of)):
+        monkeypatch.chdir(copy_of / folder)
+        result = train(given, **again)
+        assert result.code == 2 and f"cd {copy_of.parent}" in result.err and result.err.count("\n") == 1, result
+        assert snapshot(copy_of) == before
+    monkeypatch.chdir(tmp_path)
+    assert train("run/../run", **again).code == 0
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path / "new")
+    assert train(".", **again).code == 0  # where there is nothing to set aside
+    assert len(list(tmp_path.glob("new*"))) == 1
+
+
+def test_a_folder_that_cannot_be_renamed_is_told(
+    train: Callable, copy_of: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a disk is mounted on it."""
+    replace, before = os.replace, snapshot(copy_of)
+
+    def busy(source: Path, target: Path) -> None:
+        if source == copy_of:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(source))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", busy)
+    result = train(copy_of, resume="never")
+    assert result.code == 4 and "resource busy" in result.err and "leave --resume never out" in result.err
+    assert snapshot(copy_of) == before
 
 
 # What may change, what may not
