@@ -122,9 +122,9 @@ class Mirror:
         """Have the run folder copied from now on, and what a session before could not copy."""
         self.run_id = run_id
         with contextlib.suppress(OSError):  # an obstacle is told by the first attempt
-            self.mark()
             manifests = [folder / MANIFEST for folder in step_folders(self.dir / "checkpoints")]
             self.copied_at = max((path.stat().st_mtime for path in manifests), default=None)
+            self.mark()  # which a read-only disk refuses
             missing = COPIES - len(manifests) - (self.dir / "best").is_dir()
             free = shutil.disk_usage(self.dir).free
             if missing * checkpoint_bytes > free:
@@ -171,7 +171,7 @@ class Mirror:
     def bring_up_to_date(self) -> bool:
         """Copy what is new in the run folder, verify the copies, and only then delete older ones. Returns whether all
         is copied; a problem is told, and is no reason to give up."""
-        what = "the run"
+        what = "metrics and summary"
         problem = None
         try:
             self.require_marked()
@@ -198,14 +198,16 @@ class Mirror:
         reason = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
         if reason != self.problem:
             self.news.put(
-                f"Warning: {what} could not be copied to {self.dir} ({reason}); the training goes on, and the copy is "
-                "tried again."
+                f"Warning: {what} could not be copied to {self.dir} ({reason}){self.what_is_there()}; the training "
+                f"goes on, and the copy is tried again."
             )
         self.problem = reason
         return False
 
     def copy_step(self, folder: Path) -> bool:
         """Whether the mirror holds this checkpoint now; False if it is gone here. Raises OSError with the reason."""
+        if self.holds(folder):
+            return True
         self.require_marked()
         began = time.time()
         if self.copy_if_new(folder):
@@ -223,15 +225,31 @@ class Mirror:
 
     def copy_if_new(self, folder: Path) -> bool:
         """Raises OSError with the reason if there is something to copy and it cannot be."""
-        target = self.dir / folder.relative_to(self.run_dir)
-        manifests = [path / MANIFEST for path in (folder, target)]
-        if not manifests[0].exists() or (
-            manifests[1].exists() and manifests[0].read_bytes() == manifests[1].read_bytes()
-        ):
+        if not (folder / MANIFEST).exists() or self.holds(folder):
             return False
-        if problem := copy_checkpoint(folder, target, self.go_on):
+        if problem := copy_checkpoint(folder, self.dir / folder.relative_to(self.run_dir), self.go_on):
             raise OSError(problem)
         return True
+
+    def holds(self, folder: Path) -> bool:
+        """Whether a checkpoint of the run folder is there, by its manifest."""
+        ours, theirs = folder / MANIFEST, self.dir / folder.relative_to(self.run_dir) / MANIFEST
+        return ours.exists() and theirs.exists() and ours.read_bytes() == theirs.read_bytes()
+
+    def what_is_missing(self) -> str:
+        """Of what is newest, with its verb."""
+        checkpoints = [*step_folders(self.run_dir / "checkpoints")[:1], self.run_dir / "best"]
+        with contextlib.suppress(OSError):
+            if all(self.holds(folder) for folder in checkpoints if folder.exists()):
+                return "the newest metrics and summary are"
+        return "the newest state is"
+
+    def what_is_there(self) -> str:
+        """The newest copy, as the end of a sentence; "" if there is none, or none that can be seen."""
+        with contextlib.suppress(OSError):
+            for newest in step_folders(self.dir / "checkpoints")[:1]:
+                return f", where {newest.name} is the newest"
+        return ""
 
     def mark(self) -> None:
         """Write down which run these are the copies of, and who trains it: a sign of life."""
@@ -282,8 +300,8 @@ class Mirror:
             if now - began > limit or now - last_hope > LAST_ATTEMPTS_SECONDS or not is_alive:
                 reason = self.problem or f"not done within {clock(limit)}"
                 say(
-                    f"Warning: the newest state is not in {self.dir} ({reason}); it is whole in {self.run_dir}. "
-                    "Once that is put right, the same command copies it."
+                    f"Warning: {self.what_is_missing()} not in {self.dir} ({reason}){self.what_is_there()}; all is "
+                    f"whole in {self.run_dir}. Once that is put right, the same command copies it."
                 )
                 return
             if not told and now - began > 1.0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -229,6 +230,31 @@ def test_a_mirror_that_fails_is_told_and_made_up_for_by_the_same_command(
     assert problems_of(drive / "run" / "best") == []
     assert measured(drive / "run") == measured(unbroken)
     assert "Copied" not in train(tmp_path / "run", checkpoint_dir=drive).out  # nothing is left to do
+
+
+def test_what_lies_in_a_mirror_that_is_read_only_from_the_start_is_told(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+) -> None:
+    flags = {"checkpoint_dir": tmp_path / "drive", "eval_interval": 0}
+    assert train(tmp_path / "run", **flags, max_steps=12).code == 0
+    before = snapshot(tmp_path / "drive")
+
+    def refuse(path: Path, *_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    for name in ("write_json", "atomic_write", "copy_file"):
+        monkeypatch.setattr(mirror_module, name, refuse)
+    why = f"{tmp_path / 'drive' / 'run'} (Read-only file system), where step_00000012 is the newest; "
+    finished = train(tmp_path / "run", **flags, max_steps=12)
+    assert finished.code == 0
+    assert f"Warning: metrics and summary could not be copied to {why}" in finished.out, finished.out
+    assert f"Warning: the newest metrics and summary are not in {why}" in finished.out
+    assert "step_00000012 could not be copied" not in finished.out
+
+    longer = train(tmp_path / "run", **flags, max_steps=14)
+    assert longer.code == 0 and f"Warning: the newest state is not in {why}" in longer.out
+    assert re.search(r"step 13/14, .*, copy \d:\d\d old", longer.out), longer.out
+    assert "no copy yet" not in longer.out and snapshot(tmp_path / "drive") == before
 
 
 def test_a_mirror_that_is_given_later_gets_the_best_too(train: Callable, copy_of: Path, tmp_path: Path) -> None:
