@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError, DataError, script
+from common.files import read_text
 from common.flags import Parser, add_debug
 
 # torch takes seconds to import, and --help should not wait for it: functions import what needs it when they run.
@@ -270,12 +271,7 @@ def read_prompts(arguments: argparse.Namespace) -> list[str]:
     """All prompts; without any, one empty prompt: text from scratch."""
     prompts = list(arguments.prompt or [])
     if arguments.prompts_file:
-        try:
-            lines = Path(arguments.prompts_file).read_text(encoding="utf-8-sig").split("\n")
-        except FileNotFoundError:
-            raise DataError(f"There is no file {arguments.prompts_file} (--prompts_file).") from None
-        except UnicodeDecodeError as problem:
-            raise DataError(f"{arguments.prompts_file} is not UTF-8 text (byte {problem.start}).") from None
+        lines = read_text(arguments.prompts_file, DataError, "--prompts_file").split("\n")
         prompts += [line.rstrip("\r") for line in lines if line.strip()]
         if not prompts:
             raise DataError(f"{arguments.prompts_file} holds no prompts.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -224,6 +225,8 @@ def code_points(text: str) -> np.ndarray:
 
 
 def read_tokenizer_json(path: str | Path) -> dict[str, Any]:
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe waits for its writer
+        raise TokenizerError(f"The tokenizer file {path} is not a regular file: write what it holds to one first.")
     try:
         content = json.loads(Path(path).read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:

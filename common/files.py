@@ -56,9 +56,28 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
+def require_regular(path: Path, error: type[UserError]) -> None:
+    """Raises `error` for what can be opened and may never end: reading a pipe would wait for its writer."""
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+        raise error(f"{path} is not a regular file: write what it holds to one first.")
+
+
+def read_text(path: str | Path, error: type[UserError], flag: str) -> str:
+    """A small file of UTF-8, less its byte order mark. Raises `error` naming the file, and `flag` if there is none."""
+    path = Path(path)
+    require_regular(path, error)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise error(f"There is no file {path} ({flag}).") from None
+    except UnicodeDecodeError as problem:
+        raise error(f"{path} is not UTF-8 text (byte {problem.start}).") from None
+
+
 def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
     """Read a JSON object. Raises `error` naming the file, and the line and column of a syntax error."""
     path = Path(path)
+    require_regular(path, error)
     try:
         value = json.loads(path.read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:

@@ -7,7 +7,8 @@ import functools
 import importlib.util
 import io
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for mark in item.iter_markers("extras"):
             if missing := [package for package in mark.args if importlib.util.find_spec(package) is None]:
                 item.add_marker(pytest.mark.skip(reason=f"needs {', '.join(missing)}"))
+
+
+@pytest.fixture
+def pipe(tmp_path: Path) -> Iterator[Path]:
+    """A pipe that nobody writes into. Whoever waits for that fails after a while."""
+    if not hasattr(os, "mkfifo"):
+        pytest.skip("POSIX")
+    os.mkfifo(tmp_path / "pipe")
+
+    def fail(*_: object) -> None:
+        raise AssertionError("waited for a writer")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(30)
+    yield tmp_path / "pipe"
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import torch
 
 from common.chat import Message
 from common.errors import DataError
+from common.files import read_text
 from generation.decoding import generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX, TransformerLanguageModel
@@ -99,15 +100,8 @@ def accuracy(answers: Sequence[Answer]) -> tuple[int, int]:
 
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Read a JSONL file of {"prompt": ..., "answer": ... (optional)}. Raises DataError naming the line."""
-    path = Path(path)
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except FileNotFoundError:
-        raise DataError(f"There is no file {path} (--eval_prompts).") from None
-    except UnicodeDecodeError as problem:
-        raise DataError(f"{path} is not UTF-8 text (byte {problem.start}).") from None
     prompts = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, DataError, "--eval_prompts").split("\n"), 1):
         if not line.strip():
             continue
         try:

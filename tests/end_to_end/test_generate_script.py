@@ -621,6 +621,10 @@ def test_prompts_files_that_cannot_be_used(checkpoint, fails, tmp_path):
         assert name in message and said in message
 
 
+def test_prompts_are_not_waited_for(checkpoint, fails, pipe):
+    assert "pipe is not a regular file" in fails(3, "--checkpoint", checkpoint, "--prompts_file", pipe)
+
+
 def test_debug_shows_where_an_error_came_from():
     with pytest.raises(CheckpointError):
         script.main(["--checkpoint", "nowhere", "--debug"])

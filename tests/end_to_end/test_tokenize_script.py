@@ -235,6 +235,12 @@ def test_a_vocabulary_with_a_byte_order_mark(tmp_path: Path, kind: str) -> None:
     assert tokenizer.to_json() == vocabulary.to_json()
 
 
+def test_a_vocabulary_is_not_waited_for(tmp_path: Path, pipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus(tmp_path / "a.txt", documents=1)
+    assert run("--input", tmp_path / "a.txt", "--tokenizer_file", pipe, "--output_dir", tmp_path / "out") == 3
+    assert f"{pipe} is not a regular file" in capsys.readouterr().err
+
+
 def test_characters_that_the_vocabulary_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("abcabc", encoding="utf-8")
     tokenize([str(tmp_path / "text.txt")], tmp_path / "one", tokenizer="char", quiet=True)

@@ -367,6 +367,17 @@ def test_prompts_that_cannot_be_asked_are_told_before_the_first_step(
     assert "--unknown" not in result.err  # that is a flag of the pre-tokenizer
 
 
+@pytest.mark.parametrize("flag", ["eval_prompts", "tokenizer_file", "metadata_file", "bin_file"])
+def test_a_pipe_is_refused_where_a_file_is_needed(
+    flag: str, train: Callable, token_folder: Path, pipe: Path, tmp_path: Path
+) -> None:
+    """Nobody may ever write into it."""
+    names = {"bin_file": "tokens.bin", "tokenizer_file": "tokenizer.json", "metadata_file": "tokens_metadata.json"}
+    files = {"data_dir": None, **{key: token_folder / name for key, name in names.items()}}
+    said = "not a regular file" if flag != "bin_file" else "has 0 bytes"
+    assert_refused(train(tmp_path / "run", **{**files, flag: pipe}), 3, f"{pipe}.* {said}")
+
+
 def test_an_expected_answer_may_hold_characters_the_tokenizer_does_not_know(train: Callable, tmp_path: Path) -> None:
     """It is only compared, never encoded: such an answer is wrong, not an error."""
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat", "answer": "The cat: 7"}\n')
