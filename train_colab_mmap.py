@@ -186,7 +186,7 @@ def take_steps(
         step_model = compile_for_run(run, hardware, report.say)
     with frozen_garbage(), contextlib.suppress(StopRequested):
         with timer.paused():
-            run.evaluate_before(hardware, step_model, prompts, interruption.check)
+            run.evaluate_before(hardware, step_model, prompts, interruption.check, report.say)
         while not (interruption.requested or timer.limit_reached(config)):
             row: dict[str, Any]
             if run.unevaluated is not None:  # what the last session was stopped in
@@ -214,7 +214,7 @@ def take_steps(
                     report.say(f"First step {time.perf_counter() - started:.1f} s after the start")
 
             if reporting or not hardware.is_cuda or run.step % 100 == 0:
-                run.stability.require_stable(run.step)
+                run.stability.require_stable(run.step, run.saved_step)
             if reporting:  # nothing waits for the device on the other steps
                 row |= timer.training_row(result.loss, result.grad_norm, lr, model.flops_per_token())
                 row |= run.stability.row()

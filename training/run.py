@@ -75,6 +75,7 @@ class Run:
         self.sequences_seen = 0
         self.tokens = 0
         self.best_val_loss: float | None = None
+        self.best_step = 0  # of those weights
         self.best_windows: int | None = None  # of validation that it is the loss over
         self.best_is_new = False  # and its weights are not saved yet
         self.worse = 0  # evaluations in a row without a better loss
@@ -220,7 +221,7 @@ class Run:
     def require_finite(self, value: float, what: str) -> None:
         """Raises ConfigError if the training diverged: from here on it would only burn time."""
         if not math.isfinite(value):
-            raise diverged(self.step, f"{what} is not finite")
+            raise diverged(self.step, self.saved_step, f"{what} is not finite")
 
     @contextlib.contextmanager
     def saving(self, say: Callable[[str], None], is_asked_to_stop: Callable[[], bool]) -> Iterator[None]:
@@ -282,7 +283,7 @@ class Run:
     def save_if_sound(self, elapsed: float) -> None:
         """Begin to write what is due, unless the last update was skipped: then it waits for a step that shows the
         weights to be sound, as the evaluation of the best ones has shown already."""
-        self.stability.require_stable(self.step)
+        self.stability.require_stable(self.step, self.saved_step)
         if self.best_is_new or self.finished or not self.stability.in_doubt:
             self.save(elapsed, best_only=not self.is_due)
 
@@ -326,7 +327,7 @@ class Run:
         row |= {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte(val_loss, self.data)}
         self.worse += 1
         if self.best_val_loss is None or val_loss < self.best_val_loss:
-            self.best_val_loss = val_loss
+            self.best_val_loss, self.best_step = val_loss, self.step
             self.best_windows = evaluated_windows(self.data, self.config)
             self.best_is_new = True
             self.worse = 0
@@ -340,6 +341,7 @@ class Run:
         step_model: Callable[..., torch.Tensor],
         prompts: list[Prompt],
         between: Callable[[], None],
+        say: Callable[[str], None],
     ) -> None:
         """What has to be known before the next step: how good trained weights were that a new run starts from, and the
         best weights over the validation windows of now. `between` is that of `validation_loss`."""
@@ -348,21 +350,30 @@ class Run:
             answers = answer_prompts(self.model, self.data, prompts, between) if prompts else []
             self.base = {"val_loss": loss, "answers": [answer.text for answer in answers]}
         if self.config.eval_interval and not self.best_is_comparable:
-            self.evaluate_best(hardware, step_model, between)
+            self.evaluate_best(hardware, step_model, between, say)
 
     def evaluate_best(
-        self, hardware: Hardware, step_model: Callable[..., torch.Tensor], between: Callable[[], None]
+        self,
+        hardware: Hardware,
+        step_model: Callable[..., torch.Tensor],
+        between: Callable[[], None],
+        say: Callable[[str], None],
     ) -> None:
         """Evaluate the best weights again, over the validation windows of now: the weights that are kept and the loss
         that is to be beaten belong together. `between` is that of `validation_loss`."""
         best = Checkpoint(self.dir / "best")  # verified when the run was restored
+        windows = evaluated_windows(self.data, self.config)
+        before = "other" if self.best_windows is None else f"{self.best_windows:,}"
+        named = f"the best weights so far (step {self.best_step:,}, {self.best_val_loss:.4f} over {before} windows)"
+        say(f"Evaluating {named} over the {windows:,} validation windows of now ...")
         current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         try:
             best.load_weights(self.model)
             self.best_val_loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
-            self.best_windows = evaluated_windows(self.data, self.config)
+            self.best_windows = windows
         finally:
             self.model.load_state_dict(current)
+        say(f"step {self.best_step:,}, the best so far: validation loss {self.best_val_loss:.4f}")
 
     def state(self, elapsed: float) -> dict[str, Any]:
         """What `restore` needs beside the weights and the optimizer's state."""
@@ -424,7 +435,7 @@ class Run:
         saved = state.get("config", {})
         same = all(getattr(self.config, key) == saved.get(key) for key in ("eval_batches", "batch_size"))
         in_older_states = evaluated_windows(self.data, self.config) if same else None
-        self.best_val_loss = state.get("best_val_loss")
+        self.best_val_loss, self.best_step = state.get("best_val_loss"), state.get("step", 0)
         self.best_windows = state.get("best_windows", in_older_states)
 
     def initialize_from(self, path: str) -> None:

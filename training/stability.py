@@ -51,10 +51,11 @@ class Stability:
         """Whether the last update was skipped: the weights may be past saving. Waits for the device."""
         return bool(self.counts[1])
 
-    def require_stable(self, step: int) -> None:
-        """Raises ConfigError after too many skipped updates in a row."""
+    def require_stable(self, step: int, saved_step: int) -> None:
+        """Raises ConfigError after too many skipped updates in a row. `saved_step` is that of `diverged`."""
         if self.counts[2] >= self.most_in_a_row:
-            raise diverged(step, f"{int(self.counts[2])} updates in a row had a loss or gradient that is not finite")
+            what = f"{int(self.counts[2])} updates in a row had a loss or gradient that is not finite"
+            raise diverged(step, saved_step, what)
 
     def warnings(self, step: int, loss: float) -> list[str]:
         """What is to be told of the last steps, now that the loss has been read."""
@@ -77,10 +78,12 @@ class Stability:
         return said
 
 
-def diverged(step: int, what: str) -> ConfigError:
+def diverged(step: int, saved_step: int, what: str) -> ConfigError:
+    """`saved_step` is that of the newest checkpoint, 0 if there is none."""
+    from_there = f"Checkpoints saved before are whole, and the same command continues from step {saved_step:,}."
     return ConfigError(
         f"The training diverged at step {step:,}: {what}. "
-        f"Checkpoints saved before are whole, and the same command continues from the newest. What helps, most likely "
-        f"first: a lower --learning_rate (a third of it), more --warmup_steps, a lower --grad_clip (0.5), or "
-        f"--precision fp32."
+        f"{from_there if saved_step else 'No checkpoint was saved before: the same command starts anew.'} What helps, "
+        f"most likely first: a lower --learning_rate (a third of it), more --warmup_steps, a lower --grad_clip (0.5), "
+        f"or --precision fp32."
     )

@@ -30,11 +30,12 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
     if (units := timer.compute_units) is not None:
         facts["Compute units"] = f"{units:.2f}"
     if evaluated := [row for row in read_metrics(run.dir) if "val_loss" in row]:
-        best, last = min(evaluated, key=lambda row: row["val_loss"]), evaluated[-1]
+        last = evaluated[-1]
         per_byte = f", {last['val_bits_per_byte']:.3f} bits per byte" if "val_bits_per_byte" in last else ""
         told = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
         facts["Validation loss"] = told
-        facts["Best"] = f"{best['val_loss']:.4f} at step {best['step']:,}"
+    if run.best_val_loss is not None:  # which is of best/; rows may be over other windows
+        facts["Best"] = f"{run.best_val_loss:.4f} at step {run.best_step:,}"
     if run.base:
         facts["Before"] = f"validation loss {run.base['val_loss']:.4f}, of the weights that it started from"
     if run.has_stopped_early:

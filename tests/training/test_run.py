@@ -638,6 +638,26 @@ def test_best_is_not_replaced_by_worse_weights_when_the_validation_windows_chang
     assert len(losses) == 2 and state["best_val_loss"] < min(losses)
 
 
+def test_the_summary_tells_the_best_that_is_kept_though_the_validation_windows_changed(
+    train: Callable, tmp_path: Path
+) -> None:
+    """The lowest loss of all rows may be over a few windows that happen to be easy."""
+    run, flags = tmp_path / "run", {"seed": 1, "embed_dim": 16, "dropout": 0, "gradient_accumulation_steps": 1}
+    assert train(run, **flags, max_steps=300, eval_interval=100, eval_batches=1).code == 0
+    metrics = read_metrics(run)
+    lowest = min(row["val_loss"] for row in metrics if "val_loss" in row)
+    more = {"max_steps": 310, "eval_interval": 10, "eval_batches": 400, "learning_rate": 0.003}
+    result = train(run, **flags, **more)
+    assert result.code == 0
+    state = json.loads((run / "best" / "training_state.json").read_text())
+    assert state["best_windows"] > 4 and state["best_val_loss"] > lowest, "the rows do not tell the two apart"
+    best = f"{state['best_val_loss']:.4f} at step {state['step']}"
+    assert f"\nBest             {best}\n" in result.out, result.out
+    assert f"| Best | {best} |" in (run / "summary.md").read_text()
+    again = f"Evaluating the best weights so far (step 300, {lowest:.4f} over 4 windows) over the "
+    assert f"{again}{state['best_windows']} validation windows of now ...\nstep 300, the best so far: " in result.out
+
+
 def test_every_window_comes_once_an_epoch_though_the_batch_size_changes(
     interrupt: Callable, train: Callable, short_token_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -888,6 +908,20 @@ def test_a_full_disk_ends_the_run_and_the_same_command_continues(
     assert all(problems_of(folder) == [] for folder in step_folders(tmp_path / "run" / "checkpoints"))
     assert train(tmp_path / "run").code == 0
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
+
+
+def test_divergence_before_the_first_checkpoint_promises_none(train: Callable, tmp_path: Path) -> None:
+    flags = {"checkpoint_steps": 6, "learning_rate": 1e30, "use_lr_scheduler": "constant"}
+    for run, said in (
+        ("first", "No checkpoint was saved before: the same command starts anew."),
+        ("later", "from step"),
+    ):
+        if run == "later":
+            assert train(tmp_path / run, max_steps=1, eval_interval=0).code == 0
+        result = train(tmp_path / run, **flags)
+        assert result.code == 2 and "diverged" in result.err and said in result.err
+        assert steps_of(tmp_path / run) == ([1] if run == "later" else [])
+        assert ("Checkpoints saved before are whole" in result.err) is (run == "later")
 
 
 @pytest.mark.parametrize("log_interval", [1, 0])
