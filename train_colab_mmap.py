@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     with unbreakable_output():  # no training is lost because nobody listens any more
-        return train(parse_config(argv))
+        return train(parse_config(argv), ends_process=argv is None)
 
 
-def train(config: TrainConfig) -> int:
+def train(config: TrainConfig, ends_process: bool) -> int:
     started = time.perf_counter()
     from training.memory import memory_advice
     from training.preflight import dry_run
@@ -62,10 +62,10 @@ def train(config: TrainConfig) -> int:
             look(parts.config, run, parts.hardware)
         return 0
     with FolderLock(being_trained) as lock:
-        return train_run(parts, lock, started)
+        return train_run(parts, lock, ends_process, started)
 
 
-def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
+def train_run(parts: Parts, lock: FolderLock, ends_process: bool, started: float) -> int:
     """Start or continue the run in its folder, and take it to its end. Returns the exit code."""
     from training.evaluate import answer_prompts
     from training.interruption import Interruption
@@ -99,7 +99,7 @@ def train_run(parts: Parts, lock: FolderLock, started: float) -> int:
     timer = Timer(hardware, run.elapsed, hardware.units_per_hour(config))
     report = Report(run.dir, timer, run.step, run.max_steps)
     rewind(run.dir, run.step if run.unevaluated is None else run.step - 1)
-    interruption = Interruption()
+    interruption = Interruption(ends_process)
     advice = memory_advice(config, model, hardware)
     with advice, interruption.awaited(), run.saving(report.say, lambda: interruption.requested):
         answers = take_steps(run, report, hardware, parts.prompts, interruption, started)

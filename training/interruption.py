@@ -28,7 +28,10 @@ class Interruption:
     within two seconds is the same wish; a later or a third one stops at once, without saving (KeyboardInterrupt).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_process: bool = False) -> None:
+        """`ends_process`: nothing follows the training in this process, as in a script that a shell started. What asks
+        for its end once more is then ignored up to it: a default handler would end it without its exit code."""
+        self.ends_process = ends_process
         self.requested = False
         self.signals = 0
         self.first_signal = 0.0
@@ -48,7 +51,7 @@ class Interruption:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                signal.signal(number, signal.SIG_IGN if self.requested and self.ends_process else handler)
 
     def ask(self, signum: int, frame: FrameType | None) -> None:
         self.signals += 1

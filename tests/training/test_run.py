@@ -172,6 +172,24 @@ def test_sigterm_to_a_real_process_saves_within_moments(train_flags: Callable, t
     assert step == read_metrics(tmp_path / "run")[-1]["step"]
 
 
+def test_signals_that_follow_a_save_leave_the_exit_code(train_flags: Callable, tmp_path: Path) -> None:
+    """A notebook's stop button sends `!python` SIGINT, SIGHUP and SIGINT again: a small model is saved by then."""
+    flags = train_flags(tmp_path / "run", max_steps=100_000, checkpoint_steps=0, eval_interval=0)
+    command = [sys.executable, "-u", str(ROOT / "train_colab_mmap.py"), *flags]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
+    process = subprocess.Popen(command, **pipes)
+    assert process.stdout is not None
+    lines = iter(process.stdout.readline, "")
+    assert any(line.startswith("step ") for line in lines)
+    process.send_signal(signal.SIGINT)
+    assert any("same command continues" in line for line in lines)
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # while the process winds up
+        process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and "Traceback" not in err, err
+    assert len(steps_of(tmp_path / "run")) == 1
+
+
 def test_a_signal_between_two_steps_is_saved_too(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
