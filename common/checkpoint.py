@@ -11,10 +11,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,8 @@ import torch
 
 from common.chat import ChatTemplate
 from common.errors import CheckpointError, is_out_of_memory
-from common.files import json_bytes, read_json, sha256_file, sync_directory, write_json
+from common.files import json_bytes, read_json, sha256_file, write_json
+from common.publishing import STEP_NAME, discard, publish
 from common.tensors import (
     Content,
     load_tensors,
@@ -43,8 +42,6 @@ WEIGHTS_FILES = ("model.safetensors", "config.json", "tokenizer.json")  # all th
 TRAINING_FILES = ("optimizer_state.bin", "training_state.json")  # which weights from elsewhere come without
 BYTES_A_PARAMETER = 12  # about, of a checkpoint: the weight and AdamW's two moments
 KEEP = 2  # never one: the newest may be the one that turns out damaged
-STEP_NAME = re.compile(r"step_(\d{8})")
-CHECKPOINT_NAME = re.compile(rf"best|{STEP_NAME.pattern}")
 # What config.json holds besides the ModelConfig: ours, and the blog's.
 CONFIG_EXTRAS = (
     "tokenizer_type",
@@ -55,7 +52,6 @@ CONFIG_EXTRAS = (
     "description",
     "model_name",
 )
-PUBLISHING = threading.Lock()  # held where a folder makes way for another of its name
 
 
 class Stateful(Protocol):
@@ -239,42 +235,6 @@ def write_files(folder: Path, contents: dict[str, Content]) -> None:
     write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, "files": files})
 
 
-def publish(temporary: Path, folder: Path, truncate: bool = False) -> None:
-    """Give a complete folder its name. A folder of that name makes way first, and is back if the machine dies between
-    the two renames (`restore_interrupted`). `truncate` is that of `discard`."""
-    sync_directory(temporary)
-    replaced = folder.with_name(f".old-{folder.name}")
-    # On a Drive a rename may hang, and nobody copies from there: no save may have to wait for it.
-    with contextlib.nullcontext() if truncate else PUBLISHING:
-        if folder.exists():
-            discard(replaced, truncate)
-            os.replace(folder, replaced)
-        try:
-            os.replace(temporary, folder)
-        except OSError:
-            if replaced.exists():
-                os.replace(replaced, folder)
-            raise
-    sync_directory(folder.parent)
-    discard(replaced, truncate)
-
-
-def restore_interrupted(parent: Path, truncate: bool = False) -> None:
-    """Clean up after a process that was killed while saving into `parent`, nothing but what carries a name of ours.
-    `truncate` is that of `discard`."""
-    for old in parent.glob(".old-*"):
-        if not CHECKPOINT_NAME.fullmatch(old.name.removeprefix(".old-")):
-            continue
-        folder = old.with_name(old.name.removeprefix(".old-"))
-        if folder.exists():
-            discard(old, truncate)
-        else:
-            os.replace(old, folder)
-    for temporary in parent.glob(".tmp-*"):
-        if CHECKPOINT_NAME.fullmatch(temporary.name.removeprefix(".tmp-")):
-            discard(temporary, truncate)
-
-
 def problems_of(folder: Path) -> list[str]:
     """What is wrong with a checkpoint folder: files missing, cut short or altered. Empty if it is whole."""
     if not (folder / MANIFEST).exists():
@@ -380,19 +340,3 @@ def prune(parent: Path, truncate: bool = False) -> None:
     """Keep the newest checkpoints of a run. One that cannot be deleted is left: it costs space, not the run."""
     for folder in step_folders(parent)[KEEP:]:
         discard(folder, truncate)
-
-
-def discard(folder: Path, truncate: bool = False) -> None:
-    """Delete a checkpoint: gone from the succession of steps at once, even if the process is killed on the way.
-
-    `truncate` empties its files first, for a Drive's bin counts against the quota.
-    """
-    going = folder if folder.name.startswith(".") else folder.with_name(f".tmp-{folder.name}")
-    with contextlib.suppress(OSError):
-        if going != folder:
-            shutil.rmtree(going, ignore_errors=True)
-            os.replace(folder, going)
-        for path in going.iterdir() if truncate else ():
-            with open(path, "r+b") as file:
-                file.truncate()
-        shutil.rmtree(going, ignore_errors=True)

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.checkpoint import KEEP, MANIFEST, PUBLISHING, discard, problems_of, prune, publish, step_folders
+from common.checkpoint import KEEP, MANIFEST, problems_of, prune, step_folders
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write, read_json, write_json
 from common.formatting import byte_size, clock
 from common.lock import session
+from common.publishing import PUBLISHING, discard, publish
 from training.records import CURVE, METRICS, SAMPLES, SUMMARY
 from training.run_folder import CONFIG, MARKER
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.checkpoint import (
-    STEP_NAME,
     Checkpoint,
     newest_valid,
     open_checkpoint,
@@ -17,6 +16,7 @@ from common.checkpoint import (
 )
 from common.errors import CheckpointError
 from common.files import atomic_write, sha256_file
+from common.publishing import STEP_NAME
 from model import ModelConfig
 from training.config import MODEL_KEYS, TrainConfig
 from training.data import TokenData

@@ -9,10 +9,11 @@ import os
 import shutil
 from pathlib import Path
 
-from common.checkpoint import restore_interrupted, step_folders
+from common.checkpoint import step_folders
 from common.errors import CheckpointError, ConfigError
 from common.files import read_json, write_json
 from common.lock import holder, session
+from common.publishing import restore_interrupted
 from training.config import TrainConfig, is_resolved
 from training.records import CURVE, METRICS, SAMPLES, SUMMARY
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from common.checkpoint import STEP_NAME, Snapshot, prune, write_checkpoint
+from common.checkpoint import Snapshot, prune, write_checkpoint
 from common.errors import CheckpointError, is_out_of_memory
 from common.machine import available_ram
+from common.publishing import STEP_NAME
 
 SNAPSHOT_SHARE = 0.5  # of the free memory that a snapshot may take
 

@@ -16,18 +16,18 @@ from typing import Any
 import pytest
 import torch
 
-from common import checkpoint, files, tensors
+from common import checkpoint, files, publishing, tensors
 from common.checkpoint import (
     newest_run,
     newest_valid,
     open_checkpoint,
     problems_of,
     prune,
-    restore_interrupted,
     save_checkpoint,
     step_folders,
 )
 from common.errors import CheckpointError
+from common.publishing import restore_interrupted
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import SOURCES, Killed, flip
 from tokenizer import CharacterTokenizer
@@ -227,7 +227,7 @@ def test_a_kill_at_either_rename_leaves_one_whole_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", dying_replace)
-        patch.setattr(checkpoint, "sync_directory", dying_sync)
+        patch.setattr(publishing, "sync_directory", dying_sync)
         with pytest.raises(Killed):
             save("run/best", seed=2)
     assert len(done) == renames
