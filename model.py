@@ -358,18 +358,21 @@ class TransformerLanguageModel(nn.Module):
     def device(self) -> torch.device:
         return self.token_embedding.weight.device
 
-    def num_parameters(self) -> int:
-        """Trainable numbers; a tied head counts once."""
-        return sum(parameter.numel() for parameter in self.parameters())
+    def num_parameters(self, trained_only: bool = False) -> int:
+        """Numbers that are learned, or with `trained_only` those that still are; a tied head counts once."""
+        return sum(p.numel() for p in self.parameters() if p.requires_grad or not trained_only)
 
     def flops_per_token(self) -> int:
         """Floating-point operations of one token forward and backward (Chowdhery et al. 2022, "PaLM", appendix B):
-        6 per parameter, 12 * L * T * C for attention. Looking up an embedding costs none."""
+        6 per parameter (4 if it is frozen: no gradient of its own), 12 * L * T * C for attention. Looking up an
+        embedding costs none."""
         c = self.config
-        looked_up = self.token_embedding.weight.numel() * (0 if c.tie_embeddings else 1)
+        looked_up = [] if c.tie_embeddings else [self.token_embedding.weight]
         if c.position == "learned":
-            looked_up += self.positional_embedding.weight.numel()
-        return 6 * (self.num_parameters() - looked_up) + 12 * c.num_layers * c.max_seq_len * c.embed_dim
+            looked_up.append(self.positional_embedding.weight)
+        multiplied = [p for p in self.parameters() if not any(p is embedding for embedding in looked_up)]
+        products = sum((6 if p.requires_grad else 4) * p.numel() for p in multiplied)
+        return products + 12 * c.num_layers * c.max_seq_len * c.embed_dim
 
     def forward(
         self,

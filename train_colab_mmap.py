@@ -138,6 +138,7 @@ def prepare(config: TrainConfig) -> Parts:
     import torch
 
     from model import TransformerLanguageModel
+    from training.adapters import adapt
     from training.data import TokenData
     from training.evaluate import check_prompts, read_prompts
     from training.hardware import detect_hardware
@@ -161,6 +162,7 @@ def prepare(config: TrainConfig) -> Parts:
         f"{config.num_heads} heads, context {config.max_seq_len}"
     )
     model.activation_checkpointing = config.activation_checkpointing
+    adapt(model, config)
     config = choose_micro_batch(config, model, data, hardware)
     optimizer = build_optimizer(model, config)
     return Parts(config, hardware, data, prompts, model, optimizer, hardware.grad_scaler())
@@ -253,9 +255,10 @@ def with_given_shape(config: TrainConfig) -> TrainConfig:
     from common.checkpoint import open_checkpoint
     from training.resume import own_checkpoint
 
-    if not config.init_from:
+    given = config.init_from or (config.resume_from if config.lora_rank else None)  # adapters have the shape of a base
+    if not given:
         return config
-    checkpoint = own_checkpoint(config) or open_checkpoint(config.init_from)
+    checkpoint = own_checkpoint(config) or open_checkpoint(given)
     return config.with_model(checkpoint.trusted_config(), str(checkpoint.path))
 
 

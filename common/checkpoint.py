@@ -24,12 +24,14 @@ import torch
 from common.chat import ChatTemplate
 from common.errors import CheckpointError, is_out_of_memory
 from common.files import json_bytes, read_json, sha256_file, write_json
+from common.lora import LoRA, adapters_of, find_base, load_adapters, lora_of, merge
 from common.publishing import STEP_NAME, discard, publish
 from common.tensors import (
     Content,
     load_tensors,
     on_host,
-    require_own_bytes,
+    read_safetensors,
+    read_weights,
     require_weights,
     safetensors_pieces,
     write_verified,
@@ -39,6 +41,7 @@ from model import ModelConfig, TransformerLanguageModel
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WEIGHTS_FILES = ("model.safetensors", "config.json", "tokenizer.json")  # all that generating takes
+ADAPTERS = "adapter.safetensors"  # in place of the weights, where adapters of another checkpoint were trained
 TRAINING_FILES = ("optimizer_state.bin", "training_state.json")  # which weights from elsewhere come without
 BYTES_A_PARAMETER = 12  # about, of a checkpoint: the weight and AdamW's two moments
 KEEP = 2  # never one: the newest may be the one that turns out damaged
@@ -47,6 +50,7 @@ CONFIG_EXTRAS = (
     "tokenizer_type",
     "total_parameters",
     "chat_template",
+    "lora",
     "model_type",
     "architecture",
     "description",
@@ -89,22 +93,27 @@ class Checkpoint:
         return config
 
     def load_weights(self, model: TransformerLanguageModel) -> None:
+        """Into a model that has adapters these alone: its base is in place."""
         with self.explaining_weights():
-            model.load_weights(self.weights())
+            if lora_of(model) is None:
+                model.load_weights(self.weights())
+            else:
+                load_adapters(model, read_safetensors(self.path / ADAPTERS))
 
     def weights(self, shapes_only: bool = False) -> dict[str, torch.Tensor]:
-        """By name; `shapes_only`: on the meta device, from what stands at the beginning of the file if it can be.
+        """By name, adapters merged into those of their base; `shapes_only`: on the meta device, from what stands at the
+        beginning of the file if it can be.
 
-        Raises ValueError or SafetensorError for a file that holds something else.
+        Raises ValueError or SafetensorError for a file that holds something else, CheckpointError for a base that is
+        not there.
         """
-        path = self.path / "model.safetensors"
-        if not path.exists():
-            return require_own_bytes(load_tensors(self.path / "pytorch_model.bin"))
-        if not shapes_only:
-            return safetensors.torch.load_file(path, device="cpu")
-        with safetensors.safe_open(path, "pt") as file:
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        if not (self.path / ADAPTERS).exists():
+            return read_weights(self.path, shapes_only)
+        lora = self.lora()
+        if lora is None:
+            raise ValueError(f"config.json does not say what {ADAPTERS} is for")
+        base = read_weights(find_base(lora, self.path), shapes_only)
+        return merge(base, read_safetensors(self.path / ADAPTERS, shapes_only), lora)
 
     @contextlib.contextmanager
     def explaining_weights(self) -> Iterator[None]:
@@ -127,6 +136,15 @@ class Checkpoint:
         template = read_json(path, CheckpointError).get("chat_template")
         try:
             return ChatTemplate.from_dict(template) if template is not None else None
+        except ValueError as problem:
+            raise CheckpointError(f"{path} is not usable: {problem}.") from None
+
+    def lora(self) -> LoRA | None:
+        """What its adapters are for; None if it holds weights. Raises CheckpointError for a base that cannot be."""
+        path = self.path / "config.json"
+        lora = read_json(path, CheckpointError).get("lora")
+        try:
+            return LoRA.from_dict(lora) if lora is not None else None
         except ValueError as problem:
             raise CheckpointError(f"{path} is not usable: {problem}.") from None
 
@@ -154,7 +172,7 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        return BYTES_A_PARAMETER * self.config["total_parameters"]
+        return BYTES_A_PARAMETER * sum(tensor.numel() for tensor in self.weights.values())
 
 
 def take_snapshot(
@@ -167,18 +185,33 @@ def take_snapshot(
     copy: bool = False,
 ) -> Snapshot:
     """What `write_checkpoint` needs; with `copy`, nothing of it changes when the training goes on."""
+    config = stored_config(model, tokenizer_type, chat)
+    weights, state = stored_weights(model), optimizer.state_dict()
+    return Snapshot(on_host(weights, copy), on_host(state, copy), tokenizer_file, config, training_state)
+
+
+def stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
+    """What of a model is kept: of one that is adapted the adapters alone, and a tied head once."""
+    if lora_of(model) is not None:
+        return adapters_of(model)
     weights = model.state_dict()
     if model.config.tie_embeddings:
         del weights["head.weight"]  # the same tensor as token_embedding.weight
-    config = {
+    return weights
+
+
+def stored_config(
+    model: TransformerLanguageModel, tokenizer_type: str, chat: ChatTemplate | None = None
+) -> dict[str, Any]:
+    """The content of config.json. Adapters do not count among its parameters: merged, they are none."""
+    lora, adapters = lora_of(model), adapters_of(model)
+    return {
         **model.config.to_dict(),
         "tokenizer_type": tokenizer_type,
-        "total_parameters": model.num_parameters(),
+        "total_parameters": model.num_parameters() - sum(tensor.numel() for tensor in adapters.values()),
         **({"chat_template": chat.to_dict()} if chat else {}),
+        **({"lora": lora.to_dict()} if lora else {}),
     }
-    return Snapshot(
-        on_host(weights, copy), on_host(optimizer.state_dict(), copy), tokenizer_file, config, training_state
-    )
 
 
 def save_checkpoint(
@@ -207,7 +240,7 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None]
         write_files(
             temporary,
             {
-                "model.safetensors": safetensors_pieces(snapshot.weights),
+                ADAPTERS if "lora" in snapshot.config else WEIGHTS_FILES[0]: safetensors_pieces(snapshot.weights),
                 "optimizer_state.bin": snapshot.optimizer_state,
                 "tokenizer.json": snapshot.tokenizer_file,
                 "config.json": json_bytes(snapshot.config),
@@ -245,7 +278,8 @@ def problems_of(folder: Path) -> list[str]:
         return [str(problem).rstrip(".")]
     if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
         return [f"{MANIFEST} does not list files"]
-    needed = WEIGHTS_FILES + (TRAINING_FILES if any(name in files for name in TRAINING_FILES) else ())
+    weights = WEIGHTS_FILES if ADAPTERS not in files else (ADAPTERS, *WEIGHTS_FILES[1:])
+    needed = weights + (TRAINING_FILES if any(name in files for name in TRAINING_FILES) else ())
     problems = [f"{MANIFEST} does not list {name}" for name in needed if name not in files]
     for name, entry in files.items():
         path = folder / name

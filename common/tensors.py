@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import safetensors.torch
 import torch
 
 from common.errors import is_out_of_memory
@@ -72,6 +73,31 @@ def require_plain_tensors(path: Path) -> None:
         for pickled in (archive.read(member) for member in members if member.filename.lower().endswith(".pkl")):
             if not {str(named) for code, named, _ in pickletools.genops(pickled) if code.name == "GLOBAL"} <= PICKLED:
                 raise ValueError("it holds something other than tensors")
+
+
+def weights_file(folder: Path) -> Path:
+    """Ours, or the blog's if ours is not there; whether that is there is another question."""
+    ours = folder / "model.safetensors"
+    return ours if os.path.exists(ours) else folder / "pytorch_model.bin"  # of a name that no file can have, too
+
+
+def read_weights(folder: Path, shapes_only: bool = False) -> dict[str, torch.Tensor]:
+    """By name; `shapes_only`: on the meta device, from what stands at the beginning of the file if it can be.
+
+    Raises ValueError or SafetensorError for a file that holds something else.
+    """
+    path = weights_file(folder)
+    if path.suffix == ".bin":
+        return require_own_bytes(load_tensors(path))
+    return read_safetensors(path, shapes_only)
+
+
+def read_safetensors(path: Path, shapes_only: bool = False) -> dict[str, torch.Tensor]:
+    if not shapes_only:
+        return safetensors.torch.load_file(path, device="cpu")
+    with safetensors.safe_open(path, "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 
 def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from common.errors import is_out_of_memory
 from common.files import atomic_write
+from common.lora import lora_of
 from model import TransformerLanguageModel
 from training.hardware import Hardware
 from training.run import Run
@@ -106,7 +107,9 @@ def cache_name(model: TransformerLanguageModel, hardware: Hardware, inputs: torc
     """Named after all that compiled code depends on, for nothing in it says for which machine it was made."""
     built_for = [hardware.name, torch.backends.cpu.get_cpu_capability(), torch.__version__, hardware.precision]
     how = [hardware.compile_mode, attention_kernels(), model.activation_checkpointing]
-    of = [*built_for, *how, model.config.to_dict(), list(inputs.shape)]
+    lora = lora_of(model)
+    adapted = [lora.rank, lora.alpha, lora.targets] if lora else []
+    of = [*built_for, *how, model.config.to_dict(), list(inputs.shape), *adapted]
     return f"compiled-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.bin"
 
 

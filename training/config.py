@@ -133,6 +133,17 @@ class TrainConfig:
     grad_clip: float = option(1.0, "optimizer", "largest norm of the gradient, 0 is off", low=0.0)
     seed: int = option(1337, "optimizer", "seed of weights, data order and dropout", low=0, high=2**32 - 1)
 
+    lora_rank: int = option(
+        0, "adapters", "train adapters of this rank beside the weights of --init_from, which stay; 0 is off", low=0
+    )
+    lora_alpha: float = option(16.0, "adapters", "what the adapters say counts lora_alpha / lora_rank times", above=0.0)
+    lora_targets: str = option(
+        "attention,feed_forward",
+        "adapters",
+        "layers that get adapters",
+        choices=("attention,feed_forward", "attention", "feed_forward"),
+    )
+
     eval_interval: int = option(500, "evaluation", "steps between evaluations, 0 is off", low=0)
     eval_batches: int = option(50, "evaluation", "validation batches of batch_size; 0: the whole split", low=0)
     eval_prompts: str | None = option(
@@ -281,6 +292,8 @@ def given(resolved: dict[str, Any]) -> dict[str, Any]:
         values.pop("epochs", None)
     if values.get("optimizer") != "muon":
         values = {key: value for key, value in values.items() if not key.startswith("muon_")}
+    if not values.get("lora_rank"):
+        values = {key: value for key, value in values.items() if not key.startswith("lora_")}
     return values
 
 

@@ -22,12 +22,19 @@ def contradictions(values: dict[str, Any], sources: dict[str, str]) -> list[str]
         problems += [
             f"{key} is for --input; token files bring their own" for key in ("tokenizer", "vocab_size") if key in given
         ]
-    if values["optimizer"] != "muon":
+    for is_on, key_of, said, keys in (
+        (values["optimizer"] == "muon", "optimizer", "--optimizer muon", ("muon_learning_rate", "muon_momentum")),
+        (values["lora_rank"], "lora_rank", "--lora_rank N", ("lora_alpha", "lora_targets")),
+    ):
         problems += [
-            f"{key} ({sources[key]}) is for --optimizer muon"
-            for key in ("muon_learning_rate", "muon_momentum")
-            if key in given and not (sources["optimizer"] == "flag" and sources[key] != "flag")  # flags win
+            f"{key} ({sources[key]}) is for {said}"
+            for key in keys
+            if not is_on and key in given and not (sources[key_of] == "flag" and sources[key] != "flag")  # flags win
         ]
+    if values["lora_rank"] and values["optimizer"] == "muon":
+        problems.append("lora_rank trains adapters, with AdamW alone; add --optimizer adamw")
+    if values["lora_rank"] and not (values["init_from"] or values["resume_from"]):
+        problems.append("lora_rank trains adapters of a trained model; name it with --init_from CHECKPOINT")
     if values["use_lr_scheduler"] == "constant" and sources["cooldown"] == "flag":
         problems.append("cooldown is for --use_lr_scheduler cosine or linear")
     if values["compile"] == "off" and sources["compile_cache_dir"] == "flag":

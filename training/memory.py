@@ -15,8 +15,10 @@ import torch
 from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
 from common.files import read_json
 from common.formatting import byte_size
+from common.lora import add_adapters
 from common.machine import has_fast_bf16
 from model import TransformerLanguageModel
+from training.adapters import lora_of_run
 from training.config import MODEL_SIZES, TrainConfig, is_resolved, preset
 from training.data import TokenData
 from training.hardware import Hardware, return_freed_memory
@@ -32,21 +34,21 @@ PROCESS_BYTES = 350_000_000  # resident in a process that has imported torch
 
 def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> int:
     """Peak bytes of a training step: weights, gradients and AdamW's two moments in fp32 (16 bytes a parameter; 12 with
-    the one momentum of Muon), and what the backward pass needs of one micro-batch.
+    the one momentum of Muon; 4 where it is frozen), and what the backward pass needs of one micro-batch.
 
     Counted from what autograd keeps where the model runs as it is written, and from what the compiler's graphs keep
     (docs/benchmarks/gpu_forecast.md).
     """
-    parameters = model.num_parameters()
+    parameters, trained = model.num_parameters(), model.num_parameters(trained_only=True)
     several = config.rows_at_once < config.sequences_per_step  # the gradients of earlier slices are there already
-    moments = 8 * parameters
+    moments = 8 * trained
     update = 0
     if config.optimizer == "muon":
         hidden = sum(matrix.numel() for matrix in hidden_matrices(model).values())
         moments -= 4 * hidden
         update = 12 * hidden  # the update and Newton-Schulz, once the activations are gone
     state = 4 * parameters + moments
-    gradients = 4 * parameters
+    gradients = 4 * trained
     weight_copies = 2 * parameters if hardware.precision != "fp32" else 0  # autocast keeps its casts for backward
     activations = bytes_per_token(config, model, hardware) * config.rows_at_once * config.max_seq_len
     during_backward = weight_copies + activations + several * gradients
@@ -69,6 +71,10 @@ def bytes_per_token(config: TrainConfig, model: TransformerLanguageModel, hardwa
         if c.qk_norm and half == 2:
             block += 2 * 4 * c.embed_dim
         head = 3 * 4 * c.vocab_size
+    if config.lora_rank and "feed_forward" not in config.lora_targets:  # what a frozen layer reads is not kept for it
+        block -= half * (c.embed_dim + c.ff_dim)
+    if config.lora_rank and "attention" not in config.lora_targets:
+        block -= half * c.embed_dim
     if c.position == "rope" or c.qk_norm:
         block += half * 2 * c.embed_dim  # q and k as attention reads them
     # PyTorch's flash kernel for CPUs knows no dropout; the other keeps three (T, T) matrices, in fp32, per head, and as
@@ -203,7 +209,9 @@ def savings(config: TrainConfig, model: TransformerLanguageModel, hardware: Hard
     changes: list[tuple[str, dict[str, object]]] = []
     if config.dropout:
         changes.append(("--dropout 0", {"dropout": 0.0}))
-    if config.optimizer == "adamw":
+    if config.init_from and not config.lora_rank:
+        changes.append(("--lora_rank 8 (a new run)", {"lora_rank": 8}))
+    if config.optimizer == "adamw" and not config.lora_rank:
         changes.append(("--optimizer muon (a new run)", {"optimizer": "muon"}))
     if config.max_seq_len > 1:
         half = config.max_seq_len // 2
@@ -215,6 +223,8 @@ def savings(config: TrainConfig, model: TransformerLanguageModel, hardware: Hard
         changed = dataclasses.replace(config, **keys)  # type: ignore[arg-type]
         with torch.device("meta"):
             other = TransformerLanguageModel(changed.model_config(model.config.vocab_size))
+            if changed.lora_rank:
+                add_adapters(other, lora_of_run(changed))
         saved = now - estimate_memory(changed, other, hardware)
         if "model_size" not in flags:
             ways.append((flags, saved))

@@ -24,7 +24,7 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
     Muon it acts on Muon's matrices alone.
     """
     hidden = hidden_matrices(model) if config.optimizer == "muon" else {}
-    rest = [p for name, p in model.named_parameters() if name not in hidden]
+    rest = [p for name, p in model.named_parameters() if name not in hidden and p.requires_grad]
     decay = 0.0 if hidden else config.weight_decay
     groups = [
         {"params": [p for p in rest if p.dim() >= 2], "weight_decay": decay},

@@ -17,6 +17,7 @@ import torch
 from common.checkpoint import Checkpoint, problems_of, write_checkpoint
 from common.errors import CheckpointError
 from common.formatting import byte_size, clock, si
+from common.lora import lora_of
 from common.machine import available_ram
 from training.compilation import compile_model
 from training.config import TrainConfig
@@ -145,9 +146,13 @@ def probe(mirror: Mirror) -> None:
 def check_first_loss(
     step_model: Callable[..., torch.Tensor], run: Run, config: TrainConfig, hardware: Hardware
 ) -> None:
-    """A model that has learned nothing finds all tokens about equally likely: tell if this one does not."""
+    """A model that has learned nothing finds all tokens about equally likely: tell if this one does not. The base of
+    adapters has learned something."""
     with torch.no_grad(), hardware.autocast():
         loss = float(step_model(*run.data.batch(0, config.rows_at_once)))
+    if lora_of(run.model) is not None:
+        print(f"First loss {loss:.2f}, that of the base")
+        return
     expected = math.log(run.data.vocab_size)
     print(f"First loss {loss:.2f}; ln({run.data.vocab_size:,}) = {expected:.2f} is that of a model that knows nothing")
     if not abs(loss - expected) < FIRST_LOSS_MARGIN:

@@ -16,6 +16,7 @@ from common.checkpoint import (
 )
 from common.errors import CheckpointError
 from common.files import atomic_write, sha256_file
+from common.lora import LoRA, find_base
 from common.publishing import STEP_NAME
 from model import ModelConfig
 from training.config import MODEL_KEYS, TrainConfig
@@ -162,14 +163,28 @@ def saved_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def require_the_same(
-    checkpoint: Checkpoint, state: dict[str, Any], config: TrainConfig, model: ModelConfig, data: TokenData
+    checkpoint: Checkpoint,
+    state: dict[str, Any],
+    config: TrainConfig,
+    model: ModelConfig,
+    lora: LoRA | None,
+    data: TokenData,
 ) -> None:
-    """Raises CheckpointError listing what changed since and may not: architecture, optimizer, tokenizer, data."""
+    """Raises CheckpointError listing what changed since and may not: architecture, adapters (with `lora` the model is
+    adapted now), optimizer, tokenizer, data; and if the base of the adapters is gone."""
+    adapted = checkpoint.lora()
+    if adapted is not None:
+        find_base(adapted, checkpoint.path)
     saved, ours = checkpoint.model_config().to_dict(), model.to_dict()
     clashes = [
         f"{key}: {saved[key]!r} in the checkpoint, {ours[key]!r} now"
         for key in saved
         if saved[key] != ours[key] and key != "dropout"
+    ]
+    clashes += [
+        f"lora_{key}: {saved!r} in the checkpoint, {now!r} now"
+        for (key, saved), now in zip(what_adapts(adapted).items(), what_adapts(lora).values(), strict=True)
+        if saved != now
     ]
     saved_with = state["config"].get("optimizer", "adamw")
     if saved_with != config.optimizer:
@@ -180,11 +195,17 @@ def require_the_same(
         if state["data"].get(key) != value
     ]
     if clashes:
-        said = f"{checkpoint.path} cannot be continued: architecture, optimizer, tokenizer and data may not change."
+        said = f"{checkpoint.path} cannot be continued: model, adapters, optimizer, tokenizer and data may not change."
         raise CheckpointError(
             "\n  ".join([said, *clashes])
             + f"\nGive the old values, or another --output_dir, or --resume never ({config.run_dir} is kept aside)."
         )
+
+
+def what_adapts(lora: LoRA | None) -> dict[str, Any]:
+    """What of adapters may not change: all but where their base lies."""
+    keys = ("rank", "alpha", "targets", "base_sha256")
+    return {key: getattr(lora, key) for key in keys} if lora else {"rank": 0} | dict.fromkeys(keys[1:])
 
 
 def require_the_same_start(state: dict[str, Any], config: TrainConfig) -> None:

@@ -13,14 +13,9 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import (
-    BYTES_A_PARAMETER,
-    Checkpoint,
-    Snapshot,
-    open_checkpoint,
-    take_snapshot,
-)
+from common.checkpoint import BYTES_A_PARAMETER, Checkpoint, Snapshot, open_checkpoint, take_snapshot
 from common.errors import CheckpointError, ConfigError
+from common.lora import lora_of
 from model import TransformerLanguageModel
 from training.config import TrainConfig
 from training.data import TokenData
@@ -150,7 +145,8 @@ class Run:
         found = find_checkpoint(self.dir, self.mirror.dir if self.mirror else None, self.config)
         if found is not None:
             state = saved_state(found.checkpoint)
-            require_the_same(found.checkpoint, state, self.config, self.model.config, self.data)
+            shape, lora = self.model.config, lora_of(self.model)
+            require_the_same(found.checkpoint, state, self.config, shape, lora, self.data)
             require_the_same_start(state, self.config)
         return found
 
@@ -273,7 +269,7 @@ class Run:
 
     @property
     def checkpoint_bytes(self) -> int:
-        return BYTES_A_PARAMETER * self.model.num_parameters()
+        return BYTES_A_PARAMETER * self.model.num_parameters(trained_only=True)
 
     def save_is_due(self) -> bool:
         """Whether there is something to be saved at this step; waits for nothing."""
@@ -442,6 +438,7 @@ class Run:
         """Take trained weights as the start of a new run on data that was tokenized with the same tokenizer."""
         checkpoint = open_checkpoint(path)
         require_tokenizer(checkpoint, self.data)
-        checkpoint.load_weights(self.model)
+        if lora_of(self.model) is None:  # which has its base in place
+            checkpoint.load_weights(self.model)
         self.initialized_from = resolved(path)
         print(f"Starting from the weights of {checkpoint.path}.")

@@ -39,11 +39,12 @@ AS_FAST = 1.02  # what is faster by less than this is not worth a change, nor it
 
 
 def tuning_file(config: TrainConfig) -> Path:
-    """Where what was found for a run on this machine is kept, named after what it depends on: shape, batch and
-    optimizer; device, cores and the version of PyTorch."""
+    """Where what was found for a run on this machine is kept, named after what it depends on: shape, batch,
+    optimizer and adapters; device, cores and the version of PyTorch."""
     device = pick_device(config.device if config.use_gpu else "cpu")
     keys = ("batch_size", "gradient_accumulation_steps", "activation_checkpointing", "precision", "optimizer")
-    run = [{key: getattr(config, key) for key in keys}, config.model_config(vocab_size=1).to_dict()]
+    adapters = ("lora_rank", "lora_targets") if config.lora_rank else ()
+    run = [{key: getattr(config, key) for key in (*keys, *adapters)}, config.model_config(vocab_size=1).to_dict()]
     of = [device_name(device), os.cpu_count(), torch.__version__, *run]
     return FOLDER / f"{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.json"
 
