@@ -3,6 +3,7 @@
     python tools/export_hf.py runs/gpt2_small exported/gpt2_small
     python tools/export_hf.py runs/gpt2_small exported/gpt2_small --gguf exported/gpt2_small.gguf
     python tools/export_hf.py runs/gpt2_small exported/gpt2_small --push my_name/my_model
+    python tools/export_hf.py runs/lora exported/lora --base exported/gpt2_small
 
 The folder is loaded by transformers and compared with the model before it gets its name: the same logits, the same
 token ids, or there is no folder.
@@ -44,12 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_push(arguments.push)
     if arguments.gguf:  # what cannot be written is said before anything is
         require_gguf_of(arguments.checkpoint, Path(arguments.gguf))
-    difference = export(arguments.checkpoint, out)
+    difference = export(arguments.checkpoint, out, Path(arguments.base) if arguments.base else None)
     print(
-        f"{arguments.checkpoint} is now {out}. Read back by transformers, its logits differ by {difference}, "
-        "its token ids not at all."
+        f"{arguments.checkpoint} is now {out}. Read back by {'peft' if arguments.base else 'transformers'}, its logits "
+        f"differ by {difference}, its token ids not at all."
     )
-    print(f'\nUse it: AutoModelForCausalLM.from_pretrained("{out}"), AutoTokenizer.from_pretrained("{out}")')
+    model = f'AutoModelForCausalLM.from_pretrained("{arguments.base or out}")'
+    model = f'PeftModel.from_pretrained({model}, "{out}")' if arguments.base else model
+    print(f'\nUse it: {model}, AutoTokenizer.from_pretrained("{out}")')
     if arguments.gguf:
         export_gguf(arguments.checkpoint, Path(arguments.gguf))
     if arguments.push:
@@ -67,6 +70,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or run folder for its newest")
     parser.add_argument("out", metavar="OUT", help="folder to write; empty, or not there yet")
+    parser.add_argument("--base", metavar="FOLDER", help="of LoRA adapters: the folder their base was exported to")
     parser.add_argument("--gguf", metavar="FILE", help="write a file for llama.cpp and Ollama too (GPT-2's form)")
     parser.add_argument("--push", metavar="USER/NAME", help="upload the folder to the Hugging Face Hub, for you alone")
     parser.add_argument("--public", action="store_true", help="with --push: for everybody")
@@ -161,11 +165,13 @@ def send_proof(sender: Connection, path: str, file: str) -> None:
         sender.send(problem)
 
 
-def export(path: str | Path, out: Path) -> Difference:
-    """Write the checkpoint or run folder at `path` as the folder `out`. Returns the largest difference of the logits.
+def export(path: str | Path, out: Path, base: Path | None = None) -> Difference:
+    """Write the checkpoint or run folder at `path` as the folder `out`, adapters for the exported model in the folder
+    `base`. Returns the largest difference of the logits.
 
     Raises CheckpointError for a checkpoint that cannot be trusted or that no class there can express, TokenizerError
-    for a tokenizer that is not the model's, ConfigError if something lies at `out` or transformers is missing.
+    for a tokenizer that is not the model's, ConfigError if something lies at `out`, transformers is missing, or `base`
+    is not for such a checkpoint.
     """
     from common.checkpoint import open_checkpoint
     from common.files import json_bytes
@@ -196,6 +202,12 @@ def export(path: str | Path, out: Path) -> Difference:
         hf_kind(checkpoint.model_config())  # before the weights are read
     except FormError as problem:
         raise CheckpointError(f"{checkpoint.path} cannot be exported: {problem}.") from None
+    if (lora := checkpoint.lora()) is not None:
+        from tools.hf_adapter import export_adapters
+
+        return export_adapters(checkpoint, lora, out, base)
+    if base is not None:
+        raise ConfigError(f"--base is for adapters, and {checkpoint.path} holds a whole model; leave it out.")
     model, tokenizer = load_in_fp32(checkpoint)
     config, tensors = to_hf(model.config, model.state_dict())
     special = hf_special_ids(tokenizer)

@@ -15,6 +15,7 @@ from typing import Any
 from common.checkpoint import Checkpoint
 from common.errors import CheckpointError
 from common.formatting import cell, table_row
+from common.lora import LoRA
 from model import ModelConfig
 from tokenizer import Tokenizer
 from tools.hf_form import CLASSES, hf_kind
@@ -28,11 +29,7 @@ RECIPE = (
 
 
 def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tokenizer: Tokenizer, name: str) -> str:
-    state: dict[str, Any] = {}
-    if (checkpoint.path / "training_state.json").exists():
-        with contextlib.suppress(CheckpointError):
-            state = checkpoint.training_state()
-    step = state.get("step") if type(state.get("step")) is int else None
+    state = known_state(checkpoint)
     run_dir = run_of(checkpoint.path)
     kind = hf_kind(config)
     lines = [
@@ -73,7 +70,63 @@ def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tok
                 "norm, positions": f"{config.norm}, {config.position}",
             }
         ),
+        *training_sections(checkpoint),
     ]
+    return "\n".join(lines) + "\n"
+
+
+def adapter_card(
+    checkpoint: Checkpoint, lora: LoRA, config: ModelConfig, tokenizer: Tokenizer, name: str, base: str
+) -> str:
+    """Of adapters that peft opens on a model whose folder is called `base`."""
+    prompt = json.dumps(example_prompt(run_of(checkpoint.path), tokenizer))
+    lines = [
+        "---",
+        "library_name: peft",
+        "pipeline_tag: text-generation",
+        "tags: [lora]",
+        "---",
+        "",
+        f"# {cell(name)}",
+        "",
+        f"LoRA adapters for {cell(base)}.",
+        "",
+        "## How to use them",
+        "",
+        "```python",
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)})  # its folder, or its name on the hub",
+        f"path = {json.dumps(name)}  # this folder, or its name on the hub",
+        "model = PeftModel.from_pretrained(base, path)",
+        "tokenizer = AutoTokenizer.from_pretrained(path)",
+        f'inputs = tokenizer({prompt}, return_tensors="pt")',
+        f"outputs = model.generate(**inputs, max_new_tokens={min(50, config.max_seq_len // 2)})",
+        "print(tokenizer.decode(outputs[0]))",
+        "```",
+        "",
+        "## What they are",
+        "",
+        *table({"rank, alpha": f"{lora.rank}, {lora.alpha:g}", "of": ", ".join(lora.modules)}),
+        *training_sections(checkpoint),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def known_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Of the training; nothing where none was kept."""
+    if (checkpoint.path / "training_state.json").exists():
+        with contextlib.suppress(CheckpointError):
+            return checkpoint.training_state()
+    return {}
+
+
+def training_sections(checkpoint: Checkpoint) -> list[str]:
+    """What it was trained on, how, and what it says, as far as that is known; the licence."""
+    state, run_dir = known_state(checkpoint), run_of(checkpoint.path)
+    step = state.get("step") if type(state.get("step")) is int else None
+    lines = []
     if state:
         lines += ["", "## What it was trained on", "", *table(training_facts(state, step, run_dir))]
         given = state.get("config")
@@ -93,7 +146,7 @@ def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tok
         "The code it was trained with is under the MIT licence. What holds for these weights depends on the text they "
         "were trained on too, and is for whoever publishes them to say here.",
     ]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def asking(is_chat: bool, prompt: str) -> list[str]:

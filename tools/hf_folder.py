@@ -45,6 +45,15 @@ def require_transformers() -> None:
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
 
+def require_peft() -> None:
+    """Raises ConfigError in one sentence."""
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError(
+            "Hugging Face peft, which reads and checks adapters, is not installed: "
+            "pip install -r requirements-extras.txt"
+        )
+
+
 def require_new(out: Path) -> None:
     """Raises ConfigError if something lies where a folder is to be written."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -145,8 +154,11 @@ class Difference(NamedTuple):
         return f"{self.in_single:.2g} at most" + (rounding if self.in_double is not None else "")
 
 
-def largest_difference(model: TransformerLanguageModel, theirs: Any, tokenizer: Tokenizer) -> Difference:
-    """The largest difference of the logits on the probe text, in fp32, up to the length of the context.
+def largest_difference(
+    model: TransformerLanguageModel, theirs: Any, tokenizer: Tokenizer, whose: str = "transformers"
+) -> Difference:
+    """The largest difference of the logits on the probe text, in fp32, up to the length of the context. `theirs` is a
+    model of `whose`, or another one of ours.
 
     Raises CheckpointError if it is beyond LARGEST_DIFFERENCE, and not for rounding: the activations of a large GPT-2
     reach thousands, and what two orders of summation make of them differs by as much. In fp64 it does not. The modern
@@ -162,7 +174,7 @@ def largest_difference(model: TransformerLanguageModel, theirs: Any, tokenizer: 
     share = LARGEST_SHARE_MODERN if model.config.position == "rope" else LARGEST_SHARE_IN_DOUBLE
     if not in_double <= share * largest:  # which NaN is not
         raise CheckpointError(
-            f"transformers computes other logits from these weights: they differ by {in_single:.3g} (in fp64 by "
+            f"{whose} computes other logits from these weights: they differ by {in_single:.3g} (in fp64 by "
             f"{in_double:.3g}). This is a fault of the conversion, please report it."
         )
     return Difference(in_single, in_double, largest)
@@ -171,5 +183,6 @@ def largest_difference(model: TransformerLanguageModel, theirs: Any, tokenizer: 
 @torch.inference_mode()
 def difference_of_logits(model: TransformerLanguageModel, theirs: Any, tokens: torch.Tensor) -> tuple[float, float]:
     """The largest difference, and the largest logit. Theirs may have more ids, of which ours knows nothing."""
-    logits = model(tokens)
-    return (logits - theirs(tokens).logits[..., : logits.shape[-1]]).abs().max().item(), logits.abs().max().item()
+    logits, answer = model(tokens), theirs(tokens)
+    other = answer if isinstance(answer, torch.Tensor) else answer.logits
+    return (logits - other[..., : logits.shape[-1]]).abs().max().item(), logits.abs().max().item()

@@ -330,14 +330,13 @@ def nanochat_shapes(config: ModelConfig) -> Shapes:
 
 
 def swap_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The rows of q's or k's projection, (C, C), with the two halves of every head in each other's place.
+    """The rows of q's or k's projection, (C, C) or (C, rank), with the two halves of every head in each other's place.
 
     RoPE turns the pairs (x[i], x[i + D/2]). NanoChat turns them by the negative angle; with the members of each pair
     swapped, that is the rotation we have. All of a head's rows are swapped in q and in k, so no product of the two
     changes, and a norm over the head does not see the order. Its own reverse.
     """
-    C = weight.size(1)
-    return weight.view(heads, 2, -1, C).flip(1).reshape(C, C)  # (H, 2, D/2, C)
+    return weight.view(heads, 2, -1, weight.size(1)).flip(1).reshape(weight.shape)  # (H, 2, D/2, C)
 
 
 def nanochat_tensors(config: ModelConfig, state: Tensors) -> Tensors:

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -97,7 +97,7 @@ def import_folder(folder: Path, out: Path) -> tuple[Difference, int]:
     Raises CheckpointError for a folder that is no model or one that we cannot express, DataError or TokenizerError for
     its tokenizer, ConfigError if something lies at `out`.
     """
-    from common.checkpoint import WEIGHTS_FILES, write_files
+    from common.checkpoint import WEIGHTS_FILES, stored_config, stored_weights, write_files
     from common.files import json_bytes, read_json
     from common.tensors import safetensors_pieces
     from model import TransformerLanguageModel
@@ -144,16 +144,9 @@ def import_folder(folder: Path, out: Path) -> tuple[Difference, int]:
         raise DataError(f"transformers cannot open the tokenizer of {folder}: {str(problem).strip():.500}") from None
     require_same_ids(tokenizer, their_tokenizer)
     difference = largest_difference(model, theirs, tokenizer)
-    total = model.num_parameters()
-    extras: dict[str, Any] = {"tokenizer_type": tokenizer.kind, "total_parameters": total}
-    if template := chat_template_of(folder):
-        extras["chat_template"] = template.to_dict()
-    weights = model.state_dict()
-    if config.tie_embeddings:
-        del weights["head.weight"]  # the same tensor as token_embedding.weight
-    pieces = safetensors_pieces(weights)
+    pieces = safetensors_pieces(stored_weights(model))
     with new_folder(out) as temporary:
-        contents = (pieces, json_bytes({**config.to_dict(), **extras}), tokenizer_file)
+        contents = (pieces, json_bytes(stored_config(model, tokenizer.kind, chat_template_of(folder))), tokenizer_file)
         write_files(temporary, dict(zip(WEIGHTS_FILES, contents, strict=True)))
     return difference, padding
 

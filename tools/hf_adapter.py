@@ -1,0 +1,130 @@
+"""LoRA adapters in the form of Hugging Face `peft`, proven on the exported base.
+
+Between their names and ours lie twists, as between those of the models: NanoChat has q, k and v apart, each with an A
+of its own, and the rows of q and k in another order. That GPT-2's layers are transposed is told by `fan_in_fan_out`;
+its adapters are not. Shapes in comments: C = embed_dim, r = rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint import ADAPTERS, Checkpoint
+from common.errors import CheckpointError, ConfigError
+from common.files import json_bytes
+from common.lora import LoRA, find_base
+from common.tensors import read_safetensors, safetensors_pieces, write_verified
+from model import ModelConfig, TransformerLanguageModel
+from tools.hf_card import adapter_card
+from tools.hf_folder import (
+    Difference,
+    largest_difference,
+    load_in_fp32,
+    load_their_tokenizer,
+    load_theirs,
+    new_folder,
+    require_peft,
+)
+from tools.hf_form import GPT2_BLOCK, NANOCHAT_BLOCK, Tensors, hf_kind, swap_halves
+from tools.hf_tokenizer import hf_tokenizer_config, hf_tokenizer_json, require_same_ids
+
+
+def export_adapters(checkpoint: Checkpoint, lora: LoRA, out: Path, base: Path | None) -> Difference:
+    """Write the adapters of a checkpoint as the folder `out`, for the base that was exported as the folder `base`.
+    Returns the largest difference of the logits.
+
+    Raises ConfigError without `base`, for one that is another model, and if peft is missing or something lies at
+    `out`; CheckpointError if peft reads other adapters than it should.
+    """
+    require_peft()
+    own = find_base(lora, checkpoint.path)
+    remedy = f"python tools/export_hf.py {own} FOLDER writes it"
+    if base is None:
+        raise ConfigError(
+            f"{checkpoint.path} holds adapters: say with --base FOLDER where their base is exported ({remedy})."
+        )
+    model, tokenizer = load_in_fp32(checkpoint)
+    if not (base / "config.json").is_file():
+        raise ConfigError(f"--base {base} is no folder with an exported model; {remedy}.")
+    try:
+        theirs = load_theirs(base)
+    except Exception as problem:  # its config is checked by several libraries, with errors of their own
+        raise ConfigError(
+            f"--base {base} cannot be opened by transformers ({str(problem).strip():.500}); {remedy}."
+        ) from None
+    model_of_base = TransformerLanguageModel(model.config).eval()
+    Checkpoint(own).load_weights(model_of_base)
+    try:
+        largest_difference(model_of_base, theirs, tokenizer)
+    except (CheckpointError, RuntimeError, IndexError):  # of other weights, another shape, another vocabulary
+        raise ConfigError(f"--base {base} is another model than the base of the adapters, {own}; {remedy}.") from None
+    theirs.float()
+    tensors, modules = to_peft(model.config, read_safetensors(checkpoint.path / ADAPTERS), lora)
+    contents = {
+        "adapter_config.json": json_bytes(peft_config(model.config, lora, modules, base)),
+        "tokenizer.json": hf_tokenizer_json(tokenizer),
+        "tokenizer_config.json": json_bytes(hf_tokenizer_config(tokenizer, model.config.max_seq_len)),
+        "README.md": adapter_card(checkpoint, lora, model.config, tokenizer, out.name, base.name).encode(),
+    }
+    with new_folder(out) as folder:
+        pieces = safetensors_pieces(tensors, metadata={"format": "pt"})
+        write_verified(folder / "adapter_model.safetensors", pieces)
+        for name, content in contents.items():
+            write_verified(folder / name, content)
+        require_same_ids(tokenizer, load_their_tokenizer(folder))
+        return largest_difference(model, adapted_by_peft(theirs, folder), tokenizer, "peft")
+
+
+def peft_config(config: ModelConfig, lora: LoRA, modules: list[str], base: Path) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base.as_posix(),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": modules,
+        "fan_in_fan_out": hf_kind(config) == "gpt2",
+        "inference_mode": True,
+    }
+
+
+def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA) -> tuple[Tensors, list[str]]:
+    """Our adapters -> the tensors of an adapter_model.safetensors, and the modules that they are for."""
+    is_gpt2 = hf_kind(config) == "gpt2"
+    blocks = "transformer.h" if is_gpt2 else "model.layers"
+    tensors: Tensors = {}
+    modules: list[str] = []
+    for module in lora.modules:
+        names = their_modules(module, is_gpt2)
+        modules += names
+        for layer in range(config.num_layers):
+            a, b = (adapters[f"blocks.{layer}.{module}.lora_{kind}"].float() for kind in "AB")  # (r, in), (out, r)
+            parts = [part.contiguous() for part in b.chunk(len(names))]  # of qkv each (C, r)
+            if len(names) == 3:
+                parts[:2] = [swap_halves(part, config.num_heads) for part in parts[:2]]
+            for name, part in zip(names, parts, strict=True):
+                prefix = f"base_model.model.{blocks}.{layer}.{name}"
+                tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": part}
+    return tensors, modules
+
+
+def their_modules(module: str, is_gpt2: bool) -> list[str]:
+    """What a module of our blocks is called there. With the name of its parent: a bare c_proj would be two."""
+    if is_gpt2:
+        return [GPT2_BLOCK[module]]
+    return [f"self_attn.{part}_proj" for part in "qkv"] if module == "attention.qkv" else [NANOCHAT_BLOCK[module]]
+
+
+def adapted_by_peft(theirs: Any, folder: Path) -> Any:
+    """The exported base with the adapters of a folder, as peft reads them. Raises CheckpointError if it does not."""
+    from peft import PeftModel
+
+    try:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of what peft calls in transformers
+            return PeftModel.from_pretrained(theirs, folder).eval()
+    except (ValueError, RuntimeError, KeyError) as problem:
+        raise CheckpointError(f"peft cannot open the adapters: {str(problem).strip():.500}") from None
