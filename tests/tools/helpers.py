@@ -10,6 +10,8 @@ import torch
 
 from common.chat import ChatTemplate
 from common.checkpoint import save_checkpoint
+from common.files import sha256_file
+from common.lora import LoRA, adapters_of, add_adapters
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import ALPHABET, generated_text
 from tokenizer import CharacterTokenizer, Tokenizer
@@ -37,11 +39,37 @@ def random_model(vocab_size: int, std: float = 0.2, **options: Any) -> Transform
 
 
 def write_model(
-    folder: Path, tokenizer: Tokenizer | None = None, chat: ChatTemplate | None = None, **options: Any
+    folder: Path,
+    tokenizer: Tokenizer | None = None,
+    chat: ChatTemplate | None = None,
+    model: TransformerLanguageModel | None = None,
+    **options: Any,
 ) -> TransformerLanguageModel:
-    """A checkpoint folder of a random model."""
+    """A checkpoint folder of a random model, or of the one that is given."""
     tokenizer = tokenizer or bpe()
-    model = random_model(tokenizer.vocab_size, **options)
-    optimizer = torch.optim.AdamW(model.parameters())
+    model = model or random_model(tokenizer.vocab_size, **options)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     save_checkpoint(folder, model, optimizer, tokenizer.to_json().encode(), tokenizer.kind, {"step": 0}, chat)
     return model
+
+
+def write_adapters(
+    folder: Path,
+    base: Path | None = None,
+    tokenizer: Tokenizer | None = None,
+    chat: ChatTemplate | None = None,
+    lora: LoRA | None = None,
+    **options: Any,
+) -> TransformerLanguageModel:
+    """A checkpoint folder of random adapters, and below `base` one of the random model that they are for."""
+    if base is not None:
+        write_model(base, tokenizer, chat, **options)
+        targets = ("attention", "feed_forward")
+        lora = LoRA(4, 16.0, targets, str(base), sha256_file(base / "model.safetensors"))
+    assert lora is not None
+    model = random_model((tokenizer or bpe()).vocab_size, **options)
+    add_adapters(model, lora)
+    with torch.no_grad():
+        for adapter in adapters_of(model).values():
+            adapter.normal_(std=0.1)
+    return write_model(folder, tokenizer, chat, model)
