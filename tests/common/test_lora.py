@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from common.errors import CheckpointError
 from common.files import sha256_file
 from common.lora import TARGETS, AdaptedLinear, LoRA, adapters_of, add_adapters, find_base, load_adapters, merge
 from model import TransformerLanguageModel
+from tests.hostile.readers import seal
 from tests.tools.helpers import MODERN, bpe, random_model, write_adapters, write_model
 
 BOTH = ("attention", "feed_forward")
@@ -142,7 +144,7 @@ def test_adapters_of_another_model_are_refused_by_name() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"rank": 0}, {"rank": 4.0}, {"rank": True}, {"rank": 10**9}, {"alpha": 0}, {"alpha": "16"}, {"alpha": torch.nan},
+        {"rank": 0}, {"rank": 4.0}, {"rank": "4"}, {"rank": 10**9}, {"alpha": 0}, {"alpha": "16"}, {"alpha": None},
         {"targets": []}, {"targets": "attention"}, {"targets": ["head"]}, {"targets": [["attention"]]}, {"base": ""},
         {"base": 3}, {"base_sha256": "abc"}, {"base_sha256": None}, {"more": 1},
     ],
@@ -237,6 +239,15 @@ def test_a_manifest_without_the_adapters_is_damaged(tmp_path: Path) -> None:
     os.remove(tmp_path / "lora" / "adapter.safetensors")
     with pytest.raises(CheckpointError, match=r"adapter\.safetensors is missing"):
         open_checkpoint(tmp_path / "lora")
+
+
+def test_adapters_without_a_word_of_what_for_are_refused(tmp_path: Path) -> None:
+    write_adapters(tmp_path / "lora", tmp_path / "base")
+    file = tmp_path / "lora" / "config.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "lora"}))
+    seal(tmp_path / "lora")
+    with pytest.raises(CheckpointError, match=r"does not say what adapter\.safetensors is for"):
+        open_checkpoint(tmp_path / "lora").trusted_config()
 
 
 def test_layers_of_the_base_are_not_drawn_anew() -> None:

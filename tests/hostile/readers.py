@@ -19,6 +19,7 @@ from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, write_tokens
 from tokenization.token_folder import require_tokens_of
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
+from training.adapters import adapt
 from training.config import TrainConfig, parse_config
 from training.data import TokenData
 from training.evaluate import bits_per_byte, check_prompts, read_prompts
@@ -110,6 +111,7 @@ class Training:
     def start_or_resume(self) -> Run:
         torch.manual_seed(0)
         model = TransformerLanguageModel(self.config.model_config(self.data.vocab_size))
+        adapt(model, self.config)
         return Run.start_or_resume(
             self.config, model, build_optimizer(model, self.config), CPU.grad_scaler(), self.data
         )

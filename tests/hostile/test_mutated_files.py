@@ -40,7 +40,7 @@ KINDS = (
     "metadata", "config", "a run's config", "character tokenizer", "BPE tokenizer", "tokens", "packed tokens",
     "eval prompts", "config.json", "config.json, resumed", "model.safetensors", "header of model.safetensors",
     "optimizer_state.bin", "optimizer_state.bin of Muon", "training_state.json", "tokenizer.json", "manifest.json",
-    "pytorch_model.bin",
+    "pytorch_model.bin", "config.json of adapters", "adapter.safetensors", "adapter.safetensors, resumed",
 )  # fmt: skip
 HASHED = ("tokens.bin", "tokenizer.json")
 CHECKPOINT = ("model.safetensors", "config.json", "tokenizer.json", "optimizer_state.bin", "training_state.json")
@@ -81,6 +81,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory, training: Training) -> dict[
     packed.write_bytes(gzip.compress((data / "tokens.bin").read_bytes(), mtime=0))
     packed_config = tiny_config(packed.parent, folder / "packed_run")
     blog = blogs_form(checkpoint, folder / "blog")
+    adapted = Training(folder / "lora", init_from=str(checkpoint), lora_rank=2)
+    of_adapters, adapters = (adapted.checkpoint / name for name in ("config.json", "adapter.safetensors"))
 
     def unpack() -> None:
         unpacked = packed.parent / "tokens.bin"
@@ -132,6 +134,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory, training: Training) -> dict[
         Case(tokenizer, as_json(tokenizer, 60, 16), sealed(adamw, model)),
         Case(manifest, as_json(manifest, 150, 17), lambda: use_model(training.checkpoint)),
         Case(blog / "pytorch_model.bin", changed(blog / "pytorch_model.bin", 250, 18), lambda: use_model(blog)),
+        Case(of_adapters, as_json(of_adapters, 300, 22), sealed(adapted, lambda: use_model(adapted.checkpoint))),
+        Case(adapters, changed(adapters, 150, 23), sealed(adapted, lambda: use_model(adapted.checkpoint))),
+        Case(adapters, changed(adapters, 100, 24), sealed(adapted, adapted.resume)),
     ]
     return dict(zip(KINDS, listed, strict=True))
 

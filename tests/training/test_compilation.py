@@ -145,6 +145,33 @@ def test_compiled_code_is_kept_apart_by_all_that_it_depends_on() -> None:
     assert len(tags) == 2 and len(names) == 5
 
 
+def test_adapters_compile_to_the_same_numbers_and_are_kept_apart() -> None:
+    """Forward and backward, with as much as the compiler leaves out for what is frozen."""
+    from common.lora import LoRA, adapters_of, add_adapters
+
+    lora = LoRA(2, 16.0, ("attention", "feed_forward"), "base", "0" * 64)
+    model, names = TransformerLanguageModel(SHAPE), set()
+    names.add(cache_name(model, COMPILING, example()[0]))
+    add_adapters(model, lora)
+    with torch.no_grad():
+        for adapter in adapters_of(model).values():
+            adapter.normal_(std=0.3)
+    names.add(cache_name(model, COMPILING, example()[0]))
+    assert len(names) == 2
+    compiled = compile_model(model, COMPILING, example, evaluates=True)
+    assert compiled is not model
+    tokens = torch.arange(8).view(2, 4)
+    results = []
+    for step_model in (model, compiled):
+        loss = step_model(tokens, tokens.flip(1))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        model.zero_grad(set_to_none=True)
+    assert len(results[0]) == len(results[1]) == 1 + 8
+    for eager, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-4)
+
+
 def test_a_mode_is_one_that_torch_compile_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options) or model)
