@@ -13,6 +13,7 @@ import generate
 import tokenize_local_bpe
 import tools.export_hf
 import tools.import_hf
+import tools.merge_lora
 import train_colab_mmap
 from tests.helpers import ROOT
 from tests.tools.helpers import write_model
@@ -27,7 +28,11 @@ SCRIPTS = {
     "train_colab_mmap.py": train_colab_mmap.main,
     "generate.py": generate.main,
 }
-TOOLS = {"tools/export_hf.py": tools.export_hf.main, "tools/import_hf.py": tools.import_hf.main}
+TOOLS = {
+    "tools/export_hf.py": tools.export_hf.main,
+    "tools/import_hf.py": tools.import_hf.main,
+    "tools/merge_lora.py": tools.merge_lora.main,
+}
 # What makes the trainer small enough for a test; the continuous integration runs the quickstart as it is.
 SMALL = (
     "--num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 32 --max_steps 4 --warmup_steps 0 --batch_size 2 "
@@ -79,7 +84,7 @@ def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
         if not command.startswith("pytest"):
             assert run(command) == 0, (command, capsys.readouterr())
             ran.append(command)
-    assert {shlex.split(command)[1] for command in ran} == set(SCRIPTS)
+    assert {shlex.split(command)[1] for command in ran} == {*SCRIPTS, "tools/merge_lora.py"}
     assert "Traceback" not in capsys.readouterr().err
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from common.errors import UserError
+from common.lora import LARGEST_RANK
 from model import ModelConfig, TransformerLanguageModel
 from tests.hostile.readers import (
     Training,
@@ -112,6 +113,7 @@ def attempts(folder: Path) -> Iterator[Attempt]:
     training = Training(folder / "training")
     checkpoint, data = training.checkpoint, training.token_folder
     blog = blogs_form(checkpoint, folder / "blog")
+    adapted = Training(folder / "lora", init_from=str(checkpoint), lora_rank=2).checkpoint
     starting = tiny_config(data, folder / "new", init_from=checkpoint)
     described = json.loads((checkpoint / "config.json").read_text())
     for shape in SHAPES:
@@ -119,6 +121,10 @@ def attempts(folder: Path) -> Iterator[Attempt]:
         yield Attempt(f"{shape}", checkpoint / "config.json", changed, lambda: use_model(checkpoint))
         yield Attempt(f"{shape}, --init_from", checkpoint / "config.json", changed, lambda: prepare(starting))
         yield Attempt(f"{shape}, the blog's", blog / "config.json", changed, lambda: use_model(blog))
+
+    of_adapters = json.loads((adapted / "config.json").read_text())
+    changed = {**of_adapters, "lora": {**of_adapters["lora"], "rank": LARGEST_RANK}}
+    yield Attempt("a rank", adapted / "config.json", changed, lambda: use_model(adapted))
 
     state = json.loads((checkpoint / "training_state.json").read_text())
     for key in ("step", "sequences_seen", "tokens", "elapsed_seconds", "best_windows"):

@@ -233,6 +233,9 @@ def test_every_key_is_a_flag_and_a_file_key_with_the_same_effect(tmp_path: Path,
         "embed_dim": {"num_heads": 1},
         "muon_learning_rate": {"optimizer": "muon"},
         "muon_momentum": {"optimizer": "muon"},
+        "lora_rank": {"init_from": "x"},
+        "lora_alpha": {"init_from": "x", "lora_rank": 8},
+        "lora_targets": {"init_from": "x", "lora_rank": 8},
     }.get(key, {})
     as_flag = parse_config(["--config", write(tmp_path, beside), f"--{key}", typed])
     kind = kind_of(SCHEMA[key])
