@@ -28,7 +28,7 @@ from tools.hf_folder import (
     require_peft,
 )
 from tools.hf_form import GPT2_BLOCK, NANOCHAT_BLOCK, Tensors, hf_kind, swap_halves
-from tools.hf_tokenizer import hf_tokenizer_config, hf_tokenizer_json, require_same_ids
+from tools.hf_tokenizer import hf_tokenizer_config, hf_tokenizer_json, require_same_conversation, require_same_ids
 
 
 def export_adapters(checkpoint: Checkpoint, lora: LoRA, out: Path, base: Path | None) -> Difference:
@@ -68,12 +68,17 @@ def export_adapters(checkpoint: Checkpoint, lora: LoRA, out: Path, base: Path | 
         "tokenizer_config.json": json_bytes(hf_tokenizer_config(tokenizer, model.config.max_seq_len)),
         "README.md": adapter_card(checkpoint, lora, model.config, tokenizer, out.name, base.name).encode(),
     }
+    if template := checkpoint.chat_template():
+        contents["chat_template.jinja"] = template.jinja().encode()
     with new_folder(out) as folder:
         pieces = safetensors_pieces(tensors, metadata={"format": "pt"})
         write_verified(folder / "adapter_model.safetensors", pieces)
         for name, content in contents.items():
             write_verified(folder / name, content)
-        require_same_ids(tokenizer, load_their_tokenizer(folder))
+        their_tokenizer = load_their_tokenizer(folder)
+        require_same_ids(tokenizer, their_tokenizer)
+        if template:
+            require_same_conversation(template, tokenizer, their_tokenizer)
         return largest_difference(model, adapted_by_peft(theirs, folder), tokenizer, "peft")
 
 

@@ -101,7 +101,7 @@ def adapter_card(
         f"path = {json.dumps(name)}  # this folder, or its name on the hub",
         "model = PeftModel.from_pretrained(base, path)",
         "tokenizer = AutoTokenizer.from_pretrained(path)",
-        f'inputs = tokenizer({prompt}, return_tensors="pt")',
+        *asking(checkpoint.chat_template() is not None, prompt),
         f"outputs = model.generate(**inputs, max_new_tokens={min(50, config.max_seq_len // 2)})",
         "print(tokenizer.decode(outputs[0]))",
         "```",

@@ -16,8 +16,9 @@ from training.timer import Timer
 def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answer]) -> None:
     """Write summary.md and print what matters of it."""
     config, data = run.config, run.data
+    parameters, trained = run.model.num_parameters(), run.model.num_parameters(trained_only=True)
     facts = {
-        "Model": f"{run.model.num_parameters():,} parameters",
+        "Model": f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else ""),
         "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
         "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
         "Training": f"{run.max_steps:,} steps of {config.tokens_per_step:,} tokens in {clock(timer.elapsed)}",

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import tools.hf_adapter
+from common.chat import ChatTemplate, Message
 from common.checkpoint import open_checkpoint
 from common.lora import LoRA
 from tests.helpers import snapshot
@@ -101,6 +102,21 @@ def test_the_card_says_how_to_use_them_and_names_nobodys_folders(tmp_path: Path)
     card = (tmp_path / "my_lora" / "README.md").read_text(encoding="utf-8")
     assert card.startswith("---\nlibrary_name: peft\n") and "# my_lora\n" in card and str(tmp_path) not in card
     assert "PeftModel.from_pretrained" in card and '"my_base"' in card and "| rank, alpha | 4, 16 |" in card
+
+
+@needs_peft
+def test_a_chat_template_goes_along(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    template = ChatTemplate()
+    write_adapters(tmp_path / "lora", tmp_path / "base", chat=template)
+    assert main([str(tmp_path / "base"), str(tmp_path / "b")]) == 0
+    assert main([str(tmp_path / "lora"), str(tmp_path / "l"), "--base", str(tmp_path / "b")]) == 0
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "l")
+    asked = [{"role": "user", "content": "the cat?"}]
+    found = theirs.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert found == template.prompt_ids(bpe(), [Message("user", "the cat?")])
+    assert "apply_chat_template" in (tmp_path / "l" / "README.md").read_text(encoding="utf-8")
 
 
 @needs_peft

@@ -39,6 +39,7 @@ def finished(train: Callable, unbroken: Path, tmp_path_factory: pytest.TempPathF
     result = train(folder, init_from=unbroken, lora_rank=4)
     assert result.code == 0 and "LoRA       rank 4 on attention and feed_forward: 2,048 parameters train" in result.out
     assert snapshot(unbroken) == before, "the base was changed"
+    assert "17,312 parameters, 2,048 of them trained" in result.out
     return folder
 
 
