@@ -81,7 +81,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory, training: Training) -> dict[
     packed.write_bytes(gzip.compress((data / "tokens.bin").read_bytes(), mtime=0))
     packed_config = tiny_config(packed.parent, folder / "packed_run")
     blog = blogs_form(checkpoint, folder / "blog")
-    adapted = Training(folder / "lora", init_from=str(checkpoint), lora_rank=2)
+    base = Training(folder / "base").checkpoint  # which no case changes
+    adapted = Training(folder / "lora", init_from=str(base), lora_rank=2)
     of_adapters, adapters = (adapted.checkpoint / name for name in ("config.json", "adapter.safetensors"))
 
     def unpack() -> None:
