@@ -37,7 +37,7 @@ GONE = 150.0  # seconds without one after which it is taken for dead: it was dis
 
 
 class GivenUp(Exception):
-    """The copy under way is not waited for any longer. What it has written is cleaned up by the next session."""
+    """The copy under way is not waited for. What it has written is deleted, by the next session at the latest."""
 
 
 class Mirror:
@@ -376,6 +376,9 @@ def copy_checkpoint(folder: Path, target: Path, between: Callable[[], None] = la
     except OSError as problem:
         discard(temporary, truncate=True)
         return problem.strerror or str(problem)
+    except GivenUp:
+        discard(temporary, truncate=True)
+        raise
     return None
 
 
