@@ -344,6 +344,10 @@ def parse_arguments(argv: Sequence[str] | None) -> dict[str, Any]:
         for name in ("vocab_size", "min_frequency", "vocab_sample_mb"):
             if name in given:
                 problems.append(f"--{name} has no effect {reason}; leave it out")
+    if given.get("format") == "chat":
+        for name in ("text_key", "document_separator", "unknown"):
+            if name in given:
+                problems.append(f"--{name} is for --format text; leave it out")
     if given.get("unknown") == "drop" and given.get("tokenizer") == "char" and "tokenizer_file" not in given:
         problems.append("--unknown drop has no effect where the vocabulary is learned from the text; leave it out")
     if problems:

@@ -169,19 +169,20 @@ def find_base(lora: LoRA, checkpoint: Path) -> Path:
     Raises CheckpointError if there is none, or one with other weights than those the adapters were trained on.
     """
     places = [Path(lora.base), *(parent / lora.base for parent in checkpoint.absolute().parents)]
-    found = next((place for place in places if os.path.isfile(weights_file(place))), None)
-    if found is None:
+    found = [place for place in places if os.path.isfile(weights_file(place))]
+    for place in found:
+        file = weights_file(place)
+        if sha256_once(file, file.stat().st_size, file.stat().st_mtime_ns) == lora.base_sha256:
+            return place
+    if not found:
         raise CheckpointError(
             f"{checkpoint} is an adapter for the weights of {lora.base}, and there are none: put them back, or "
             "type the command in the folder that its path begins in."
         )
-    file = weights_file(found)
-    if sha256_once(file, file.stat().st_size, file.stat().st_mtime_ns) != lora.base_sha256:
-        raise CheckpointError(
-            f"{checkpoint} is an adapter for another base than the weights that are now in {found} (their SHA-256 is "
-            f"not {lora.base_sha256[:16]}...): put those back that it was trained on."
-        )
-    return found
+    raise CheckpointError(
+        f"{checkpoint} is an adapter for another base than the weights that are now in {found[0]} (their SHA-256 is "
+        f"not {lora.base_sha256[:16]}...): put those back that it was trained on."
+    )
 
 
 @functools.cache

@@ -101,6 +101,10 @@ class Conversation:
         if not self.is_forgetting and len(ids) < len(self.template.prompt_ids(self.tokenizer, messages)):
             print("(There is no room for all that was said: from here on the oldest turns are forgotten.)")
             self.is_forgetting = True
+        if len(ids) > self.room:
+            print(
+                f"(That is longer than the {self.room} tokens it can read beside an answer: it may see the end alone.)"
+            )
         return ids
 
     def answered(self, answer: str) -> None:

@@ -30,9 +30,10 @@ LARGEST_DISCARDED = 16_000_000  # bytes that are still received, for who is cut 
 OWN_HOSTS = ["127.0.0.1", "localhost", "[::1]"]
 
 
-def make_app(served: Served, queue: GenerationQueue, key: str | None) -> Starlette:
-    """Without a key the names that a browser calls this machine by are all that it answers to: a page from elsewhere
-    could otherwise have its own name lead here, and read what it is told (DNS rebinding)."""
+def make_app(served: Served, queue: GenerationQueue, key: str | None, address: str) -> Starlette:
+    """`address` is the one it listens on. Without a key it answers to that and the names by which a browser calls this
+    machine: a page from elsewhere could otherwise have its own name lead here, and read what it is told (DNS
+    rebinding)."""
 
     async def list_models(request: Request) -> Response:
         return json_response({"object": "list", "data": [served.card()]})
@@ -48,7 +49,7 @@ def make_app(served: Served, queue: GenerationQueue, key: str | None) -> Starlet
             Route("/v1/completions", Completions(served, queue, is_chat=False), methods=["POST"]),
             Route("/v1/chat/completions", Completions(served, queue, is_chat=True), methods=["POST"]),
         ],
-        middleware=[Middleware(RequireKey, key) if key else Middleware(TrustedHostMiddleware, OWN_HOSTS)],
+        middleware=[Middleware(RequireKey, key) if key else Middleware(TrustedHostMiddleware, [*OWN_HOSTS, address])],
         exception_handlers={RequestError: refuse, HTTPException: refuse_route},
     )
 

@@ -263,9 +263,13 @@ def chat_ids(messages: Sequence[Message], sampling: Sampling, served: Served) ->
     except ValueError as problem:
         raise RequestError(f"messages cannot be answered: {problem}.", "messages") from None
     try:
-        return served.chat.prompt_ids(served.tokenizer, messages, room_for_prompt(served.model, sampling))
+        ids = served.chat.prompt_ids(served.tokenizer, messages, room_for_prompt(served.model, sampling))
     except TokenizerError as problem:
         raise RequestError(str(problem), "messages") from None
+    if len(ids) > (context := served.model.config.max_seq_len):  # of which it would see neither beginning nor form
+        message = f"The last question makes {len(ids):,} tokens, and {served.name} reads {context:,}."
+        raise RequestError(message, "messages", code="context_length_exceeded")
+    return ids
 
 
 def read_messages(value: Any) -> list[Message]:

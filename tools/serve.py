@@ -195,7 +195,7 @@ async def serve(queue: GenerationQueue, listener: socket.socket, key: str | None
 
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it tells of each client that is gone
     config = uvicorn.Config(
-        make_app(queue.served, queue, key),
+        make_app(queue.served, queue, key, listener.getsockname()[0]),
         http="h11",
         ws="none",
         lifespan="off",

@@ -6,6 +6,7 @@ from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import CheckpointError, ConfigError
 from common.files import sha256_file
 from common.lora import LoRA, add_adapters, find_base
+from common.publishing import CHECKPOINT_NAME
 from common.tensors import weights_file
 from model import TransformerLanguageModel
 from training.config import TrainConfig
@@ -26,6 +27,13 @@ def adapt(model: TransformerLanguageModel, config: TrainConfig) -> None:
             "beyond that adds nothing. 8 is usual."
         )
     base = base_checkpoint(config)
+    if config.resume == "never" and base.path.resolve().is_relative_to(config.run_dir.resolve()):
+        raise CheckpointError(
+            f"The adapters would be for {base.path}, which --resume never sets aside with the run that is in "
+            f"{config.run_dir}: choose another --output_dir."
+        )
+    if CHECKPOINT_NAME.fullmatch(base.path.name):
+        print(f"Note       adapters need their base, and {base.path} is replaced when its run trains on: keep a copy")
     base.load_weights(model)
     add_adapters(model, lora_of_run(config, str(base.path), sha256_file(weights_file(base.path))))
     trained = model.num_parameters(trained_only=True)

@@ -72,7 +72,7 @@ class TokenData:
             "train_tokens": metadata.train_tokens,
         }
         if metadata.mask_sha256:
-            self.fingerprint["mask_sha256"] = metadata.mask_sha256
+            self.fingerprint |= {"mask_sha256": metadata.mask_sha256, "loss_on": self.layout.loss_on}
 
     @classmethod
     def open(cls, config: TrainConfig, hardware: Hardware) -> TokenData:

@@ -25,6 +25,7 @@ class Layout:
     val_windows: int
     val_tokens_per_byte: float | None  # of those that the loss is over; None if the bytes were not counted
     described: str
+    loss_on: str = "all"
     has_mask: bool = False  # an id that the loss is not over is stored as its complement, ~id
 
 
@@ -65,7 +66,8 @@ def pack_splits(
             f"{metadata.beside('mask_file')} is not the mask of {metadata.bin_file}: no conversation begins where one "
             "should. Copy both again, or run tokenize_local_bpe.py again."
         )
-    counted = in_answer if config.loss_on != "all" else ~is_start
+    loss_on = "all" if config.loss_on == "all" else "answers"
+    counted = ~is_start if loss_on == "all" else in_answer
     train, val = (
         pack(tokens[part], counted[part], np.flatnonzero(is_start[part]), length)
         for part in (slice(split), slice(split, None))
@@ -77,7 +79,6 @@ def pack_splits(
                 f"{name} reaches its answer. Give a longer --max_seq_len."
             )
     val_bytes = int(tokenizer.byte_lengths[val.ids].sum())
-    of = "answers" if config.loss_on != "all" else "all tokens"
     lost = [
         f"{count:,} {what}"
         for count, what in (
@@ -86,9 +87,10 @@ def pack_splits(
         )
         if count
     ]
+    learned = "all turns" if loss_on == "all" else "answers"
     described = (
         f"{train.conversations:,} conversations in {len(train.windows):,} windows of {config.max_seq_len} "
-        f"({train.answers:,} tokens of {of} to learn), {val.conversations:,} to validate"
+        f"({train.answers:,} tokens of {learned} to learn), {val.conversations:,} to validate"
         + (f"\nNote       conversations: {'; '.join(lost)}" if lost else "")
     )
     layout = Layout(
@@ -99,6 +101,7 @@ def pack_splits(
         val_windows=len(val.windows),
         val_tokens_per_byte=val.answers / val_bytes if val_bytes else None,
         described=described,
+        loss_on=loss_on,
         has_mask=True,
     )
     return np.concatenate([train.windows, val.windows]).reshape(-1), layout

@@ -73,8 +73,11 @@ class Run:
         self.best_step = 0  # of those weights
         self.best_windows: int | None = None  # of validation that it is the loss over
         self.best_is_new = False  # and its weights are not saved yet
-        self.worse = 0  # evaluations in a row without a better loss
-        self.base: dict[str, Any] | None = None  # the validation loss and answers of the weights that it started from
+        self.lowest_val_loss: float | None = (
+            None  # up to this step: best/ may be of a step that is still to be repeated
+        )
+        self.worse = 0  # evaluations in a row without a lower one
+        self.base: dict[str, Any] | None = None  # validation loss, prompts, answers of the weights that it started from
         self.unevaluated: dict[str, Any] | None = None  # the row of metrics of an evaluation that is not done yet
         self.saved_step = 0  # of the newest checkpoint
         self.is_due = False  # a checkpoint that could not be written when it was due
@@ -321,12 +324,13 @@ class Run:
         self.require_finite(val_loss, "the validation loss")
         answers = answer_prompts(self.model, self.data, prompts, between) if prompts else []
         row |= {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte(val_loss, self.data)}
-        self.worse += 1
         if self.best_val_loss is None or val_loss < self.best_val_loss:
             self.best_val_loss, self.best_step = val_loss, self.step
             self.best_windows = evaluated_windows(self.data, self.config)
             self.best_is_new = True
-            self.worse = 0
+        is_lower = self.lowest_val_loss is None or val_loss < self.lowest_val_loss
+        self.worse = 0 if is_lower else self.worse + 1
+        self.lowest_val_loss = val_loss if is_lower else self.lowest_val_loss
         if self.has_stopped_early:
             self.max_steps = self.step
         return answers
@@ -341,12 +345,31 @@ class Run:
     ) -> None:
         """What has to be known before the next step: how good trained weights were that a new run starts from, and the
         best weights over the validation windows of now. `between` is that of `validation_loss`."""
-        if self.config.eval_interval and self.initialized_from and self.step == 0:
-            loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
-            answers = answer_prompts(self.model, self.data, prompts, between) if prompts else []
-            self.base = {"val_loss": loss, "answers": [answer.text for answer in answers]}
-        if self.config.eval_interval and not self.best_is_comparable:
-            self.evaluate_best(hardware, step_model, between, say)
+        if not self.config.eval_interval:
+            return
+        while True:
+            try:
+                if self.initialized_from and self.step == 0:
+                    self.evaluate_base(hardware, step_model, prompts, between)
+                if not self.best_is_comparable:
+                    self.evaluate_best(hardware, step_model, between, say)
+                return
+            except Exception as error:
+                say(self.give_way(error, "evaluation", hardware))
+
+    def evaluate_base(
+        self,
+        hardware: Hardware,
+        step_model: Callable[..., torch.Tensor],
+        prompts: list[Prompt],
+        between: Callable[[], None],
+    ) -> None:
+        """Evaluate the weights that the run starts from. `between` is that of `validation_loss`."""
+        loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
+        self.require_finite(loss, "the validation loss of the weights that it starts from")
+        answers = answer_prompts(self.model, self.data, prompts, between) if prompts else []
+        asked = [answer.prompt.text for answer in answers]
+        self.base = {"val_loss": loss, "prompts": asked, "answers": [answer.text for answer in answers]}
 
     def evaluate_best(
         self,
@@ -367,6 +390,7 @@ class Run:
             best.load_weights(self.model)
             self.best_val_loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
             self.best_windows = windows
+            self.lowest_val_loss = self.best_val_loss
         finally:
             self.model.load_state_dict(current)
         say(f"step {self.best_step:,}, the best so far: validation loss {self.best_val_loss:.4f}")
@@ -380,6 +404,7 @@ class Run:
             "tokens": self.tokens,
             "best_val_loss": self.best_val_loss,
             "best_windows": self.best_windows,
+            "lowest_val_loss": self.lowest_val_loss,
             "worse": self.worse,
             "base": self.base,
             "unevaluated": None if self.unevaluated is None else finite(self.unevaluated),
@@ -412,6 +437,7 @@ class Run:
         self.resumed_from = self.resumed_from or state["resumed_from"]
         self.initialized_from = state.get("initialized_from")
         self.worse, self.base = state.get("worse", 0), state.get("base")
+        self.lowest_val_loss = state.get("lowest_val_loss", state["best_val_loss"])  # in older states there is one
         if found.own:
             self.id = state.get("run_id") or self.id  # not in states of older versions
         bring_back_files(checkpoint, self.dir, self.mirror.dir if self.mirror else None)

@@ -31,6 +31,7 @@ def read_state(checkpoint: Checkpoint) -> dict[str, Any]:
         "best_windows": (is_count(state.get("best_windows") or 0, 2**63), "a whole number"),
         "best_val_loss": (state.get("best_val_loss") is None or is_number(state["best_val_loss"]), "a number"),
         "elapsed_seconds": (is_number(state.get("elapsed_seconds")) and state["elapsed_seconds"] >= 0, "a number"),
+        "lowest_val_loss": (state.get("lowest_val_loss") is None or is_number(state["lowest_val_loss"]), "a number"),
         "worse": (is_count(state.get("worse"), MOST_STEPS), "a whole number"),
         "base": (state.get("base") is None or is_base(state["base"]), "a validation loss and answers"),
         "unevaluated": (
@@ -72,10 +73,10 @@ def is_number(value: Any) -> bool:
 def is_base(value: Any) -> bool:
     return (
         isinstance(value, dict)
-        and sorted(value) == ["answers", "val_loss"]
+        and sorted(value) == ["answers", "prompts", "val_loss"]
         and is_number(value["val_loss"])
-        and isinstance(value["answers"], list)
-        and all(isinstance(answer, str) for answer in value["answers"])
+        and all(isinstance(value[key], list) for key in ("answers", "prompts"))
+        and all(isinstance(text, str) for text in [*value["answers"], *value["prompts"]])
     )
 
 

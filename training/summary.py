@@ -41,7 +41,8 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
         facts["Before"] = f"validation loss {run.base['val_loss']:.4f}, of the weights that it started from"
     if run.has_stopped_early:
         facts["Stopped"] = f"early: the last {run.worse} evaluations were no better"
-    before = run.base["answers"] if run.base and len(run.base["answers"]) == len(answers) else []
+    same_prompts = run.base and run.base["prompts"] == [answer.prompt.text for answer in answers]
+    before = run.base["answers"] if run.base and same_prompts else []
     right, judged = accuracy(answers)
     if judged:
         facts["Answers"] = f"{right} of {judged} exactly right ({right / judged:.0%})"

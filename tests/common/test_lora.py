@@ -199,6 +199,19 @@ def test_the_base_is_found_from_the_current_folder_and_after_a_move(
     assert open_checkpoint("lora/best").weights()
 
 
+def test_another_base_of_the_same_name_does_not_hide_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    write_adapters(Path("runs/lora/best"), Path("runs/base"))
+    monkeypatch.chdir(tmp_path / "other")
+    with torch.random.fork_rng():
+        write_model(Path("runs/base"), std=0.1)
+    assert open_checkpoint(tmp_path / "one" / "runs" / "lora" / "best").weights()
+
+
 def test_a_base_that_is_gone_or_another_is_one_sentence_that_names_both(tmp_path: Path) -> None:
     write_adapters(tmp_path / "lora", tmp_path / "base")
     checkpoint = open_checkpoint(tmp_path / "lora")

@@ -406,7 +406,7 @@ def ask_app(served: Served, body: dict[str, Any], seconds: float = 60) -> tuple[
         queue = GenerationQueue(served, 0, seconds)
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
-        await make_app(served, queue, None)(scope, receive, send)
+        await make_app(served, queue, None, "127.0.0.1")(scope, receive, send)
         assert queue.places == 1
 
     asyncio.run(ask())

@@ -217,6 +217,14 @@ def test_another_base_in_the_place_of_the_old_is_refused(train: Callable, copy_o
 # The rest of a run
 
 
+def test_a_base_in_the_run_that_makes_way_is_refused(train: Callable, copy_of: Path, tmp_path: Path) -> None:
+    """Its adapters would name a base that is no longer there."""
+    shutil.copytree(copy_of, tmp_path / "own")
+    result = train(tmp_path / "own", init_from=tmp_path / "own", lora_rank=4, resume="never")
+    assert result.code == 4 and "which --resume never sets aside with the run" in result.err
+    assert (tmp_path / "own" / "checkpoints").exists()
+
+
 def test_resume_from_brings_shape_and_base(train: Callable, finished: Path, tmp_path: Path) -> None:
     shape = dict.fromkeys(("num_layers", "embed_dim", "num_heads", "max_seq_len"))
     result = train(tmp_path / "new", resume_from=finished, lora_rank=4, max_steps=30, **shape)

@@ -305,3 +305,58 @@ def test_without_it_a_run_goes_on(chats: Path, tmp_path: Path) -> None:
         == parse_config(flags(tmp_path, tmp_path, max_steps=20)).max_steps
     )
     assert TrainConfig().stop_after_worse == 0
+
+
+def test_what_is_repeated_after_a_kill_is_no_worse_than_it_was(chats: Path, tmp_path: Path) -> None:
+    """best/ is newer than the checkpoint then: evaluations up to its step are not held against it."""
+    import shutil
+
+    options = {
+        "max_steps": 60,
+        "eval_interval": 5,
+        "checkpoint_steps": 20,
+        "checkpoint_interval": 0,
+        "stop_after_worse": 2,
+        "learning_rate": 0.003,
+    }
+    assert train(chats, tmp_path / "whole", **options).code == 0
+    cut = tmp_path / "cut"
+    assert train(chats, cut, **options).code == 0
+    assert open_checkpoint(cut / "best").training_state()["step"] == 60, "it got better all the way"
+    shutil.rmtree(cut / "checkpoints" / "step_00000060")
+    again = train(chats, cut, **options)
+    assert again.code == 0 and "step_00000040" in again.out and "early" not in again.out, again.out
+    whole, repeated = (open_checkpoint(tmp_path / name).training_state() for name in ("whole", "cut"))
+    assert (whole["step"], whole["worse"], whole["lowest_val_loss"]) == (60, 0, repeated["lowest_val_loss"])
+
+
+def test_the_loss_of_a_run_stays_over_the_same_tokens(chats: Path, tmp_path: Path) -> None:
+    assert train(chats, tmp_path / "run").code == 0
+    result = train(chats, tmp_path / "run", loss_on="all", max_steps=9)
+    assert result.code == 4 and "loss_on of the data: answers in the checkpoint, all now" in result.err
+
+
+def test_memory_that_runs_out_before_the_first_step_halves_the_micro_batch(
+    chats: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import training.run as run
+
+    original = run.validation_loss
+
+    def limited(model: Any, step_model: Any, data: Any, config: TrainConfig, *rest: Any) -> float:
+        if config.rows_at_once > 3:
+            raise torch.OutOfMemoryError("as if")
+        return original(model, step_model, data, config, *rest)
+
+    monkeypatch.setattr(run, "validation_loss", limited)
+    result = train(chats, tmp_path / "run", init_from=base)
+    assert result.code == 0 and "Out of memory with 6 sequences at once" in result.out, result.err
+
+
+def test_answers_to_other_prompts_do_not_stand_beside_these(chats: Path, base: Path, tmp_path: Path) -> None:
+    for name, prompt in (("one", "Is red a color?"), ("other", "And blue?")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
+    first = train(chats, tmp_path / "run", init_from=base, eval_prompts=tmp_path / "one.jsonl")
+    assert first.code == 0 and "| before |" in (tmp_path / "run" / "summary.md").read_text()
+    second = train(chats, tmp_path / "run", init_from=base, eval_prompts=tmp_path / "other.jsonl", max_steps=9)
+    assert second.code == 0 and "| before |" not in (tmp_path / "run" / "summary.md").read_text()
