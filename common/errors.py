@@ -54,6 +54,12 @@ class MemoryExhausted(UserError):
     exit_code = 5
 
 
+class ProcessLost(UserError):
+    """Another process of the same training is gone, or does not come."""
+
+    exit_code = 1
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """True for Python's, PyTorch's and the allocators' ways of saying so."""
     return (

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError
+from common.launch import place
 
 # Dense bf16/fp16 tensor-core peaks in FLOP/s by the vendor's datasheets, SXM parts where there are several. The first
 # name found in the device's name counts. An unknown device has no peak, and no MFU is reported for it.
@@ -52,7 +53,7 @@ def pick_device(name: str) -> torch.device:
             "elsewhere check `nvidia-smi` and that this is a CUDA build of torch. --device auto uses what is there."
         )
     # With its index, as the tensors on it report it: torch.device("cuda") is not equal to torch.device("cuda:0").
-    return torch.device("cuda", 0) if has_cuda and name != "cpu" else torch.device("cpu")
+    return torch.device("cuda", place().local_rank) if has_cuda and name != "cpu" else torch.device("cpu")
 
 
 def device_name(device: torch.device) -> str:

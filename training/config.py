@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ConfigError
 from common.files import read_json
 from common.flags import Parser, add_debug, suggest
+from common.launch import place
 from training.contradictions import contradictions
 from training.conversion import convert, kind_of
 
@@ -184,12 +185,16 @@ class TrainConfig:
         "hardware",
         "folder that keeps compiled code for the next machine, on Drive for instance; it is run: only one of your own",
     )
+    process_timeout: float = option(
+        600.0, "hardware", "seconds that processes wait for one of them under torchrun, then the job ends", above=0.0
+    )
     dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write no run")
     profile: bool = option(False, "hardware", "time the parts of a step, say what limits it, write no run")
     tune: bool = option(False, "hardware", "time other settings on this machine, keep the best for later, write no run")
 
     name: str = "default"  # of the config file, or of the model size
     sources: dict[str, str] = field(default_factory=dict, compare=False)  # where each value came from
+    processes: int = 1  # that share each step, as torchrun started them
 
     @property
     def run_dir(self) -> Path:
@@ -204,11 +209,16 @@ class TrainConfig:
         return self.sequences_per_step * self.max_seq_len
 
     @property
+    def sequences_per_process(self) -> int:
+        """Of a step; one less in some processes where they do not come out even."""
+        return math.ceil(self.sequences_per_step / self.processes)
+
+    @property
     def rows_at_once(self) -> int:
-        """Sequences that go through the model at once: a step is cut into slices of this one size, of which the last
-        may be incomplete."""
-        slices = math.ceil(self.sequences_per_step / (self.micro_batch_size or self.batch_size))
-        return math.ceil(self.sequences_per_step / slices)
+        """Sequences that go through the model at once: a process's share of a step is cut into slices of this one size,
+        of which the last may be incomplete."""
+        slices = math.ceil(self.sequences_per_process / (self.micro_batch_size or self.batch_size))
+        return math.ceil(self.sequences_per_process / slices)
 
     def values(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in SCHEMA}
@@ -264,7 +274,8 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
             values[key], sources[key] = value, source
         if checked.get("max_steps") and "epochs" in checked:
             problems.append(f"epochs and max_steps both say how long the run is ({source}); give one of them")
-    problems += contradictions(values, sources)
+    processes = place().count
+    problems += contradictions(values, sources, processes)
     try:
         TrainConfig(**values).model_config(vocab_size=1)
     except ValueError as problem:
@@ -272,7 +283,7 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     if problems:
         of_file = "" if config_name is None else f" of {layers[0][0]}"
         raise ConfigError("\n  ".join([f"The configuration{of_file} does not hold:", *problems]))
-    return TrainConfig(**values, name=name, sources=sources)
+    return TrainConfig(**values, name=name, sources=sources, processes=processes)
 
 
 def is_resolved(content: dict[str, Any]) -> bool:

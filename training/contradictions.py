@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 
-def contradictions(values: dict[str, Any], sources: dict[str, str]) -> list[str]:
-    """Values that are fine alone and not together, and where each came from."""
+def contradictions(values: dict[str, Any], sources: dict[str, str], processes: int = 1) -> list[str]:
+    """Values that are fine alone and not together, or not with so many processes, and where each came from."""
     problems = []
     given = {key for key in values if sources[key] != "default"}
     three = ("bin_file", "tokenizer_file", "metadata_file")
@@ -54,6 +54,16 @@ def contradictions(values: dict[str, Any], sources: dict[str, str]) -> list[str]
     rows = values["batch_size"] * values["gradient_accumulation_steps"]
     if (values["micro_batch_size"] or 1) > rows:
         problems.append(f"micro_batch_size {values['micro_batch_size']} is above the {rows} sequences of a step")
+    if processes > rows:
+        problems.append(
+            f"torchrun started {processes} processes for the {rows} sequences of a step (batch_size * "
+            f"gradient_accumulation_steps): --nproc_per_node={rows} at the most, or a larger --batch_size"
+        )
+    problems += [
+        f"--{key} is for one process, and torchrun started {processes}: python train_colab_mmap.py ... --{key}"
+        for key in ("profile", "tune")
+        if values[key] and processes > 1
+    ]
     if values["device"] == "cuda" and not values["use_gpu"]:
         problems.append("--device cuda and --use_gpu false contradict each other")
     if values["compile"] == "off" and sources["compile_mode"] == "flag":

@@ -22,6 +22,7 @@ import torch
 from common.errors import ConfigError, DataError
 from common.files import atomic_write
 from common.formatting import byte_size
+from common.launch import place
 from common.machine import available_ram
 from model import IGNORE_INDEX
 from tokenization.metadata import TokenMetadata, metadata_files
@@ -63,7 +64,8 @@ class TokenData:
         self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
         if placement == "gpu":
             self.tokens = self.tokens.to(device)
-        self.reader = None if self.tokens.device.type == device.type else ReadAhead(self.train_windows, device)
+        stride = config.sequences_per_step if config.processes > 1 else None  # between are those of other processes
+        self.reader = None if self.tokens.device.type == device.type else ReadAhead(self.train_windows, device, stride)
         self.layout = layout or layout_of_text(metadata, self.seq_len)
         self.windows, self.val_windows = self.layout.windows, self.layout.val_windows
         self.fingerprint = {
@@ -179,8 +181,9 @@ class ReadAhead:
     that was not foreseen (the first, or after a change of size) is read when it is asked for.
     """
 
-    def __init__(self, read: Callable[[int, int], torch.Tensor], device: torch.device):
+    def __init__(self, read: Callable[[int, int], torch.Tensor], device: torch.device, stride: int | None = None):
         self.read = read  # (first, rows) -> (rows, T + 1)
+        self.stride = stride  # sequences from one batch to the next; None: as many as it has
         self.device = device
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self.foreseen: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
@@ -191,7 +194,8 @@ class ReadAhead:
         if reading is None or asked != (first, rows):
             reading = self.thread.submit(self.fill, first, rows)
         windows = reading.result().to(self.device, non_blocking=True)
-        self.foreseen = (first + rows, rows), self.thread.submit(self.fill, first + rows, rows)
+        following = first + (self.stride or rows)
+        self.foreseen = (following, rows), self.thread.submit(self.fill, following, rows)
         return windows
 
     def fill(self, first: int, rows: int) -> torch.Tensor:
@@ -348,6 +352,7 @@ def choose_placement(size: int, config: TrainConfig, hardware: Hardware) -> str:
     if hardware.is_cuda and hardware.memory_bytes and size <= GPU_SHARE * hardware.memory_bytes:
         return "gpu"
     free = available_ram()
+    size *= place().local_count  # processes do not share what they read
     if free is None or size <= RAM_SHARE * free:
         return "ram"
     print(

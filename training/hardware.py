@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import ConfigError
+from common.launch import place
 from common.machine import cpu_bf16_flag, device_name, names_part, peak_flops, pick_device, total_ram
 from training.config import TrainConfig
 
@@ -53,8 +54,8 @@ class Hardware:
     precision_reason: str
     compiles: bool
     compile_reason: str
-    peak_flops: float | None
-    memory_bytes: int | None  # of the GPU, else of the machine; in all, so that it is the same tomorrow
+    peak_flops: float | None  # of all processes
+    memory_bytes: int | None  # of the GPU, else of the machine by its processes; in all, so the same tomorrow
     compile_mode: str = "default"
 
     @property
@@ -156,7 +157,9 @@ def detect_hardware(config: TrainConfig) -> Hardware:
     else:
         keep_freed_memory()
         memory = total_ram()
+        memory = memory and memory // place().local_count
         torch.set_num_threads(config.cpu_threads or DEFAULT_THREADS)
+    peak = peak and peak * config.processes
     hardware = Hardware(
         device, name, precision, precision_reason, compiles, compile_reason, peak, memory, config.compile_mode
     )
@@ -217,7 +220,8 @@ def choose_compile(config: TrainConfig, device: torch.device, peak: float | None
         raise ConfigError("--compile_mode coordinate_descent is for CUDA GPUs; leave it on default here.")
     if config.compile != "auto":
         return config.compile == "on", "as configured" if config.sources.get("compile") != "tuned" else "as tuned"
-    flops = 72 * config.num_layers * config.embed_dim**2 * config.tokens_per_step  # of the blocks, a step
+    # Of the blocks, a step of one process.
+    flops = 72 * config.num_layers * config.embed_dim**2 * config.sequences_per_process * config.max_seq_len
     if device.type == "cuda":
         takes = GPU_COMPILE_SECONDS + GPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
         uncompiled = max(GPU_LAUNCHES_PER_LAYER * config.num_layers, flops / (GPU_EAGER_MFU * (peak or GPU_PEAK_FLOPS)))

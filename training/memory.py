@@ -40,7 +40,7 @@ def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, hardwa
     (docs/benchmarks/gpu_forecast.md).
     """
     parameters, trained = model.num_parameters(), model.num_parameters(trained_only=True)
-    several = config.rows_at_once < config.sequences_per_step  # the gradients of earlier slices are there already
+    several = config.rows_at_once < config.sequences_per_process  # the gradients of earlier slices are there already
     moments = 8 * trained
     update = 0
     if config.optimizer == "muon":
@@ -162,6 +162,12 @@ def with_less_memory(
     rows = config.rows_at_once
     if rows == 1 or part == "optimizer":
         raise MemoryExhausted(no_way_out(config, model, hardware)) from error
+    if config.processes > 1:  # which would all have to take the same batch once more
+        raise MemoryExhausted(
+            f"Out of memory with {rows} sequences at once in one of {config.processes} processes: add "
+            f"--micro_batch_size {rows // 2} to the same command, with the same result"
+            f"{DROPOUT_ASIDE if config.dropout else ''}. Checkpoints saved before are whole."
+        ) from error
     traceback.clear_frames(error.__traceback__)  # they hold the activations
     optimizer.zero_grad(set_to_none=True)
     return_freed_memory(hardware.device)

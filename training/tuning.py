@@ -46,6 +46,7 @@ def tuning_file(config: TrainConfig) -> Path:
     adapters = ("lora_rank", "lora_targets") if config.lora_rank else ()
     run = [{key: getattr(config, key) for key in (*keys, *adapters)}, config.model_config(vocab_size=1).to_dict()]
     of = [device_name(device), os.cpu_count(), torch.__version__, *run]
+    of += [config.processes] if config.processes > 1 else []
     return FOLDER / f"{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.json"
 
 

@@ -348,7 +348,7 @@ def test_model_keys_are_those_of_the_model_config() -> None:
 
 def test_every_key_says_what_it_is_for() -> None:
     assert all(f.metadata["help"] and f.metadata["group"] for f in SCHEMA.values())
-    assert set(SCHEMA) == {f.name for f in dataclasses.fields(TrainConfig)} - {"name", "sources"}
+    assert set(SCHEMA) == {f.name for f in dataclasses.fields(TrainConfig)} - {"name", "sources", "processes"}
 
 
 @pytest.mark.parametrize("key", SCHEMA)

@@ -504,7 +504,9 @@ def test_reading_ahead_changes_nothing(requests: list[tuple[int, int]]) -> None:
         assert torch.equal(windows, data.train_windows(first, rows))
 
 
-def test_the_next_batch_is_read_before_it_is_asked_for() -> None:
+@pytest.mark.parametrize("stride", [None, 12])
+def test_the_next_batch_is_read_before_it_is_asked_for(stride: int | None) -> None:
+    """Of three processes each takes four sequences of twelve."""
     data = counting_data(500, 16, 0, 100)
     asked = []
 
@@ -512,11 +514,12 @@ def test_the_next_batch_is_read_before_it_is_asked_for() -> None:
         asked.append((first, rows))
         return data.train_windows(first, rows)
 
-    reader = ReadAhead(read, torch.device("cpu"))
-    for first in (0, 4, 8):
+    reader = ReadAhead(read, torch.device("cpu"), stride)
+    step = stride or 4
+    for first in (0, step, 2 * step):
         reader.windows(first, 4)
     reader.thread.shutdown()
-    assert asked == [(0, 4), (4, 4), (8, 4), (12, 4)]
+    assert asked == [(0, 4), (step, 4), (2 * step, 4), (3 * step, 4)]
 
 
 def test_a_read_that_fails_is_told_where_the_batch_is_asked_for() -> None:
