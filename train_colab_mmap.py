@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import INTERRUPTED, is_out_of_memory, script
+from common.launch import is_first, one_voice
 from common.lock import FolderLock
 from common.output import unbreakable_output
 from tokenization.token_folder import DEFAULT_FOLDER, folder_of_text, require_tokens_of
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    with unbreakable_output():  # no training is lost because nobody listens any more
+    with unbreakable_output(), one_voice():  # no training is lost because nobody listens any more
         return train(parse_config(argv), ends_process=argv is None)
 
 
@@ -48,20 +49,22 @@ def train(config: TrainConfig, ends_process: bool) -> int:
     started = time.perf_counter()
     from training.memory import memory_advice
     from training.preflight import dry_run
+    from training.processes import on_first, together
     from training.profile import profile
+    from training.resume import with_given_shape
     from training.run import Run
     from training.run_folder import being_trained, require_ours
     from training.tuning import tune, use_tuning
 
-    require_ours(config.run_dir, "--output_dir")
-    parts = prepare(use_tuning(with_given_shape(config)))
-    looks = {"dry_run": dry_run, "profile": profile, "tune": tune}
-    if look := next((look for key, look in looks.items() if getattr(config, key)), None):
-        run = Run(parts.config, parts.model, parts.optimizer, parts.scaler, parts.data)
-        with memory_advice(parts.config, parts.model, parts.hardware):
-            look(parts.config, run, parts.hardware)
-        return 0
-    with FolderLock(being_trained) as lock:
+    with together(config), FolderLock(being_trained) as lock:
+        on_first(lambda: require_ours(config.run_dir, "--output_dir"))
+        parts = prepare(on_first(lambda: use_tuning(with_given_shape(config))))
+        looks = {"dry_run": dry_run, "profile": profile, "tune": tune}
+        if look := next((look for key, look in looks.items() if getattr(config, key)), None):
+            run = Run(parts.config, parts.model, parts.optimizer, parts.scaler, parts.data)
+            with memory_advice(parts.config, parts.model, parts.hardware):
+                look(parts.config, run, parts.hardware)
+            return 0
         return train_run(parts, lock, ends_process, started)
 
 
@@ -70,6 +73,7 @@ def train_run(parts: Parts, lock: FolderLock, ends_process: bool, started: float
     from training.evaluate import answer_prompts
     from training.interruption import Interruption
     from training.memory import memory_advice
+    from training.processes import on_first
     from training.records import SUMMARY, rewind
     from training.report import Report
     from training.run import Run
@@ -78,11 +82,10 @@ def train_run(parts: Parts, lock: FolderLock, ends_process: bool, started: float
     from training.timer import Timer
 
     config, hardware, model, data = parts.config, parts.hardware, parts.model, parts.data
-    lock.take(config.run_dir)
+    on_first(lambda: lock.take(config.run_dir))
     run = Run.start_or_resume(config, model, parts.optimizer, parts.scaler, data)
-    run.dir.mkdir(parents=True, exist_ok=True)
-    lock.take(run.dir)  # which may have been made just now
-    if run.finished and (run.dir / SUMMARY).exists():
+    on_first(lambda: lock.take(run.dir))  # which may have been made just now
+    if on_first(lambda: run.finished and (run.dir / SUMMARY).exists()):
         with run.saving(print, lambda: False):
             pass  # but for the mirror, if that could not be brought up to date before
         print(
@@ -91,14 +94,15 @@ def train_run(parts: Parts, lock: FolderLock, ends_process: bool, started: float
             f"To start over: --resume never (the old run is kept aside)."
         )
         return 0
-    write_config(config, hardware.name)
-    (run.dir / SUMMARY).unlink(missing_ok=True)  # of a shorter run that this one continues
+    if is_first():
+        write_config(config, hardware.name)
+        (run.dir / SUMMARY).unlink(missing_ok=True)  # of a shorter run that this one continues
+        rewind(run.dir, run.step if run.unevaluated is None else run.step - 1)
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
     if config.warmup_steps >= run.max_steps:
         print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run")
     timer = Timer(hardware, run.elapsed, hardware.units_per_hour(config))
     report = Report(run.dir, timer, run.step, run.max_steps)
-    rewind(run.dir, run.step if run.unevaluated is None else run.step - 1)
     interruption = Interruption(ends_process)
     advice = memory_advice(config, model, hardware)
     with advice, interruption.awaited(), run.saving(report.say, lambda: interruption.requested):
@@ -107,7 +111,7 @@ def train_run(parts: Parts, lock: FolderLock, ends_process: bool, started: float
         interruption.answer = "Stopping once what is under way is saved and copied"
         run.finish_saving(report.say)
         is_done = run.finished and run.unevaluated is None
-        if is_done:
+        if is_done and is_first():
             if parts.prompts and not answers:  # evaluation is off, or the machine went away after the last step
                 answers = answer_prompts(model, data, parts.prompts)
             write_summary(run, hardware, timer, answers)
@@ -143,14 +147,13 @@ def prepare(config: TrainConfig) -> Parts:
     from training.evaluate import check_prompts, read_prompts
     from training.hardware import detect_hardware
     from training.optimizer import build_optimizer
+    from training.processes import on_first
     from training.tuning import choose_micro_batch
 
     hardware = detect_hardware(config)
     print(hardware.describe())
-    config = use_builtin_files(config)
-    if config.input:
-        config = tokenize_input(config)
-    prompts = read_prompts(config.eval_prompts) if config.eval_prompts else []
+    config = on_first(lambda: tokenize_input(use_builtin_files(config)))
+    prompts = on_first(lambda: read_prompts(config.eval_prompts) if config.eval_prompts else [])
     data = TokenData.open(config, hardware)
     print(data.describe())
     check_prompts(prompts, data)
@@ -163,7 +166,7 @@ def prepare(config: TrainConfig) -> Parts:
     )
     model.activation_checkpointing = config.activation_checkpointing
     adapt(model, config)
-    config = choose_micro_batch(config, model, data, hardware)
+    config = on_first(lambda: choose_micro_batch(config, model, data, hardware))
     optimizer = build_optimizer(model, config)
     return Parts(config, hardware, data, prompts, model, optimizer, hardware.grad_scaler())
 
@@ -189,7 +192,7 @@ def take_steps(
     with frozen_garbage(), contextlib.suppress(StopRequested):
         with timer.paused():
             run.evaluate_before(hardware, step_model, prompts, interruption.check, report.say)
-        while not (interruption.requested or timer.limit_reached(config)):
+        while not interruption.agreed(timer.limit_reached(config)):
             row: dict[str, Any]
             if run.unevaluated is not None:  # what the last session was stopped in
                 row, reporting, evaluating = run.unevaluated, False, True
@@ -250,18 +253,6 @@ def take_steps(
     return answers
 
 
-def with_given_shape(config: TrainConfig) -> TrainConfig:
-    """The configuration with the shape of the model that it starts from."""
-    from common.checkpoint import open_checkpoint
-    from training.resume import own_checkpoint
-
-    given = config.init_from or (config.resume_from if config.lora_rank else None)  # adapters have the shape of a base
-    if not given:
-        return config
-    checkpoint = own_checkpoint(config) or open_checkpoint(given)
-    return config.with_model(checkpoint.trusted_config(), str(checkpoint.path))
-
-
 def use_builtin_files(config: TrainConfig) -> TrainConfig:
     """Replace `builtin:conversations` by the files of the example corpus, written on first use."""
     if "builtin:conversations" not in (config.input, config.eval_prompts):
@@ -281,15 +272,16 @@ def use_builtin_files(config: TrainConfig) -> TrainConfig:
 
 
 def tokenize_input(config: TrainConfig) -> TrainConfig:
-    """Tokenize `input` on first use, into a folder of its own unless `data_dir` names one. A run that is continued
-    keeps its tokenizer.
+    """Tokenize `input`, if there is one, on first use, into a folder of its own unless `data_dir` names one. A run that
+    is continued keeps its tokenizer.
 
     Raises DataError if the folder holds the tokens of another text.
     """
     from tokenize_local_bpe import tokenize
     from training.resume import own_tokenizer
 
-    assert config.input
+    if not config.input:
+        return config
     folder = config.data_dir or folder_of_text(config.input, config.tokenizer, config.vocab_size)
     require_tokens_of(folder, config.input, config.tokenizer)
     vocabulary = {key: getattr(config, key) for key in ("tokenizer", "vocab_size")}

@@ -17,6 +17,7 @@ from common.files import atomic_write
 from common.lora import lora_of
 from model import TransformerLanguageModel
 from training.hardware import Hardware
+from training.processes import apart, count, data_parallel, rank
 from training.run import Run
 
 MODES: dict[str, dict[str, Any]] = {
@@ -38,10 +39,12 @@ def compile_model(
 
     What was compiled is kept in `cache_dir` too (None: only where torch keeps it, on the local disk), so that a new
     machine does not compile again. The files there hold code, and are run. A failure to compile is reported once
-    and the model is returned as it is: slower, with the same results.
+    and the model is returned as it is: slower, with the same results. Of several processes one may fail alone: they
+    exchange nothing here.
     """
+    whole = data_parallel(model)
     if not hardware.compiles:
-        return model
+        return whole
     inputs, targets = example()  # outside the try: bad data is no failure to compile
     started = time.perf_counter()
     cache = Path(cache_dir) / cache_name(model, hardware, inputs) if cache_dir else None
@@ -52,10 +55,13 @@ def compile_model(
         # The keys of PyTorch's caches do not hold it: code with another attention kernel would be served.
         tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
         torch.compiler.config.cache_key_tag = f"{tag} {attention_kernels()}"
-        compiled = torch.compile(model, dynamic=False, **MODES[hardware.compile_mode])
-        with hardware.autocast():
-            loss = compiled(inputs, targets)
-        loss.backward()
+        # Cut where gradients can travel while the rest is computed; what is computed again cannot be cut.
+        torch._dynamo.config.optimize_ddp = not model.activation_checkpointing
+        compiled = torch.compile(whole, dynamic=False, **MODES[hardware.compile_mode])
+        with apart(whole):
+            with hardware.autocast():
+                loss = compiled(inputs, targets)
+            loss.backward()
         if evaluates:
             model.eval()
             with torch.no_grad(), hardware.autocast():
@@ -65,13 +71,13 @@ def compile_model(
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"torch.compile failed ({first_line}); training goes on uncompiled. --compile off skips the attempt.")
-        return model
+        return whole
     finally:
         model.train()
         model.zero_grad(set_to_none=True)
     hardware.synchronize()
     print(f"Compiled in {time.perf_counter() - started:.0f} s.")
-    if cache:
+    if cache and rank() == 0:
         keep_compiled(cache)
     return compiled
 
@@ -107,6 +113,7 @@ def cache_name(model: TransformerLanguageModel, hardware: Hardware, inputs: torc
     """Named after all that compiled code depends on, for nothing in it says for which machine it was made."""
     built_for = [hardware.name, torch.backends.cpu.get_cpu_capability(), torch.__version__, hardware.precision]
     how = [hardware.compile_mode, attention_kernels(), model.activation_checkpointing]
+    how += ["shared out"] if count() > 1 else []
     lora = lora_of(model)
     adapted = [lora.rank, lora.alpha, lora.targets] if lora else []
     of = [*built_for, *how, model.config.to_dict(), list(inputs.shape), *adapted]

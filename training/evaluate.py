@@ -17,6 +17,7 @@ from generation.decoding import generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX, TransformerLanguageModel
 from tokenizer import UnknownCharacterError
+from training import processes
 from training.config import TrainConfig
 from training.data import TokenData
 from training.hardware import Hardware
@@ -38,8 +39,9 @@ def validation_loss(
     the loss is not over do not count.
 
     `step_model` is the model as it trains, compiled or not. Every batch has the same shape, so that it is compiled for
-    evaluation once: the rows missing from the last one repeat the first and do not count. `between` is called between
-    two batches, and may raise to give the evaluation up.
+    evaluation once: the rows missing from the last one repeat the first and do not count. Processes take batches in
+    turn. `between` is called between two batches, in all of them at the same time, and may raise to give the evaluation
+    up.
     """
     windows = evaluated_windows(data, config)
     rows = config.rows_at_once
@@ -47,9 +49,12 @@ def validation_loss(
     counted: int | torch.Tensor = 0
     model.eval()
     try:
-        for first in range(0, windows, rows):
+        for round_begins in range(0, windows, rows * processes.count()):
             between()
+            first = round_begins + rows * processes.rank()
             here = min(rows, windows - first)
+            if here <= 0:
+                continue
             inputs, targets = data.validation_batch(first, here, windows)
             count = (targets != IGNORE_INDEX).sum() if data.layout.has_mask else here
             with hardware.autocast():
@@ -57,7 +62,8 @@ def validation_loss(
             counted += count
     finally:
         model.train()
-    return (total / counted).item()
+    total, counts = processes.added_up(total), processes.added_up(torch.as_tensor(counted, device=data.device))
+    return (total / counts).item()
 
 
 def evaluated_windows(data: TokenData, config: TrainConfig) -> int:

@@ -10,6 +10,9 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
+from common.launch import is_first
+from training.processes import any_process, count, reached
+
 SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 SAME_WISH_SECONDS = 2.0  # a notebook's stop button sends two signals for one click
 LONG_STEP_SECONDS = 1.0  # that whoever sent the signal may not wait for
@@ -51,7 +54,8 @@ class Interruption:
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, signal.SIG_IGN if self.requested and self.ends_process else handler)
+                is_over = self.requested or count() > 1  # torchrun ends all processes when one has an exit code
+                signal.signal(number, signal.SIG_IGN if is_over and self.ends_process else handler)
 
     def ask(self, signum: int, frame: FrameType | None) -> None:
         self.signals += 1
@@ -61,9 +65,11 @@ class Interruption:
             gives_up = self.part in ("data", "forward", "backward") and (
                 self.step_seconds is None or self.step_seconds > LONG_STEP_SECONDS
             )
+            gives_up = gives_up and count() == 1  # others would wait for this process in the same step
             now = "Stopping now, and saving the last finished step" if gives_up else self.answer
             with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
-                os.write(2, f"\n{now}. Once more, after two seconds, stops at once.\n".encode())
+                if is_first():
+                    os.write(2, f"\n{now}. Once more, after two seconds, stops at once.\n".encode())
             if gives_up:
                 raise StopRequested
         elif self.signals > 2 or time.monotonic() - self.first_signal > SAME_WISH_SECONDS:
@@ -74,6 +80,7 @@ class Interruption:
         if part == "data":
             self.step_began = time.monotonic()
         self.part = part
+        reached(part)
 
     def step_over(self) -> str:
         """Done or not: from here on there is none to give up. Returns the part that it had come to."""
@@ -84,7 +91,14 @@ class Interruption:
         self.step_over()
         self.step_seconds = time.monotonic() - self.step_began
 
+    def agreed(self, limit: str | None = None) -> bool:
+        """Whether all processes stop here: one of them was asked to, or has reached its `limit`."""
+        requested, is_over = any_process(self.requested, limit is not None)
+        if requested:
+            self.requested = True
+        return requested or is_over
+
     def check(self) -> None:
         """Between two batches of what takes long and can be given up. Raises StopRequested."""
-        if self.requested:
+        if self.agreed():
             raise StopRequested

@@ -11,6 +11,7 @@ import torch
 
 from common.machine import has_fast_bf16
 from training.config import TrainConfig
+from training.processes import shared_out
 
 NEWTON_SCHULZ_STEPS = 5
 # Jordan et al. 2024: the steepest start that still stays bounded.
@@ -104,7 +105,7 @@ class Muon(torch.optim.Optimizer):
                     batches[piece.shape].append((part, piece, group))
         for shape, batch in batches.items():
             scale = math.sqrt(max(1.0, shape[0] / shape[1]))
-            orthogonal = orthogonalize(torch.stack([piece for _, piece, _ in batch]))
+            orthogonal = shared_out(orthogonalize, torch.stack([piece for _, piece, _ in batch]))
             for (part, _, group), update in zip(batch, orthogonal * keep, strict=True):
                 decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
                 part.mul_(decay).add_(update, alpha=-group["lr"] * scale)

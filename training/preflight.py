@@ -25,6 +25,8 @@ from training.evaluate import evaluated_windows, validation_loss
 from training.hardware import Hardware
 from training.memory import estimate_memory, held_memory, with_less_memory
 from training.mirror import COPIES, Mirror
+from training.processes import on_first, slowest
+from training.resume import Found
 from training.run import Run
 from training.schedule import epoch_sequences
 from training.step import part_of_step, smallest_part, train_step
@@ -41,15 +43,15 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
 
     Raises what keeps the run from starting: CheckpointError, ConfigError, and whatever the parts raise.
     """
-    run.require_own_folders()
-    found = run.find()
+    found = on_first(lambda: look(run))
     model, data = run.model, run.data
     estimate = estimate_memory(config, model, hardware) + held_memory(data, hardware)
     there_is = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
+    several = f" in each of {config.processes} processes" if config.processes > 1 else ""
     need, free = KEPT_ON_DISK * run.checkpoint_bytes, free_space(config.run_dir)
     print(
         f"Steps      {run.max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} sequences, "
-        f"{config.rows_at_once} at once), {run.max_steps * config.tokens_per_step / 1e6:,.1f}M tokens in all\n"
+        f"{config.rows_at_once} at once{several}), {run.max_steps * config.tokens_per_step / 1e6:,.1f}M tokens in all\n"
         f"Memory     about {byte_size(estimate)}{there_is} (an estimate){free_memory(hardware)}; beside it "
         f"{byte_size(run.checkpoint_bytes)} of RAM while a checkpoint is written\n"
         f"Disk       about {byte_size(need)} in {config.run_dir} (two checkpoints, the best and the one being "
@@ -72,7 +74,7 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
             run.config = with_less_memory(error, "", run.config, model, run.optimizer, hardware)
             print(f"Out of memory: the training will go on with {run.config.rows_at_once} sequences at once")
     config = run.config
-    saving = time_save(run)
+    saving = on_first(lambda: time_save(run))
     evaluating = time_evaluation(step_model, run, config, hardware)
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
@@ -99,6 +101,11 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     if found is not None:
         print(f"Resume     {found.checkpoint.path} is whole and fits; training would continue from it")
     print("Dry run: no run was written. Leave --dry_run out to train.")
+
+
+def look(run: Run) -> Found | None:
+    run.require_own_folders()
+    return run.find()
 
 
 def free_memory(hardware: Hardware) -> str:
@@ -194,7 +201,7 @@ def time_evaluation(
     if not config.eval_interval:
         return 0.0
     windows = evaluated_windows(run.data, config)
-    one = dataclasses.replace(part_of_step(config, config.rows_at_once), eval_batches=1)
+    one = dataclasses.replace(part_of_step(config, config.rows_at_once * config.processes), eval_batches=1)
     began = time.perf_counter()
     validation_loss(run.model, step_model, run.data, one, hardware)
     hardware.synchronize()
@@ -223,7 +230,7 @@ def time_step(
         started = time.perf_counter()
         train_step(step_model, run.optimizer, run.scaler, run.data, 0, 0, 0.0, part, hardware)
         hardware.synchronize()
-        return time.perf_counter() - started
+        return slowest(time.perf_counter() - started)
 
     whole = config.sequences_per_step
     unit = smallest_part(config, hardware)
@@ -232,8 +239,8 @@ def time_step(
     rows = unit
     if hardware.is_cuda or seconds * whole <= TIMED_SECONDS * unit:
         rows = whole
-    elif unit == 1:
-        rows = min(config.rows_at_once, max(1, int(TIMED_SECONDS / seconds)))
+    elif not hardware.compiles:
+        rows = min(config.rows_at_once * config.processes, max(unit, int(TIMED_SECONDS / seconds)))
     if rows > unit:
         timed(rows)  # takes the memory that the steps after it find there
         seconds = timed(rows)

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common.formatting import clock, si
+from common.launch import is_first
 from training.evaluate import Answer, accuracy, perplexity
 from training.records import (
     CURVE,
@@ -101,7 +102,7 @@ class Report:
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to metrics.jsonl, and draw the curve anew if the row has a point of the validation's."""
         self.append(self.run_dir / METRICS, metrics_line(row))
-        if "val_loss" in row:
+        if "val_loss" in row and is_first():
             self.curve()
 
     def samples(self, step: int, answers: list[Answer]) -> None:
@@ -115,6 +116,8 @@ class Report:
         self.append(path, row + "\n")
 
     def append(self, path: Path, text: str) -> None:
+        if not is_first():
+            return
         try:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(text)

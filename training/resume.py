@@ -91,6 +91,15 @@ def own_checkpoint(config: TrainConfig) -> Checkpoint | None:
     return None
 
 
+def with_given_shape(config: TrainConfig) -> TrainConfig:
+    """The configuration with the shape of the model that it starts from."""
+    given = config.init_from or (config.resume_from if config.lora_rank else None)  # adapters have the shape of a base
+    if not given:
+        return config
+    checkpoint = own_checkpoint(config) or open_checkpoint(given)
+    return config.with_model(checkpoint.trusted_config(), str(checkpoint.path))
+
+
 def own_tokenizer(config: TrainConfig) -> str | None:
     """The tokenizer file of the run that this configuration would continue, for `input` to become the same tokens:
     what is learned anew, with another version of `tokenizers` say, can be another vocabulary.

@@ -15,6 +15,7 @@ import torch
 
 from common.checkpoint import BYTES_A_PARAMETER, Checkpoint, Snapshot, open_checkpoint, take_snapshot
 from common.errors import CheckpointError, ConfigError
+from common.launch import is_first
 from common.lora import lora_of
 from model import TransformerLanguageModel
 from training.config import TrainConfig
@@ -24,6 +25,7 @@ from training.hardware import Hardware
 from training.memory import DROPOUT_ASIDE, with_less_memory
 from training.mirror import Mirror
 from training.optimizer import Optimizer
+from training.processes import count, on_first, share_state, share_tensors
 from training.records import finite
 from training.resume import (
     Found,
@@ -45,6 +47,11 @@ from training.stability import Stability, diverged
 
 COPY_SECONDS = 600.0  # that the last copy to the mirror is waited for
 COPY_SECONDS_IF_STOPPED = 60.0  # likewise, by whoever pressed stop
+# What the first of several processes knows of a run from its folder.
+SHARED = (
+    "step", "sequences_seen", "tokens", "best_val_loss", "best_step", "best_windows", "worse", "base", "unevaluated",
+    "saved_step", "elapsed", "resumed_from", "initialized_from", "id",
+)  # fmt: skip
 
 
 class Run:
@@ -64,7 +71,7 @@ class Run:
         self.scaler = scaler
         self.data = data
         self.dir = config.run_dir
-        self.mirror = Mirror(self.dir, config.checkpoint_dir) if config.checkpoint_dir else None
+        self.mirror = Mirror(self.dir, config.checkpoint_dir) if config.checkpoint_dir and is_first() else None
         self.saver = Saver(self.mirror.wake if self.mirror else lambda: None)
         self.step = 0
         self.sequences_seen = 0
@@ -103,22 +110,39 @@ class Run:
         Raises CheckpointError if what is there belongs to another model or other data, or cannot be trusted.
         """
         run = cls(config, model, optimizer, scaler, data)
-        folders = [run.dir] if run.mirror is None else [run.dir, run.mirror.dir]
-        run.require_own_folders()
-        if run.mirror is not None and config.resume != "never":
-            run.mirror.claim()
-        for folder in folders:
-            tidy(folder, truncate=folder != run.dir)
-        found = run.find()
-        if found is not None:
-            run.restore(found)
-        elif config.init_from:
-            run.initialize_from(config.init_from)
-        if config.resume == "never":  # last: the weights may come from the very run that makes way
-            for folder in folders:
-                set_aside(folder)
+        on_first(run.open)
+        run.follow_first()
         run.max_steps = run.plan()
         return run
+
+    def open(self) -> None:
+        """Whatever the folders hold: continued, or set aside."""
+        folders = [self.dir] if self.mirror is None else [self.dir, self.mirror.dir]
+        self.require_own_folders()
+        if self.mirror is not None and self.config.resume != "never":
+            self.mirror.claim()
+        for folder in folders:
+            tidy(folder, truncate=folder != self.dir)
+        found = self.find()
+        if found is not None:
+            self.restore(found)
+        elif self.config.init_from:
+            self.initialize_from(self.config.init_from)
+        if self.config.resume == "never":  # last: the weights may come from the very run that makes way
+            for folder in folders:
+                set_aside(folder)
+        self.dir.mkdir(parents=True, exist_ok=True)
+
+    def follow_first(self) -> None:
+        """Stand where the first process stands: it has read what there is."""
+        if count() == 1:
+            return
+        plain = on_first(lambda: {name: getattr(self, name) for name in SHARED} | {"skipped": self.stability.skipped})
+        self.stability = Stability(self.data.device, self.scaler.is_enabled(), plain.pop("skipped"))
+        vars(self).update(plain)
+        self.scaler.load_state_dict(on_first(self.scaler.state_dict))
+        share_tensors(list(self.model.state_dict().values()))
+        self.optimizer.load_state_dict(share_state(self.optimizer.state_dict()))
 
     def require_own_folders(self) -> None:
         """Raises ConfigError or CheckpointError if the mirror is not there, or is not this run's, or if an old run
@@ -291,6 +315,8 @@ class Run:
 
         Raises ConfigError if the weights are not finite: a good checkpoint must not make way for one of no use.
         """
+        if not is_first():
+            return
         sums = [parameter.detach().sum() for parameter in self.model.parameters()]
         self.require_finite(torch.stack(sums).sum().item(), "a weight")
         folders = [self.dir / "best"] if self.best_is_new else []
@@ -322,7 +348,7 @@ class Run:
         """
         val_loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
         self.require_finite(val_loss, "the validation loss")
-        answers = answer_prompts(self.model, self.data, prompts, between) if prompts else []
+        answers = on_first(lambda: answer_prompts(self.model, self.data, prompts, between)) if prompts else []
         row |= {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte(val_loss, self.data)}
         if self.best_val_loss is None or val_loss < self.best_val_loss:
             self.best_val_loss, self.best_step = val_loss, self.step
@@ -367,7 +393,7 @@ class Run:
         """Evaluate the weights that the run starts from. `between` is that of `validation_loss`."""
         loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
         self.require_finite(loss, "the validation loss of the weights that it starts from")
-        answers = answer_prompts(self.model, self.data, prompts, between) if prompts else []
+        answers = on_first(lambda: answer_prompts(self.model, self.data, prompts, between)) if prompts else []
         asked = [answer.prompt.text for answer in answers]
         self.base = {"val_loss": loss, "prompts": asked, "answers": [answer.text for answer in answers]}
 
@@ -387,7 +413,8 @@ class Run:
         say(f"Evaluating {named} over the {windows:,} validation windows of now ...")
         current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         try:
-            best.load_weights(self.model)
+            on_first(lambda: best.load_weights(self.model))
+            share_tensors(list(self.model.state_dict().values()))
             self.best_val_loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
             self.best_windows = windows
             self.lowest_val_loss = self.best_val_loss

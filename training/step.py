@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 import torch
 
 from model import IGNORE_INDEX
+from training import processes
 from training.config import TrainConfig
 from training.data import TokenData
 from training.hardware import Hardware
@@ -36,26 +37,32 @@ def train_step(
     hardware: Hardware,
     begin: Callable[[str], None] = lambda part: None,
 ) -> StepResult:
-    """An update that would be made of numbers that are not finite is skipped.
+    """An update that would be made of numbers that are not finite is skipped. Of several processes each takes its share
+    of the sequences, and all make the same update.
 
-    Dropout draws from a stream that belongs to (seed, step), so a resumed run needs no saved random state. `begin` is
-    told which part begins: "data", "forward", "backward" or "optimizer".
+    Dropout draws from a stream that belongs to (seed, step, process), so a resumed run needs no saved random state.
+    `begin` is told which part begins: "data", "forward", "backward" or "optimizer".
     """
     begin("data")
-    torch.manual_seed(config.seed * 1_000_003 + step)
-    inputs, targets = data.batch(sequences_seen, config.sequences_per_step)
+    torch.manual_seed(config.seed * 1_000_003 + step + (processes.rank() << 53))
+    whole = config.sequences_per_step
+    first, own = processes.own_rows(whole)
+    inputs, targets = data.batch(sequences_seen + first, own)
     total = torch.zeros((), device=data.device)
     rows = config.rows_at_once
-    parts = zip(inputs.split(rows), targets.split(rows), shares(targets, rows, data.layout.has_mask), strict=True)
-    for micro_inputs, micro_targets, share in parts:
-        begin("forward")
-        with hardware.autocast():
-            loss = step_model(*pad_rows(micro_inputs, micro_targets, rows))
-        loss = loss * share
-        begin("backward")
-        scaler.scale(loss).backward()
+    weights = shares(targets, rows, data.layout.has_mask, whole)
+    parts = zip(inputs.split(rows), targets.split(rows), weights, strict=True)
+    for number, (micro_inputs, micro_targets, share) in enumerate(parts, 1):
+        with processes.apart(step_model, number * rows < own):
+            begin("forward")
+            with hardware.autocast():
+                loss = step_model(*pad_rows(micro_inputs, micro_targets, rows))
+            loss = loss * share
+            begin("backward")
+            scaler.scale(loss).backward()
         total += loss.detach()
     begin("optimizer")
+    total = processes.added_up(total) / processes.count()
     if scaler.is_enabled():
         scaler.unscale_(cast(torch.optim.Optimizer, optimizer))  # which needs no more of one than `param_groups`
     apply_hyperparameters(optimizer, lr, config)
@@ -67,14 +74,18 @@ def train_step(
     return StepResult(total, grad_norm, skipped)
 
 
-def shares(targets: torch.Tensor, rows: int, has_mask: bool) -> list[float | torch.Tensor]:
-    """What the mean loss of each micro-batch of `rows` counts in that of the whole batch: the size of the slices does
-    not matter. targets: (B, T); where they are masked, slices differ in how many count."""
+def shares(targets: torch.Tensor, rows: int, has_mask: bool, whole: int) -> list[float | torch.Tensor]:
+    """What the mean loss of each micro-batch of `rows` counts in that of the `whole` batch: the size of the slices does
+    not matter. targets: (B, T); where they are masked, slices differ in how many count.
+
+    Of several processes each has its own B of the batch, and the mean over processes is that over the batch: what each
+    slice counts is multiplied by their number.
+    """
     parts = targets.split(rows)
     if not has_mask:
-        return [len(part) / len(targets) for part in parts]
+        return [processes.count() * len(part) / whole for part in parts]
     counts = torch.stack([(part != IGNORE_INDEX).sum() for part in parts])
-    return list(counts / counts.sum())
+    return list(processes.count() * counts / processes.added_up(counts.sum()))
 
 
 def pad_rows(inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,4 +107,5 @@ def part_of_step(config: TrainConfig, rows: int) -> TrainConfig:
 
 def smallest_part(config: TrainConfig, hardware: Hardware) -> int:
     """Sequences that such a step has at least: a compiled model knows one shape, and a GPU is not fast on less."""
-    return config.rows_at_once if hardware.is_cuda or hardware.compiles else 1
+    at_once = config.rows_at_once if hardware.is_cuda or hardware.compiles else 1
+    return min(at_once * config.processes, config.sequences_per_step)
