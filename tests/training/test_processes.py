@@ -1,0 +1,314 @@
+"""Several processes that train one model, over gloo: the numbers of one, one voice, and an end when one is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import train_colab_mmap
+from common.errors import ConfigError, MemoryExhausted
+from tests.helpers import CPU, ROOT, run_script, snapshot
+from tests.training.helpers import steps_of
+from tokenize_local_bpe import tokenize
+from training.config import parse_config
+from training.memory import with_less_memory
+from training.records import read_metrics
+
+TRAINER = str(ROOT / "train_colab_mmap.py")
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+NUMBERS = ("train_loss", "grad_norm", "val_loss")
+# No biases: the gradient of a key's is nothing but rounding, which AdamW takes for a direction.
+HALF = {"dropout": 0, "bias": "false", "max_steps": 12, "use_lr_scheduler": "constant", "eval_interval": 6}
+WHOLE = HALF | {"max_steps": 24}
+
+# The trainer on a disk that hangs after some steps.
+STANDS_STILL = """
+import sys, time, train_colab_mmap
+from training.data import TokenData
+batch = TokenData.batch
+def hanging(data, sequences_seen, rows):
+    time.sleep(1000 if sequences_seen > 80 else 0)
+    return batch(data, sequences_seen, rows)
+TokenData.batch = hanging
+sys.exit(train_colab_mmap.main(sys.argv[1:]))
+"""
+
+
+def torchrun(count: int, *flags: object) -> list[str]:
+    """The command of a user, with a port that is free."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+    return [*launcher, TRAINER, *map(str, flags)]
+
+
+def run_torchrun(count: int, *flags: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(torchrun(count, *flags), capture_output=True, text=True, check=False, timeout=120)
+
+
+def without_torchrun(*commands: list[str]) -> list[subprocess.Popen[str]]:
+    """A process for each command, started as torchrun would: their exit codes and words are seen one by one."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(commands))}
+    of_all |= {"LOCAL_WORLD_SIZE": str(len(commands))}
+    return [
+        subprocess.Popen(command, env={**os.environ, **of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **PIPES)
+        for rank, command in enumerate(commands)
+    ]
+
+
+def trained(*flags: object) -> list[str]:
+    return [sys.executable, "-u", TRAINER, *map(str, flags)]
+
+
+def wait_for(process: subprocess.Popen[str], start: str) -> None:
+    assert process.stdout is not None
+    said = []
+    for line in iter(process.stdout.readline, ""):
+        said.append(line)
+        if line.startswith(start):
+            return
+    pytest.fail("".join(said))
+
+
+def numbers(run_dir: Path) -> list[list[float]]:
+    return [[row[key] for key in NUMBERS if key in row] for row in read_metrics(run_dir)]
+
+
+def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(run_dir / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+
+
+def assert_same(ours: Path, theirs: Path, step: int) -> None:
+    """To rounding: losses and norms in six digits, as metrics.jsonl holds them, and the weights."""
+    assert len(numbers(ours)) == len(numbers(theirs))
+    for here, there in zip(numbers(ours), numbers(theirs), strict=True):
+        assert here == pytest.approx(there, rel=2e-5)
+    torch.testing.assert_close(weights(ours, step), weights(theirs, step), rtol=1e-4, atol=2e-6)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text('{"prompt": "the cat ", "answer": "sat on a mat."}\n{"prompt": "one big"}\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def one(train: Callable, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty-four steps by one process; the folder as it was after twelve lies beside it. Not to be changed."""
+    folder = tmp_path_factory.mktemp("one")
+    assert train(folder / "half", **HALF, eval_prompts=prompts).code == 0
+    shutil.copytree(folder / "half", folder / "run")
+    assert train(folder / "run", **WHOLE, eval_prompts=prompts).code == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def two(
+    train_flags: Callable, prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Twelve steps by two processes, one sequence at a time, and how the command ended. Not to be changed."""
+    folder = tmp_path_factory.mktemp("two")
+    return folder / "run", run_torchrun(
+        2, *train_flags(folder / "run", **HALF, eval_prompts=prompts, micro_batch_size=1)
+    )
+
+
+@pytest.fixture
+def reaped() -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that do not outlive the test."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_two_processes_give_the_numbers_of_one(one: Path, two: tuple[Path, Any]) -> None:
+    run, result = two
+    assert result.returncode == 0, result.stderr
+    assert_same(run, one.with_name("half"), 12)
+    assert (run / "samples.md").read_bytes() == (one.with_name("half") / "samples.md").read_bytes()
+
+
+def test_one_of_them_speaks_and_writes(one: Path, two: tuple[Path, Any]) -> None:
+    run, result = two
+    assert "Processes  2, over gloo: 4 of the 8 sequences of a step each" in result.stdout
+    for line in ("Device  ", "Training   steps", "Saved ", "step 12: validation loss", "Talk to it"):
+        assert sum(said.startswith(line) for said in result.stdout.splitlines()) == (2 if line == "Saved " else 1), line
+    assert sorted(snapshot(run)) == sorted(snapshot(one.with_name("half")))
+    assert json.loads((run / "config.json").read_text())["config"]["micro_batch_size"] == 1
+
+
+def test_one_process_ends_what_two_began(
+    one: Path, two: tuple[Path, Any], train: Callable, prompts: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(two[0], tmp_path / "run")
+    result = train(tmp_path / "run", **WHOLE, eval_prompts=prompts)
+    assert result.code == 0 and "step 12" in result.out
+    assert_same(tmp_path / "run", one, 24)
+
+
+def test_two_processes_end_what_one_began_though_one_of_them_is_killed(
+    one: Path, train: Callable, train_flags: Callable, tmp_path: Path
+) -> None:
+    """The job ends by itself, with a sentence, and the same command continues."""
+    for name in ("killed", "unbroken"):
+        shutil.copytree(one.with_name("half"), tmp_path / name)
+    longer = HALF | {"max_steps": 60}
+    assert train(tmp_path / "unbroken", **longer).code == 0
+    command = torchrun(2, *train_flags(tmp_path / "killed", **longer))
+    launcher = subprocess.Popen(command, **PIPES)
+    wait_for(launcher, "Saved ")
+    os.kill(worker_of(launcher, rank=1), signal.SIGKILL)
+    began = time.monotonic()
+    _, err = launcher.communicate(timeout=60)
+    assert time.monotonic() - began < 25
+    assert launcher.returncode != 0
+    (told,) = re.findall("error: .*", err)
+    assert told.startswith("error: Process 1 of 2 gives no sign of life") and "the same command continues" in told
+    assert 12 < steps_of(tmp_path / "killed")[0] < 60, "the kill did not land in the middle of the run"
+
+    again = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert again.returncode == 0, again.stderr
+    assert_same(tmp_path / "killed", tmp_path / "unbroken", 60)
+
+
+def worker_of(launcher: subprocess.Popen[str], rank: int) -> int:
+    """The process of a rank that a torchrun has started."""
+    for children in Path(f"/proc/{launcher.pid}/task").glob("*/children"):
+        for pid in children.read_text().split():
+            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return int(pid)
+    pytest.skip("the system does not tell who started whom")
+
+
+def test_four_processes_with_muon_on_conversations_and_uneven_shares(
+    tmp_path: Path, reaped: list[subprocess.Popen[str]]
+) -> None:
+    """Six sequences a step over four processes, which count different numbers of tokens; then one process goes on. Muon
+    in bf16, where it is, makes more of a difference in rounding."""
+    rows = [{"prompt": f"Fox {i}?", "completion": f"The fox {i} {'sleeps ' * (i % 7)}."} for i in range(120)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "tokens", format="chat", vocab_size=300, quiet=True)
+    flags = (
+        f"--data_dir {tmp_path / 'tokens'} --num_layers 2 --embed_dim 16 --num_heads 2 --max_seq_len 64 --device cpu "
+        "--batch_size 6 --micro_batch_size 1 --optimizer muon --tie_embeddings true --eval_interval 2 --eval_batches 3 "
+        "--log_interval 1 --use_lr_scheduler constant --checkpoint_minutes 0 --bias false"
+    ).split()
+    four, one = ([*flags, "--output_dir", tmp_path / name] for name in ("four", "one"))
+    reaped += without_torchrun(*[trained(*four, "--max_steps", 4)] * 4)
+    told = [process.communicate(timeout=100) for process in reaped]
+    assert [process.returncode for process in reaped] == [0] * 4, told
+    assert run_script(train_colab_mmap.main, *four, "--max_steps", 8).code == 0
+    assert run_script(train_colab_mmap.main, *one, "--max_steps", 8).code == 0
+    here, there = numbers(tmp_path / "four"), numbers(tmp_path / "one")
+    assert here[0] == pytest.approx(there[0], rel=5e-6)
+    for ours, theirs in zip(here, there, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_a_signal_to_one_of_them_saves_once_and_ends_all(
+    train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]
+) -> None:
+    flags = train_flags(tmp_path / "run", max_steps=10**6, checkpoint_steps=0, eval_interval=0)
+    reaped += without_torchrun(*[trained(*flags)] * 2)
+    wait_for(reaped[0], "step ")
+    reaped[1].terminate()
+    told = [process.communicate(timeout=60) for process in reaped]
+    assert [process.returncode for process in reaped] == [130, 130], told
+    assert told[0][0].count("Saved ") == 1 and "The same command continues" in told[0][0]
+    assert told[1] == ("", "")
+    (step,) = steps_of(tmp_path / "run")
+    assert step == read_metrics(tmp_path / "run")[-1]["step"]
+
+
+def test_one_that_stands_still_ends_the_job_in_the_time_that_was_given(
+    train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]
+) -> None:
+    """Its data does not come: it is alive, and farther behind than the one that waits for its gradients."""
+    flags = train_flags(tmp_path / "run", max_steps=10**6, checkpoint_steps=0, eval_interval=0, process_timeout=3)
+    reaped += without_torchrun(trained(*flags), [sys.executable, "-c", STANDS_STILL, *flags])
+    wait_for(reaped[0], "step ")
+    began = time.monotonic()
+    _, err = reaped[0].communicate(timeout=60)
+    assert 2 < time.monotonic() - began < 20
+    assert reaped[0].returncode == 1
+    assert err.startswith("error: Process 1 of 2 is alive and did not come within 3 s") and "Traceback" not in err
+
+
+def test_one_that_never_comes_is_not_waited_for_longer(
+    train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]
+) -> None:
+    """A flag that only the command on the second machine has wrong: both say so."""
+    flags = train_flags(tmp_path / "run", process_timeout=3)
+    reaped += without_torchrun(trained(*flags), trained(*flags, "--batch_sise", 4))
+    told = [process.communicate(timeout=60) for process in reaped]
+    assert [process.returncode for process in reaped] == [1, 2]
+    assert "error: The 2 processes that torchrun started did not find each other" in told[0][1]
+
+
+def test_a_mistake_is_told_once(train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]) -> None:
+    flags = train_flags(tmp_path / "run", data_dir=tmp_path / "nothing")
+    reaped += without_torchrun(*[trained(*flags)] * 2)
+    told = [process.communicate(timeout=60)[1] for process in reaped]
+    assert [process.returncode for process in reaped] == [3, 3]
+    assert told[0].startswith("error: There is no token file in") and told[1] == ""
+
+
+def test_dry_run_counts_all_processes(
+    train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]
+) -> None:
+    flags = train_flags(tmp_path / "run")
+    reaped += without_torchrun(*[trained(*flags, "--dry_run")] * 2)
+    (out, err), of_second = (process.communicate(timeout=60) for process in reaped)
+    assert [process.returncode for process in reaped] == [0, 0], err
+    assert "24 of 128 tokens (8 sequences, 4 at once in each of 2 processes)" in out
+    assert "Dry run: no run was written" in out and of_second == ("", "") and not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def as_one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "said"),
+    [
+        ({"batch_size": 1}, (), "torchrun started 3 processes for the 2 sequences of a step"),
+        ({}, ("--profile",), "--profile is for one process, and torchrun started 3"),
+        ({}, ("--tune",), "--tune is for one process, and torchrun started 3"),
+    ],
+)
+def test_what_is_not_for_several_processes_is_refused(
+    changes: dict[str, Any], extra: tuple[str, ...], said: str, train_flags: Callable, as_one_of_three: None
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_config([*train_flags(Path("run"), **changes), *extra])
+
+
+def test_memory_that_runs_out_in_one_of_them_is_told_with_the_flag_that_helps(
+    train_flags: Callable, as_one_of_three: None
+) -> None:
+    """None gives way alone: all would have to take the same batch once more."""
+    config = parse_config(train_flags(Path("run"), batch_size=24, gradient_accumulation_steps=1))
+    model = torch.nn.Linear(1, 1)
+    assert (config.sequences_per_process, config.rows_at_once) == (8, 8)
+    with pytest.raises(MemoryExhausted, match="add --micro_batch_size 4 to the same command"):
+        with_less_memory(MemoryError(), "forward", config, model, torch.optim.AdamW(model.parameters()), CPU)  # type: ignore[arg-type]
