@@ -49,8 +49,8 @@ COPY_SECONDS = 600.0  # that the last copy to the mirror is waited for
 COPY_SECONDS_IF_STOPPED = 60.0  # likewise, by whoever pressed stop
 # What the first of several processes knows of a run from its folder.
 SHARED = (
-    "step", "sequences_seen", "tokens", "best_val_loss", "best_step", "best_windows", "worse", "base", "unevaluated",
-    "saved_step", "elapsed", "resumed_from", "initialized_from", "id",
+    "step", "sequences_seen", "tokens", "best_val_loss", "best_step", "best_windows", "lowest_val_loss", "worse",
+    "base", "unevaluated", "saved_step", "elapsed", "resumed_from", "initialized_from", "id",
 )  # fmt: skip
 
 
