@@ -180,6 +180,7 @@ def take_steps(
     from training.evaluate import evaluated_windows
     from training.hardware import frozen_garbage
     from training.interruption import StopRequested
+    from training.run_evaluation import evaluate, evaluate_before
     from training.schedule import learning_rate
     from training.step import train_step
 
@@ -191,7 +192,7 @@ def take_steps(
         step_model = compile_for_run(run, hardware, report.say)
     with frozen_garbage(), contextlib.suppress(StopRequested):
         with timer.paused():
-            run.evaluate_before(hardware, step_model, prompts, interruption.check, report.say)
+            evaluate_before(run, hardware, step_model, prompts, interruption.check, report.say)
         while not interruption.agreed(timer.limit_reached(config)):
             row: dict[str, Any]
             if run.unevaluated is not None:  # what the last session was stopped in
@@ -231,7 +232,7 @@ def take_steps(
                 report.announce_evaluation(evaluated_windows(data, config) * config.max_seq_len)
                 try:
                     with timer.paused():
-                        answers = run.evaluate(row, hardware, step_model, prompts, interruption.check)
+                        answers = evaluate(run, row, hardware, step_model, prompts, interruption.check)
                 except Exception as error:
                     if is_out_of_memory(error):
                         run.save(timer.elapsed)  # the evaluation is made up for

@@ -180,10 +180,10 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> Difference:
     from tools.hf_folder import (
         largest_difference,
         load_in_fp32,
-        load_their_tokenizer,
         load_theirs,
         new_folder,
         require_new,
+        require_same_tokens,
         require_transformers,
     )
     from tools.hf_form import FormError, hf_kind, to_hf
@@ -191,8 +191,6 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> Difference:
         hf_special_ids,
         hf_tokenizer_config,
         hf_tokenizer_json,
-        require_same_conversation,
-        require_same_ids,
     )
 
     require_transformers()
@@ -224,10 +222,7 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> Difference:
         write_verified(folder / "model.safetensors", safetensors_pieces(tensors, metadata={"format": "pt"}))
         for name, content in contents.items():
             write_verified(folder / name, content)
-        their_tokenizer = load_their_tokenizer(folder)
-        require_same_ids(tokenizer, their_tokenizer)
-        if template:
-            require_same_conversation(template, tokenizer, their_tokenizer)
+        require_same_tokens(folder, tokenizer, template)
         return largest_difference(model, load_theirs(folder), tokenizer)
 
 

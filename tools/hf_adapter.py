@@ -22,13 +22,13 @@ from tools.hf_folder import (
     Difference,
     largest_difference,
     load_in_fp32,
-    load_their_tokenizer,
     load_theirs,
     new_folder,
     require_peft,
+    require_same_tokens,
 )
 from tools.hf_form import GPT2_BLOCK, NANOCHAT_BLOCK, Tensors, hf_kind, swap_halves
-from tools.hf_tokenizer import hf_tokenizer_config, hf_tokenizer_json, require_same_conversation, require_same_ids
+from tools.hf_tokenizer import hf_tokenizer_config, hf_tokenizer_json
 
 
 def export_adapters(checkpoint: Checkpoint, lora: LoRA, out: Path, base: Path | None) -> Difference:
@@ -75,10 +75,7 @@ def export_adapters(checkpoint: Checkpoint, lora: LoRA, out: Path, base: Path | 
         write_verified(folder / "adapter_model.safetensors", pieces)
         for name, content in contents.items():
             write_verified(folder / name, content)
-        their_tokenizer = load_their_tokenizer(folder)
-        require_same_ids(tokenizer, their_tokenizer)
-        if template:
-            require_same_conversation(template, tokenizer, their_tokenizer)
+        require_same_tokens(folder, tokenizer, template)
         return largest_difference(model, adapted_by_peft(theirs, folder), tokenizer, "peft")
 
 

@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from common.chat import ChatTemplate
 from common.checkpoint import Checkpoint
 from common.errors import CheckpointError, ConfigError, DataError
 from common.files import sync_directory
 from model import ModelConfig, TransformerLanguageModel
 from tokenizer import Tokenizer, load_tokenizer
 from tools.hf_form import Tensors
-from tools.hf_tokenizer import probe_text
+from tools.hf_tokenizer import probe_text, require_same_conversation, require_same_ids
 
 LARGEST_DIFFERENCE = 1e-4  # of logits, in fp32
 LARGEST_SHARE_IN_DOUBLE = 1e-10  # of the largest logit, in fp64, where rounding cannot be what differs
@@ -122,6 +123,14 @@ def load_their_tokenizer(folder: Path, config: Any = None) -> Any:
 
     named = {} if config is None else {"config": config}
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **named)
+
+
+def require_same_tokens(folder: Path, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+    """Raises TokenizerError where transformers reads the tokenizer of an exported folder otherwise, or its template."""
+    theirs = load_their_tokenizer(folder)
+    require_same_ids(tokenizer, theirs)
+    if template:
+        require_same_conversation(template, tokenizer, theirs)
 
 
 def build_theirs(hf_config: dict[str, Any], tensors: Tensors, tied: bool) -> Any:

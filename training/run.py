@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import BYTES_A_PARAMETER, Checkpoint, Snapshot, open_checkpoint, take_snapshot
+from common.checkpoint import BYTES_A_PARAMETER, Snapshot, open_checkpoint, take_snapshot
 from common.errors import CheckpointError, ConfigError
 from common.launch import is_first
 from common.lora import lora_of
 from model import TransformerLanguageModel
 from training.config import TrainConfig
 from training.data import TokenData
-from training.evaluate import Answer, Prompt, answer_prompts, bits_per_byte, evaluated_windows, validation_loss
+from training.evaluate import evaluated_windows
 from training.hardware import Hardware
 from training.memory import DROPOUT_ASIDE, with_less_memory
 from training.mirror import Mirror
@@ -236,11 +236,6 @@ class Run:
         minutes_passed = bool(c.checkpoint_minutes) and time.monotonic() - self.last_saved >= 60 * c.checkpoint_minutes
         return steps_passed or epochs_passed or minutes_passed or self.finished
 
-    @property
-    def best_is_comparable(self) -> bool:
-        """Whether the best loss is over the validation windows that are evaluated now."""
-        return self.best_val_loss is None or self.best_windows == evaluated_windows(self.data, self.config)
-
     def require_finite(self, value: float, what: str) -> None:
         """Raises ConfigError if the training diverged: from here on it would only burn time."""
         if not math.isfinite(value):
@@ -332,95 +327,6 @@ class Run:
         m = self.data.metadata
         data = self.data.tokenizer_file, m.tokenizer_type
         return take_snapshot(self.model, self.optimizer, *data, self.state(elapsed), m.chat_template, copy)
-
-    def evaluate(
-        self,
-        row: dict[str, Any],
-        hardware: Hardware,
-        step_model: Callable[..., torch.Tensor],
-        prompts: list[Prompt],
-        between: Callable[[], None],
-    ) -> list[Answer]:
-        """Complete a row of metrics by an evaluation; if these weights are the best, they are to be kept. Returns the
-        answers to the prompts.
-
-        `between` is called between two batches, and may raise to give the evaluation up.
-        """
-        val_loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
-        self.require_finite(val_loss, "the validation loss")
-        answers = on_first(lambda: answer_prompts(self.model, self.data, prompts, between)) if prompts else []
-        row |= {"val_loss": val_loss, "val_bits_per_byte": bits_per_byte(val_loss, self.data)}
-        if self.best_val_loss is None or val_loss < self.best_val_loss:
-            self.best_val_loss, self.best_step = val_loss, self.step
-            self.best_windows = evaluated_windows(self.data, self.config)
-            self.best_is_new = True
-        is_lower = self.lowest_val_loss is None or val_loss < self.lowest_val_loss
-        self.worse = 0 if is_lower else self.worse + 1
-        self.lowest_val_loss = val_loss if is_lower else self.lowest_val_loss
-        if self.has_stopped_early:
-            self.max_steps = self.step
-        return answers
-
-    def evaluate_before(
-        self,
-        hardware: Hardware,
-        step_model: Callable[..., torch.Tensor],
-        prompts: list[Prompt],
-        between: Callable[[], None],
-        say: Callable[[str], None],
-    ) -> None:
-        """What has to be known before the next step: how good trained weights were that a new run starts from, and the
-        best weights over the validation windows of now. `between` is that of `validation_loss`."""
-        if not self.config.eval_interval:
-            return
-        while True:
-            try:
-                if self.initialized_from and self.step == 0:
-                    self.evaluate_base(hardware, step_model, prompts, between)
-                if not self.best_is_comparable:
-                    self.evaluate_best(hardware, step_model, between, say)
-                return
-            except Exception as error:
-                say(self.give_way(error, "evaluation", hardware))
-
-    def evaluate_base(
-        self,
-        hardware: Hardware,
-        step_model: Callable[..., torch.Tensor],
-        prompts: list[Prompt],
-        between: Callable[[], None],
-    ) -> None:
-        """Evaluate the weights that the run starts from. `between` is that of `validation_loss`."""
-        loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
-        self.require_finite(loss, "the validation loss of the weights that it starts from")
-        answers = on_first(lambda: answer_prompts(self.model, self.data, prompts, between)) if prompts else []
-        asked = [answer.prompt.text for answer in answers]
-        self.base = {"val_loss": loss, "prompts": asked, "answers": [answer.text for answer in answers]}
-
-    def evaluate_best(
-        self,
-        hardware: Hardware,
-        step_model: Callable[..., torch.Tensor],
-        between: Callable[[], None],
-        say: Callable[[str], None],
-    ) -> None:
-        """Evaluate the best weights again, over the validation windows of now: the weights that are kept and the loss
-        that is to be beaten belong together. `between` is that of `validation_loss`."""
-        best = Checkpoint(self.dir / "best")  # verified when the run was restored
-        windows = evaluated_windows(self.data, self.config)
-        before = "other" if self.best_windows is None else f"{self.best_windows:,}"
-        named = f"the best weights so far (step {self.best_step:,}, {self.best_val_loss:.4f} over {before} windows)"
-        say(f"Evaluating {named} over the {windows:,} validation windows of now ...")
-        current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        try:
-            on_first(lambda: best.load_weights(self.model))
-            share_tensors(list(self.model.state_dict().values()))
-            self.best_val_loss = validation_loss(self.model, step_model, self.data, self.config, hardware, between)
-            self.best_windows = windows
-            self.lowest_val_loss = self.best_val_loss
-        finally:
-            self.model.load_state_dict(current)
-        say(f"step {self.best_step:,}, the best so far: validation loss {self.best_val_loss:.4f}")
 
     def state(self, elapsed: float) -> dict[str, Any]:
         """What `restore` needs beside the weights and the optimizer's state."""

@@ -20,7 +20,7 @@ import train_colab_mmap
 from common.errors import ConfigError
 from tests.helpers import Killed, columns, generated_text, snapshot
 from tokenize_local_bpe import tokenize
-from training import run as run_module
+from training import run_evaluation
 from training import step as step_module
 from training import summary as summary_module
 from training.records import read_metrics
@@ -218,7 +218,7 @@ def test_a_loss_too_large_for_its_perplexity_is_still_summed_up(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """exp(710) is more than a float can hold; a run that learned nonsense still ends in order."""
-    monkeypatch.setattr(run_module, "validation_loss", lambda *_: 1234.5)
+    monkeypatch.setattr(run_evaluation, "validation_loss", lambda *_: 1234.5)
     result = train(tmp_path / "run", max_steps=2, eval_interval=2, checkpoint_steps=0)
     assert result.code == 0, result.err
     assert "1234.5" in (tmp_path / "run" / "summary.md").read_text()

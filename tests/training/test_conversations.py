@@ -339,7 +339,7 @@ def test_the_loss_of_a_run_stays_over_the_same_tokens(chats: Path, tmp_path: Pat
 def test_memory_that_runs_out_before_the_first_step_halves_the_micro_batch(
     chats: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import training.run as run
+    import training.run_evaluation as run
 
     original = run.validation_loss
 

@@ -28,8 +28,7 @@ from common.checkpoint import KEEP, Snapshot, open_checkpoint, problems_of, step
 from model import TransformerLanguageModel
 from tests.helpers import ROOT, flip, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
-from training import interruption, saving
-from training import run as run_module
+from training import interruption, run_evaluation, saving
 from training import step as step_module
 from training import timer as timer_module
 from training.data import TokenData
@@ -93,7 +92,7 @@ def test_best_stays_the_best_of_all_sessions(
     interrupt: Callable, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.2])
-    monkeypatch.setattr(run_module, "validation_loss", lambda *_: next(losses))
+    monkeypatch.setattr(run_evaluation, "validation_loss", lambda *_: next(losses))
     interrupt(tmp_path / "run", after=13, eval_interval=6)
     assert train(tmp_path / "run", eval_interval=6).code == 0
     assert json.loads((tmp_path / "run" / "best" / "training_state.json").read_text())["step"] == 12
