@@ -228,6 +228,17 @@ class Linear(nn.Linear):
         return y.view(*x.shape[:-1], -1)
 
 
+class Head(Linear):
+    """From what the last block gives to logits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # Tensor cores are slow at odd sizes. Not for the few rows of a generated token: there, copying costs more.
+        rows, padding = x.shape[:-1].numel(), -self.out_features % VOCAB_MULTIPLE
+        if not (x.is_cuda and padding and rows >= VOCAB_MULTIPLE):
+            return super().forward(x)
+        return F.linear(x, F.pad(self.weight, (0, 0, 0, padding)))[..., : self.out_features]
+
+
 class MultiHeadAttention(nn.Module):
     """Causal self-attention (Vaswani et al. 2017, eq. 1) with one fused projection for queries, keys and values."""
 
@@ -326,7 +337,7 @@ class TransformerLanguageModel(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.num_layers))
         self.ln_f = build_norm(config)
-        self.head = Linear(config.embed_dim, config.vocab_size, bias=False)
+        self.head = Head(config.embed_dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
         self.activation_checkpointing = False  # how it is trained, not what it is
@@ -367,9 +378,9 @@ class TransformerLanguageModel(nn.Module):
         6 per parameter (4 if it is frozen: no gradient of its own), 12 * L * T * C for attention. Looking up an
         embedding costs none."""
         c = self.config
-        looked_up = [] if c.tie_embeddings else [self.token_embedding.weight]
+        looked_up = [] if c.tie_embeddings else [*self.token_embedding.parameters()]
         if c.position == "learned":
-            looked_up.append(self.positional_embedding.weight)
+            looked_up += self.positional_embedding.parameters()
         multiplied = [p for p in self.parameters() if not any(p is embedding for embedding in looked_up)]
         products = sum((6 if p.requires_grad else 4) * p.numel() for p in multiplied)
         return products + 12 * c.num_layers * c.max_seq_len * c.embed_dim
@@ -420,13 +431,7 @@ class TransformerLanguageModel(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., C) -> (..., V)"""
-        vocab_size = self.config.vocab_size
-        # Tensor cores are slow at odd sizes. Not for the few rows of a generated token: there, copying costs more.
-        if hidden.is_cuda and vocab_size % VOCAB_MULTIPLE and hidden.shape[:-1].numel() >= VOCAB_MULTIPLE:
-            weight = F.pad(self.head.weight, (0, 0, 0, -vocab_size % VOCAB_MULTIPLE))
-            logits = F.linear(hidden, weight)[..., :vocab_size]
-        else:
-            logits = self.head(hidden)
+        logits: torch.Tensor = self.head(hidden)
         if self.config.logit_softcap:  # Gemma Team 2024, section 2
             logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         return logits

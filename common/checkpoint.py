@@ -113,7 +113,7 @@ class Checkpoint:
         if lora is None:
             raise ValueError(f"config.json does not say what {ADAPTERS} is for")
         base = read_weights(find_base(lora, self.path), shapes_only)
-        return merge(base, read_safetensors(self.path / ADAPTERS, shapes_only), lora)
+        return merge(base, read_safetensors(self.path / ADAPTERS, shapes_only), lora, self.model_config())
 
     @contextlib.contextmanager
     def explaining_weights(self) -> Iterator[None]:

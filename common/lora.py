@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +22,15 @@ import torch.nn.functional as F
 from common.errors import CheckpointError
 from common.files import sha256_file
 from common.tensors import weights_file
-from model import Linear, TransformerLanguageModel, listed
+from model import Head, Linear, ModelConfig, TransformerLanguageModel, listed
 
-# What can be adapted, and the modules of a block that it stands for.
+# What can be adapted, and the modules of a block that it stands for. The embeddings are those of tokens, and the head.
 TARGETS = {
     "attention": ("attention.qkv", "attention.out_proj"),
     "feed_forward": ("feed_forward.fc1", "feed_forward.fc2"),
+    "embeddings": (),
 }
+EMBEDDING, HEAD = "token_embedding", "head"
 LARGEST_RANK = 65_536  # and of alpha; beyond it nothing but mistakes
 
 
@@ -61,9 +64,19 @@ class LoRA:
         return self.alpha / self.rank
 
     @property
-    def modules(self) -> tuple[str, ...]:
+    def block_modules(self) -> tuple[str, ...]:
         """Those of a block that are adapted."""
         return tuple(module for target, modules in TARGETS.items() if target in self.targets for module in modules)
+
+    @property
+    def end_modules(self) -> tuple[str, ...]:
+        """Those outside the blocks that are adapted. A tied head shares the adapters of the embedding, too."""
+        return (EMBEDDING, HEAD) if "embeddings" in self.targets else ()
+
+    def modules(self, config: ModelConfig) -> list[str]:
+        """All that are adapted in a model, by name."""
+        layers = range(config.num_layers)
+        return [*self.end_modules, *(f"blocks.{layer}.{module}" for layer in layers for module in self.block_modules)]
 
     @classmethod
     def from_dict(cls, values: Any) -> LoRA:
@@ -85,36 +98,65 @@ class AdaptedLinear(Linear):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.lora, self.scale = lora, lora.scale
-        self.lora_A = nn.Parameter(torch.empty(lora.rank, base.in_features))
-        self.lora_B = nn.Parameter(torch.zeros(base.out_features, lora.rank))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))  # as the reference does
-        self.lora_A, self.lora_B = (nn.Parameter(p.to(base.weight.device)) for p in (self.lora_A, self.lora_B))
+        self.lora_A, self.lora_B = new_adapters(base.weight, lora)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         thin = F.linear(x, self.lora_A) * self.scale  # (..., rank), where scaling costs least
         return super().forward(x) + F.linear(thin, self.lora_B)
 
 
+class AdaptedHead(AdaptedLinear, Head):
+    """The same of the head, which the base computes in a way of its own."""
+
+
+class AdaptedEmbedding(nn.Embedding):
+    """An embedding whose weight is the base's and is not trained; a token's row is W[t] + alpha / rank * B[t] A."""
+
+    def __init__(self, base: nn.Embedding, lora: LoRA):
+        super().__init__(base.num_embeddings, base.embedding_dim, device="meta")
+        self.weight = base.weight
+        self.lora, self.scale = lora, lora.scale
+        self.lora_A, self.lora_B = new_adapters(base.weight, lora)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        thin = F.embedding(tokens, self.lora_B) * self.scale  # (..., rank)
+        return super().forward(tokens) + F.linear(thin, self.lora_A.T)
+
+
+def new_adapters(weight: torch.Tensor, lora: LoRA) -> tuple[nn.Parameter, nn.Parameter]:
+    """A and B of a weight (out, in), drawn on the CPU, so that a seed gives the same on every device."""
+    a, b = torch.empty(lora.rank, weight.size(1)), torch.zeros(weight.size(0), lora.rank)
+    nn.init.kaiming_uniform_(a, a=math.sqrt(5))  # as the reference does
+    return nn.Parameter(a.to(weight.device)), nn.Parameter(b.to(weight.device))
+
+
 def add_adapters(model: TransformerLanguageModel, lora: LoRA) -> None:
     """From here on the adapters of `model` are all that trains. Its own weights, in place already or still to be
     loaded, keep their names."""
     model.requires_grad_(False)
-    for block in model.blocks:
-        for name in lora.modules:
-            parent, _, child = name.partition(".")
-            layer = block.get_submodule(name)
-            assert isinstance(layer, Linear) and not isinstance(layer, AdaptedLinear), name
-            setattr(block.get_submodule(parent), child, AdaptedLinear(layer, lora))
+    for name in lora.modules(model.config):
+        adapted = ADAPTED[type(model.get_submodule(name))]
+        model.set_submodule(name, adapted(model.get_submodule(name), lora))
+    if HEAD in lora.end_modules and model.config.tie_embeddings:
+        model.head.lora_A, model.head.lora_B = model.token_embedding.lora_A, model.token_embedding.lora_B
+
+
+ADAPTED: dict[type[nn.Module], Callable[[Any, LoRA], nn.Module]] = {
+    Linear: AdaptedLinear,
+    Head: AdaptedHead,
+    nn.Embedding: AdaptedEmbedding,
+}
 
 
 def lora_of(model: nn.Module) -> LoRA | None:
     """What the model was adapted with; None if all of its weights train."""
-    return next((module.lora for module in model.modules() if isinstance(module, AdaptedLinear)), None)
+    adapted = (module for module in model.modules() if isinstance(module, AdaptedLinear | AdaptedEmbedding))
+    return next((module.lora for module in adapted), None)
 
 
 def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By name: `blocks.N.attention.qkv.lora_A` and so on."""
-    return {name: p for name, p in model.state_dict().items() if name.endswith((".lora_A", ".lora_B"))}
+    """By name: `blocks.N.attention.qkv.lora_A` and so on; what is shared once, under the name that comes first."""
+    return {name: p.detach() for name, p in model.named_parameters() if name.endswith((".lora_A", ".lora_B"))}
 
 
 def load_adapters(model: nn.Module, adapters: dict[str, torch.Tensor]) -> None:
@@ -127,16 +169,19 @@ def load_adapters(model: nn.Module, adapters: dict[str, torch.Tensor]) -> None:
     model.load_state_dict(adapters, strict=False)
 
 
-def merge(weights: dict[str, torch.Tensor], adapters: dict[str, torch.Tensor], lora: LoRA) -> dict[str, torch.Tensor]:
+def merge(
+    weights: dict[str, torch.Tensor], adapters: dict[str, torch.Tensor], lora: LoRA, config: ModelConfig
+) -> dict[str, torch.Tensor]:
     """The weights of a base, W + alpha / rank * B A where it is adapted, under the names that it has.
 
     Either may be on the meta device. Raises ValueError for adapters of another model.
     """
-    adapted = {}
+    adapted, modules = {}, set(lora.modules(config))
     for name, weight in weights.items():
         module = name.removeprefix("_orig_mod.").removesuffix(".weight")
-        if re.fullmatch(rf"blocks\.\d+\.({'|'.join(map(re.escape, lora.modules))})", module) and weight.dim() == 2:
-            adapted[name] = f"{module}.lora_A", f"{module}.lora_B"
+        if module in modules and weight.dim() == 2:
+            holder = EMBEDDING if module == HEAD and config.tie_embeddings else module
+            adapted[name] = f"{holder}.lora_A", f"{holder}.lora_B"
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (a, b) in adapted.items():
         out, into = weights[name].shape

@@ -146,6 +146,8 @@ def turns(value: Any) -> list[Message]:
         role = turn.get("role", turn.get("from"))
         if not isinstance(role, str):
             raise ValueError(f"turn {number} has no role")
+        if turn.get("weight", 1) != 1:  # OpenAI's way to say that an answer is not to be learned
+            raise ValueError(f"turn {number} has the weight {turn['weight']!r:.50}, and each answer counts as 1 here")
         content = content_of(turn.get("content", turn.get("value")), f"turn {number}")
         messages.append(Message(OTHER_ROLES.get(role, role), content))
     return messages

@@ -45,10 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         require_push(arguments.push)
     if arguments.gguf:  # what cannot be written is said before anything is
         require_gguf_of(arguments.checkpoint, Path(arguments.gguf))
-    difference = export(arguments.checkpoint, out, Path(arguments.base) if arguments.base else None)
+    difference = export(arguments.checkpoint, out, None if arguments.base is None else Path(arguments.base))
+    reader = "transformers" if arguments.base is None else "peft"
     print(
-        f"{arguments.checkpoint} is now {out}. Read back by {'peft' if arguments.base else 'transformers'}, its logits "
-        f"differ by {difference}, its token ids not at all."
+        f"{arguments.checkpoint} is now {out}. Read back by {reader}, its logits differ by {difference}, its token ids "
+        "not at all."
     )
     model = f'AutoModelForCausalLM.from_pretrained("{arguments.base or out}")'
     model = f'PeftModel.from_pretrained({model}, "{out}")' if arguments.base else model

@@ -2,7 +2,7 @@
 
 Between their names and ours lie twists, as between those of the models: NanoChat has q, k and v apart, each with an A
 of its own, and the rows of q and k in another order. That GPT-2's layers are transposed is told by `fan_in_fan_out`;
-its adapters are not. Shapes in comments: C = embed_dim, r = rank.
+its adapters are not. Those of an embedding are transposed. Shapes in comments: C = embed_dim, V = vocab_size, r = rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from common.checkpoint import ADAPTERS, Checkpoint
 from common.errors import CheckpointError, ConfigError
 from common.files import json_bytes
-from common.lora import LoRA, find_base
+from common.lora import EMBEDDING, LoRA, find_base
 from common.tensors import read_safetensors, safetensors_pieces, write_verified
 from model import ModelConfig, TransformerLanguageModel
 from tools.hf_card import adapter_card
@@ -100,7 +100,18 @@ def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA) -> tuple[Tensors
     blocks = "transformer.h" if is_gpt2 else "model.layers"
     tensors: Tensors = {}
     modules: list[str] = []
-    for module in lora.modules:
+    for module in lora.end_modules:
+        holder = EMBEDDING if config.tie_embeddings else module
+        a, b = (adapters[f"{holder}.lora_{kind}"].float() for kind in "AB")  # (r, C), (V, r)
+        if module == EMBEDDING:
+            path = "transformer.wte" if is_gpt2 else "model.embed_tokens"
+            prefix = f"base_model.model.{path}.lora_embedding"
+            tensors |= {f"{prefix}_A": b.T.contiguous(), f"{prefix}_B": a.T.contiguous()}
+        else:
+            path = "lm_head"
+            tensors |= {f"base_model.model.{path}.lora_{kind}.weight": t.clone() for kind, t in (("A", a), ("B", b))}
+        modules.append(path)
+    for module in lora.block_modules:
         names = their_modules(module, is_gpt2)
         modules += names
         for layer in range(config.num_layers):

@@ -75,6 +75,13 @@ def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tok
     return "\n".join(lines) + "\n"
 
 
+MERGING_TIED = (
+    "The head and the token embedding are one tensor, and so are their adapters: `merge_and_unload` of peft would add",
+    "them to it twice. Use the model as it is, or one that was merged before it was exported.",
+    "",
+)
+
+
 def adapter_card(
     checkpoint: Checkpoint, lora: LoRA, config: ModelConfig, tokenizer: Tokenizer, name: str, base: str
 ) -> str:
@@ -106,9 +113,10 @@ def adapter_card(
         "print(tokenizer.decode(outputs[0]))",
         "```",
         "",
+        *(MERGING_TIED if config.tie_embeddings and lora.end_modules else ()),
         "## What they are",
         "",
-        *table({"rank, alpha": f"{lora.rank}, {lora.alpha:g}", "of": ", ".join(lora.modules)}),
+        *table({"rank, alpha": f"{lora.rank}, {lora.alpha:g}", "of": ", ".join(lora.end_modules + lora.block_modules)}),
         *training_sections(checkpoint),
     ]
     return "\n".join(lines) + "\n"

@@ -159,7 +159,8 @@ class Parameters:
             self.take(name)
         for name, neutral in UNSUPPORTED.items():
             value = self.take(name)
-            if value is not None and value not in neutral:
+            is_neutral = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
+            if value is not None and not is_neutral:  # 0 is no False: of logprobs it asks for those of the text
                 message = f"{name} is {shown(value)}, which this server does not support; leave it out."
                 raise RequestError(message, name, code="unsupported_parameter")
         for name in self.left:

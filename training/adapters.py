@@ -38,7 +38,7 @@ def adapt(model: TransformerLanguageModel, config: TrainConfig) -> None:
     add_adapters(model, lora_of_run(config, str(base.path), sha256_file(weights_file(base.path))))
     trained = model.num_parameters(trained_only=True)
     print(
-        f"LoRA       rank {config.lora_rank} on {config.lora_targets.replace(',', ' and ')}: {trained:,} parameters "
+        f"LoRA       rank {config.lora_rank} on {config.lora_targets.replace(',', ', ')}: {trained:,} parameters "
         f"train, those of {base.path} stay as they are"
     )
 

@@ -139,10 +139,10 @@ class TrainConfig:
     )
     lora_alpha: float = option(16.0, "adapters", "what the adapters say counts lora_alpha / lora_rank times", above=0.0)
     lora_targets: str = option(
-        "attention,feed_forward",
+        "attention,feed_forward,embeddings",
         "adapters",
-        "layers that get adapters",
-        choices=("attention,feed_forward", "attention", "feed_forward"),
+        "layers that get adapters; the embeddings are those of tokens, and the head",
+        choices=("attention,feed_forward,embeddings", "attention,feed_forward", "attention", "feed_forward"),
     )
 
     eval_interval: int = option(500, "evaluation", "steps between evaluations, 0 is off", low=0)

@@ -80,6 +80,10 @@ def test_every_form_of_a_record(record: dict, messages: list[Message]) -> None:
         ({"messages": []}, "it has no turns"),
         ({"messages": ["x"]}, "turn 1 is a JSON str"),
         ({"messages": [{"content": "x"}]}, "turn 1 has no role"),
+        (
+            {"messages": [{"role": "user", "content": "x", "weight": 0}]},
+            "turn 1 has the weight 0, and each answer counts",
+        ),
         ({"messages": [{"role": "user"}]}, "turn 1 holds a JSON NoneType where a text was expected"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "turn 1 holds a JSON list"),
         ({"messages": chat([*TURNS[:3], Message("tool", "x")])}, "turn 4 has the role 'tool'"),

@@ -64,7 +64,7 @@ def write_adapters(
     """A checkpoint folder of random adapters, and below `base` one of the random model that they are for."""
     if base is not None:
         write_model(base, tokenizer, chat, **options)
-        targets = ("attention", "feed_forward")
+        targets = ("attention", "feed_forward", "embeddings")
         lora = LoRA(4, 16.0, targets, str(base), sha256_file(base / "model.safetensors"))
     assert lora is not None
     model = random_model((tokenizer or bpe()).vocab_size, **options)

@@ -234,6 +234,7 @@ def test_of_a_prompt_longer_than_the_context_the_end_counts(talker: Server) -> N
         ("completions", {"stream": 1}, 400, "stream", "true or false"),
         ("completions", {"stream_options": {}}, 400, "stream_options", '"stream": true'),
         ("completions", {"logprobs": 2}, 400, "logprobs", "logprobs is 2, which this server does not support"),
+        ("completions", {"logprobs": 0}, 400, "logprobs", "logprobs is 0, which this server does not support"),
         ("completions", {"presence_penalty": 0.5}, 400, "presence_penalty", "does not support"),
         ("completions", {"temprature": 1}, 400, "temprature", "'temprature'. Did you mean temperature?"),
         ("chat/completions", {}, 400, "messages", "messages is null"),

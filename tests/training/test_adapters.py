@@ -37,9 +37,12 @@ def finished(train: Callable, unbroken: Path, tmp_path_factory: pytest.TempPathF
     folder = tmp_path_factory.mktemp("finished") / "lora"
     before = snapshot(unbroken)
     result = train(folder, init_from=unbroken, lora_rank=4)
-    assert result.code == 0 and "LoRA       rank 4 on attention and feed_forward: 2,048 parameters train" in result.out
+    assert (
+        result.code == 0
+        and "LoRA       rank 4 on attention, feed_forward, embeddings: 2,552 parameters train" in result.out
+    )
     assert snapshot(unbroken) == before, "the base was changed"
-    assert "17,312 parameters, 2,048 of them trained" in result.out
+    assert "17,816 parameters, 2,552 of them trained" in result.out
     return folder
 
 
@@ -61,14 +64,14 @@ def test_the_base_stays_to_the_bit_and_what_is_kept_is_small(finished: Path, unb
         assert {path.name for path in folder.iterdir()} == FILES
         held = safetensors.torch.load_file(folder / "adapter.safetensors")
         assert all(name.endswith((".lora_A", ".lora_B")) for name in held)
-        assert sum(tensor.numel() for tensor in held.values()) == 2048
+        assert sum(tensor.numel() for tensor in held.values()) == 2552
         state = torch.load(folder / "optimizer_state.bin", weights_only=True)["state"]
-        assert sum(moments["exp_avg"].numel() for moments in state.values()) == 2048
+        assert sum(moments["exp_avg"].numel() for moments in state.values()) == 2552
         described = json.loads((folder / "config.json").read_text())
         assert described["lora"] == {
             "rank": 4,
             "alpha": 16.0,
-            "targets": ["attention", "feed_forward"],
+            "targets": ["attention", "feed_forward", "embeddings"],
             "base": str(unbroken / "checkpoints" / "step_00000024"),
             "base_sha256": snapshot(unbroken)["checkpoints/step_00000024/model.safetensors"],
         }
@@ -76,7 +79,7 @@ def test_the_base_stays_to_the_bit_and_what_is_kept_is_small(finished: Path, unb
     merged, base_weights = open_checkpoint(finished).weights(), open_checkpoint(unbroken).weights()
     changed = {name for name in merged if not torch.equal(merged[name], base_weights[name])}
     modules = ("attention.qkv", "attention.out_proj", "feed_forward.fc1", "feed_forward.fc2")
-    assert changed == {f"blocks.0.{module}.weight" for module in modules}
+    assert changed == {*(f"blocks.0.{module}.weight" for module in modules), "token_embedding.weight", "head.weight"}
 
 
 def test_the_first_step_is_that_of_the_base(train: Callable, unbroken: Path, tmp_path: Path) -> None:
@@ -175,7 +178,7 @@ def test_a_rank_beyond_the_models_width_is_refused(train: Callable, unbroken: Pa
     [
         ({"lora_rank": 8}, "lora_rank: 4 in the checkpoint, 8 now"),
         ({"lora_alpha": 8}, "lora_alpha: 16.0 in the checkpoint, 8.0 now"),
-        ({"lora_targets": "attention"}, "('attention', 'feed_forward') in the checkpoint, ('attention',) now"),
+        ({"lora_targets": "attention"}, "'embeddings') in the checkpoint, ('attention',) now"),
         ({"lora_rank": None}, "lora_rank: 4 in the checkpoint, 0 now"),
     ],
     ids=str,
@@ -300,7 +303,7 @@ def test_gradients_and_moments_are_of_adapters_alone() -> None:
     lora = dataclasses.replace(full, lora_rank=8)
     whole, model = shaped(full), shaped(lora)
     frozen, trained = whole.num_parameters(), model.num_parameters(trained_only=True)
-    assert trained == 12 * 8 * (768 * (1 + 1 + 1 + 4) + 768 * (3 + 1 + 4 + 1))
+    assert trained == 12 * 8 * (768 * (1 + 1 + 1 + 4) + 768 * (3 + 1 + 4 + 1)) + 2 * 8 * (32_000 + 768)
     optimizer = build_optimizer(model, lora)
     assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == trained
     assert [group["weight_decay"] for group in optimizer.param_groups] == [lora.weight_decay]
@@ -315,7 +318,9 @@ def test_gradients_and_moments_are_of_adapters_alone() -> None:
     assert "--max_seq_len 256 (a new run)" in dict(savings(lora, model, CPU))
 
 
-@pytest.mark.parametrize("targets", ["attention,feed_forward", "attention", "feed_forward"])
+@pytest.mark.parametrize(
+    "targets", ["attention,feed_forward,embeddings", "attention,feed_forward", "attention", "feed_forward"]
+)
 def test_the_estimate_counts_what_autograd_keeps(targets: str) -> None:
     config = TrainConfig(
         embed_dim=128, num_layers=4, max_seq_len=64, batch_size=4, init_from="base", lora_rank=8, lora_targets=targets
