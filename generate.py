@@ -40,8 +40,9 @@ CPU_BF16_MIN_WIDTH = 384  # see generation_dtype
 def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[TransformerLanguageModel, Tokenizer]:
     """Load a model and its tokenizer from a checkpoint folder, or a run folder for its newest (None: the newest run).
 
-    `device` is "auto", "cpu" or "cuda". The weights are bf16 where that is faster (`generation_dtype`), else fp32.
-    Raises CheckpointError for a folder that is not a whole checkpoint, ConfigError for a device that is not there.
+    `device` is "auto", "cpu", "cuda" or "mps". The weights are bf16 where that is faster (`generation_dtype`), else
+    fp32. Raises CheckpointError for a folder that is not a whole checkpoint, ConfigError for a device that is not
+    there.
     """
     from common.checkpoint import newest_run, open_checkpoint
 
@@ -176,7 +177,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     how.add_argument("--repetition_penalty", type=float, metavar="X", help="over 1: repeat less [1]")
     how.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; repeatable")
     how.add_argument("--seed", type=int, metavar="N", help="seed of the first continuation [1337]")
-    how.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute [auto]")
+    how.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute [auto]")
     out = parser.add_argument_group("output")
     streaming = out.add_mutually_exclusive_group()
     streaming.add_argument("--stream", action="store_true", default=None, help="show text as it is made, in turn")

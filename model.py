@@ -266,6 +266,8 @@ class MultiHeadAttention(nn.Module):
             q, k = rotate(q, positions), rotate(k, positions)
         # Views, and only now: attention returns its output in the layout of q, and (B, T, H, D) is what out_proj reads.
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # each (B, H, T, D)
+        if x.device.type == "mps":  # which attends wrongly to views (pytorch issues 163597, 181133)
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if cache is not None:
             k, v = cache.write(layer, positions, k, v)
         # is_causal, not a mask of ones and zeros: it is what lets PyTorch choose the flash kernel. A single new token

@@ -34,7 +34,7 @@ def byte_size(number: float) -> str:
 
 def si(number: float) -> str:
     """1234 -> 1.23k"""
-    for unit, size in (("M", 1e6), ("k", 1e3)):
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"

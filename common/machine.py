@@ -14,6 +14,9 @@ import torch
 from common.errors import ConfigError
 from common.launch import place
 
+DEVICES = ("auto", "cpu", "cuda", "mps")
+LIMITED = "ATEN_CPU_CAPABILITY"
+
 # Dense bf16/fp16 tensor-core peaks in FLOP/s by the vendor's datasheets, SXM parts where there are several. The first
 # name found in the device's name counts. An unknown device has no peak, and no MFU is reported for it.
 PEAK_FLOPS = {
@@ -43,9 +46,18 @@ def names_part(name: str, part: str) -> bool:
 
 
 def pick_device(name: str) -> torch.device:
-    """ "auto", "cpu" or "cuda" to a device. Raises ConfigError if it is not there."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise ConfigError(f"device is {name!r}; allowed: auto, cpu, cuda.")
+    """One of DEVICES to a device. Raises ConfigError if it is not there."""
+    if name not in DEVICES:
+        raise ConfigError(f"device is {name!r}; allowed: {', '.join(DEVICES)}.")
+    if name == "mps":
+        if not torch.backends.mps.is_available():
+            raise ConfigError(
+                "--device mps, but PyTorch sees no GPU of Apple's: it needs a Mac with macOS 14 or later, and a build "
+                "of torch for arm64. --device auto uses what is there."
+            )
+        if place().count > 1:
+            raise ConfigError("--device mps is one GPU, for one process: leave torchrun out, or --device cpu.")
+        return torch.device("mps", 0)
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ConfigError(
@@ -57,14 +69,21 @@ def pick_device(name: str) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name() if device.type == "cuda" else cpu_name()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name()
+    return f"GPU of {cpu_name()}" if device.type == "mps" else cpu_name()
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether matrix products in bf16 run on units made for it."""
+    """Whether matrix products in bf16 are known to run on units made for it."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return cpu_bf16_flag() is not None
+    return device.type == "cpu" and cpu_bf16_flag() is not None
+
+
+def exact_device(device: torch.device) -> torch.device:
+    """Where sums in fp64 are taken of what `device` computes: Apple's GPUs have none."""
+    return torch.device("cpu") if device.type == "mps" else device
 
 
 @lru_cache(maxsize=1)
@@ -78,13 +97,18 @@ def cpu_info() -> str:
 def cpu_bf16_flag() -> str | None:
     """The instruction set that makes bf16 fast on this CPU, None if there is none (or none that can be known)."""
     flags = next((line.split() for line in cpu_info().splitlines() if line.startswith("flags")), [])
-    return next((name for flag, name in (("amx_bf16", "AMX"), ("avx512_bf16", "AVX512-BF16")) if flag in flags), None)
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()  # of the library that computes products in bf16
+    units = (("amx_bf16", "AMX", "AMX"), ("avx512_bf16", "AVX512-BF16", "AVX512_CORE_BF16|AVX512_CORE_FP16|AVX10|AMX"))
+    usable = (name for flag, name, isa in units if flag in flags and re.search(f"ALL|DEFAULT|{isa}", limit))
+    return next(usable, None)
 
 
 def cpu_name() -> str:
     lines = (line for line in cpu_info().splitlines() if line.startswith("model name"))
     model = next(lines, "").partition(":")[2].strip() or platform.processor() or platform.machine()
-    return f"{model} ({os.cpu_count()} cores)"
+    # As a test of what other CPUs do: PyTorch then takes other kernels, and a figure is none of this CPU.
+    limit = f", limited to {os.environ[LIMITED].upper()}" if os.environ.get(LIMITED) else ""
+    return f"{model} ({os.cpu_count()} cores){limit}"
 
 
 # Limit and use of a container's memory in bytes: cgroup v2, then v1.
@@ -128,5 +152,5 @@ def memory_info(name: str) -> int | None:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether work is queued on the device while Python goes on."""
+    """Whether generating queues work on the device ahead of what the host reads."""
     return device.type == "cuda"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from common.machine import runs_ahead
+from common.machine import exact_device, runs_ahead
 from generation.cuda_graph import StaticKVCache, StaticStep
 from generation.sampling import Sampling, choose, draws, penalize_repetition
 from generation.text_stream import TextStream
@@ -87,7 +87,8 @@ def generate_rows(
     streams = [TextStream(tokenizer, sampling.stop) for _ in rows]
     counts = [0] * len(rows)
     active = set(range(len(rows)))
-    uniforms = torch.stack([draws(sampling, first + i) for i in range(len(rows))]).to(model.device)  # (B, new)
+    uniforms = torch.stack([draws(sampling, first + i) for i in range(len(rows))])  # (B, new)
+    uniforms = uniforms.to(exact_device(model.device))
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
     for tokens in continuations(model, rows, unused, uniforms, sampling):
         for i in sorted(active):
@@ -120,10 +121,11 @@ def continuations(
     with it here. Whatever depends on tokens is on the device for that; only a full context makes it wait.
     """
     rows = [list(row) for row in rows]
-    forbidden = torch.tensor(unused, dtype=torch.long, device=model.device)
+    exact = exact_device(model.device)  # where tokens are chosen
+    forbidden = torch.tensor(unused, dtype=torch.long, device=exact)
     seen = None
     if sampling.repetition_penalty != 1.0:
-        seen = torch.zeros(len(rows), model.config.vocab_size, dtype=torch.bool, device=model.device)
+        seen = torch.zeros(len(rows), model.config.vocab_size, dtype=torch.bool, device=exact)
         for i, row in enumerate(rows):
             seen[i, row] = True
 
@@ -137,7 +139,7 @@ def continuations(
     else:
         step = functools.partial(model.next_logits, cache)
     for t in range(sampling.max_new_tokens):
-        logits = logits.float().index_fill_(1, forbidden, -torch.inf)
+        logits = logits.to(exact).float().index_fill_(1, forbidden, -torch.inf)
         if seen is not None:
             logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
         tokens = choose(logits, uniforms[:, t], sampling)  # (B,)
@@ -154,14 +156,14 @@ def continuations(
         yield values
         if not queued and not is_last:
             make_room(model, cache, rows)
-            logits = step(tokens)
+            logits = step(tokens.to(model.device))
 
 
 def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
     """Start copying; the function returned waits for the copy, and for nothing that is queued after it."""
-    values = tokens.to("cpu", non_blocking=True)  # from a GPU: into pinned memory
     if not tokens.is_cuda:
-        return values.tolist
+        return tokens.tolist
+    values = tokens.to("cpu", non_blocking=True)  # into pinned memory
     copied = torch.cuda.Event()
     copied.record()
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from common.errors import DataError
 from common.formatting import cell, table_row
+from common.machine import exact_device
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 
@@ -185,7 +186,7 @@ def cross_entropy(model: TransformerLanguageModel, hidden: torch.Tensor, targets
     """hidden (N, C), targets (N,) -> nats (N,) in fp64, computed in fp32 or more."""
     logits = model.logits(hidden)  # (N, V)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits, targets, reduction="none").double()
+    return F.cross_entropy(logits, targets, reduction="none").to(exact_device(logits.device)).double()
 
 
 def json_row(score: Score) -> dict[str, int | float | None]:

@@ -80,7 +80,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--timeout", type=float, default=300, metavar="SECONDS", help="after which a text ends where it is [300]"
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to compute [auto]")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute [auto]"
+    )
     add_debug(parser)
     arguments = parser.parse_args(argv)
     problems = [

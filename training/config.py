@@ -169,7 +169,7 @@ class TrainConfig:
     resume_from: str | None = option(None, "checkpoints", "continue from this checkpoint or run folder")
     init_from: str | None = option(None, "checkpoints", "start a new run from the weights of this checkpoint")
 
-    device: str = option("auto", "hardware", "where to compute", choices=("auto", "cpu", "cuda"))
+    device: str = option("auto", "hardware", "where to compute", choices=("auto", "cpu", "cuda", "mps"))
     use_gpu: bool = option(True, "hardware", "use a GPU if there is one")
     precision: str = option(
         "auto", "hardware", "arithmetic; weights stay fp32", choices=("auto", "bf16", "fp16", "fp32")

@@ -64,8 +64,8 @@ def contradictions(values: dict[str, Any], sources: dict[str, str], processes: i
         for key in ("profile", "tune")
         if values[key] and processes > 1
     ]
-    if values["device"] == "cuda" and not values["use_gpu"]:
-        problems.append("--device cuda and --use_gpu false contradict each other")
+    if values["device"] in ("cuda", "mps") and not values["use_gpu"]:
+        problems.append(f"--device {values['device']} and --use_gpu false contradict each other")
     if values["compile"] == "off" and sources["compile_mode"] == "flag":
         problems.append("--compile_mode and --compile off contradict each other")
     looks = [f"--{key}" for key in ("dry_run", "profile", "tune") if values[key]]

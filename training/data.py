@@ -193,7 +193,7 @@ class ReadAhead:
         asked, reading = self.foreseen or ((0, 0), None)
         if reading is None or asked != (first, rows):
             reading = self.thread.submit(self.fill, first, rows)
-        windows = reading.result().to(self.device, non_blocking=True)
+        windows = reading.result().to(self.device, non_blocking=self.device.type == "cuda")
         following = first + (self.stride or rows)
         self.foreseen = (following, rows), self.thread.submit(self.fill, following, rows)
         return windows

@@ -13,6 +13,7 @@ import torch
 from common.chat import Message
 from common.errors import DataError
 from common.files import read_text
+from common.machine import exact_device
 from generation.decoding import generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX, TransformerLanguageModel
@@ -45,7 +46,8 @@ def validation_loss(
     """
     windows = evaluated_windows(data, config)
     rows = config.rows_at_once
-    total = torch.zeros((), device=data.device, dtype=torch.float64)
+    exact = exact_device(data.device)
+    total = torch.zeros((), device=exact, dtype=torch.float64)
     counted: int | torch.Tensor = 0
     model.eval()
     try:
@@ -58,7 +60,7 @@ def validation_loss(
             inputs, targets = data.validation_batch(first, here, windows)
             count = (targets != IGNORE_INDEX).sum() if data.layout.has_mask else here
             with hardware.autocast():
-                total += step_model(*pad_rows(inputs, targets, rows)).double() * count
+                total += step_model(*pad_rows(inputs, targets, rows)).to(exact).double() * count
             counted += count
     finally:
         model.train()

@@ -75,11 +75,15 @@ class Hardware:
     def synchronize(self) -> None:
         if self.is_cuda:
             torch.cuda.synchronize()
+        elif self.device.type == "mps":
+            torch.mps.synchronize()
 
     def peak_memory(self) -> int | None:
-        """Largest amount of memory in use so far, in bytes: allocated on the GPU, else resident in this process."""
+        """Largest amount of memory in use so far, in bytes: taken by the GPU, else resident in this process."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated()
+        if self.device.type == "mps":
+            return torch.mps.driver_allocated_memory()  # which keeps what is freed
         try:
             import resource
         except ImportError:  # Windows
@@ -120,6 +124,8 @@ def return_freed_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
     elif sys.platform == "linux":
         library = ctypes.CDLL(None)
         if hasattr(library, "malloc_trim"):  # musl has none
@@ -154,6 +160,8 @@ def detect_hardware(config: TrainConfig) -> Hardware:
         if precision != "fp32":
             torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
         memory: int | None = torch.cuda.get_device_properties(device).total_memory
+    elif device.type == "mps":
+        memory = torch.mps.recommended_max_memory()
     else:
         keep_freed_memory()
         memory = total_ram()
@@ -184,7 +192,14 @@ def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, st
             return "bf16", f"CUDA capability {major}.{minor} has bf16 tensor cores"
         return "fp16", f"CUDA capability {major}.{minor} has no bf16 tensor cores; gradients are scaled"
     if config.precision == "fp16":
-        raise ConfigError("--precision fp16 is for CUDA GPUs; on a CPU use bf16 or fp32.")
+        raise ConfigError("--precision fp16 is for CUDA GPUs; here use bf16 or fp32.")
+    if device.type == "mps":
+        if config.precision == "bf16":
+            raise ConfigError(
+                "--precision bf16 is not for Apple's GPUs: attention in half precision lets tokens see what follows "
+                "them there (pytorch issue 195910). Leave --precision auto: it takes fp32."
+            )
+        return "fp32", "on Apple's GPUs attention in half precision is wrong (pytorch issue 195910)"
     if config.precision != "auto":
         return config.precision, "as configured"
     flag = cpu_bf16_flag()
@@ -220,6 +235,8 @@ def choose_compile(config: TrainConfig, device: torch.device, peak: float | None
         raise ConfigError("--compile_mode coordinate_descent is for CUDA GPUs; leave it on default here.")
     if config.compile != "auto":
         return config.compile == "on", "as configured" if config.sources.get("compile") != "tuned" else "as tuned"
+    if device.type == "mps":
+        return False, "it was not tried on a GPU of Apple's"
     # Of the blocks, a step of one process.
     flops = 72 * config.num_layers * config.embed_dim**2 * config.sequences_per_process * config.max_seq_len
     if device.type == "cuda":

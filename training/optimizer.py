@@ -32,14 +32,16 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
         {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+    # Not on Apple's GPUs, where the fused kernel does not see what forbids a step (pytorch pull request 186360).
+    fused = all(p.device.type != "mps" for p in rest)
+    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
     adamw.register_load_state_dict_pre_hook(checked_state)
     if not hidden:
         return adamw
     # Queries, keys and values are stored fused; each is a matrix of its own.
-    fused = [p for name, p in hidden.items() if name.endswith("qkv.weight")]
+    three_in_one = [p for name, p in hidden.items() if name.endswith("qkv.weight")]
     single = [p for name, p in hidden.items() if not name.endswith("qkv.weight")]
-    groups = [{"params": fused, "pieces": 3}, {"params": single, "pieces": 1}]
+    groups = [{"params": three_in_one, "pieces": 3}, {"params": single, "pieces": 1}]
     muon = Muon(groups, config.muon_learning_rate, config.muon_momentum, config.weight_decay)
     muon.register_load_state_dict_pre_hook(checked_state)
     return MuonAndAdamW(muon, adamw)

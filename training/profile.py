@@ -7,6 +7,7 @@ import io
 import itertools
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from common.formatting import si
+from model import TransformerLanguageModel
 from training.compilation import compile_model
 from training.config import TrainConfig
 from training.hardware import Hardware
@@ -27,6 +29,9 @@ PARTS = (*STEP_PARTS, "logging", "idle")
 NOTICEABLE = 0.15  # of a step: a part beside the computation that takes less is not worth a change
 PROFILE_SECONDS = 10.0
 MAX_STEPS = 50
+PRODUCT_SECONDS = 0.1  # each matrix product is repeated for
+PRODUCT_TOKENS = 2048  # at most, on a CPU: more do not make it faster
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class Mark(NamedTuple):
@@ -174,8 +179,45 @@ def profile(config: TrainConfig, run: Run, hardware: Hardware) -> None:
     for part in PARTS:
         print(f"  {part:<10}{parts[part]:>9.4f}{parts[part] / total:>6.0%}")
     print(f"  {'in all':<10}{total:>9.4f}  {si(speed)} tokens/s{f', MFU {mfu:.0%}' if mfu else ''}")
+    floor, product_flops = matrix_products(run.model, config, hardware)
+    print(
+        f"Floor      {floor:.4f} s: the layers' matrix products alone, at {si(product_flops)}FLOP/s; the step reaches "
+        f"{si(speed * run.model.flops_per_token())}FLOP/s"
+    )
     print(f"Limit      {limit(parts, config, hardware, run.data.placement, mfu)}")
     print("Profile: no run was written. Leave --profile out to train.")
+
+
+def matrix_products(model: TransformerLanguageModel, config: TrainConfig, hardware: Hardware) -> tuple[float, float]:
+    """Seconds that the matrix products of a step's layers take by themselves, forward and backward, and the FLOP/s they
+    run at: no program can make this step faster with these products. Attention's are not among them."""
+    tokens = config.rows_at_once * config.max_seq_len
+    tokens = tokens if hardware.is_cuda else min(tokens, PRODUCT_TOKENS)
+    layers = (layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    seconds = flops = 0.0
+    for (out, into, trains), count in Counter((*weight.shape, weight.requires_grad) for weight in layers).items():
+        shapes = ((tokens, into), (out, into), (tokens, out))
+        x, weight, gradient = (
+            torch.empty(shape, device=hardware.device, dtype=DTYPES[hardware.precision]).normal_() for shape in shapes
+        )
+        pairs = [(x, weight.T), (gradient, weight), (gradient.T, x)][: 2 + trains]
+        seconds += count * sum(least_seconds(one, other, hardware) for one, other in pairs)
+        flops += count * len(pairs) * 2 * tokens * out * into
+    return seconds * config.tokens_per_step / tokens, flops / seconds
+
+
+def least_seconds(one: torch.Tensor, other: torch.Tensor, hardware: Hardware) -> float:
+    """Of the product of two matrices, on a device that is warm by then."""
+    least, ends = float("inf"), time.perf_counter() + PRODUCT_SECONDS
+    for repeat in itertools.count():
+        hardware.synchronize()
+        started = time.perf_counter()
+        one @ other
+        hardware.synchronize()
+        least = min(least, time.perf_counter() - started)
+        if repeat and time.perf_counter() > ends:
+            return least
+    raise AssertionError("counting does not end")
 
 
 def time_report(result: StepResult, config: TrainConfig, run: Run, hardware: Hardware) -> float:

@@ -12,10 +12,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from common.lora import add_adapters
+from model import TransformerLanguageModel
 from tests.helpers import CPU
+from training.adapters import lora_of_run
 from training.config import TrainConfig
 from training.hardware import Hardware
-from training.profile import NOTICEABLE, PARTS, STEP_PARTS, Stopwatch, limit, measure, split_on_cpu, split_on_gpu
+from training.profile import (
+    NOTICEABLE,
+    PARTS,
+    STEP_PARTS,
+    Stopwatch,
+    limit,
+    matrix_products,
+    measure,
+    split_on_cpu,
+    split_on_gpu,
+)
 
 CONFIG = TrainConfig(batch_size=8)
 
@@ -53,6 +66,26 @@ def test_the_parts_are_printed_and_add_up(profiled) -> None:
     assert sum(map(float, printed.values())) == pytest.approx(total, abs=0.0001 * len(PARTS))
     for part in ("data", "forward", "backward", "optimizer", "logging"):
         assert float(printed[part]) > 0, part
+
+
+def test_the_floor_is_what_the_products_alone_take(profiled) -> None:
+    result, _ = profiled
+    total = float(re.search(r"^  in all +(\d+\.\d+) ", result.out, flags=re.MULTILINE)[1])
+    said = re.search(r"^Floor +(\S+) s: .* at (\S+)FLOP/s; the step reaches (\S+)FLOP/s$", result.out, re.MULTILINE)
+    assert 0 < float(said[1]) < total
+    floor, reached = (float(text[:-1]) * {"M": 1e6, "G": 1e9}[text[-1]] for text in (said[2], said[3]))
+    assert reached < floor
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_each_product_of_a_step_is_counted(rank: int) -> None:
+    config = TrainConfig(embed_dim=16, num_heads=2, num_layers=3, max_seq_len=8, batch_size=4, lora_rank=rank)
+    model = TransformerLanguageModel(config.model_config(50))
+    if rank:
+        add_adapters(model, lora_of_run(config))
+    seconds, flops = matrix_products(model, config, CPU)
+    products = 2 if rank else 3  # frozen weights have no gradients
+    assert seconds * flops == pytest.approx(2 * products * 32 * (3 * 12 * 16 * 16 + 50 * 16))
 
 
 def test_one_line_says_what_limits_the_run(profiled) -> None:
