@@ -98,8 +98,9 @@ class Hardware:
         return A100_UNITS_PER_HOUR if names_part(self.name, "A100") else None
 
     def describe(self) -> str:
+        is_left_out = self.device.type == "cpu" and torch.backends.mps.is_available()
         return (
-            f"Device     {self.name}\n"
+            f"Device     {self.name}{'; --device mps tries its GPU, unmeasured' if is_left_out else ''}\n"
             f"Precision  {self.precision}: {self.precision_reason}\n"
             f"Compile    {'on' if self.compiles else 'off'}: {self.compile_reason}"
         )

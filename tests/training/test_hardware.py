@@ -15,6 +15,7 @@ from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import CPU
 from training.compilation import attention_kernels
 from training.config import TrainConfig
+from training.data import choose_placement
 from training.hardware import DEFAULT_THREADS, detect_hardware
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 2.0GHz\nflags\t\t: fpu sse2 {}\n\nprocessor\t: 1\nflags\t\t: fpu\n"
@@ -70,6 +71,20 @@ def test_a_cpu_computes_in_bf16_where_it_has_it(cpu: Callable, flags: str, preci
     assert hardware.device.type == "cpu" and not hardware.is_cuda
     assert "Some CPU @ 2.0GHz" in hardware.name
     assert hardware.peak_flops is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "precision"), [("AVX2", "fp32"), ("AVX512_CORE", "fp32"), ("avx512_core_bf16", "bf16"), ("ALL", "bf16")]
+)
+def test_units_that_are_switched_off_do_not_count(
+    cpu: Callable, limit: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu("avx2 avx512f avx512_bf16 amx_bf16")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    hardware = detect_hardware(WIDE)
+    assert hardware.precision == precision and hardware.name.endswith("cores), limited to AVX2")
+    assert ("AMX" in hardware.precision_reason) == (limit in ("AVX2", "AVX512_CORE", "ALL"))
 
 
 def test_a_small_model_stays_in_fp32_on_a_cpu(cpu: Callable) -> None:
@@ -135,6 +150,42 @@ def test_products_run_in_the_chosen_precision_and_weights_stay_fp32(precision: s
 
 
 # Device
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mac with a GPU of Apple's, as far as PyTorch is asked about it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * 2**30)
+    monkeypatch.setattr(common.machine, "cpu_info", lambda: "")
+
+
+def test_the_gpu_of_a_mac_is_taken_when_asked_for(mac: None) -> None:
+    on_cpu, on_gpu = detect_hardware(WIDE), detect_hardware(dataclasses.replace(WIDE, device="mps", position="rope"))
+    assert on_cpu.device.type == "cpu" and "--device mps" in on_cpu.describe()
+    assert on_gpu.device == torch.device("mps", 0) and not on_gpu.is_cuda and "--device mps" not in on_gpu.describe()
+    assert (on_gpu.precision, on_gpu.compiles, on_gpu.memory_bytes) == ("fp32", False, 12 * 2**30)
+    assert choose_placement(10**6, WIDE, on_gpu) == "ram", "which is the GPU's memory, too"
+    assert common.machine.exact_device(on_gpu.device).type == "cpu" and not common.machine.has_fast_bf16(on_gpu.device)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_on_a_mac_is_refused(mac: None, precision: str) -> None:
+    with pytest.raises(ConfigError, match=f"--precision {precision}"):
+        detect_hardware(TrainConfig(device="mps", precision=precision))
+
+
+def test_mps_elsewhere_is_refused_with_what_to_do(cpu: Callable) -> None:
+    cpu("")
+    with pytest.raises(ConfigError, match=r"--device mps.*--device auto"):
+        detect_hardware(TrainConfig(device="mps"))
+
+
+def test_several_processes_do_not_share_the_gpu_of_a_mac(mac: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.machine, "place", lambda: SimpleNamespace(count=2))
+    with pytest.raises(ConfigError, match="leave torchrun out"):
+        common.machine.pick_device("mps")
 
 
 def test_cuda_without_a_gpu_is_refused_with_what_to_do(cpu: Callable) -> None:

@@ -172,6 +172,16 @@ def test_clipping_in_the_update_itself_obeys_a_skip(monkeypatch: pytest.MonkeyPa
     assert torch.equal(weights(model), start)
 
 
+def test_where_the_kernel_cannot_skip_the_host_does() -> None:
+    model, other = make_model(), make_model()
+    start = weights(model)
+    for each, skip in ((model, 1.0), (other, 0.0)):
+        for parameter in each.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        update(torch.optim.AdamW(each.parameters(), fused=False), torch.tensor(1.0), 1.0, torch.tensor(skip))
+    assert torch.equal(weights(model), start) and not torch.equal(weights(other), start)
+
+
 @pytest.mark.parametrize("grad_clip", [0.5, 1e6])
 def test_clipping_is_torchs_clipping(grad_clip: float) -> None:
     ours = make_model()
