@@ -245,7 +245,7 @@ def choose_compile(config: TrainConfig, device: torch.device, peak: float | None
         uncompiled = max(GPU_LAUNCHES_PER_LAYER * config.num_layers, flops / (GPU_EAGER_MFU * (peak or GPU_PEAK_FLOPS)))
         saves, margin = GPU_COMPILE_SAVES * uncompiled, 1
     elif config.position != "rope" and not config.qk_norm:
-        return False, "on a CPU a compiled step of this model is no faster"
+        return False, "on a CPU a compiled step of this model is hardly faster (--tune tries it)"
     else:
         takes = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
         saves, margin = CPU_COMPILE_SAVES * flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1)), CPU_COMPILE_MARGIN
