@@ -119,7 +119,7 @@ def test_documents_read_as_english(training_counts: Counter[str]) -> None:
 def test_every_capital_occurs_equally_often(training_documents: list[str]) -> None:
     endings = Counter(text[text.index("The capital of") :] for text in training_documents if "The capital of" in text)
     assert len(endings) == len(CAPITALS)
-    assert set(endings.values()) == {72}
+    assert set(endings.values()) == {36}
 
 
 def test_held_out_questions_are_never_asked_and_their_facts_are_taught(training_documents: list[str]) -> None:
