@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config: TrainConfig, ends_process: bool) -> int:
     started = time.perf_counter()
+    from training.events import require_tensorboard
     from training.memory import memory_advice
     from training.preflight import dry_run
     from training.processes import on_first, together
@@ -58,6 +59,7 @@ def train(config: TrainConfig, ends_process: bool) -> int:
 
     with together(config), FolderLock(being_trained) as lock:
         on_first(lambda: require_ours(config.run_dir, "--output_dir"))
+        on_first(lambda: require_tensorboard(config))
         parts = prepare(on_first(lambda: use_tuning(with_given_shape(config))))
         looks = {"dry_run": dry_run, "profile": profile, "tune": tune}
         if look := next((look for key, look in looks.items() if getattr(config, key)), None):
@@ -102,7 +104,7 @@ def train_run(parts: Parts, lock: FolderLock, ends_process: bool, started: float
     if config.warmup_steps >= run.max_steps:
         print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run")
     timer = Timer(hardware, run.elapsed, hardware.units_per_hour(config))
-    report = Report(run.dir, timer, run.step, run.max_steps)
+    report = Report(run.dir, timer, run.step, run.max_steps, config.tensorboard)
     interruption = Interruption(ends_process)
     advice = memory_advice(config, model, hardware)
     with advice, interruption.awaited(), run.saving(report.say, lambda: interruption.requested):
@@ -212,7 +214,7 @@ def take_steps(
                 interruption.step_done()
                 run.advance(result.skipped)
                 report.step_done(config.tokens_per_step)
-                row = {"step": run.step, "epoch": run.epoch, "tokens": run.tokens}
+                row = {"step": run.step, "epoch": run.epoch, "tokens": run.tokens, "elapsed_seconds": timer.elapsed}
                 reporting, evaluating = run.due(config.log_interval), run.due(config.eval_interval)
                 if run.step == first_step + 1:
                     reporting = bool(config.log_interval)  # on a slow machine a sign of life should not take hours

@@ -154,6 +154,7 @@ class TrainConfig:
         0, "evaluation", "stop after this many evaluations in a row without a better validation loss, 0 is off", low=0
     )
     log_interval: int = option(10, "evaluation", "steps between reports, 0 is off", low=0)
+    tensorboard: bool = option(False, "evaluation", "also write TensorBoard's event files into the run folder")
     units_per_hour: float | None = option(
         None, "evaluation", "Colab compute units the machine costs an hour, 0 is off [8 on an A100]", low=0.0
     )

@@ -6,11 +6,13 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from common.files import atomic_write
 from common.formatting import cell, table_row
-from training.evaluate import Answer, accuracy
+
+if TYPE_CHECKING:  # torch takes seconds to import, and whoever only reads records needs none
+    from training.evaluate import Answer
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.md"
@@ -39,6 +41,8 @@ def samples_header(answers: Sequence[Answer]) -> list[str]:
 
 
 def samples_row(step: int, answers: Sequence[Answer]) -> str:
+    from training.evaluate import accuracy
+
     right, judged = accuracy(answers)
     score = f"{right} of {judged}" if judged else ""
     return table_row([str(step), score, *(cell(answer.text) for answer in answers)])

@@ -13,6 +13,7 @@ from tqdm import tqdm
 from common.formatting import clock, si
 from common.launch import is_first
 from training.evaluate import Answer, accuracy, perplexity
+from training.events import Events
 from training.records import (
     CURVE,
     METRICS,
@@ -32,7 +33,7 @@ LOG_LINE_SECONDS = 10.0  # between progress lines where the output is a file
 class Report:
     """The words of a run. A record that cannot be written is no reason to lose the training."""
 
-    def __init__(self, run_dir: Path, timer: Timer, step: int, max_steps: int):
+    def __init__(self, run_dir: Path, timer: Timer, step: int, max_steps: int, tensorboard: bool = False):
         self.run_dir = run_dir
         self.timer = timer
         self.max_steps = max_steps
@@ -48,6 +49,7 @@ class Report:
             disable=not self.interactive,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
         )
+        self.events = Events(run_dir, self.say) if tensorboard else None
 
     def step_done(self, tokens: int) -> None:
         self.timer.step_done(tokens)
@@ -102,6 +104,8 @@ class Report:
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to metrics.jsonl, and draw the curve anew if the row has a point of the validation's."""
         self.append(self.run_dir / METRICS, metrics_line(row))
+        if self.events is not None:
+            self.events.write(row)
         if "val_loss" in row and is_first():
             self.curve()
 
@@ -133,3 +137,5 @@ class Report:
 
     def close(self) -> None:
         self.bar.close()
+        if self.events is not None:
+            self.events.close()
