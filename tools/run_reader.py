@@ -86,12 +86,12 @@ class RunReader:
         require_regular(samples, DataError)
         told = samples.read_text(encoding="utf-8", errors="replace") if samples.exists() else ""
         self.seen["samples"] = tables_of(told)
-        if (self.folder / "config.json").exists():
-            resolved = read_json(self.folder / "config.json", ConfigError)
-            config = resolved.get("config")
-            given = {key: value for key, value in config.items() if key in SHOWN} if isinstance(config, dict) else {}
-            self.seen["config"] = {key: value if is_number(value) else str(value) for key, value in given.items()}
-            self.seen["device"] = str(resolved.get("device") or "")
+        path = self.folder / "config.json"
+        resolved = read_json(path, ConfigError) if path.exists() else {}
+        config = resolved.get("config")
+        given = {key: value for key, value in config.items() if key in SHOWN} if isinstance(config, dict) else {}
+        self.seen["config"] = {key: value if is_number(value) else str(value) for key, value in given.items()}
+        self.seen["device"] = str(resolved.get("device") or "")
 
 
 def row_of(line: bytes) -> dict[str, float] | None:

@@ -16,6 +16,7 @@ import tokenize_local_bpe
 import tools.export_hf
 import tools.import_hf
 import tools.merge_lora
+import tools.watch
 import train_colab_mmap
 from tests.helpers import ROOT
 from tests.tools.helpers import write_model
@@ -34,6 +35,7 @@ TOOLS = {
     "tools/export_hf.py": tools.export_hf.main,
     "tools/import_hf.py": tools.import_hf.main,
     "tools/merge_lora.py": tools.merge_lora.main,
+    "tools/watch.py": tools.watch.main,
 }
 # What makes the trainer small enough for a test; the continuous integration runs the quickstart as it is.
 SMALL = (
@@ -55,7 +57,8 @@ def run(command: str) -> int:
         return subprocess.run([*launcher, *words[3:], *shlex.split(SMALL)], check=False, timeout=120).returncode
     assert words[0] == "python", command
     small = SMALL.replace("--max_steps", "--max_steps_per_epoch") if "--epochs" in words else SMALL
-    extra = shlex.split(small) if words[1] == "train_colab_mmap.py" else []
+    ending = {"train_colab_mmap.py": small, "tools/watch.py": "--html page.html"}  # and no server without an end
+    extra = shlex.split(ending.get(words[1], ""))
     return (SCRIPTS | TOOLS)[words[1]]([*words[2:], *extra])
 
 
@@ -90,7 +93,7 @@ def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
             assert run(command) == 0, (command, capsys.readouterr())
             ran.append(command)
     scripts = {word for command in ran for word in shlex.split(command) if word.endswith(".py")}
-    assert scripts == {*SCRIPTS, "tools/merge_lora.py"}
+    assert scripts == {*SCRIPTS, "tools/merge_lora.py", "tools/watch.py"}
     assert "Traceback" not in capsys.readouterr().err
 
 
