@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from tokenization.encoding import Reader
     from tokenizer import Tokenizer
 
-BAR = {"unit": "B", "unit_scale": True, "mininterval": 0.5}
-
 
 def tokenize(
     inputs: Sequence[str], output_dir: str | Path = DEFAULT_FOLDER, *, quiet: bool = False, **settings: Any
@@ -157,8 +155,7 @@ def prepare_tokenizer(
     total_bytes: int,
 ) -> Tokenizer:
     """The tokenizer in the work folder: kept from before, copied from `tokenizer_file`, or trained."""
-    from tqdm import tqdm
-
+    from common.progress import BytesRead
     from tokenization.corpus import Piece
     from tokenization.encoding import sample_evenly
     from tokenizer import CharacterTokenizer, load_tokenizer
@@ -170,16 +167,20 @@ def prepare_tokenizer(
             with atomic_write(path) as file:
                 file.write(Path(options.tokenizer_file).read_bytes())
         else:
-            with tqdm(total=total_bytes, **BAR, desc="Learning the vocabulary") as bar:
-                pieces = reader(sources, options, [])(bar.update)
+            with BytesRead("Learning the vocabulary", total_bytes) as progress:
+                pieces = reader(sources, options, [])(progress.add)
                 if kind == "character":
                     trained = CharacterTokenizer.train(
                         piece.text + piece.line_break for piece in pieces if isinstance(piece, Piece)
                     )
                 else:
-                    texts = sample_evenly((piece.text for piece in pieces), options.vocab_sample_mb * 1e6 / total_bytes)
+                    sample = sample_evenly(
+                        (piece.text for piece in pieces), options.vocab_sample_mb * 1e6 / total_bytes
+                    )
+                    texts = progress.to_the_end_of(sample)
                     trained = in_background(
-                        lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency), bar.refresh
+                        lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency),
+                        lambda: progress.wait("counting and merging pairs"),
                     )
             with atomic_write(path) as file:
                 file.write(trained.to_json().encode())
@@ -234,23 +235,18 @@ def encode_sources(
     bad: list[DataError],
 ) -> None:
     """Encode, in order, what the work folder does not hold yet. Records that are left out are added to `bad`."""
-    from tqdm import tqdm
-
+    from common.progress import BytesRead
     from tokenization.encoding import encode_in_order, read_chunks
 
     dtype = token_dtype(tokenizer.vocab_size)
     workers = options.num_workers or os.cpu_count() or 1
     chunks = read_chunks(reader(sources, options, bad), options.chunk_size_mb * 1e6)
-    with (
-        open_writer(folder, dtype) as writer,
-        tqdm(total=total_bytes, **BAR, desc="Encoding") as bar,
-    ):
+    with open_writer(folder, dtype) as writer, BytesRead("Encoding", total_bytes) as progress:
         for chunk in islice(chunks, writer.chunks):
-            bar.update(chunk.bytes_read - bar.n)
-        bar.unpause()
+            progress.start_at(chunk.bytes_read)
         for chunk, encoded in encode_in_order(tokenizer, chunks, options.unknown, dtype, workers):
             writer.append(*encoded)
-            bar.update(chunk.bytes_read - bar.n)
+            progress.reach(chunk.bytes_read)
 
 
 def describe_tokens(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ from tqdm import tqdm
 
 from common.formatting import clock, si
 from common.launch import is_first
+from common.progress import LOG_LINE_SECONDS, is_interactive, progress_bar
 from training.evaluate import Answer, accuracy, perplexity
 from training.events import Events
 from training.records import (
@@ -27,7 +27,6 @@ from training.records import (
 from training.timer import Timer
 
 LONG_SECONDS = 20.0  # of silence that a user should not have to wonder about
-LOG_LINE_SECONDS = 10.0  # between progress lines where the output is a file
 
 
 class Report:
@@ -37,16 +36,11 @@ class Report:
         self.run_dir = run_dir
         self.timer = timer
         self.max_steps = max_steps
-        self.interactive = sys.stderr.isatty()
+        self.interactive = is_interactive()
         self.next_line = 0.0
-        # Some terminals, Colab's for one, do not tell their size; tqdm alone would then draw nothing.
-        size = shutil.get_terminal_size((100, 24))
-        self.bar = tqdm(
+        self.bar = progress_bar(
             total=max_steps,
             initial=step,
-            ncols=min(size.columns, 120),
-            nrows=size.lines,
-            disable=not self.interactive,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
         )
         self.events = Events(run_dir, self.say) if tensorboard else None

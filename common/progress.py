@@ -1,0 +1,88 @@
+"""How far something is: a bar in a terminal, a line now and then where the output is a file or a notebook's cell."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from common.formatting import byte_size, clock
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+LOG_LINE_SECONDS = 10.0  # between two lines where nothing can be redrawn
+
+
+def is_interactive() -> bool:
+    """Whether a line that was written can be written over."""
+    return sys.stderr.isatty()
+
+
+def progress_bar(**options: Any) -> tqdm[Any]:
+    """tqdm's bar on stderr, where that is interactive; else one that draws nothing, and counts nothing."""
+    from tqdm import tqdm
+
+    # Some terminals, Colab's for one, do not tell their size; tqdm alone would then draw nothing.
+    size = shutil.get_terminal_size((100, 24))
+    return tqdm(ncols=min(size.columns, 120), nrows=size.lines, disable=not is_interactive(), **options)
+
+
+class BytesRead:
+    """Progress through a known number of bytes."""
+
+    def __init__(self, what: str, total: int):
+        self.what = what
+        self.total = total
+        self.done = self.done_before = 0
+        self.is_all_read = False
+        self.bar = progress_bar(desc=what, total=total, unit="B", unit_scale=True, mininterval=0.5)
+        self.began = self.told = time.monotonic()
+
+    def __enter__(self) -> BytesRead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.close()
+
+    def start_at(self, done: int) -> None:
+        """What an earlier session has done says nothing about the speed of this one."""
+        self.bar.update(done - self.done)
+        self.bar.unpause()
+        self.done = self.done_before = done
+        self.began = time.monotonic()
+
+    def add(self, count: int) -> None:
+        self.reach(self.done + count)
+
+    def reach(self, done: int) -> None:
+        self.bar.update(done - self.done)
+        self.done = done
+        if seconds := self.seconds_to_tell():
+            speed = (done - self.done_before) / seconds
+            left = f", {clock((self.total - done) / speed)} left" if speed else ""
+            share = f"{done / self.total:.0%} of {byte_size(self.total)}"
+            print(f"{self.what}: {share}, {byte_size(speed)}/s{left}", flush=True)
+
+    def to_the_end_of(self, texts: Iterable[str]) -> Iterator[str]:
+        """The texts. After the last one all is read, whatever else is done before anything comes of it."""
+        yield from texts
+        self.is_all_read = True
+
+    def wait(self, what: str) -> None:
+        """Tell that `what` goes on, which has no measure but time, if all is read. To be called about once a second."""
+        if self.is_all_read:
+            self.bar.bar_format = "{desc}: all read, " + what + " [{elapsed}]"
+        self.bar.refresh()
+        if self.is_all_read and (seconds := self.seconds_to_tell()):
+            print(f"{self.what}: all read, {what}, {clock(seconds)} so far", flush=True)
+
+    def seconds_to_tell(self) -> float:
+        """Since the beginning, if it is time for a line that says so; else 0."""
+        now = time.monotonic()
+        if not self.bar.disable or now - self.told < LOG_LINE_SECONDS:
+            return 0.0
+        self.told = now
+        return now - self.began
