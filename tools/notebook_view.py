@@ -1,0 +1,152 @@
+"""What a notebook's cell shows of a training: its newest line, the loss so far and the newest answers, in place."""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from tools.run_reader import RunReader
+
+PROGRESS = re.compile(r"step [\d,]+/[\d,]+, ")
+EVALUATED = re.compile(r"step [\d,]+: validation loss ")
+MOST_ANSWERS = 8
+WIDTH, HEIGHT, LEFT, BOTTOM = 720, 260, 46, 24  # of the chart, in its own units
+COLORS = {"train_loss": "#3d85c6", "val_loss": "#e07b39"}  # to be seen on white and on black
+LABELS = {"train_loss": "training", "val_loss": "validation"}
+
+
+class LiveView(io.TextIOBase):
+    """Stands in for stdout: progress lines are shown in place of each other, with the chart; all others as they come. A
+    view that fails is no reason to lose the training."""
+
+    def __init__(self, run_dir: Path):
+        from IPython.display import HTML, display
+
+        self.out = sys.stdout
+        self.reader = RunReader(run_dir, run_dir.name)
+        self.pending = self.status = ""
+        self.handle = display(HTML(""), display_id=True)
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        *lines, self.pending = (self.pending + text).split("\n")
+        for line in lines:
+            is_progress = PROGRESS.match(line)
+            if is_progress:
+                self.status = line
+            else:
+                self.out.write(f"{line}\n")
+            if is_progress or EVALUATED.match(line):
+                self.refresh()
+        return len(text)
+
+    def flush(self) -> None:
+        self.out.flush()
+
+    def close(self) -> None:
+        if not self.closed:
+            self.out.write(self.pending)
+            self.refresh()
+        super().close()
+
+    def refresh(self) -> None:
+        from IPython.display import HTML
+
+        if self.handle is None:
+            return
+        try:
+            self.handle.update(HTML(view(self.reader.read(), self.status)))
+        except Exception as problem:
+            self.handle = None
+            self.out.write(f"The chart is not shown any more: {problem}\n")
+
+
+def view(run: dict[str, Any], status: str) -> str:
+    """The HTML of a run as RunReader reads it."""
+    parts = [f"<div style='font-family: monospace; margin-bottom: 6px'>{html.escape(status)}</div>", loss_chart(run)]
+    if tables := [table for table in run["samples"] if table["rows"]]:
+        parts.append(newest_answers(tables[-1]))
+    return "".join(parts)
+
+
+def loss_chart(run: dict[str, Any]) -> str:
+    """An SVG of the losses by step; its text has the colour of the text around it."""
+    steps = run["columns"].get("step", [])
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for key in COLORS:
+        points = [point for point in zip(steps, run["columns"].get(key, []), strict=False) if point[1] is not None]
+        lines |= {key: points} if points else {}
+    if not lines:
+        return ""
+    everything = [point for points in lines.values() for point in points]
+    first, last = min(x for x, _ in everything), max(x for x, _ in everything)
+    low, high = min(y for _, y in everything), max(y for _, y in everything)
+    right, top = WIDTH - 12, 8
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - first) / (last - first) if last > first else 0.5
+        up = (y - low) / (high - low) if high > low else 0.5
+        return LEFT + across * (right - LEFT), HEIGHT - BOTTOM - up * (HEIGHT - BOTTOM - top)
+
+    parts = []
+    for value in round_values(low, high, 5):
+        y = place(first, value)[1]
+        parts.append(f'<path d="M{LEFT} {y:.1f}H{right}" stroke="currentColor" opacity="0.15"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+    for value in round_values(first, last, 8):
+        parts.append(f'<text x="{place(value, low)[0]:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{value:,.0f}</text>')
+    for key, points in lines.items():
+        placed = [place(x, y) for x, y in points]
+        way, color = "L".join(f"{x:.1f} {y:.1f}" for x, y in placed), COLORS[key]
+        parts.append(f'<path d="M{way}" fill="none" stroke="{color}" stroke-width="1.8" stroke-linejoin="round"/>')
+        if key == "val_loss" or len(points) == 1:
+            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in placed[-40:]]
+    named = [f'<tspan fill="{COLORS[key]}">{LABELS[key]} {points[-1][1]:.4f}</tspan>' for key, points in lines.items()]
+    parts.append(f'<text x="{right}" y="20" text-anchor="end" font-size="13">{"  ".join(named)}</text>')
+    style = f"width: 100%; max-width: {WIDTH}px; font: 11.5px sans-serif; fill: currentColor"
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" style="{style}" role="img" aria-label="Loss">{"".join(parts)}</svg>'
+
+
+def round_values(low: float, high: float, most: int) -> list[float]:
+    """At the most so many round numbers between two."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
+    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def newest_answers(table: dict[str, Any]) -> str:
+    """The first of the answers of the last evaluation."""
+    last = table["rows"][-1]
+    rows = [("prompt", "answer")]
+    rows += list(zip(table["prompts"], last["answers"], strict=False))[:MOST_ANSWERS]
+    kind = ("th", *["td"] * len(rows))
+    cells = [
+        "".join(f"<{tag} style='text-align: left'>{html.escape(text)}</{tag}>" for text in row)
+        for tag, row in zip(kind, rows, strict=False)
+    ]
+    right = f", {last['right']} exactly right" if last["right"] else ""
+    head = f"<div>After step {last['step']:,}{html.escape(right)}:</div>"
+    return f"{head}<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"
+
+
+def framed(page: str, height: int) -> None:
+    """A whole page in a cell, apart from the notebook around it."""
+    from IPython.display import HTML, display
+
+    display(HTML(f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: {height}px; border: 0"></iframe>'))
+
+
+def show_markdown(text: str) -> None:
+    from IPython.display import Markdown, display
+
+    display(Markdown(text))
