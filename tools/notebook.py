@@ -86,6 +86,7 @@ def describe_machine() -> None:
         fits = [sequences_at_once(preset, name, int(memory), precision) for preset in PRESETS]
         cells = [shown, byte_size(memory), precision, *fits, units or "see Colab's Resources panel"]
         lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "Forecast by the trainer's estimate of memory, with a vocabulary of 32,000: step 6 tries it."]
     show_markdown("\n".join(lines))
 
 

@@ -15,14 +15,16 @@ from tools.run_reader import RunReader
 PROGRESS = re.compile(r"step [\d,]+/[\d,]+, ")
 EVALUATED = re.compile(r"step [\d,]+: validation loss ")
 MOST_ANSWERS = 8
+LONGEST_ANSWER = 150  # characters; of what a model repeats at first
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 260, 46, 24  # of the chart, in its own units
 COLORS = {"train_loss": "#3d85c6", "val_loss": "#e07b39"}  # to be seen on white and on black
 LABELS = {"train_loss": "training", "val_loss": "validation"}
 
 
 class LiveView(io.TextIOBase):
-    """Stands in for stdout: progress lines are shown in place of each other, with the chart; all others as they come. A
-    view that fails is no reason to lose the training."""
+    """Stands in for stdout: progress lines are shown in place of each other, with the chart and the newest answers; all
+    others as they come, but for the table of answers at the end, which a cell does not lay out. A view that fails is no
+    reason to lose the training."""
 
     def __init__(self, run_dir: Path):
         from IPython.display import HTML, display
@@ -41,7 +43,7 @@ class LiveView(io.TextIOBase):
             is_progress = PROGRESS.match(line)
             if is_progress:
                 self.status = line
-            else:
+            elif not line.startswith("| "):
                 self.out.write(f"{line}\n")
             if is_progress or EVALUATED.match(line):
                 self.refresh()
@@ -53,6 +55,7 @@ class LiveView(io.TextIOBase):
     def close(self) -> None:
         if not self.closed:
             self.out.write(self.pending)
+            self.status = ""  # of some seconds before the end
             self.refresh()
         super().close()
 
@@ -63,7 +66,7 @@ class LiveView(io.TextIOBase):
             return
         try:
             self.handle.update(HTML(view(self.reader.read(), self.status)))
-        except Exception as problem:
+        except Exception as problem:  # of a file, of the connection to the notebook
             self.handle = None
             self.out.write(f"The chart is not shown any more: {problem}\n")
 
@@ -128,7 +131,8 @@ def newest_answers(table: dict[str, Any]) -> str:
     """The first of the answers of the last evaluation."""
     last = table["rows"][-1]
     rows = [("prompt", "answer")]
-    rows += list(zip(table["prompts"], last["answers"], strict=False))[:MOST_ANSWERS]
+    for prompt, answer in list(zip(table["prompts"], last["answers"], strict=False))[:MOST_ANSWERS]:
+        rows.append((prompt, answer if len(answer) <= LONGEST_ANSWER else f"{answer[:LONGEST_ANSWER]} ..."))
     kind = ("th", *["td"] * len(rows))
     cells = [
         "".join(f"<{tag} style='text-align: left'>{html.escape(text)}</{tag}>" for text in row)
@@ -141,9 +145,10 @@ def newest_answers(table: dict[str, Any]) -> str:
 
 def framed(page: str, height: int) -> None:
     """A whole page in a cell, apart from the notebook around it."""
-    from IPython.display import HTML, display
+    from IPython.display import display
 
-    display(HTML(f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: {height}px; border: 0"></iframe>'))
+    frame = f'<iframe srcdoc="{html.escape(page)}" style="width: 100%; height: {height}px; border: 0"></iframe>'
+    display({"text/html": frame}, raw=True)  # not as HTML, which would ask for the address of a page
 
 
 def show_markdown(text: str) -> None:

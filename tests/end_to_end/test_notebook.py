@@ -143,8 +143,8 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
         text = shown(machine.steps[6])
         stopped = int(re.findall(r"Interrupted after step (\d+)", text)[0])
         assert stopped < 600 and "run this cell again to go on" in text and "Stopping after this step" in text
-        assert text.count("step ") < 30 and "\r" not in text  # progress lines take each other's place
-        assert "<svg" in text and re.search(r"step \d+/600, loss", text)
+        assert "/600, loss" not in text and "\r" not in text  # progress lines take each other's place
+        assert "<svg" in text and re.search(r"training \d\.\d{4}", text)
 
     saved = Path("MyDrive") / "gpt2" / "checkpoints" / "quickstart" / "checkpoints" / f"step_{stopped:08d}"
     assert (drive / saved / "manifest.json").exists()
@@ -168,7 +168,7 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
         assert "logits differ by" in machine.run(11) and "is there already" in machine.run(11)
         machine.run(12)
         (download,) = [entry for entry in machine.recorded() if entry["what"] == "download"]
-        assert download["name"] == "exported/quickstart_step_00000600.zip" and download["size"] > 10_000
+        assert Path(download["name"]).name == "quickstart_step_00000600.zip" and download["size"] > 10_000
 
 
 def test_the_committed_notebook_has_not_been_run() -> None:

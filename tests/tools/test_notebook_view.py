@@ -1,0 +1,93 @@
+"""What a cell shows while a training prints: one line in place of another, a chart, the newest answers."""
+
+from __future__ import annotations
+
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("IPython")
+
+from tools import notebook_view
+from tools.notebook_view import LiveView, loss_chart, round_values, view
+
+HOSTILE = "<script>alert(1)</script> & <b>"
+
+
+class Cell:
+    """Where a display is updated."""
+
+    def __init__(self, fails: bool = False):
+        self.shown: list[str] = []
+        self.fails = fails
+
+    def update(self, content: Any) -> None:
+        if self.fails:
+            raise RuntimeError("the kernel is gone")
+        self.shown.append(content.data)
+
+
+def make_view(run: Path, monkeypatch: pytest.MonkeyPatch, cell: Cell) -> tuple[LiveView, io.StringIO]:
+    out = io.StringIO()
+    monkeypatch.setattr(notebook_view.sys, "stdout", out)
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: cell)
+    return LiveView(run), out
+
+
+def test_progress_lines_take_each_others_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = Cell()
+    live, out = make_view(tmp_path, monkeypatch, cell)
+    with live:
+        print("Training   steps 0 to 1,000", file=live)
+        (tmp_path / "metrics.jsonl").write_text('{"step": 10, "train_loss": 2.5}\n')
+        live.write("step 10/1,000, loss 2.5")
+        live.write(", 1k tok/s\nstep 10: validation loss 2.4, perplexity 11\n| a | b |\nhalf")
+        assert "step 10/1,000, loss 2.5, 1k tok/s" in cell.shown[0] and "training 2.5000" in cell.shown[0]
+    assert out.getvalue() == "Training   steps 0 to 1,000\nstep 10: validation loss 2.4, perplexity 11\nhalf"
+    assert len(cell.shown) == 3 and "1k tok/s" not in cell.shown[-1] and "training 2.5000" in cell.shown[-1]
+
+
+def test_a_view_that_fails_is_told_once_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    live, out = make_view(tmp_path, monkeypatch, Cell(fails=True))
+    with live:
+        live.write("step 1/2, a\nstep 2/2, b\nDone\n")
+    assert out.getvalue() == "The chart is not shown any more: the kernel is gone\nDone\n"
+
+
+def test_what_a_model_says_is_text() -> None:
+    rows = [{"step": 20, "right": "0 of 1", "answers": [HOSTILE * 9]}]
+    run = {"columns": {"step": [1, 20]}, "samples": [{"prompts": [HOSTILE], "expected": [""], "rows": rows}]}
+    shown = view(run, HOSTILE)
+    assert "<script" not in shown and "<b>" not in shown and shown.count("&lt;script&gt;") >= 3 and " ..." in shown
+    assert "After step 20, 0 of 1 exactly right" in shown
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"step": [1], "train_loss": [2.0]},
+        {"step": [1, 2, 3], "train_loss": [2.0, 2.0, 2.0], "val_loss": [None, None, 2.0]},
+        {"step": [1, 1_000_000], "val_loss": [1e-9, 1e9]},
+        {"step": [10, 20], "train_loss": [3.0, 1.0], "val_loss": [2.5, None]},
+    ],
+)
+def test_a_chart_is_drawn_of_whatever_was_measured(columns: dict[str, Any]) -> None:
+    chart = ElementTree.fromstring(loss_chart({"columns": columns}))
+    drawn = [element for element in chart if element.tag == "circle"]
+    assert drawn and all(0 <= float(element.get("cx", -1)) <= 720 for element in drawn)
+    assert all(0 <= float(element.get("cy", -1)) <= 260 for element in drawn)
+
+
+def test_without_a_loss_there_is_no_chart() -> None:
+    assert loss_chart({"columns": {}}) == "" == loss_chart({"columns": {"step": [1], "lr": [0.1]}})
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.913, 7.65), (1, 650), (1e-9, 3e-9), (5, 5)])
+def test_ticks_are_round_and_inside(low: float, high: float) -> None:
+    values = round_values(low, high, 5)
+    assert 1 <= len(values) <= 6 and all(low * 0.999999 <= value <= high * 1.000001 for value in values)
+    assert json.dumps(values)
