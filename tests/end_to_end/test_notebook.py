@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from common.chat import ChatTemplate
 from tests.helpers import ROOT
+from tests.tools.helpers import write_model
 from training.records import read_metrics
 
 nbclient = pytest.importorskip("nbclient")
@@ -211,6 +213,23 @@ def test_outside_colab(outside: Path, capsys: pytest.CaptureFixture[str]) -> Non
         notebook.talk("hello", Path("runs/none"), temperature=-1)
     with pytest.raises(notebook.Stopped, match="ended with exit code 3"):
         notebook.tokenize(Path("none.txt"), Path("tokens"), 300, "small", Path("runs/none"), None)
+    with pytest.raises(notebook.Stopped, match="'nobody' is no repository"):
+        notebook.push(Path("exported"), "nobody", public=False)
     assert notebook.training_flags("small", Path("t"), Path("r"), None, "--seed 3", max_steps=0, max_hours=1.5) == [
         "--config", "small.json", "--data_dir", "t", "--output_dir", "r", "--max_hours", "1.5", "--seed", "3",
     ]  # fmt: skip
+
+
+def test_a_conversation_goes_on_until_a_new_one_is_asked_for(outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from tools import notebook
+
+    write_model(Path("runs/talker/checkpoints/step_00000007"), chat=ChatTemplate(), max_seq_len=128)
+    said = []
+    for is_new in (False, False, True):
+        notebook.talk("What is it?", Path("runs/talker"), is_new, temperature=0, max_new_tokens=20)
+        loaded = notebook.LOADED
+        assert loaded is not None and loaded.conversation is not None
+        said.append(len(loaded.conversation.turns))
+    assert said == [2, 4, 2] and capsys.readouterr().out.count("> What is it?\n") == 3
+    notebook.forget_model()
+    assert notebook.LOADED is None
