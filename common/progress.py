@@ -25,9 +25,16 @@ def progress_bar(**options: Any) -> tqdm[Any]:
     """tqdm's bar on stderr, where that is interactive; else one that draws nothing, and counts nothing."""
     from tqdm import tqdm
 
+    class Bar(tqdm):  # type: ignore[type-arg,misc]
+        """tqdm without its thread: where memory is short that cannot start, and before tqdm 4.70 ends in a traceback."""
+
+        monitor_interval = 0
+
     # Some terminals, Colab's for one, do not tell their size; tqdm alone would then draw nothing.
     size = shutil.get_terminal_size((100, 24))
-    return tqdm(ncols=min(size.columns, 120), nrows=size.lines, disable=not is_interactive(), **options)
+    # Without the thread nothing else looks whether it is time to draw: at each step, then.
+    ways: dict[str, Any] = {"miniters": 1, "ncols": min(size.columns, 120), "nrows": size.lines}
+    return Bar(disable=not is_interactive(), **ways, **options)
 
 
 class BytesRead:
