@@ -43,12 +43,13 @@ class Group:
         """Raises what torch.distributed raises if not all of them come within `seconds`."""
         wait = datetime.timedelta(seconds=seconds)
         self.here = here
-        if device.type == "cuda":  # NCCL ends the process where it loses patience: hosts notice before it does
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * wait)
-        else:
-            dist.init_process_group("gloo", timeout=wait)
-        self.hosts = dist.new_group(backend="gloo", timeout=wait)  # agree while GPUs are at work
-        self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+        with hushed():
+            if device.type == "cuda":  # NCCL ends the process where it loses patience: hosts notice before it does
+                dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * wait)
+            else:
+                dist.init_process_group("gloo", timeout=wait)
+            self.hosts = dist.new_group(backend="gloo", timeout=wait)  # agree while GPUs are at work
+            self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.is_alone = False  # at work on what only the first process does
         self.rounds = 0  # of agreement
         self.part = 0  # of PARTS
@@ -102,6 +103,20 @@ class Group:
             behind = " or ".join(str(rank) for rank in others if came[rank] == min(came.values()))
             sentence = f"Process {behind} {named} is alive and did not come within {seconds:g} s (--process_timeout)."
         return f"{sentence} Checkpoints saved before are whole: the same command continues.", speaker
+
+
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """Nothing written to standard output, not even past Python: torch 2.9's gloo counts there who has come, in each
+    process, between the lines of the others."""
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 GROUP: Group | None = None  # None: this process is the only one
