@@ -16,10 +16,15 @@ from typing import NamedTuple
 # for each other, and as many tests run at a time as there are cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import hypothesis
 import pytest
 import torch
 
 from tests.helpers import flags_of_a_tiny_run, generated_text, write_tokens
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 
 class Result(NamedTuple):

@@ -133,7 +133,7 @@ def test_the_split_is_at_the_end_of_a_document_that_is_near(
 
 
 @given(seed=st.integers(0, 5), chunk=st.floats(0.0001, 0.1), workers=st.integers(1, 5))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_chunks_and_workers_change_nothing(
     tmp_path_factory: pytest.TempPathFactory, seed: int, chunk: float, workers: int
 ) -> None:

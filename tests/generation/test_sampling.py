@@ -21,7 +21,7 @@ logit_rows = st.lists(
 uniform = st.floats(0, 1, exclude_max=True) | st.just(1 - 2**-53)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(logit_rows, uniform, st.floats(0.05, 3), st.integers(0, 14), st.floats(0.01, 1))
 def test_choose_never_leaves_what_top_k_and_top_p_allow(row, u, temperature, top_k, top_p):
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
@@ -33,7 +33,7 @@ def test_choose_never_leaves_what_top_k_and_top_p_allow(row, u, temperature, top
     assert sum(weights[: len(likelier)]) < top_p * sum(weights) + 1e-9  # what is likelier does not fill the nucleus
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(logit_rows.filter(lambda row: len(row) >= 4).map(lambda row: row[:4]), min_size=2, max_size=5))
 def test_choose_treats_each_row_on_its_own(rows):
     rows = [row if max(row) > -math.inf else [0.0] * 4 for row in rows]
@@ -66,7 +66,7 @@ def test_choose_draws_from_the_softmax(sampling, kept):
     assert (tokens.bincount(minlength=6) - count * expected).abs().max() <= 1
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.integers(0, 2**32),
     st.sampled_from([0.3, 1.0, 4.0]),

@@ -67,7 +67,7 @@ def test_windows_count_each_id_once_with_the_context_that_is_promised(length, co
     assert seen == list(range(1, length))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     texts=st.lists(st.text(CHARACTERS, max_size=45), max_size=4), context=st.sampled_from([1, 2, 7, CONTEXT]),
     size=st.integers(1, 50), data=st.data(),

@@ -38,7 +38,7 @@ def until_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
 words = st.text("ab\n", max_size=5)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(st.lists(words, max_size=8), st.lists(words.filter(bool), max_size=3))
 def test_streamed_text_ends_before_the_first_stop_string(pieces, stop):
     """However the text is cut into tokens: what was shown is the final text, and none of the stop string with it."""
@@ -54,7 +54,7 @@ def test_streamed_text_ends_before_the_first_stop_string(pieces, stop):
     assert (shown, stream.text, stream.stopped) == (expected, expected, stops)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(words, max_size=8), st.lists(words.filter(bool), max_size=3))
 def test_text_is_held_back_no_longer_than_needed(pieces, stop):
     """What waits is the beginning of a stop string; without stop strings, nothing does."""

@@ -39,7 +39,7 @@ def metadata(draw: st.DrawFn) -> TokenMetadata:
     )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(metadata())
 def test_what_is_written_is_what_is_read(tmp_path_factory, written: TokenMetadata) -> None:
     path = tmp_path_factory.mktemp("tokens") / "tokens_metadata.json"

@@ -181,7 +181,7 @@ def shapes(draw: st.DrawFn) -> ModelConfig:
 
 
 @given(shapes())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_there_and_back_again_not_a_bit_changes(config: ModelConfig) -> None:
     state = random_model(**config.to_dict()).state_dict()
     if config.tie_embeddings:

@@ -93,7 +93,7 @@ def streams(draw: st.DrawFn) -> TokenData:
 # Batches
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=streams(), epoch=st.integers(0, 5))
 def test_every_window_comes_once_per_epoch_and_stays_in_the_training_split(data: TokenData, epoch: int) -> None:
     inputs, targets = data.batch(epoch * data.windows, data.windows)
@@ -106,7 +106,7 @@ def test_every_window_comes_once_per_epoch_and_stays_in_the_training_split(data:
     assert data.windows >= (data.metadata.train_tokens - 1) // data.seq_len - 1  # a phase costs one window at most
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=streams(), first=st.integers(0, 200), sizes=st.lists(st.integers(1, 30), min_size=1, max_size=8))
 def test_any_slicing_of_the_stream_gives_the_same_sequences(data: TokenData, first: int, sizes: list[int]) -> None:
     whole = data.batch(first, sum(sizes))
@@ -150,7 +150,7 @@ def test_the_order_does_not_depend_on_numpys_global_state() -> None:
     assert np.array_equal(np.random.get_state()[1], state)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(data=st.data(), seq_len=st.integers(1, 12), val_tokens=st.integers(13, 200))
 def test_validation_windows_are_fixed_evenly_spread_and_inside_the_split(
     data: st.DataObject, seq_len: int, val_tokens: int
@@ -493,7 +493,7 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), min_size=1
 
 
 @given(requests=REQUESTS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_reading_ahead_changes_nothing(requests: list[tuple[int, int]]) -> None:
     """In order, out of order, at any size: the windows are those a direct read gives, and stay so."""
     data = counting_data(500, 16, 0, 100)

@@ -295,7 +295,7 @@ SHAPES = st.lists(st.tuples(st.integers(1, 24), st.integers(1, 24)), min_size=1,
 
 
 @given(shapes=SHAPES, pieces=st.sampled_from([1, 3]), seed=st.integers(0, 2**16))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_muon_is_pytorchs_on_every_matrix_and_on_every_piece(
     shapes: list[tuple[int, int]], pieces: int, seed: int
 ) -> None:
