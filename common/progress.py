@@ -25,8 +25,8 @@ def progress_bar(**options: Any) -> tqdm[Any]:
     """tqdm's bar on stderr, where that is interactive; else one that draws nothing, and counts nothing."""
     from tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg,misc]
-        """tqdm without its thread: where memory is short that cannot start, and before tqdm 4.70 ends in a traceback."""
+    class Bar(tqdm):  # type: ignore[misc]
+        """tqdm without its thread: where memory is short it cannot start, and before 4.70 ends in a traceback."""
 
         monitor_interval = 0
 

@@ -66,8 +66,8 @@ def flipped(rows: Sequence[tuple[str, str]]) -> list[tuple[str, ...]]:
 
 
 def topics() -> list[Topic]:
-    """Every kind of fact with its phrasings. The repeats make a quarter of the text questions about capitals, and a fifth
-    arithmetic, whose facts are the most."""
+    """Every kind of fact with its phrasings. The repeats make a quarter of the text questions about capitals, and a
+    fifth arithmetic, whose facts are the most."""
     return [*geography(), *elements(), *arithmetic(), *words(), *calendar(), *world()]
 
 
