@@ -89,8 +89,7 @@ def generate_rows(
     active = set(range(len(rows)))
     uniforms = torch.stack([draws(sampling, first + i) for i in range(len(rows))])  # (B, new)
     uniforms = uniforms.to(exact_device(model.device))
-    unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
-    for tokens in continuations(model, rows, unused, uniforms, sampling):
+    for tokens in continuations(model, rows, unused_ids(model, tokenizer), uniforms, sampling):
         for i in sorted(active):
             counts[i] += 1
             if tokens[i] != tokenizer.end_of_text_id:
@@ -108,14 +107,21 @@ def generate_rows(
     ]
 
 
+def unused_ids(model: TransformerLanguageModel, tokenizer: Tokenizer) -> list[int]:
+    """Ids that stand for no text, those included that the model has and its tokenizer does not."""
+    return [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
+
+
 def continuations(
     model: TransformerLanguageModel,
     rows: list[list[int]],
     unused: list[int],
     uniforms: torch.Tensor,
     sampling: Sampling,
+    look: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> Iterator[list[int]]:
-    """The next token of each row, again and again; never one of `unused`. uniforms: (B, max_new_tokens).
+    """The next token of each row, again and again; never one of `unused`. uniforms: (B, max_new_tokens). `look` is
+    shown each time what the model said, logits (B, V), which change afterwards, and the tokens (B,) that were chosen.
 
     On a GPU the step after a token is queued before the token is read, so that the GPU does not wait for what is done
     with it here. Whatever depends on tokens is on the device for that; only a full context makes it wait.
@@ -139,10 +145,12 @@ def continuations(
     else:
         step = functools.partial(model.next_logits, cache)
     for t in range(sampling.max_new_tokens):
-        logits = logits.to(exact).float().index_fill_(1, forbidden, -torch.inf)
+        logits = said = logits.to(exact).float().index_fill_(1, forbidden, -torch.inf)
         if seen is not None:
-            logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
+            logits = penalize_repetition(said, seen, sampling.repetition_penalty)
         tokens = choose(logits, uniforms[:, t], sampling)  # (B,)
+        if look is not None:
+            look(said, tokens)
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
         arrive = send_to_host(tokens)

@@ -7,7 +7,6 @@ import contextlib
 import hmac
 import json
 import time
-import traceback
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -21,9 +20,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from common.errors import is_out_of_memory
 from tools.generation_queue import Abandoned, GenerationQueue, Job
-from tools.openai_form import Answer, RequestError, Served, read_question
+from tools.openai_form import Answer, RequestError, Served, explain, read_question
 
 LARGEST_BODY = 1_000_000  # bytes; many times what any context holds
 LARGEST_DISCARDED = 16_000_000  # bytes that are still received, for who is cut off while sending reads no answer
@@ -194,13 +192,3 @@ async def refuse_route(request: Request, problem: Exception) -> Response:
         "POST /v1/chat/completions."
     )
     return error_response(RequestError(message, status=problem.status_code))
-
-
-def explain(problem: Exception) -> RequestError:
-    """What a client is told of an error; one that is ours is shown on stderr, for whoever runs the server."""
-    if isinstance(problem, RequestError):
-        return problem
-    if is_out_of_memory(problem):
-        return RequestError("The texts do not fit in memory; ask for fewer or shorter ones.", status=500)
-    traceback.print_exception(problem)
-    return RequestError(f"The server failed: {type(problem).__name__}; its terminal says where.", status=500)

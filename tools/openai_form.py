@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import random
 import time
+import traceback
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from common.chat import ChatTemplate, Message, require_order
-from common.errors import LONGEST_MESSAGE
+from common.errors import LONGEST_MESSAGE, is_out_of_memory
 from common.flags import suggest
 from generation.decoding import ROWS_AT_ONCE, Completion, prompt_ids
 from generation.sampling import Sampling
@@ -75,6 +76,16 @@ class RequestError(Exception):
         if self.status in (429, 503):
             return {"Retry-After": "1"}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+
+
+def explain(problem: Exception) -> RequestError:
+    """What a client is told of an error; one that is ours is shown on stderr, for whoever runs the server."""
+    if isinstance(problem, RequestError):
+        return problem
+    if is_out_of_memory(problem):
+        return RequestError("The texts do not fit in memory; ask for fewer or shorter ones.", status=500)
+    traceback.print_exception(problem)
+    return RequestError(f"The server failed: {type(problem).__name__}; its terminal says where.", status=500)
 
 
 class Served(NamedTuple):

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import errno
-import importlib.util
 import ipaddress
 import json
 import logging
@@ -31,7 +29,8 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import ConfigError, script
-from common.flags import Parser, add_debug
+from common.flags import Parser
+from tools.serving import add_flags, check_flags, listen, load_served
 
 if TYPE_CHECKING:
     from tools.generation_queue import GenerationQueue
@@ -47,10 +46,11 @@ SHUTDOWN_SECONDS = 10  # at most, where something hangs
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     key = os.environ.get(KEY_VARIABLE) or None
-    with listen(arguments.host, arguments.port, key) as listener:  # what is wrong is said before the model is read
+    with listen_for(arguments, key) as listener:  # what is wrong is said before the model is read
+        from common.checkpoint import newest_run
         from tools.generation_queue import GenerationQueue
 
-        served = load(arguments)
+        served = load_served(arguments.checkpoint or newest_run(), arguments.device, arguments.max_tokens)
         queue = GenerationQueue(served, arguments.queue, arguments.timeout)
         print(introduction(served, listener, key), flush=True)
         on_main_thread = threading.current_thread() is threading.main_thread()
@@ -73,78 +73,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "checkpoint", nargs="?", metavar="CHECKPOINT", help="checkpoint or run folder [the newest run in runs/]"
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of them [127.0.0.1]")
-    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0: any that is free [8000]")
-    parser.add_argument("--queue", type=int, default=32, metavar="N", help="requests that may wait [32]")
-    parser.add_argument("--max_tokens", type=int, default=4096, metavar="N", help="a request may ask for [4096]")
-    parser.add_argument(
-        "--timeout", type=float, default=300, metavar="SECONDS", help="after which a text ends where it is [300]"
-    )
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute [auto]"
-    )
-    add_debug(parser)
+    add_flags(parser, port=8000, queue=32, max_tokens=4096, timeout=300)
     arguments = parser.parse_args(argv)
-    problems = [
-        f"--{name} is {getattr(arguments, name)}; {allowed}"
-        for name, holds, allowed in (
-            ("port", 0 <= arguments.port <= 65535, "0 to 65535 is allowed"),
-            ("queue", arguments.queue >= 0, "0 or more is needed"),
-            ("max_tokens", arguments.max_tokens >= 1, "1 or more is needed"),
-            ("timeout", 0 < arguments.timeout <= 86400, "more than 0 and at most 86400 is needed"),
-        )
-        if not holds
-    ]
-    if problems:
-        raise ConfigError("; ".join(problems) + ".")
-    if missing := [package for package in PACKAGES if importlib.util.find_spec(package) is None]:
-        raise ConfigError(f"Serving needs {' and '.join(missing)}: pip install -r requirements-extras.txt")
+    check_flags(arguments, least_queue=0, packages=PACKAGES)
     return arguments
 
 
-def listen(host: str, port: int, key: str | None) -> socket.socket:
-    """A socket that listens. Raises ConfigError for an address that cannot be had, or not without a key, and for a key
-    that no header can hold."""
+def listen_for(arguments: argparse.Namespace, key: str | None) -> socket.socket:
+    """Raises ConfigError as `listen` does, and for a key that no header can hold."""
     if key and not re.fullmatch(r"[!-~]+", key):
         raise ConfigError(f"{KEY_VARIABLE} has spaces or characters outside ASCII; choose another key.")
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
-    except OSError:
-        raise ConfigError(
-            f"--host {host} is no address of this machine; 127.0.0.1 is for this machine alone."
-        ) from None
-    if key is None and not ipaddress.ip_address(address[0]).is_loopback:
-        raise ConfigError(
-            f"--host {host} lets other machines in, and they need a key: set the environment variable {KEY_VARIABLE} "
-            "to a secret of your own and start again, or leave --host out."
-        )
-    try:
-        return socket.create_server(address[:2], family=family)
-    except OSError as problem:
-        if problem.errno == errno.EADDRINUSE:
-            raise ConfigError(f"Port {port} is in use by another program; choose another with --port.") from None
-        reason = problem.strerror or problem
-        raise ConfigError(f"--host {host} --port {port} cannot be listened on ({reason}); choose others.") from None
-
-
-def load(arguments: argparse.Namespace) -> Served:
-    from common.checkpoint import newest_run, open_checkpoint
-    from generate import load_checkpoint
-    from tools.openai_form import Served
-
-    checkpoint = open_checkpoint(arguments.checkpoint or newest_run())
-    chat = checkpoint.chat_template()
-    model, tokenizer = load_checkpoint(checkpoint, arguments.device)
-    created = int((checkpoint.path / "config.json").stat().st_mtime)
-    return Served(model_name(checkpoint.path), model, tokenizer, chat, created, arguments.max_tokens)
-
-
-def model_name(path: Path) -> str:
-    """That of the run whose checkpoint it is, or else of the folder."""
-    path = path.resolve()
-    if path.name == "best" or re.fullmatch(r"step_\d{8}", path.name):
-        path = path.parent
-    return (path.parent if path.name == "checkpoints" else path).name or "model"
+    remedy = (
+        f"set the environment variable {KEY_VARIABLE} to a secret of your own and start again, or leave --host out."
+    )
+    return listen(arguments.host, arguments.port, key is not None, remedy)
 
 
 def introduction(served: Served, listener: socket.socket, key: str | None) -> str:

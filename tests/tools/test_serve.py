@@ -23,7 +23,7 @@ from common.chat import ChatTemplate, Message
 from generation.sampling import Sampling
 from tests.tools.helpers import CHARACTERS, random_model, write_model
 from tests.tools.servers import Server, started
-from tools import serve
+from tools import serve, serving
 
 if TYPE_CHECKING:
     from tools.openai_form import Served
@@ -474,7 +474,7 @@ def test_what_is_wrong_with_a_command_is_said(
     assert serve.main([]) == 2 and "SERVE_API_KEY has spaces" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert serve.main([]) == 2
-    assert "Serving needs starlette and uvicorn: pip install -r requirements-extras.txt" in capsys.readouterr().err
+    assert "This needs starlette and uvicorn: pip install -r requirements-extras.txt" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -484,4 +484,4 @@ def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_a_model_goes_by_the_name_of_its_run() -> None:
     for path in ("a/run", "a/run/best", "a/run/checkpoints/step_00000012"):
-        assert serve.model_name(Path(path)) == "run"
+        assert serving.run_folder(Path(path)).name == "run"
