@@ -1,0 +1,160 @@
+"""The page of the demo, made with Gradio: what stands where, and which function answers what."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from generation.sampling import Sampling
+from tools.demo_library import MOST_COMPARED, Library
+from tools.demo_model import LONGEST_PROMPT, Event, Turn, complete, converse
+
+FILES = Path(__file__).resolve().parent
+TEMPLATE = """
+<div class="legend" hidden>
+  <label class="colours"><input type="checkbox" checked> How likely the model thought each token:</label>
+  <span class="scale"><span class="token">over 50 %</span><span class="token surprise-1">over 20 %</span
+    ><span class="token surprise-2">over 5 %</span><span class="token surprise-3">over 1 %</span
+    ><span class="token surprise-4">over 0.1 %</span><span class="token surprise-5">less</span></span>
+  <span>Choose a token to see what else it considered.</span>
+</div>
+<div class="cards"></div>
+<div class="considered" role="dialog" aria-label="What the model considered" hidden>
+  <div class="top"><span class="which"></span><span class="how"></span><button aria-label="Close">&times;</button></div>
+  <table><tbody></tbody></table>
+  <p class="caption">The model's own probabilities, before temperature, top-k, top-p and penalty.</p>
+</div>
+"""
+# The text stays as it is; the caret that says that more is coming goes.
+STOPPED = "() => document.querySelectorAll('.tokens .running').forEach((card) => card.classList.remove('running'))"
+SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+
+
+def theme() -> Any:
+    """With the fonts that are there: none is fetched."""
+    text, code = ["system-ui", "sans-serif"], ["ui-monospace", "Consolas", "monospace"]
+    return gr.themes.Default(primary_hue="indigo", secondary_hue="indigo", font=text, font_mono=code)
+
+
+def style() -> str:
+    return (FILES / "demo_page.css").read_text(encoding="utf-8")
+
+
+def make_page(library: Library, queue: int, seconds: float) -> Any:
+    """The page, a `gradio.Blocks` that is not launched: one text is made at a time, `queue` requests wait, and after so
+    many `seconds` a text ends where it is."""
+
+    def choices() -> list[tuple[str, str]]:
+        return [(found.name, str(found.path)) for found in library.find()]
+
+    def answerers() -> list[tuple[str, str]]:
+        return [(found.name, str(found.path)) for found in library.find() if found.answers]
+
+    def look_again(chosen: list[str], answerer: str | None) -> tuple[Any, Any, Any]:
+        there, answering = choices(), answerers()
+        still = [path for _, path in there if path in (chosen or [])] or [path for _, path in there[:1]]
+        who = answerer if answerer in [path for _, path in answering] else next((path for _, path in answering), None)
+        return (
+            gr.update(choices=there, value=still),
+            gr.update(choices=answering, value=who),
+            gr.update(visible=bool(answering)),
+        )
+
+    def continue_text(chosen: list[str], prompt: str, *settings: Any) -> Iterator[str]:
+        given = dict(zip(SETTINGS, settings, strict=True))
+        log = ""
+        for events in complete(library, chosen or [], prompt or "", given, seconds):
+            log += lines(events)
+            yield log
+
+    def answer(name: str | None, history: list[Turn], question: str, *settings: Any) -> Iterator[tuple[Any, Any, Any]]:
+        given = dict(zip(SETTINGS, settings, strict=True))
+        log = ""
+        for i, (events, turns) in enumerate(converse(library, name, history, question or "", given, seconds)):
+            log += lines(events)
+            # Taken out of its box at once, for later the next one may have been begun there.
+            was_asked = i == 1 and not any("problem" in event for event in events)
+            yield log, turns, "" if was_asked else gr.skip()
+
+    def draw(chosen: list[str]) -> Any:
+        import pandas
+
+        return pandas.DataFrame(library.curves(chosen or []), columns=["step", "loss", "line"])
+
+    with gr.Blocks(title="Try the model", analytics_enabled=False) as page:
+        with gr.Row(elem_classes="demo-title"):
+            gr.Markdown("## Try the model")
+            again = gr.Button("Look again", size="sm", scale=0, min_width=110)
+        with gr.Row():
+            with gr.Column(scale=3, min_width=320):
+                with gr.Tab("Text"):
+                    models = gr.Dropdown(
+                        choices(),
+                        value=[path for _, path in choices()[:1]],
+                        label=f"Checkpoints, up to {MOST_COMPARED} side by side",
+                        multiselect=True,
+                        max_choices=MOST_COMPARED,
+                    )
+                    prompt = gr.Textbox(label="Prompt (Shift+Enter generates)", lines=3, max_length=LONGEST_PROMPT)
+                    with gr.Row():
+                        go = gr.Button("Generate", variant="primary", scale=2, min_width=120)
+                        stop = gr.Button("Stop", min_width=80)
+                    texts = tokens_view()
+                with gr.Tab("Conversation", visible=bool(answerers())) as conversation:
+                    answerer = gr.Dropdown(
+                        answerers(), value=next((path for _, path in answerers()), None), label="Checkpoint"
+                    )
+                    dialogue = tokens_view()
+                    question = gr.Textbox(label="Question", lines=1, max_lines=8, max_length=LONGEST_PROMPT)
+                    with gr.Row():
+                        send = gr.Button("Ask", variant="primary", scale=2, min_width=100)
+                        halt = gr.Button("Stop", min_width=80)
+                        reset = gr.Button("Clear", min_width=80)
+                with gr.Tab("Loss curve") as training:
+                    plot = gr.LinePlot(
+                        x="step", y="loss", color="line", y_title="loss (nats per token)", color_title=" ", height=360
+                    )
+            with gr.Column(scale=1, min_width=260), gr.Accordion("Settings"):
+                most = library.max_tokens
+                settings = [
+                    gr.Slider(1, most, min(Sampling.max_new_tokens, most), step=1, label="Length"),
+                    gr.Slider(0, 2, Sampling.temperature, step=0.05, label="Temperature"),
+                    gr.Slider(0, 200, Sampling.top_k, step=1, label="Top-k (0: off)"),
+                    gr.Slider(0.01, 1, Sampling.top_p, step=0.01, label="Top-p (1: off)"),
+                    gr.Slider(1, 2, Sampling.repetition_penalty, step=0.05, label="Repetition penalty"),
+                    gr.Textbox(label="Seed", placeholder="another each time", max_length=20),
+                ]
+        history = gr.State([])
+        own = {"api_visibility": "private"}
+        turn = own | {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "minimal"}
+        aside = own | {"queue": False, "show_progress": "hidden"}
+        writing = gr.on([go.click, prompt.submit], continue_text, [models, prompt, *settings], texts, **turn)
+        talking = gr.on(
+            [send.click, question.submit],
+            answer,
+            [answerer, history, question, *settings],
+            [dialogue, history, question],
+            **turn,
+        )
+        stop.click(None, js=STOPPED, cancels=[writing], **aside)
+        halt.click(None, js=STOPPED, cancels=[talking], **aside)
+        reset.click(lambda: ("", []), None, [dialogue, history], cancels=[talking], **aside)
+        gr.on([page.load, again.click], look_again, [models, answerer], [models, answerer, conversation], **aside)
+        gr.on([training.select, models.change], draw, models, plot, **aside)
+    page.queue(max_size=queue, default_concurrency_limit=1, api_open=False)
+    return page
+
+
+def lines(events: list[Event]) -> str:
+    """Events as the page reads them: text that only grows, of which Gradio sends what is new, and that has no `<`, for
+    nothing in it is a tag."""
+    return "".join(json.dumps(event).replace("<", "\\u003c") + "\n" for event in events)
+
+
+def tokens_view() -> Any:
+    script = (FILES / "demo_tokens.js").read_text(encoding="utf-8")
+    return gr.HTML("", html_template=TEMPLATE, js_on_load=script, elem_classes=["tokens"], apply_default_css=False)
