@@ -57,7 +57,8 @@ class Card:
     turns: list[Turn] = field(default_factory=list)
     fresh: list[Event] = field(default_factory=list)  # that the page was not told yet
     writing: Iterator[None] | None = None  # while it writes
-    note: str = ""
+    note: str = ""  # while it writes
+    remark: str = ""  # after any other note
 
     def tell(self, **what: Any) -> None:
         self.fresh.append({"card": self.index, **what})
@@ -73,7 +74,7 @@ class Card:
 
     def end(self, note: str) -> None:
         self.writing = None
-        self.tell(note=note)
+        self.tell(note=note + self.remark if note else "")
         self.tell(running=False)
 
     def begin(self, turn: Turn, served: Served, ids: list[int], sampling: Sampling) -> None:
@@ -163,7 +164,6 @@ def converse(
     card.fresh = [begun, *({"card": 0, **event} for turn in card.turns for event in turn.events())]
     card.tell(note="Reading the checkpoint")
     yield card.take(), card.turns
-    remark = ""
     try:
         if why := refusal([name] if name else [], question):
             raise RequestError(why)
@@ -174,16 +174,16 @@ def converse(
         ids = chat_ids(messages, sampling, served)
         assert served.chat is not None
         if len(ids) < len(served.chat.prompt_ids(served.tokenizer, messages)):
-            remark = ". There is no room for all that was said: it has forgotten the oldest turns"
+            card.remark = ". There is no room for all that was said: it forgot the oldest turns."
         card.begin(Turn("user", question), served, ids, sampling)
     except Exception as problem:
         card.fail(problem)
-    for events in stream([card], seconds, remark):
+    for events in stream([card], seconds):
         yield events, card.turns
 
 
-def stream(cards: list[Card], seconds: float, remark: str = "") -> Iterator[list[Event]]:
-    """What comes while the cards write, in turn, for so many seconds at most. The `remark` ends their notes."""
+def stream(cards: list[Card], seconds: float) -> Iterator[list[Event]]:
+    """What comes while the cards write, in turn, for so many seconds at most."""
     started = shown = time.monotonic()
     while running := [card for card in cards if card.writing is not None]:
         for card in running:
@@ -191,10 +191,10 @@ def stream(cards: list[Card], seconds: float, remark: str = "") -> Iterator[list
         now = time.monotonic()
         if now - started >= seconds:
             for card in running:
-                card.end(f"{card.note}, ended after {seconds:g} s{remark}")
+                card.end(f"{card.note}, ended after {seconds:g} s")
         elif now - shown >= SHOW_EVERY:
             for card in running:
-                card.tell(note=card.note + remark)
+                card.tell(note=card.note)
             yield [event for card in cards for event in card.take()]
             shown = time.monotonic()
     yield [event for card in cards for event in card.take()]
