@@ -159,4 +159,11 @@ def lines(events: list[Event]) -> str:
 
 def tokens_view() -> Any:
     script = (FILES / "demo_tokens.js").read_text(encoding="utf-8")
-    return gr.HTML("", html_template=TEMPLATE, js_on_load=script, elem_classes=["tokens"], apply_default_css=False)
+    return gr.HTML(
+        "",
+        html_template=TEMPLATE,
+        js_on_load=script,
+        elem_classes=["tokens"],
+        apply_default_css=False,
+        min_height=40,  # room for Gradio's own word of the queue
+    )

@@ -86,7 +86,7 @@ def listen_for(arguments: argparse.Namespace, key: str | None) -> socket.socket:
     remedy = (
         f"set the environment variable {KEY_VARIABLE} to a secret of your own and start again, or leave --host out."
     )
-    return listen(arguments.host, arguments.port, key is not None, remedy)
+    return listen(arguments.host, arguments.port, remedy if key is None else None)
 
 
 def introduction(served: Served, listener: socket.socket, key: str | None) -> str:

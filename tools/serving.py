@@ -56,16 +56,16 @@ def check_flags(arguments: argparse.Namespace, least_queue: int, packages: Seque
         raise ConfigError(f"This needs {' and '.join(missing)}: pip install -r requirements-extras.txt")
 
 
-def listen(host: str, port: int, lets_others_in: bool, remedy: str) -> socket.socket:
-    """A socket that listens. Raises ConfigError for an address that cannot be had, and for one that lets other machines
-    in where they may not come; the `remedy` then says what to do."""
+def listen(host: str, port: int, remedy: str | None = None) -> socket.socket:
+    """A socket that listens. Raises ConfigError for an address that cannot be had, and if there is a `remedy`, which says
+    what to do, for one that lets other machines in."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
     except OSError:
         raise ConfigError(
             f"--host {host} is no address of this machine; 127.0.0.1 is for this machine alone."
         ) from None
-    if not lets_others_in and not ipaddress.ip_address(address[0]).is_loopback:
+    if remedy is not None and not ipaddress.ip_address(address[0]).is_loopback:
         raise ConfigError(f"--host {host} lets other machines in, and they need a key: {remedy}")
     try:
         return socket.create_server(address[:2], family=family)

@@ -10,6 +10,7 @@ In a notebook it stands below the cell: %run tools/web_demo.py
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ipaddress
 import secrets
 import signal
@@ -22,7 +23,7 @@ from typing import Any
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.errors import ConfigError, script
+from common.errors import ConfigError, UserError, script
 from common.flags import Parser
 from tools.serving import add_flags, check_flags, listen
 
@@ -34,24 +35,33 @@ HEIGHT = 900  # pixels, in a notebook
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    with listen(arguments.host, arguments.port, lets_others_in=True, remedy="") as listener:
+    if in_notebook():
+        import gradio
+
+        gradio.close_all(verbose=False)  # the page that this cell opened before
+    with listen(arguments.host, arguments.port) as listener:
         address, port = listener.getsockname()[:2]  # free a moment ago, as it is when the page takes it
     from tools.demo_library import Library
     from tools.demo_model import no_checkpoints
 
     library = Library([Path(place) for place in arguments.places], arguments.device, arguments.max_tokens)
-    if not library.find():
+    found = library.find()
+    if not found:
         raise no_checkpoints(library.places)
+    with contextlib.suppress(UserError):  # what is wrong with it is said on the page
+        library.open(str(found[0].path))  # with which the page begins
     from tools.demo_page import make_page
 
     is_local = ipaddress.ip_address(address).is_loopback and not arguments.share
     password = "" if is_local else secrets.token_urlsafe(12)
     page = make_page(library, arguments.queue, arguments.timeout)
     launch(page, address, port, password, arguments.share)
-    print(introduction(page, len(library.find()), password), flush=True)
+    print(introduction(page, len(found), password), flush=True)
     if not in_notebook():
-        wait_for_a_signal()
-        page.close(verbose=False)
+        try:
+            wait_for_a_signal()
+        finally:
+            page.close(verbose=False)
     return 0
 
 
@@ -73,17 +83,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def launch(page: Any, address: str, port: int, password: str, share: bool) -> None:
-    import gradio as gr
+    import gradio
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     from tools.demo_page import style, theme
     from tools.openai_app import OWN_HOSTS
 
-    if in_notebook():
-        gr.close_all(verbose=False)  # the page of the cell's last run
     # As in openai_app.make_app; Colab calls this machine by names of its own.
-    hosts = [] if password or gr.utils.colab_check() else [Middleware(TrustedHostMiddleware, [*OWN_HOSTS, address])]
+    hosts = [] if password or gradio.utils.colab_check() else [Middleware(TrustedHostMiddleware, [*OWN_HOSTS, address])]
     page.launch(
         server_name=f"[{address}]" if ":" in address else address,
         server_port=port,
@@ -117,9 +125,9 @@ def introduction(page: Any, count: int, password: str) -> str:
 
 
 def in_notebook() -> bool:
-    import gradio as gr
-
-    return bool(gr.utils.ipython_check())
+    """Whether this is a notebook's own process: its cell ends while the page stays."""
+    shell = sys.modules.get("IPython")
+    return shell is not None and shell.get_ipython() is not None
 
 
 def wait_for_a_signal() -> None:

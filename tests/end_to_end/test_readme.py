@@ -19,12 +19,13 @@ import tools.merge_lora
 import tools.watch
 import train_colab_mmap
 from tests.helpers import ROOT
+from tests.tools import demos
 from tests.tools.helpers import write_model
 from tests.tools.servers import started
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BEFORE, ELSEWHERE, SERVED, REST = re.split(
-    r"^(?=## A model made here|## Programs talk|## In Google Colab)", README, flags=re.MULTILINE
+BEFORE, SHOWN, ELSEWHERE, SERVED, REST = re.split(
+    r"^(?=## A page to try|## A model made here|## Programs talk|## In Google Colab)", README, flags=re.MULTILINE
 )
 SCRIPTS = {
     "tokenize_local_bpe.py": tokenize_local_bpe.main,
@@ -95,6 +96,16 @@ def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
     scripts = {word for command in ran for word in shlex.split(command) if word.endswith(".py")}
     assert scripts == {*SCRIPTS, "tools/merge_lora.py", "tools/watch.py"}
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.extras("gradio")
+def test_a_page_shows_a_model(tmp_path):
+    write_model(tmp_path / "runs/gpt2_small/checkpoints/step_00000001")
+    (command,) = commands("bash", SHOWN)
+    words = shlex.split(command)
+    assert words[:2] == ["python", "tools/web_demo.py"]
+    with demos.started(tmp_path, *words[2:]) as demo:
+        assert "gpt2_small, step 1" in demo.ask("/config")[2]
 
 
 @pytest.mark.extras("transformers")
