@@ -57,8 +57,8 @@ def check_flags(arguments: argparse.Namespace, least_queue: int, packages: Seque
 
 
 def listen(host: str, port: int, remedy: str | None = None) -> socket.socket:
-    """A socket that listens. Raises ConfigError for an address that cannot be had, and if there is a `remedy`, which says
-    what to do, for one that lets other machines in."""
+    """A socket that listens. Raises ConfigError for an address that cannot be had, and for one that lets other machines
+    in, if there is a `remedy`: what to do about it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
     except OSError:
