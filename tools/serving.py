@@ -34,7 +34,8 @@ def add_flags(parser: Parser, port: int, queue: int, max_tokens: int, timeout: i
         metavar="SECONDS",
         help=f"after which a text ends where it is [{timeout}]",
     )
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute [auto]")
+    devices = ("auto", "cpu", "cuda", "mps")
+    parser.add_argument("--device", choices=devices, default="auto", help="where to compute [auto]")
     add_debug(parser)
 
 
