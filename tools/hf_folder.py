@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import os
 import shutil
 from collections.abc import Iterator
@@ -143,7 +144,9 @@ def build_theirs(hf_config: dict[str, Any], tensors: Tensors, tied: bool) -> Any
 
     kinds = {"gpt2": (GPT2Config, GPT2LMHeadModel), "nanochat": (NanoChatConfig, NanoChatForCausalLM)}
     config_class, model_class = kinds[hf_config["model_type"]]
-    known = {key: value for key, value in hf_config.items() if key in config_class.__annotations__}
+    # Before transformers 5.4 a class says in its __init__ what it has.
+    own = inspect.get_annotations(config_class) or inspect.signature(config_class).parameters
+    known = {key: value for key, value in hf_config.items() if key in own}
     theirs: Any = model_class(config_class(**{**known, "tie_word_embeddings": tied}))
     missing, unknown = theirs.load_state_dict(tensors, strict=False, assign=True)  # no second copy in memory
     assert not unknown and set(missing) <= {"lm_head.weight"}, (missing, unknown)

@@ -20,16 +20,16 @@ from model import TransformerLanguageModel
 from tests.hostile.readers import seal
 from tests.tools.helpers import MODERN, bpe, random_model, write_adapters, write_model
 
-BOTH = ("attention", "feed_forward")
+ALL = tuple(TARGETS)
 FORMS = {"gpt2": {}, "tied": {"tie_embeddings": True}, "modern": {**MODERN, "activation": "relu2"}}
 TOKENS = torch.arange(48).view(2, 24) * 5
 
 
-def lora(rank: int = 4, targets: tuple[str, ...] = BOTH, **changes: Any) -> LoRA:
+def lora(rank: int = 4, targets: tuple[str, ...] = ALL, **changes: Any) -> LoRA:
     return dataclasses.replace(LoRA(rank, 16.0, targets, "base", "0" * 64), **changes)
 
 
-def adapted(targets: tuple[str, ...] = BOTH, trained: bool = True, **options: Any) -> TransformerLanguageModel:
+def adapted(targets: tuple[str, ...] = ALL, trained: bool = True, **options: Any) -> TransformerLanguageModel:
     """A model with adapters, as they are at the start or with random numbers in both."""
     model = random_model(300, **options)
     add_adapters(model, lora(targets=targets))
@@ -53,24 +53,26 @@ def test_at_first_the_adapted_model_is_its_base(options: dict) -> None:
     assert all(0.9 * tensor.size(1) ** -0.5 < tensor.abs().max() <= bound for tensor in a)
 
 
-@pytest.mark.parametrize("targets", [BOTH, ("attention",), ("feed_forward",)])
+@pytest.mark.parametrize("targets", [ALL, *((target,) for target in ALL)])
 def test_gradients_are_for_adapters_alone(targets: tuple[str, ...]) -> None:
     model = adapted(targets)
     model(TOKENS, TOKENS).backward()
     modules = [module for target in targets for module in TARGETS[target]]
-    names = {f"blocks.{i}.{module}.lora_{kind}" for i in range(2) for module in modules for kind in "AB"}
+    parts = [f"blocks.{i}.{module}" for i in range(2) for module in modules]
+    parts += ["token_embedding", "head"] if "embeddings" in targets else []
+    names = {f"{part}.lora_{kind}" for part in parts for kind in "AB"}
     assert {name for name, p in model.named_parameters() if p.grad is not None} == names == set(adapters_of(model))
     assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.grad is not None)
     assert model.num_parameters(trained_only=True) == sum(p.numel() for p in adapters_of(model).values())
 
 
-@pytest.mark.parametrize("targets", [BOTH, ("attention",), ("feed_forward",)])
+@pytest.mark.parametrize("targets", [ALL, *((target,) for target in ALL)])
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_merged_it_is_an_ordinary_model_that_says_the_same(options: dict, targets: tuple[str, ...]) -> None:
     model, merged = adapted(targets, **options), random_model(300, **options)
     with torch.inference_mode():
         before = merged(TOKENS)
-        merged.load_weights(merge(stored_weights(merged), adapters_of(model), lora(targets=targets)))
+        merged.load_weights(merge(stored_weights(merged), adapters_of(model), lora(targets=targets), merged.config))
         torch.testing.assert_close(merged(TOKENS), model(TOKENS), atol=1e-4, rtol=0)
         assert (merged(TOKENS) - before).abs().max() > 0.1
 
@@ -106,7 +108,7 @@ def test_a_cache_holds_what_the_adapters_say() -> None:
     from generation.sampling import Sampling
 
     model, merged = adapted(), random_model(300)
-    merged.load_weights(merge(stored_weights(merged), adapters_of(model), lora()))
+    merged.load_weights(merge(stored_weights(merged), adapters_of(model), lora(), model.config))
     texts = [generate(each, bpe(), ["the cat"], Sampling(10, 0.0))[0].text for each in (model, merged)]
     assert texts[0] == texts[1]
 
@@ -117,7 +119,8 @@ def test_what_is_frozen_costs_no_gradient_of_its_own() -> None:
     embeddings = base.token_embedding.weight.numel() + base.positional_embedding.weight.numel()
     attention = 12 * 2 * 24 * 32
     assert base.flops_per_token() == 6 * (base.num_parameters() - embeddings) + attention
-    adapters = model.num_parameters(trained_only=True)
+    looked_up = sum(p.numel() for p in model.token_embedding.parameters() if p.requires_grad)
+    adapters = model.num_parameters(trained_only=True) - looked_up
     assert model.flops_per_token() == 4 * (base.num_parameters() - embeddings) + 6 * adapters + attention
 
 
@@ -135,7 +138,7 @@ def test_adapters_of_another_model_are_refused_by_name() -> None:
         with pytest.raises(ValueError, match=said):
             load_adapters(model, bad)
         with pytest.raises(ValueError, match=said):
-            merge(stored_weights(random_model(300)), bad, lora())
+            merge(stored_weights(random_model(300)), bad, lora(), model.config)
     with pytest.raises(ValueError, match="not finite"):
         load_adapters(model, good | {name: torch.full_like(good[name], torch.nan)})
     load_adapters(model, good)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import importlib
 import json
 import traceback
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ from common.errors import ConfigError, UserError
 from tools import push_hub
 
 # tokenizers brings one; before tokenizers 0.22 an older one than requirements-extras.txt allows.
-constants = pytest.importorskip("huggingface_hub", minversion="1.0").constants
+pytest.importorskip("huggingface_hub", minversion="1.3")
+constants = importlib.import_module("huggingface_hub.constants")
 pytestmark = [pytest.mark.extras, pytest.mark.filterwarnings("ignore::DeprecationWarning:httpx2")]
 TOKEN = "hf_secretSECRETsecret"
 REPO = "ada/engine"

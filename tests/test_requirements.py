@@ -1,0 +1,39 @@
+"""What requirements*.txt ask for, and the versions that constraints*.txt name, fit together."""
+
+from __future__ import annotations
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import Specifier
+from packaging.version import Version
+
+from tests.helpers import ROOT
+
+ASKED = ("requirements.txt", "requirements-dev.txt", "requirements-extras.txt")
+
+
+def read(name: str) -> dict[str, Specifier]:
+    """What the file says of each package: its one bound, or its version."""
+    lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines())
+    found = [Requirement(line) for line in lines if line and not line.startswith("-r ")]
+    return {requirement.name: Specifier(str(requirement.specifier)) for requirement in found}
+
+
+def test_the_oldest_are_the_lower_bounds() -> None:
+    oldest = read("constraints-oldest.txt")
+    for package, asked in read("requirements.txt").items():
+        assert asked.operator == ">=" and Version(oldest[package].version) == Version(asked.version), package
+
+
+@pytest.mark.parametrize("constraints", sorted(path.name for path in ROOT.glob("constraints*.txt")))
+def test_no_version_is_one_that_is_not_allowed(constraints: str) -> None:
+    named = read(constraints)
+    for name in ASKED:
+        for package, asked in read(name).items():
+            assert package not in named or asked.contains(named[package].version), (name, package)
+
+
+def test_the_tests_run_with_known_versions_of_everything() -> None:
+    named = read("constraints.txt")
+    assert set().union(*map(read, ASKED)) == set(named)
+    assert all(version.operator == "==" for version in named.values())
