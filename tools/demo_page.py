@@ -29,8 +29,6 @@ TEMPLATE = """
   <p class="caption">The model's own probabilities, before temperature, top-k, top-p and penalty.</p>
 </div>
 """
-# The text stays as it is; the caret that says that more is coming goes.
-STOPPED = "() => document.querySelectorAll('.tokens .running').forEach((card) => card.classList.remove('running'))"
 SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
 
 
@@ -129,9 +127,9 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
                     gr.Textbox(label="Seed", placeholder="another each time", max_length=20),
                 ]
         history = gr.State([])
-        own = {"api_visibility": "private"}
-        turn = own | {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "minimal"}
-        aside = own | {"queue": False, "show_progress": "hidden"}
+        own = {"api_visibility": "private", "show_progress": "hidden"}  # Gradio's would lie over the text
+        turn = own | {"concurrency_id": "model", "concurrency_limit": 1, "js": told("waiting")}
+        aside = own | {"queue": False}
         writing = gr.on([go.click, prompt.submit], continue_text, [models, prompt, *settings], texts, **turn)
         talking = gr.on(
             [send.click, question.submit],
@@ -140,8 +138,9 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
             [dialogue, history, question],
             **turn,
         )
-        stop.click(None, js=STOPPED, cancels=[writing], **aside)
-        halt.click(None, js=STOPPED, cancels=[talking], **aside)
+        for event, button in ((writing, stop), (talking, halt)):
+            button.click(None, js=told("stopped"), cancels=[event], **aside)
+            event.failure(None, js=told("refused"), **aside)
         reset.click(lambda: ("", []), None, [dialogue, history], cancels=[talking], **aside)
         gr.on([page.load, again.click], look_again, [models, answerer], [models, answerer, conversation], **aside)
         gr.on([training.select, models.change], draw, models, plot, **aside)
@@ -157,6 +156,15 @@ def lines(events: list[Event]) -> str:
     return "".join(json.dumps(event).replace("<", "\\u003c") + "\n" for event in events)
 
 
+def told(what: str) -> str:
+    """JavaScript by which the texts in sight learn what becomes of a request before its first event, or in place of its
+    last."""
+    tell = f"view.dispatchEvent(new CustomEvent('request', {{detail: '{what}'}}))"
+    return (
+        f"(...inputs) => {{ document.querySelectorAll('.tokens .tokens').forEach((view) => {tell}); return inputs; }}"
+    )
+
+
 def tokens_view() -> Any:
     script = (FILES / "demo_tokens.js").read_text(encoding="utf-8")
     return gr.HTML(
@@ -165,5 +173,4 @@ def tokens_view() -> Any:
         js_on_load=script,
         elem_classes=["tokens"],
         apply_default_css=False,
-        min_height=40,  # room for Gradio's own word of the queue
     )

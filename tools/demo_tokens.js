@@ -139,6 +139,25 @@ element.addEventListener("keydown", (event) => {
   event.stopPropagation();
 });
 
+// What becomes of a request before its first event, or in place of its last.
+const WAITING = "Waiting for its turn";
+const REFUSED = "This was not taken. Try again in a moment.";
+element.addEventListener("request", ({ detail }) => {
+  if (!element.offsetParent) return; // the texts of another tab
+  if (detail === "waiting" && !cards.children.length) cards.append(cardNode({}));
+  for (const card of cards.children) {
+    const note = card.querySelector(".note");
+    if (detail === "waiting") {
+      note.textContent = WAITING;
+      card.querySelector(".problem").textContent = "";
+    } else {
+      card.classList.toggle("stopped", card.classList.contains("running")); // some tokens may be on their way still
+      card.classList.remove("running");
+      if (note.textContent === WAITING) note.textContent = detail === "refused" ? REFUSED : "";
+    }
+  }
+});
+
 colours.addEventListener("change", () => element.classList.toggle("plain", !colours.checked));
 watch("value", update);
 update();

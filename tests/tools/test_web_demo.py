@@ -108,9 +108,9 @@ def test_text_streams_and_stops(visitor: Visitor, models: Path) -> None:
     visitor.wait_for_tokens(visitor.count() + 20)
     assert visitor.page.locator(".considered").is_visible() and visitor.page.locator(".card.running").count() == 1
     visitor.button("Stop").click()
-    (stopped,) = visitor.finished("")
-    made = visitor.count()
-    assert expected(models, 9, "the", made, 3) == stopped
+    visitor.page.locator(".card.stopped").wait_for()
+    (text,) = visitor.finished("seed 3")
+    assert expected(models, 9, "the", len(text), 3) == text
     visitor.fill(Length="7")
     visitor.button("Generate").click()
     assert visitor.finished("length reached") == [expected(models, 9, "the", 7, 3)], "at once: nothing goes on unseen"
@@ -256,13 +256,14 @@ def test_who_comes_to_a_full_queue_is_told_and_the_others_go_on(demo: Demo, cont
             method: "POST", headers: {"Content-Type": "application/json"}, credentials: "include",
             body: JSON.stringify({...body, session_hash: `other${i}`}),
         }).then((answer) => answer.status)))"""
-        waiting.page.get_by_text("queue:").first.wait_for()
+        waiting.page.get_by_text("Waiting for its turn").wait_for()
         body = json.loads(join.post_data)
         body["data"] = [value if value != ENDLESS else 2 for value in body["data"]]
         statuses = late.page.evaluate(ask, [join.url, body, WAITING + 2])
         assert sorted(set(statuses)) == [200, 503] and statuses.count(200) == WAITING - 1
         late.button("Generate").click()
-        late.page.get_by_text(re.compile("busy|full", re.IGNORECASE)).first.wait_for()
+        late.page.get_by_text("currently busy").wait_for()
+        late.page.get_by_text("This was not taken. Try again in a moment.").wait_for()
         assert late.count() == 0 and waiting.count() == 0
         first.button("Stop").click()
         assert len(waiting.finished("length reached")[0]) == 4
