@@ -53,12 +53,15 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
         return [(found.name, str(found.path)) for found in library.find() if found.answers]
 
     def look_again(chosen: list[str], answerer: str | None) -> tuple[Any, Any, Any]:
+        """What is chosen stays, for meanwhile it may be another, unless it is gone."""
         there, answering = choices(), answerers()
-        still = [path for _, path in there if path in (chosen or [])] or [path for _, path in there[:1]]
-        who = answerer if answerer in [path for _, path in answering] else next((path for _, path in answering), None)
+        paths, answering_paths = [path for _, path in there], [path for _, path in answering]
+        kept = [path for path in chosen or [] if path in paths]
+        chooses = {} if kept and kept == chosen else {"value": kept or paths[:1]}
+        asks = {} if answerer in answering_paths else {"value": next(iter(answering_paths), None)}
         return (
-            gr.update(choices=there, value=still),
-            gr.update(choices=answering, value=who),
+            gr.update(choices=there, **chooses),
+            gr.update(choices=answering, **asks),
             gr.update(visible=bool(answering)),
         )
 
@@ -114,7 +117,13 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
                         reset = gr.Button("Clear", min_width=80)
                 with gr.Tab("Loss curve") as training:
                     plot = gr.LinePlot(
-                        x="step", y="loss", color="line", y_title="loss (nats per token)", color_title=" ", height=360
+                        x="step",
+                        y="loss",
+                        color="line",
+                        y_title="loss (nats per token)",
+                        color_title=" ",
+                        height=360,
+                        label="The runs of the checkpoints that are chosen",
                     )
             with gr.Column(scale=1, min_width=260), gr.Accordion("Settings"):
                 most = library.max_tokens

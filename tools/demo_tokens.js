@@ -113,7 +113,7 @@ function close() {
 }
 
 element.addEventListener("click", (event) => {
-  const token = event.target.closest(".token");
+  const token = event.target.closest(".turn .token");
   if (token && token !== active) {
     token.focus({ preventScroll: true });
     open(token);
@@ -121,7 +121,7 @@ element.addEventListener("click", (event) => {
 });
 
 element.addEventListener("keydown", (event) => {
-  const token = event.target.closest(".token");
+  const token = event.target.closest(".turn .token");
   if (event.key === "Escape" && active) {
     active.focus();
     close();
@@ -151,8 +151,7 @@ element.addEventListener("request", ({ detail }) => {
       note.textContent = WAITING;
       card.querySelector(".problem").textContent = "";
     } else {
-      card.classList.toggle("stopped", card.classList.contains("running")); // some tokens may be on their way still
-      card.classList.remove("running");
+      if (card.classList.replace("running", "stopped")) continue; // a note may be on its way still
       if (note.textContent === WAITING) note.textContent = detail === "refused" ? REFUSED : "";
     }
   }
