@@ -177,7 +177,7 @@ class Snapshot:
 
 def take_snapshot(
     model: TransformerLanguageModel,
-    optimizer: Stateful,
+    optimizer_state: dict[str, Any],
     tokenizer_file: bytes,
     tokenizer_type: str,
     training_state: dict[str, Any],
@@ -186,8 +186,8 @@ def take_snapshot(
 ) -> Snapshot:
     """What `write_checkpoint` needs; with `copy`, nothing of it changes when the training goes on."""
     config = stored_config(model, tokenizer_type, chat)
-    weights, state = stored_weights(model), optimizer.state_dict()
-    return Snapshot(on_host(weights, copy), on_host(state, copy), tokenizer_file, config, training_state)
+    weights = stored_weights(model)
+    return Snapshot(on_host(weights, copy), on_host(optimizer_state, copy), tokenizer_file, config, training_state)
 
 
 def stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
@@ -224,7 +224,8 @@ def save_checkpoint(
     chat: ChatTemplate | None = None,
 ) -> None:
     """`write_checkpoint` of a model and an optimizer as they are."""
-    write_checkpoint(folder, take_snapshot(model, optimizer, tokenizer_file, tokenizer_type, training_state, chat))
+    state = optimizer.state_dict()
+    write_checkpoint(folder, take_snapshot(model, state, tokenizer_file, tokenizer_type, training_state, chat))
 
 
 def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None] = lambda: None) -> None:

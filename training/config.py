@@ -189,6 +189,9 @@ class TrainConfig:
     process_timeout: float = option(
         600.0, "hardware", "seconds that processes wait for one of them under torchrun, then the job ends", above=0.0
     )
+    shard_optimizer: bool = option(
+        False, "hardware", "with torchrun: each process keeps its share of the optimizer's state; for large models"
+    )
     dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write no run")
     profile: bool = option(False, "hardware", "time the parts of a step, say what limits it, write no run")
     tune: bool = option(False, "hardware", "time other settings on this machine, keep the best for later, write no run")

@@ -24,6 +24,7 @@ from training.data import TokenData
 from training.hardware import Hardware, return_freed_memory
 from training.optimizer import Optimizer, hidden_matrices
 from training.run_folder import CONFIG
+from training.sharding import largest_share
 
 MEMORY_SHARE = 0.8  # of the memory there is; the rest is for tokens, kernels' workspaces and fragmentation
 OTHERS_SHARE = 0.1  # of the memory there is, that a process must hold to be named
@@ -34,19 +35,20 @@ PROCESS_BYTES = 350_000_000  # resident in a process that has imported torch
 
 def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> int:
     """Peak bytes of a training step: weights, gradients and AdamW's two moments in fp32 (16 bytes a parameter; 12 with
-    the one momentum of Muon; 4 where it is frozen), and what the backward pass needs of one micro-batch.
+    the one momentum of Muon; 4 where it is frozen), and what the backward pass needs of one micro-batch. Of processes
+    that share the optimizer's state, those of the one with most.
 
     Counted from what autograd keeps where the model runs as it is written, and from what the compiler's graphs keep
     (docs/benchmarks/gpu_forecast.md).
     """
     parameters, trained = model.num_parameters(), model.num_parameters(trained_only=True)
     several = config.rows_at_once < config.sequences_per_process  # the gradients of earlier slices are there already
-    moments = 8 * trained
-    update = 0
-    if config.optimizer == "muon":
-        hidden = sum(matrix.numel() for matrix in hidden_matrices(model).values())
-        moments -= 4 * hidden
-        update = 12 * hidden  # the update and Newton-Schulz, once the activations are gone
+    hidden = hidden_matrices(model) if config.optimizer == "muon" else {}
+    rest = [p.numel() for name, p in model.named_parameters() if p.requires_grad and name not in hidden]
+    sharing = config.processes if config.shard_optimizer else 1
+    hidden_share = largest_share([matrix.numel() for matrix in hidden.values()], sharing)
+    moments = 8 * largest_share(rest, sharing) + 4 * hidden_share
+    update = 12 * hidden_share  # the update and Newton-Schulz, once the activations are gone
     state = 4 * parameters + moments
     gradients = 4 * trained
     weight_copies = 2 * parameters if hardware.precision != "fp32" else 0  # autocast keeps its casts for backward
@@ -209,6 +211,9 @@ def savings(config: TrainConfig, model: TransformerLanguageModel, hardware: Hard
     if not config.activation_checkpointing:
         kept_less = dataclasses.replace(config, activation_checkpointing=True)
         ways.append(("--activation_checkpointing", now - estimate_memory(kept_less, model, hardware)))
+    if config.processes > 1 and not config.shard_optimizer:
+        sharing = dataclasses.replace(config, shard_optimizer=True)
+        ways.append(("--shard_optimizer", now - estimate_memory(sharing, model, hardware)))
     if hardware.precision == "fp32" and has_fast_bf16(hardware.device):
         in_bf16 = dataclasses.replace(hardware, precision="bf16")
         ways.append(("--precision bf16", now - estimate_memory(config, model, in_bf16)))

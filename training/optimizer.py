@@ -11,7 +11,8 @@ import torch
 
 from common.machine import has_fast_bf16
 from training.config import TrainConfig
-from training.processes import shared_out
+from training.processes import share_state, shared_out
+from training.sharding import Sharded, keep_own
 
 NEWTON_SCHULZ_STEPS = 5
 # Jordan et al. 2024: the steepest start that still stays bounded.
@@ -34,16 +35,24 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
     groups = [group for group in groups if group["params"]]
     # Not on Apple's GPUs, where the fused kernel does not see what forbids a step (pytorch pull request 186360).
     fused = all(p.device.type != "mps" for p in rest)
-    adamw = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused)
-    adamw.register_load_state_dict_pre_hook(checked_state)
+    is_sharded = config.shard_optimizer and config.processes > 1
+    adamw = (ShardedAdamW if is_sharded else torch.optim.AdamW)(
+        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused
+    )
+    checks = [checked_state, keep_own] if is_sharded else [checked_state]
+    for check in checks:
+        adamw.register_load_state_dict_pre_hook(check)
     if not hidden:
         return adamw
     # Queries, keys and values are stored fused; each is a matrix of its own.
     three_in_one = [p for name, p in hidden.items() if name.endswith("qkv.weight")]
     single = [p for name, p in hidden.items() if not name.endswith("qkv.weight")]
     groups = [{"params": three_in_one, "pieces": 3}, {"params": single, "pieces": 1}]
-    muon = Muon(groups, config.muon_learning_rate, config.muon_momentum, config.weight_decay)
-    muon.register_load_state_dict_pre_hook(checked_state)
+    muon = (ShardedMuon if is_sharded else Muon)(
+        groups, config.muon_learning_rate, config.muon_momentum, config.weight_decay
+    )
+    for check in checks:
+        muon.register_load_state_dict_pre_hook(check)
     return MuonAndAdamW(muon, adamw)
 
 
@@ -107,10 +116,23 @@ class Muon(torch.optim.Optimizer):
                     batches[piece.shape].append((part, piece, group))
         for shape, batch in batches.items():
             scale = math.sqrt(max(1.0, shape[0] / shape[1]))
-            orthogonal = shared_out(orthogonalize, torch.stack([piece for _, piece, _ in batch]))
+            orthogonal = self.orthogonalized(torch.stack([piece for _, piece, _ in batch]))
             for (part, _, group), update in zip(batch, orthogonal * keep, strict=True):
                 decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
                 part.mul_(decay).add_(update, alpha=-group["lr"] * scale)
+
+    def orthogonalized(self, matrices: torch.Tensor) -> torch.Tensor:
+        """`orthogonalize`, of which each of several processes does its share: all have the same matrices."""
+        return shared_out(orthogonalize, matrices)
+
+
+class ShardedMuon(Sharded, Muon):
+    def orthogonalized(self, matrices: torch.Tensor) -> torch.Tensor:
+        return orthogonalize(matrices)
+
+
+class ShardedAdamW(Sharded, torch.optim.AdamW):
+    pass
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
@@ -161,6 +183,25 @@ class MuonAndAdamW:
 
 
 Optimizer = torch.optim.AdamW | MuonAndAdamW
+
+
+def whole_state(optimizer: Optimizer | Muon) -> dict[str, Any]:
+    """The state dict, in the first process that of the whole optimizer also where each has a share. All processes have
+    to call it."""
+    if isinstance(optimizer, MuonAndAdamW):
+        return {"muon": whole_state(optimizer.muon), "adamw": whole_state(optimizer.adamw)}
+    return optimizer.gather() if isinstance(optimizer, Sharded) else optimizer.state_dict()
+
+
+def follow_first(optimizer: Optimizer | Muon) -> None:
+    """Give all processes the state that the first has loaded."""
+    if isinstance(optimizer, MuonAndAdamW):
+        follow_first(optimizer.muon)
+        follow_first(optimizer.adamw)
+    elif isinstance(optimizer, Sharded):
+        optimizer.scatter()
+    else:
+        optimizer.load_state_dict(share_state(optimizer.state_dict()))
 
 
 def apply_hyperparameters(optimizer: Optimizer, lr: float, config: TrainConfig) -> None:

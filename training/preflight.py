@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from training.evaluate import evaluated_windows, validation_loss
 from training.hardware import Hardware
 from training.memory import estimate_memory, held_memory, with_less_memory
 from training.mirror import COPIES, Mirror
+from training.optimizer import whole_state
 from training.processes import on_first, slowest
 from training.resume import Found
 from training.run import Run
@@ -74,7 +76,8 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
             run.config = with_less_memory(error, "", run.config, model, run.optimizer, hardware)
             print(f"Out of memory: the training will go on with {run.config.rows_at_once} sequences at once")
     config = run.config
-    saving = on_first(lambda: time_save(run))
+    optimizer_state = whole_state(run.optimizer)
+    saving = on_first(lambda: time_save(run, optimizer_state))
     evaluating = time_evaluation(step_model, run, config, hardware)
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
@@ -169,7 +172,7 @@ def check_first_loss(
         )
 
 
-def time_save(run: Run) -> float:
+def time_save(run: Run, optimizer_state: dict[str, Any]) -> float:
     """Seconds of writing a checkpoint where the run's will be, verifying and loading it. It is deleted again."""
     parent = existing(run.dir.parent)
     for left in parent.glob(".dry_run-*"):  # by one that was killed
@@ -177,7 +180,7 @@ def time_save(run: Run) -> float:
             shutil.rmtree(left, ignore_errors=True)
     began = time.perf_counter()
     with discarded(Path(tempfile.mkdtemp(prefix=".dry_run-", dir=parent))) as folder:
-        write_checkpoint(folder / "best", run.snapshot(0.0, copy=False))
+        write_checkpoint(folder / "best", run.snapshot(0.0, optimizer_state, copy=False))
         if problems := problems_of(folder / "best"):
             raise CheckpointError(f"A checkpoint that was written below {parent} is damaged: {'; '.join(problems)}.")
         checkpoint = Checkpoint(folder / "best")

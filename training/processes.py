@@ -136,6 +136,8 @@ def together(config: TrainConfig) -> Iterator[None]:
     global GROUP
     here = place()
     if here.count == 1:
+        if config.shard_optimizer:
+            print("Note       shard_optimizer: this is the only process, and keeps all of the optimizer's state")
         yield
         return
     try:
@@ -295,15 +297,15 @@ def shared_out(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor
     return torch.cat(parts)[: len(batch)]
 
 
-def share_tensors(tensors: Sequence[torch.Tensor]) -> None:
-    """The first process's numbers, for all of them."""
+def share_tensors(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+    """The numbers of one process, for all of them."""
     if GROUP is not None:
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), 0)
+            dist.broadcast(tensor.detach(), source)
 
 
-def share_state(state: Any) -> Any:
-    """The first process's structure of dicts and lists, with tensors in it, for all of them."""
+def share_state(state: Any, source: int = 0) -> Any:
+    """The structure of dicts and lists, with tensors in it, of one process, for all of them."""
     if GROUP is None:
         return state
     tensors: list[torch.Tensor] = []
@@ -320,10 +322,11 @@ def share_state(state: Any) -> Any:
             return tensors[-1]
         return rebuilt(value, filled)
 
-    told = on_first(lambda: outline(state))
-    if rank():
-        state = filled(told)
-    share_tensors(tensors)
+    told = [outline(state) if rank() == source else None]
+    dist.broadcast_object_list(told, source, GROUP.hosts)
+    if rank() != source:
+        state = filled(told[0])
+    share_tensors(tensors, source)
     return state
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import BYTES_A_PARAMETER, Snapshot, open_checkpoint, take_snapshot
+from common.checkpoint import BYTES_A_PARAMETER, Snapshot, open_checkpoint, step_folders, take_snapshot
 from common.errors import CheckpointError, ConfigError
 from common.launch import is_first
 from common.lora import lora_of
@@ -24,8 +24,8 @@ from training.evaluate import evaluated_windows
 from training.hardware import Hardware
 from training.memory import DROPOUT_ASIDE, with_less_memory
 from training.mirror import Mirror
-from training.optimizer import Optimizer
-from training.processes import count, on_first, share_state, share_tensors
+from training.optimizer import Optimizer, follow_first, whole_state
+from training.processes import any_process, count, on_first, share_tensors
 from training.records import finite
 from training.resume import (
     Found,
@@ -134,7 +134,8 @@ class Run:
         self.dir.mkdir(parents=True, exist_ok=True)
 
     def follow_first(self) -> None:
-        """Stand where the first process stands: it has read what there is."""
+        """Stand where the first process stands: it has read what there is. Raises CheckpointError if this run was begun
+        on another machine than the first."""
         if count() == 1:
             return
         plain = on_first(lambda: {name: getattr(self, name) for name in SHARED} | {"skipped": self.stability.skipped})
@@ -142,7 +143,15 @@ class Run:
         vars(self).update(plain)
         self.scaler.load_state_dict(on_first(self.scaler.state_dict))
         share_tensors(list(self.model.state_dict().values()))
-        self.optimizer.load_state_dict(share_state(self.optimizer.state_dict()))
+        follow_first(self.optimizer)
+        own = step_folders(self.dir / "checkpoints") if self.config.resume == "auto" else []
+        (is_elsewhere,) = any_process(bool(own) and self.step == 0)
+        if is_elsewhere:
+            raise CheckpointError(
+                f"There are checkpoints in {self.dir} on one of the machines, and none on that of process 0, which "
+                f"reads and writes them. Give torchrun --node_rank=0 on the machine that has them, or --resume never "
+                f"to start over."
+            )
 
     def require_own_folders(self) -> None:
         """Raises ConfigError or CheckpointError if the mirror is not there, or is not this run's, or if an old run
@@ -294,8 +303,9 @@ class Run:
         return BYTES_A_PARAMETER * self.model.num_parameters(trained_only=True)
 
     def save_is_due(self) -> bool:
-        """Whether there is something to be saved at this step; waits for nothing."""
-        self.is_due = self.is_due or self.checkpoint_due()
+        """Whether there is something to be saved at this step; waits for no GPU. Clocks differ: what is due in one
+        process is due in all."""
+        (self.is_due,) = any_process(self.is_due or self.checkpoint_due())
         return self.is_due or self.best_is_new
 
     def save_if_sound(self, elapsed: float) -> None:
@@ -306,12 +316,11 @@ class Run:
             self.save(elapsed, best_only=not self.is_due)
 
     def save(self, elapsed: float, best_only: bool = False) -> None:
-        """Begin to write a checkpoint of this step, or of the best weights alone, or of both if these are the best.
+        """Begin to write a checkpoint of this step, or of the best weights alone, or of both if these are the best. Of
+        several processes the first writes, and gets from the others what they alone have.
 
         Raises ConfigError if the weights are not finite: a good checkpoint must not make way for one of no use.
         """
-        if not is_first():
-            return
         sums = [parameter.detach().sum() for parameter in self.model.parameters()]
         self.require_finite(torch.stack(sums).sum().item(), "a weight")
         folders = [self.dir / "best"] if self.best_is_new else []
@@ -320,13 +329,15 @@ class Run:
             self.saved_step = self.step
             self.last_saved = time.monotonic()
             self.is_due = False
-        self.saver.save(folders, functools.partial(self.snapshot, elapsed), self.checkpoint_bytes)
         self.best_is_new = False
+        optimizer_state = whole_state(self.optimizer)
+        if is_first():
+            self.saver.save(folders, functools.partial(self.snapshot, elapsed, optimizer_state), self.checkpoint_bytes)
 
-    def snapshot(self, elapsed: float, copy: bool) -> Snapshot:
+    def snapshot(self, elapsed: float, optimizer_state: dict[str, Any], copy: bool) -> Snapshot:
         m = self.data.metadata
         data = self.data.tokenizer_file, m.tokenizer_type
-        return take_snapshot(self.model, self.optimizer, *data, self.state(elapsed), m.chat_template, copy)
+        return take_snapshot(self.model, optimizer_state, *data, self.state(elapsed), m.chat_template, copy)
 
     def state(self, elapsed: float) -> dict[str, Any]:
         """What `restore` needs beside the weights and the optimizer's state."""

@@ -202,6 +202,18 @@ def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
     assert not re.search("[Rr]estart|process", said)
 
 
+def test_processes_that_share_the_optimizers_state_need_less_each() -> None:
+    """AdamW's two moments in fp32: of equal matrices each of four processes keeps those of a fourth."""
+    config = TrainConfig(embed_dim=64, num_heads=2, num_layers=4, max_seq_len=64, tie_embeddings=True, bias=False)
+    config = dataclasses.replace(config, batch_size=8, micro_batch_size=1, processes=4)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(256))
+    block = sum(parameter.numel() for parameter in model.blocks.parameters())
+    saved = dict(savings(config, model, CPU))["--shard_optimizer"]
+    assert 8 * 0.7 * block < saved < 8 * 0.75 * model.num_parameters()
+    assert "--shard_optimizer" not in dict(savings(dataclasses.replace(config, processes=1), model, CPU))
+
+
 def test_dropout_is_what_to_leave_out_where_it_takes_memory() -> None:
     config = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=64, micro_batch_size=1, dropout=0.1)
     with torch.device("meta"):

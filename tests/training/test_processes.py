@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,26 +47,72 @@ TokenData.batch = hanging
 sys.exit(train_colab_mmap.main(sys.argv[1:]))
 """
 
+# Three steps on gradients that are the same in both processes, the third after saving and loading.
+SHARES = """
+import sys, torch
+from model import ModelConfig, TransformerLanguageModel
+from training.config import parse_config
+from training.optimizer import apply_hyperparameters, build_optimizer, follow_first, update, whole_state
+from training.processes import together
 
-def torchrun(count: int, *flags: object) -> list[str]:
-    """The command of a user, with a port that is free."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}"]
+def trained(*flags):
+    config = parse_config([*sys.argv[1:], *flags])
+    torch.manual_seed(1)
+    model = TransformerLanguageModel(ModelConfig(vocab_size=50, embed_dim=16, num_heads=2, num_layers=2, max_seq_len=8))
+    optimizer = build_optimizer(model, config)
+    for step in range(3):
+        if step == 2:
+            kept, optimizer = whole_state(optimizer), build_optimizer(model, config)
+            if first:
+                optimizer.load_state_dict(kept)
+            follow_first(optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        apply_hyperparameters(optimizer, 0.01, config)
+        update(optimizer, torch.tensor(2.0), 1.0, torch.tensor(0.0))
+    states = [state for part in (optimizer.state_dict() if "muon" in flags else {"": optimizer.state_dict()}).values()
+              for state in part["state"]]
+    return list(model.parameters()), whole_state(optimizer), len(states)
+
+with together(parse_config(sys.argv[1:])):
+    from training.processes import rank
+    first = rank() == 0
+    for name in ("adamw", "muon"):
+        weights, state, kept = trained("--optimizer", name)
+        own_weights, own_state, share = trained("--optimizer", name, "--shard_optimizer")
+        assert share < kept, (share, kept)
+        for ours, theirs in zip(own_weights, weights, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if name == "adamw" else 1e-4)
+        if first:
+            torch.testing.assert_close(own_state, state, rtol=0, atol=0)
+            print(name, "is the same")
+"""
+
+
+def torchrun(count: int, *flags: object, place: Sequence[str] = ("--standalone",)) -> list[str]:
+    """The command of a user."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *place, f"--nproc_per_node={count}"]
     return [*launcher, TRAINER, *map(str, flags)]
 
 
-def run_torchrun(count: int, *flags: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(torchrun(count, *flags), capture_output=True, text=True, check=False, timeout=120)
-
-
-def without_torchrun(*commands: list[str]) -> list[subprocess.Popen[str]]:
-    """A process for each command, started as torchrun would: their exit codes and words are seen one by one."""
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(len(commands))}
+        return int(free.getsockname()[1])
+
+
+def without_torchrun(*commands: list[str], places: Sequence[Path] = ()) -> list[subprocess.Popen[str]]:
+    """A process for each command, started as torchrun would, in folders of their own if they are given: their exit
+    codes and words are seen one by one."""
+    of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(commands))}
     of_all |= {"LOCAL_WORLD_SIZE": str(len(commands))}
     return [
-        subprocess.Popen(command, env={**os.environ, **of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **PIPES)
+        subprocess.Popen(
+            command,
+            env={**os.environ, **of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            cwd=places[rank] if places else None,
+            **PIPES,
+        )
         for rank, command in enumerate(commands)
     ]
 
@@ -122,11 +168,24 @@ def one(train: Callable, prompts: Path, tmp_path_factory: pytest.TempPathFactory
 def two(
     train_flags: Callable, prompts: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Twelve steps by two processes, one sequence at a time, and how the command ended. Not to be changed."""
+    """Twelve steps by two machines of one process, one sequence at a time, and how the first's command ended. Not to be
+    changed."""
     folder = tmp_path_factory.mktemp("two")
-    return folder / "run", run_torchrun(
-        2, *train_flags(folder / "run", **HALF, eval_prompts=prompts, micro_batch_size=1)
-    )
+    machines = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    commands = [
+        torchrun(
+            1,
+            *train_flags("run", **HALF, eval_prompts=prompts, micro_batch_size=1),
+            place=[*machines, f"--node_rank={number}"],
+        )
+        for number in range(2)
+    ]
+    (folder / "second").mkdir()
+    second = subprocess.Popen(commands[1], **PIPES, cwd=folder / "second")
+    first = subprocess.run(commands[0], capture_output=True, text=True, check=False, timeout=120, cwd=folder)
+    assert (second.communicate(timeout=60), second.returncode) == (("", ""), 0)
+    assert not list((folder / "second").iterdir())
+    return folder / "run", first
 
 
 @pytest.fixture
@@ -139,7 +198,7 @@ def reaped() -> Iterator[list[subprocess.Popen[str]]]:
         process.communicate()
 
 
-def test_two_processes_give_the_numbers_of_one(one: Path, two: tuple[Path, Any]) -> None:
+def test_two_machines_give_the_numbers_of_one_process(one: Path, two: tuple[Path, Any]) -> None:
     run, result = two
     assert result.returncode == 0, result.stderr
     assert_same(run, one.with_name("half"), 12)
@@ -167,12 +226,13 @@ def test_one_process_ends_what_two_began(
 def test_two_processes_end_what_one_began_though_one_of_them_is_killed(
     one: Path, train: Callable, train_flags: Callable, tmp_path: Path
 ) -> None:
-    """The job ends by itself, with a sentence, and the same command continues."""
+    """The job ends by itself, with a sentence, and the same command continues. Each has a share of the optimizer's
+    state; the checkpoints are those of one."""
     for name in ("killed", "unbroken"):
         shutil.copytree(one.with_name("half"), tmp_path / name)
     longer = HALF | {"max_steps": 60}
     assert train(tmp_path / "unbroken", **longer).code == 0
-    command = torchrun(2, *train_flags(tmp_path / "killed", **longer))
+    command = torchrun(2, *train_flags(tmp_path / "killed", **longer), "--shard_optimizer")
     launcher = subprocess.Popen(command, **PIPES)
     wait_for(launcher, "Saved ")
     os.kill(worker_of(launcher, rank=1), signal.SIGKILL)
@@ -201,8 +261,8 @@ def worker_of(launcher: subprocess.Popen[str], rank: int) -> int:
 def test_four_processes_with_muon_on_conversations_and_uneven_shares(
     tmp_path: Path, reaped: list[subprocess.Popen[str]]
 ) -> None:
-    """Six sequences a step over four processes, which count different numbers of tokens; then one process goes on. Muon
-    in bf16, where it is, makes more of a difference in rounding."""
+    """Six sequences a step over four processes, which count different numbers of tokens, between one process that
+    begins and one that goes on. Muon in bf16, where it is, makes more of a difference in rounding."""
     rows = [{"prompt": f"Fox {i}?", "completion": f"The fox {i} {'sleeps ' * (i % 7)}."} for i in range(120)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "tokens", format="chat", vocab_size=300, quiet=True)
@@ -212,6 +272,7 @@ def test_four_processes_with_muon_on_conversations_and_uneven_shares(
         "--log_interval 1 --use_lr_scheduler constant --checkpoint_minutes 0 --bias false"
     ).split()
     four, one = ([*flags, "--output_dir", tmp_path / name] for name in ("four", "one"))
+    assert run_script(train_colab_mmap.main, *four, "--max_steps", 2).code == 0
     reaped += without_torchrun(*[trained(*four, "--max_steps", 4)] * 4)
     told = [process.communicate(timeout=100) for process in reaped]
     assert [process.returncode for process in reaped] == [0] * 4, told
@@ -221,6 +282,14 @@ def test_four_processes_with_muon_on_conversations_and_uneven_shares(
     assert here[0] == pytest.approx(there[0], rel=5e-6)
     for ours, theirs in zip(here, there, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_shares_of_an_optimizer_make_the_updates_of_the_whole(reaped: list[subprocess.Popen[str]]) -> None:
+    """AdamW to the bit, and Muon's state: its iterations are of other batches, so rounded otherwise."""
+    reaped += without_torchrun(*[[sys.executable, "-c", SHARES, "--device", "cpu"]] * 2)
+    told = [process.communicate(timeout=60) for process in reaped]
+    assert [process.returncode for process in reaped] == [0, 0], told
+    assert "adamw is the same" in told[0][0] and "muon is the same" in told[0][0]
 
 
 def test_a_signal_to_one_of_them_saves_once_and_ends_all(
@@ -261,6 +330,20 @@ def test_one_that_never_comes_is_not_waited_for_longer(
     told = [process.communicate(timeout=60) for process in reaped]
     assert [process.returncode for process in reaped] == [1, 2]
     assert "error: The 2 processes that torchrun started did not find each other" in told[0][1]
+
+
+def test_a_run_that_another_machine_began_is_not_begun_anew(
+    one: Path, train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]
+) -> None:
+    """Which of them is the first may be torchrun's choice, and the run folder is that of the first."""
+    machines = [tmp_path / "first", tmp_path / "second"]
+    machines[0].mkdir()
+    shutil.copytree(one, machines[1] / "run")
+    reaped += without_torchrun(*[trained(*train_flags("run", **WHOLE))] * 2, places=machines)
+    told = [process.communicate(timeout=60)[1] for process in reaped]
+    assert [process.returncode for process in reaped] == [4, 4]
+    assert "on one of the machines" in told[0] and "--node_rank=0 on the machine that has them" in told[0]
+    assert steps_of(machines[1] / "run") == steps_of(one) and steps_of(machines[0] / "run") == []
 
 
 def test_a_mistake_is_told_once(train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]) -> None:
