@@ -179,6 +179,8 @@ class Run:
         if self.config.resume == "never":
             return None
         found = find_checkpoint(self.dir, self.mirror.dir if self.mirror else None, self.config)
+        if self.mirror is not None:
+            self.mirror.require_mounted()  # still: else its newer checkpoints looked like none, or like damaged ones
         if found is not None:
             state = saved_state(found.checkpoint)
             shape, lora = self.model.config, lora_of(self.model)

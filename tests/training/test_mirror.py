@@ -76,6 +76,32 @@ def test_a_drive_that_is_not_mounted_is_not_made_up_on_the_local_disk(train: Cal
     assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive").code == 2
 
 
+def test_a_drive_that_goes_while_it_is_looked_through_is_not_taken_for_empty(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint is the newest; without it the run would go on from an older one."""
+    drive = tmp_path / "drive"
+    mirrored = {"checkpoint_dir": drive / "MyDrive" / "copies", "checkpoint_steps": 3}
+    (drive / "MyDrive").mkdir(parents=True)
+    assert train(tmp_path / "run", **mirrored, max_steps=6).code == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
+    find = run_module.find_checkpoint
+
+    def find_without_drive(*args: Any) -> Any:
+        drive.rename(tmp_path / "away")
+        drive.mkdir()
+        return find(*args)
+
+    monkeypatch.setattr(run_module, "find_checkpoint", find_without_drive)
+    result = train(tmp_path / "run", **mirrored, max_steps=9)
+    assert result.code == 2 and "Mount the Drive first" in result.err
+    drive.rmdir()
+    (tmp_path / "away").rename(drive)
+    monkeypatch.undo()
+    result = train(tmp_path / "run", **mirrored, max_steps=9)
+    assert result.code == 0 and "step_00000006: step 6" in result.out
+
+
 def test_a_drive_that_is_unmounted_on_the_way_is_told_and_not_made_up(
     train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
