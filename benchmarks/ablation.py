@@ -9,7 +9,6 @@ in bits per byte of the validation split, go to docs/benchmarks/.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -67,18 +66,6 @@ def flags_of(name: str) -> dict[str, Any]:
     changes = dict(VARIANTS[name][1])
     steps = STEPS * changes.pop("times", 1)
     return {**SHAPE, "max_steps": steps, "eval_interval": steps, **changes}
-
-
-def train(name: str, seed: int, data_dir: str, folder: Path, device: str) -> Path:
-    """Train one variant; one that is trained already ends at once, one on other data is refused. Returns its folder."""
-    run = folder / f"{name}_{seed}"
-    flags = {**flags_of(name), "seed": seed, "device": device, "data_dir": data_dir, "output_dir": run}
-    words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-    print(f"{run.name} ...", flush=True)
-    log = subprocess.run([sys.executable, str(ROOT / "train_colab_mmap.py"), *words], capture_output=True, text=True)
-    if log.returncode:
-        raise RuntimeError(f"{run.name} failed: {log.stderr.strip()}")
-    return run
 
 
 def read(run: Path) -> dict[str, Any]:
@@ -151,12 +138,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"--variants {name} is not known.{suggest(name, VARIANTS)} There are: {', '.join(VARIANTS)}."
             )
 
-    from benchmarks.measure import describe_machine, this_command, write_results
+    from benchmarks.measure import describe_machine, this_command, train, write_results
 
     results: dict[str, dict[int, dict[str, Any]]] = {}
     for seed in flags.seeds:
         for name in flags.variants:
-            run = train(name, seed, flags.data_dir, Path(flags.runs_dir), flags.device)
+            run = Path(flags.runs_dir) / f"{name}_{seed}"
+            train(run, {**flags_of(name), "seed": seed, "device": flags.device, "data_dir": flags.data_dir})
             results.setdefault(name, {})[seed] = read(run)
     print(table(results))
     stem = Path(flags.output_dir) / "ablation"

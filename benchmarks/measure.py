@@ -17,6 +17,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 @dataclass(frozen=True)
 class Spread:
@@ -65,6 +67,18 @@ def measure_in_turn(
             results[name].append(json.loads(run.stdout.strip().splitlines()[-1]))
             so_far({name: measured for name, measured in results.items() if measured})
     return results
+
+
+def train(run: Path, flags: Mapping[str, Any]) -> None:
+    """Train in the folder `run`; one that is trained already ends at once, one on other data is refused.
+
+    Raises RuntimeError with what the trainer said.
+    """
+    words = [word for key, value in {**flags, "output_dir": run}.items() for word in (f"--{key}", str(value))]
+    print(f"{run.name} ...", flush=True)
+    log = subprocess.run([sys.executable, str(ROOT / "train_colab_mmap.py"), *words], capture_output=True, text=True)
+    if log.returncode:
+        raise RuntimeError(f"{run.name} failed: {log.stderr.strip()}")
 
 
 def load_nanogpt(checkout: str | Path) -> ModuleType:

@@ -1,0 +1,292 @@
+"""How the best learning rate, the size of a model and the number of epochs follow from the size of a text.
+
+    python benchmarks/choosing.py --input books.txt.gz
+
+Every run is the trainer's own, in a folder below runs/choosing; one that is finished is not repeated. Results,
+in bits per byte of one validation text, go to docs/benchmarks/, and are written anew after each run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tokenization.metadata import TokenMetadata
+
+ROOT = Path(__file__).resolve().parents[1]
+VOCABULARY = 1024
+LAYERS = 4
+BATCH = 16
+CONTEXT = 128
+EVALUATIONS = 16  # along a run
+PASSAGE = 5_000  # characters, up to the end of a paragraph
+VALIDATION_MB = 0.1
+
+
+class Case(NamedTuple):
+    """A run: megabytes of text, width of the model, learning rate (of Adam's part), epochs."""
+
+    megabytes: float
+    width: int
+    rate: float
+    epochs: int
+    dropout: float = 0.0
+    config: str = "gpt2_small"
+    seed: int = 1337
+
+    @property
+    def name(self) -> str:
+        return "_".join(f"{key}-{value}" for key, value in self._asdict().items())
+
+    @property
+    def parameters(self) -> int:
+        """Of the blocks' matrices: without embeddings, head, biases and norms."""
+        return 12 * LAYERS * self.width**2
+
+    @property
+    def heads(self) -> int:
+        return max(2, self.width // 64)
+
+
+# 16 epochs of the smallest text, 4 of the next and one of the largest are the same number of tokens.
+CASES = [
+    *(Case(1, 64, rate, 4) for rate in (1e-3, 3e-3, 1e-2)),
+    *(Case(1, 128, rate, 4) for rate in (1e-3, 3e-3, 1e-2)),
+    *(Case(1, 256, rate, 4) for rate in (1e-3, 3e-3)),
+    *(Case(0.25, 64, rate, 16) for rate in (1e-3, 3e-3, 1e-2)),
+    *(Case(0.25, 128, rate, 16) for rate in (1e-3, 3e-3)),
+    *(Case(4, 64, rate, 1) for rate in (1e-3, 3e-3, 1e-2)),
+    *(Case(4, 128, rate, 1) for rate in (1e-3, 3e-3)),
+    Case(0.25, 256, 1e-3, 16),
+    Case(4, 256, 1e-3, 1),
+    *(Case(0.25, 128, 3e-3, epochs) for epochs in (2, 4, 8)),
+    Case(0.25, 128, 3e-3, 16, dropout=0.2),
+    Case(1, 64, 3e-3, 4, seed=2),
+    Case(1, 128, 4e-3, 4, config="gpt2_small_modern"),
+    Case(1, 256, 3e-4, 4),
+]
+
+
+def flags_of(case: Case, train_tokens: int) -> dict[str, Any]:
+    """The trainer's flags: a config at the size of the case, evaluated along its way."""
+    steps = math.ceil(case.epochs * train_tokens / (BATCH * CONTEXT))
+    warmup = 0 if case.config == "gpt2_small_modern" else steps // 20
+    return {
+        "config": case.config, "num_layers": LAYERS, "embed_dim": case.width, "num_heads": case.heads,
+        "max_seq_len": CONTEXT, "batch_size": BATCH, "gradient_accumulation_steps": 1, "dropout": case.dropout,
+        "learning_rate": case.rate, "min_lr": 0, "warmup_steps": warmup, "epochs": case.epochs,
+        "eval_interval": max(1, steps // EVALUATIONS), "eval_batches": 0, "log_interval": 5, "checkpoint_minutes": 0,
+        "seed": case.seed,
+    }  # fmt: skip
+
+
+def passages(inputs: Sequence[str]) -> list[str]:
+    """The corpus in passages, in an order that is the same each time: its beginning is a fair sample of the whole."""
+    from tokenization.corpus import find_sources, read_pieces
+
+    found = [passage for piece in read_pieces(find_sources(inputs)) for passage in cut(piece.text)]
+    random.Random(0).shuffle(found)
+    return found
+
+
+def cut(text: str) -> Iterator[str]:
+    passage = ""
+    for paragraph in text.split("\n\n"):
+        passage += f"{paragraph}\n\n"
+        if len(passage) >= PASSAGE:
+            yield passage
+            passage = ""
+
+
+def tokenized(
+    inputs: Sequence[str], sizes: Sequence[float], validation_mb: float, folder: Path
+) -> dict[float, TokenMetadata]:
+    """The metadata of a token folder for each size of text: one validation text, and each text a part of the next
+    larger one.
+
+    Raises DataError if the corpus is smaller than the largest text.
+    """
+    from common.errors import DataError
+    from tokenization.metadata import TokenMetadata
+    from tokenize_local_bpe import tokenize
+
+    found = iter(passages(inputs))
+
+    def take(text: str, megabytes: float) -> str:
+        parts, size = [text], len(text.encode())
+        while size < megabytes * 1e6:
+            if (passage := next(found, None)) is None:
+                raise DataError(f"--input has less than the {max(sizes) + validation_mb} MB that the texts take.")
+            parts.append(passage)
+            size += len(passage.encode())
+        return "".join(parts)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    validation, text, there = folder / "validation.txt", "", {}
+    write(validation, take("", validation_mb))
+    for size in sorted(sizes):
+        train = folder / f"{size}mb.txt"
+        text = take(text, size)
+        write(train, text)
+        share = train.stat().st_size / (train.stat().st_size + validation.stat().st_size)
+        # Each file is one document, and the split moves to the end of one.
+        files, data_dir = [str(train), str(validation)], folder / f"{size}mb"
+        path = tokenize(files, data_dir, vocab_size=VOCABULARY, train_split=share, quiet=True)
+        there[size] = TokenMetadata.read(path)
+    return there
+
+
+def write(path: Path, text: str) -> None:
+    """Leave a file that holds the text already as it is: its tokens are known by its time."""
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def read(run: Path, metadata: TokenMetadata) -> dict[str, Any]:
+    """What a run measured: bits per byte along its way, the best of them, and those of the text it trained on."""
+    assert metadata.train_bytes
+    per_nat = metadata.train_tokens / metadata.train_bytes / math.log(2)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    curve = [(row["epoch"], row["val_bits_per_byte"]) for row in rows if "val_loss" in row]
+    best_epoch, best = min(curve, key=lambda point: point[1])
+    last = [row["train_loss"] for row in rows if "train_loss" in row][-10:]
+    return {
+        "tokens": rows[-1]["tokens"],
+        "best": best,
+        "best_epoch": best_epoch,
+        "end": curve[-1][1],
+        "train_end": sum(last) / len(last) * per_nat,
+        "curve": curve,
+    }
+
+
+Results = Mapping[Case, Mapping[str, Any]]
+
+
+def grid(results: Results) -> str:
+    """A row a model, a column a text: the best bits per byte at any of the learning rates, at which, and when."""
+    from benchmarks.measure import markdown_table
+
+    plain = {case: result for case, result in results.items() if case == Case(*case[:4])}
+    longest = {size: max(case.epochs for case in plain if case.megabytes == size) for size, *_ in plain}
+    sizes = sorted(longest)
+    rows = []
+    for width in sorted({case.width for case in plain}):
+        row = [f"{Case(0, width, 0, 0).parameters / 1e6:.2f}M (4 x {width})"]
+        for size in sizes:
+            there = [c for c in plain if (c.megabytes, c.width, c.epochs) == (size, width, longest[size])]
+            best = min(there, key=lambda case: plain[case]["best"], default=None)
+            row.append("" if best is None else f"{plain[best]['best']:.3f} at {best.rate:g}")
+        rows.append(row)
+    return markdown_table(["model", *(f"{size:g} MB, {longest[size]} epochs" for size in sizes)], rows)
+
+
+def table(results: Results) -> str:
+    from benchmarks.measure import markdown_table
+
+    rows = []
+    for case, result in sorted(results.items(), key=lambda item: (item[0].megabytes, item[0].width, item[0][2:])):
+        also = [f"dropout {case.dropout}"] if case.dropout else []
+        also += [case.config] if case.config != "gpt2_small" else []
+        also += [f"seed {case.seed}"] if case.seed != 1337 else []
+        rows.append(
+            [
+                f"{case.megabytes:g} MB",
+                f"{case.parameters / 1e6:.2f}M",
+                f"{case.rate:g}",
+                f"{case.epochs}",
+                ", ".join(also),
+                f"{result['tokens'] / 1e6:.2f}M",
+                f"{result['best']:.3f}",
+                f"{result['best_epoch']:.1f}",
+                f"{result['end']:.3f}",
+                f"{result['train_end']:.3f}",
+            ]
+        )
+    return markdown_table(
+        ["text", "model", "rate", "epochs", "also", "tokens", "best", "at epoch", "end", "training, end"], rows
+    )
+
+
+def draw(results: Results, path: Path) -> None:
+    """A panel for each text: validation along the way, each model at its best rate."""
+    from matplotlib.figure import Figure
+
+    sizes = sorted({case.megabytes for case in results})
+    figure = Figure(figsize=(4.2 * len(sizes), 3.6), layout="constrained")
+    panels = figure.subplots(1, len(sizes), sharey=True, squeeze=False)[0]
+    for axes, size in zip(panels, sizes, strict=True):
+        best: dict[int, Case] = {}
+        for case in results:
+            if case.megabytes == size and case == Case(*case[:4]):
+                key = lambda case: (-case.epochs, results[case]["best"])  # noqa: E731
+                best[case.width] = min(best.get(case.width, case), case, key=key)
+        for case in (best[width] for width in sorted(best)):
+            label = f"{case.parameters / 1e6:.2f}M, {case.rate:g}"
+            axes.plot(*zip(*results[case]["curve"], strict=True), ".-", label=label)
+        axes.set(title=f"{size:g} MB", xlabel="epoch")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+    panels[0].set_ylabel("bits per byte of the validation text")
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    from common.flags import Parser, add_debug
+
+    parser = Parser(prog="benchmarks/choosing.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="a corpus larger than the texts")
+    parser.add_argument("--runs_dir", metavar="DIR", default="runs/choosing", help="[runs/choosing]")
+    parser.add_argument(
+        "--output_dir", metavar="DIR", default=str(ROOT / "docs" / "benchmarks"), help="[docs/benchmarks]"
+    )
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
+    add_debug(parser)
+    flags = parser.parse_args(argv)
+
+    from benchmarks.measure import describe_machine, this_command, train, write_results
+
+    folder, stem = Path(flags.runs_dir), Path(flags.output_dir) / "choosing"
+    texts = tokenized(flags.input, sorted({case.megabytes for case in CASES}), VALIDATION_MB, folder / "texts")
+    results: dict[Case, dict[str, Any]] = {}
+    for case in CASES:
+        metadata, run = texts[case.megabytes], folder / case.name
+        train(run, {**flags_of(case, metadata.train_tokens), "device": flags.device, "data_dir": metadata.path.parent})
+        results[case] = read(run, metadata)
+        print(f"  {results[case]['best']:.4f} bits per byte after {results[case]['best_epoch']:.1f} epochs", flush=True)
+        about = (
+            f"{LAYERS} layers, context {CONTEXT}, {BATCH * CONTEXT:,} tokens a step, vocabulary {VOCABULARY:,}; a text "
+            f"is passages of some {PASSAGE:,} characters from all over the corpus, each text a part of the next larger "
+            f"one, and {VALIDATION_MB:g} MB of other passages validate them all. Models are named by the parameters of "
+            "their blocks' matrices."
+        )
+        body = "\n\n".join(
+            [about, "Bits per byte at the best rate:", grid(results), "Every run:", table(results),
+             "![validation along the way](choosing.png)"]
+        )  # fmt: skip
+        write_results(
+            stem,
+            "Learning rate, size and epochs for a text",
+            this_command(),
+            {
+                "machine": describe_machine(flags.device),
+                "runs": [{**case._asdict(), **result} for case, result in results.items()],
+            },
+            body,
+        )
+        draw(results, stem.with_suffix(".png"))
+    print(f"\n{table(results)}\n\nFiles      {stem}.md, .json and .png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    from common.errors import script
+
+    sys.exit(script(main)())
