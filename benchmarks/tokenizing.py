@@ -5,7 +5,6 @@ python benchmarks/tokenizing.py --input my_text.txt
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import platform
@@ -107,12 +106,14 @@ def measure(sources: Sequence[Source], inputs: Sequence[str], vocab_size: int, s
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    from common.flags import Parser, add_debug
+
+    parser = Parser(prog="benchmarks/tokenizing.py", description=__doc__.split("\n")[0])
     parser.add_argument("--input", nargs="+", metavar="PATH", help="text to tokenize (default: generated text)")
     parser.add_argument("--generate_mb", type=float, default=20, help="size of the generated text (default: 20)")
     parser.add_argument("--vocab_size", type=int, default=32000, help="(default: 32000)")
     parser.add_argument("--slice_mb", type=float, default=10, help="text for `tokenizers` alone (default: 10)")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    add_debug(parser)
     flags = parser.parse_args(argv)
 
     from tokenization.corpus import find_sources

@@ -5,19 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import generate
-import tokenize_local_bpe
 import tools.export_hf
-import tools.import_hf
-import tools.merge_lora
-import tools.watch
-import train_colab_mmap
+from tests.end_to_end import commands as documents
+from tests.end_to_end.commands import SCRIPTS, run
 from tests.helpers import ROOT
 from tests.tools import demos
 from tests.tools.helpers import write_model
@@ -27,40 +21,11 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BEFORE, SHOWN, ELSEWHERE, SERVED, REST = re.split(
     r"^(?=## A page to try|## A model made here|## Programs talk|## In Google Colab)", README, flags=re.MULTILINE
 )
-SCRIPTS = {
-    "tokenize_local_bpe.py": tokenize_local_bpe.main,
-    "train_colab_mmap.py": train_colab_mmap.main,
-    "generate.py": generate.main,
-}
-TOOLS = {
-    "tools/export_hf.py": tools.export_hf.main,
-    "tools/import_hf.py": tools.import_hf.main,
-    "tools/merge_lora.py": tools.merge_lora.main,
-    "tools/watch.py": tools.watch.main,
-}
-# What makes the trainer small enough for a test; the continuous integration runs the quickstart as it is.
-SMALL = (
-    "--num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 32 --max_steps 4 --warmup_steps 0 --batch_size 2 "
-    "--eval_interval 2 --eval_batches 1 --device cpu"
-)
 
 
 def commands(language: str, text: str = BEFORE + REST) -> list[str]:
     """The command lines in code blocks of one language, by default of the README but for what needs extras."""
-    blocks = re.findall(rf"^ *```{language}\n(.*?)^ *```", text, flags=re.MULTILINE | re.DOTALL)
-    return [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
-
-
-def run(command: str) -> int:
-    words = shlex.split(command)
-    if words[0] == "torchrun":  # with a port that is free
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", words[1], str(ROOT / words[2])]
-        return subprocess.run([*launcher, *words[3:], *shlex.split(SMALL)], check=False, timeout=120).returncode
-    assert words[0] == "python", command
-    small = SMALL.replace("--max_steps", "--max_steps_per_epoch") if "--epochs" in words else SMALL
-    ending = {"train_colab_mmap.py": small, "tools/watch.py": "--html page.html"}  # and no server without an end
-    extra = shlex.split(ending.get(words[1], ""))
-    return (SCRIPTS | TOOLS)[words[1]]([*words[2:], *extra])
+    return [command.text for command in documents.commands(language, text)]
 
 
 def test_three_commands_install_and_run_everything():

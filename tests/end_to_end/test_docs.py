@@ -1,0 +1,91 @@
+"""Every command of the documents beside the README is run as it is typed, on small text and with a small model.
+
+One that needs what a test has not says so in a comment behind it (MARKS); its flags are read by its script. So are
+those of commands in running text, and of the results in docs/benchmarks, which stand as they were made.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.commands import MARKS, SCRIPTS, TOOLS, commands, mentioned, require_understood, run
+from tests.helpers import ROOT, generated_text
+
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+    for path in sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+}
+RECORDS = [page for page in PAGES if page.startswith("docs/benchmarks/")]
+RUN_HERE = [
+    page for page in PAGES if commands("bash", PAGES[page]) and page not in RECORDS and page != "README.md"
+]  # test_readme.py runs the README
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the README leaves it: text, its tokens in datasets_cache, a model in runs/gpt2_small."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name, seed in (("my_text.txt", 0), ("more_text.txt", 1), ("english.txt", 2), ("german.txt", 3)):
+        (folder / name).write_text(generated_text(20_000, seed))
+    chats = [{"prompt": f"Fox {i}?", "completion": f"The fox number {i} sleeps."} for i in range(100)]
+    (folder / "my_chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (folder / "records.jsonl").write_text(json.dumps({"text": generated_text(500)}) + "\n")
+    with gzip.open(folder / "notes.md.gz", "wt") as file:
+        file.write(generated_text(500))
+    (folder / "my_code" / "package").mkdir(parents=True)
+    for path in ("my_code/first.py", "my_code/package/second.py"):
+        (folder / path).write_text(f'"""{generated_text(9_000)}"""\n')
+    with pytest.MonkeyPatch.context() as patched:
+        patched.chdir(folder)
+        assert run("python tokenize_local_bpe.py --input my_text.txt") == 0
+        assert run("python train_colab_mmap.py --config gpt2_small.json") == 0
+    return folder
+
+
+@pytest.mark.parametrize("page", RUN_HERE)
+def test_commands_run_in_the_order_they_are_read(page, trained, tmp_path, monkeypatch, capsys):
+    """Those without a mark, each to its exit code 0."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    for command in commands("bash", PAGES[page]):
+        if not command.is_marked:
+            words = command.text.split()
+            assert words[:1] == ["python"] and words[1] in SCRIPTS | TOOLS, (
+                f"{page}: no test can run {command.text!r}; behind it has to stand '# ' and one of: {', '.join(MARKS)}"
+            )
+            assert run(command.text) == 0, (command, capsys.readouterr())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_flags_of_commands_that_are_not_run_are_understood(page, monkeypatch):
+    blocks = commands("bash", PAGES[page])
+    not_run = [command.text for command in blocks if page in RECORDS or command.is_marked]
+    for command in [*not_run, *mentioned(PAGES[page])]:
+        require_understood(command, monkeypatch)
+
+
+def test_a_command_that_no_script_understands_is_noticed(monkeypatch):
+    """Of each kind of script, in each way of writing it down."""
+    wrong = (
+        "python train_colab_mmap.py --config gpt2_smal.json",
+        "python train_colab_mmap.py --lora_rank 8",
+        "torchrun --nproc_per_node=2 train_colab_mmap.py --config gpt2_small.json --batchsize 4",
+        "python tokenize_local_bpe.py --input a.txt --vocabulary 300",
+        "python generate.py --promt Hello",
+        "python tools/speed_ladder.py --config gpt2_small.json --round 2",
+        "python benchmarks/choosing.py --texts 1",
+    )
+    page = "".join(f"    {command}\n" for command in wrong[:3]) + ", ".join(f"`{command}`" for command in wrong[3:])
+    assert tuple(mentioned(page)) == wrong
+    for command in wrong:
+        with pytest.raises((Exception, pytest.fail.Exception)):
+            require_understood(command, monkeypatch)
+    assert [command.is_marked for command in commands("bash", "```bash\na  # needs a GPU: so\nb # c\n```")] == [
+        True,
+        False,
+    ]
