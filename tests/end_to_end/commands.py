@@ -38,7 +38,7 @@ TOOLS = {
 # What makes the trainer small enough for a test; the continuous integration runs the quickstart as it is.
 SMALL = (
     "--num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 32 --max_steps 4 --warmup_steps 0 --batch_size 2 "
-    "--eval_interval 2 --eval_batches 1 --device cpu"
+    "--eval_interval 4 --eval_batches 1 --device cpu"
 )
 # How the comment behind a command begins that no test runs; its flags are read all the same.
 MARKS = (
@@ -92,6 +92,11 @@ def run(command: str) -> int:
     }
     extra = shlex.split(ending.get(words[1], ""))
     return (SCRIPTS | TOOLS)[words[1]]([*words[2:], *extra])
+
+
+def no_more_input(prompt: str) -> str:
+    """Stands for a user of `--interactive` who has nothing to ask."""
+    raise EOFError
 
 
 def require_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:

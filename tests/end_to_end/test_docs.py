@@ -13,8 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.commands import MARKS, SCRIPTS, TOOLS, commands, mentioned, require_understood, run
+from tests.end_to_end.commands import (
+    MARKS,
+    SCRIPTS,
+    TOOLS,
+    commands,
+    mentioned,
+    no_more_input,
+    require_understood,
+    run,
+)
 from tests.helpers import ROOT, generated_text
+from tests.tools.helpers import write_model
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
@@ -28,8 +38,10 @@ RUN_HERE = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as the README leaves it: text, its tokens in datasets_cache, a model in runs/gpt2_small."""
+    """A folder as the README leaves it: text, its tokens in datasets_cache, a model in runs/gpt2_small; and one as if
+    imported, in pretrained/gpt2."""
     folder = tmp_path_factory.mktemp("trained")
+    write_model(folder / "pretrained/gpt2", num_layers=1, num_heads=2, max_seq_len=32)
     for name, seed in (("my_text.txt", 0), ("more_text.txt", 1), ("english.txt", 2), ("german.txt", 3)):
         (folder / name).write_text(generated_text(20_000, seed))
     chats = [{"prompt": f"Fox {i}?", "completion": f"The fox number {i} sleeps."} for i in range(100)]
@@ -52,6 +64,7 @@ def test_commands_run_in_the_order_they_are_read(page, trained, tmp_path, monkey
     """Those without a mark, each to its exit code 0."""
     shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", no_more_input)
     for command in commands("bash", PAGES[page]):
         if not command.is_marked:
             words = command.text.split()

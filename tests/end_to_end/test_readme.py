@@ -11,7 +11,7 @@ import pytest
 
 import tools.export_hf
 from tests.end_to_end import commands as documents
-from tests.end_to_end.commands import SCRIPTS, run
+from tests.end_to_end.commands import SCRIPTS, no_more_input, run
 from tests.helpers import ROOT
 from tests.tools import demos
 from tests.tools.helpers import write_model
@@ -47,9 +47,6 @@ def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
 
     chats = ({"prompt": f"Fox {i}?", "completion": f"The fox number {i} sleeps."} for i in range(100))
     Path("my_chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-
-    def no_more_input(prompt: str) -> str:
-        raise EOFError
 
     monkeypatch.setattr("builtins.input", no_more_input)
     ran = []
