@@ -82,7 +82,7 @@ def test_everyone_present_is_measured_and_written_down(tmp_path: Path, capsys: p
     assert counts.pop("nanoGPT") == counts["ours"] - 65 * 32
     assert len(set(counts.values())) == 1
     for rows in measured.values():
-        assert len(rows) == 1 and rows[0]["steps"] >= 3 and rows[0]["startup_seconds"] > 0
+        assert len(rows) == 1 and rows[0]["steps"] >= 1 and rows[0]["startup_seconds"] > 0
         assert rows[0]["tokens_per_second"] == pytest.approx(4 * 16 / rows[0]["ms_per_step"] * 1000)
     document = path.with_suffix(".md").read_text()
     for name in measured:

@@ -1,8 +1,8 @@
-"""Every command of the README is run as it is typed, on small text and with a small model."""
+"""Every command of the README, and of the pages whose commands need extras, is run as it is typed, on small text and
+with a small model."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -11,20 +11,20 @@ import pytest
 
 import tools.export_hf
 from tests.end_to_end import commands as documents
-from tests.end_to_end.commands import SCRIPTS, no_more_input, run
+from tests.end_to_end.commands import SCRIPTS, run
 from tests.helpers import ROOT
 from tests.tools import demos
 from tests.tools.helpers import write_model
 from tests.tools.servers import started
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-BEFORE, SHOWN, ELSEWHERE, SERVED, REST = re.split(
-    r"^(?=## A page to try|## A model made here|## Programs talk|## In Google Colab)", README, flags=re.MULTILINE
+README, CONTRIBUTING, SERVING, ELSEWHERE = (
+    (ROOT / page).read_text(encoding="utf-8")
+    for page in ("README.md", "CONTRIBUTING.md", "docs/serving.md", "docs/exchange.md")
 )
 
 
-def commands(language: str, text: str = BEFORE + REST) -> list[str]:
-    """The command lines in code blocks of one language, by default of the README but for what needs extras."""
+def commands(language: str, text: str = README) -> list[str]:
+    """The command lines in code blocks of one language, by default of the README."""
     return [command.text for command in documents.commands(language, text)]
 
 
@@ -39,16 +39,11 @@ def test_three_commands_install_and_run_everything():
 
 
 def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
-    """From the quickstart to fine-tuning, in one folder, each command ends with exit code 0."""
+    """From the quickstart to a second text, in one folder, each command ends with exit code 0."""
     monkeypatch.chdir(tmp_path)
     sentence = "The quick brown fox number {} jumps over the lazy dog {} and sleeps.\n"
     for name in ("my_text.txt", "more_text.txt"):
         Path(name).write_text("".join(sentence.format(i, i * 7) for i in range(600)))
-
-    chats = ({"prompt": f"Fox {i}?", "completion": f"The fox number {i} sleeps."} for i in range(100))
-    Path("my_chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-
-    monkeypatch.setattr("builtins.input", no_more_input)
     ran = []
     for command in commands("bash"):
         command = command.partition("&& ")[2] or command
@@ -56,14 +51,14 @@ def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
             assert run(command) == 0, (command, capsys.readouterr())
             ran.append(command)
     scripts = {word for command in ran for word in shlex.split(command) if word.endswith(".py")}
-    assert scripts == {*SCRIPTS, "tools/merge_lora.py", "tools/watch.py"}
+    assert scripts == {*SCRIPTS, "tools/watch.py"}
     assert "Traceback" not in capsys.readouterr().err
 
 
 @pytest.mark.extras("gradio")
 def test_a_page_shows_a_model(tmp_path):
     write_model(tmp_path / "runs/gpt2_small/checkpoints/step_00000001")
-    (command,) = commands("bash", SHOWN)
+    command, _ = commands("bash", SERVING)
     words = shlex.split(command)
     assert words[:2] == ["python", "tools/web_demo.py"]
     with demos.started(tmp_path, *words[2:]) as demo:
@@ -91,11 +86,11 @@ def test_a_model_goes_elsewhere_and_another_comes_in(tmp_path, monkeypatch, caps
 def test_a_program_talks_to_a_model(tmp_path, capsys):
     """The example is run as it stands but for the port, which may be taken here."""
     write_model(tmp_path / "runs/gpt2_small/checkpoints/step_00000001")
-    (command,) = commands("bash", SERVED)
+    _, command = commands("bash", SERVING)
     words = shlex.split(command)
     assert words[:2] == ["python", "tools/serve.py"]
     with started(tmp_path, *words[2:]) as server:
-        example = "\n".join(commands("python", SERVED)).replace(":8000/", f":{server.port}/")
+        example = "\n".join(commands("python", SERVING)).replace(":8000/", f":{server.port}/")
         exec(example, {})  # noqa: S102
     assert capsys.readouterr().out.strip()
 
@@ -133,7 +128,7 @@ def test_every_config_is_in_the_table():
 
 def test_the_map_names_every_file_of_the_wings() -> None:
     """And nothing that is not there. A second name in a line stands in the folder of the first."""
-    (found,) = re.findall(r"^```text\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)
+    (found,) = re.findall(r"^```text\n(.*?)^```", CONTRIBUTING, flags=re.MULTILINE | re.DOTALL)
     named = set()
     for line in found.splitlines():
         folder = ""
