@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def build_parser() -> Parser:
     parser = Parser(
         prog="generate.py",
         usage="%(prog)s [--prompt TEXT] [--FLAG VALUE ...]",
@@ -184,7 +184,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     streaming.add_argument("--no_stream", action="store_false", dest="stream", help="show each text when it is done")
     out.add_argument("--json", action="store_true", help="one JSON object a line")
     add_debug(out)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    arguments = build_parser().parse_args(argv)
     problems = score_problems(arguments)
     if arguments.num_samples is None:
         arguments.num_samples = 1

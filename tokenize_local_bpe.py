@@ -24,7 +24,7 @@ from common.errors import INTERRUPTED, ConfigError, DataError, script
 from common.files import atomic_write, sha256_file
 from common.flags import Parser, add_debug
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, token_dtype
-from tokenization.settings import HELP, Settings
+from tokenization.settings import CHOICES, HELP, Settings
 from tokenization.token_folder import DEFAULT_FOLDER, TokenFolder, open_writer, pack
 
 if TYPE_CHECKING:
@@ -314,14 +314,14 @@ def build_parser() -> Parser:
         metavar="PATH",
         help="files, folders or patterns: .txt, .md, .jsonl (chat: .jsonl, .json), also as .gz",
     )
-    parser.add_argument("--output_dir", metavar="FOLDER", help=f"where the files go (default: {DEFAULT_FOLDER})")
+    parser.add_argument("--output_dir", metavar="FOLDER", help=f"where the files go [{DEFAULT_FOLDER}]")
     for field in fields(Settings):
         kind = TYPES.get(str(field.type), str)
         if kind is bool:
             parser.add_argument(f"--{field.name}", action="store_true", help=HELP[field.name])
             continue
-        default = "" if field.default is None else f" (default: {field.default})"
-        metavar = {int: "N", float: "X", str: "TEXT"}[kind]
+        default = "" if field.default is None else f" [{field.default}]"
+        metavar = "|".join(CHOICES.get(field.name, ())) or {int: "N", float: "X", str: "TEXT"}[kind]
         parser.add_argument(f"--{field.name}", type=kind, metavar=metavar, help=HELP[field.name] + default)
     add_debug(parser)
     return parser

@@ -9,6 +9,7 @@ from pathlib import Path
 from common.errors import ConfigError
 
 DOCUMENT_SEPARATOR = "<|endoftext|>"  # a line between two documents; as a special token it ends each of them
+CHOICES = {"tokenizer": ("bpe", "char"), "format": ("text", "chat"), "unknown": ("error", "drop")}
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,17 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Raises ConfigError that lists every value out of range."""
-        problems = []
-        if self.tokenizer not in (None, "bpe", "char"):
-            problems.append(f"--tokenizer is {self.tokenizer!r}; use bpe or char")
-        if self.format not in ("text", "chat"):
-            problems.append(f"--format is {self.format!r}; use text or chat")
+        problems = [
+            f"--{name} is {getattr(self, name)!r}; use {' or '.join(choices)}"
+            for name, choices in CHOICES.items()
+            if getattr(self, name) not in choices and (name, self.tokenizer) != ("tokenizer", None)
+        ]
         if self.skip_bad_records and self.format != "chat":
             problems.append("--skip_bad_records is for --format chat; leave it out")
         if self.format == "chat" and self.tokenizer == "char":
             problems.append(
                 "--tokenizer char cannot express conversations: no character would end an answer. Use bpe, the default"
             )
-        if self.unknown not in ("error", "drop"):
-            problems.append(f"--unknown is {self.unknown!r}; use error or drop")
         if self.tokenizer != "char" and not self.tokenizer_file:
             from tokenizer_bpe import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
 
@@ -79,8 +78,8 @@ class Settings:
 
 
 HELP = {
-    "output_name": "name of the token file, without .bin (default: tokens_bpe, or tokens for characters)",
-    "tokenizer": "bpe: byte-level BPE; char: one token per character (default: bpe)",
+    "output_name": "name of the token file, without .bin [tokens_bpe, or tokens for characters]",
+    "tokenizer": "bpe: byte-level BPE; char: one token per character [bpe]",
     "tokenizer_file": "use this vocabulary, of either kind, instead of learning one",
     "vocab_size": "tokens in the vocabulary to learn",
     "min_frequency": "learn only pairs that occur this often",
