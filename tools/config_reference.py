@@ -41,7 +41,7 @@ Every key and flag of the three scripts, written from where they are defined by 
 ## train_colab_mmap.py
 
 Each key can stand in a JSON file, and each is a flag: `"batch_size": 64` is `--batch_size 64`. `--config FILE` names
-the file, which is looked up in the current folder and then in `configs/`. Flags win over the file, and the file over the
+the file; it is looked up in the current folder and then in `configs/`. Flags win over the file, and the file over the
 defaults. A key that is not known is an error that names the nearest one. A flag without a value stands for `true`;
 `use_lr_scheduler` and `compile` take `true` and `false`, too. Where no default is given, nothing is set. `--debug`, a
 flag alone, shows the traceback of an error.

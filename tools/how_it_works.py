@@ -70,24 +70,27 @@ def run(pages: dict[Path, str]) -> dict[Path, str]:
 
 
 def printing(path: Path) -> Callable[[re.Match[str]], str]:
-    """Runs the blocks of a page one after the other, with the names of those before: a match -> the block as it is now."""
+    """Runs a page, block by block, with the names of the blocks before: a match -> the block as it is now."""
     names: dict[str, object] = {"__name__": path.stem}
 
     def execute(block: re.Match[str]) -> str:
-        line = block.string.count("\n", 0, block.start("code"))
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile("\n" * line + block["code"], str(path), "exec"), names)  # noqa: S102  # our own pages
+        code = "\n" * line_of(block) + block["code"]  # so that a traceback has the lines of the page
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(code, str(path), "exec"), names)  # noqa: S102  # our own pages
         return block[1] + (f"\n```text\n{printed.getvalue()}```\n" if printed.getvalue() else "")
 
     return execute
+
+
+def line_of(block: re.Match[str]) -> int:
+    return block.string.count("\n", 0, block.start()) + 1
 
 
 def differences(path: Path, before: str, after: str) -> list[str]:
     """A message for each block whose output is another, and not by rounding."""
     blocks = zip(BLOCK.finditer(before), BLOCK.finditer(after), strict=True)
     return [
-        f"{path}, line {before.count(chr(10), 0, old.start()) + 1}, prints:{new['shown']}and the page has:{old['shown']}"
+        f"{path}, line {line_of(old)}, prints:{new['shown']}and the page has:{old['shown']}"
         for old, new in blocks
         if not agree(old["shown"] or "", new["shown"] or "")
     ]
