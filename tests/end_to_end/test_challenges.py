@@ -1,5 +1,5 @@
 """The eleven challenges that cost the blog's author 105 hours of an A100, each met again: it cannot happen, or one
-sentence says what to do. docs/troubleshooting.md tells of each, and names its test.
+sentence says what to do. docs/challenges.md tells of each, names its test, and quotes what is printed in it.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from training.data import TokenData
 from training.hardware import detect_hardware
 from training.memory import memory_by_process
 
+DOCUMENT = (ROOT / "docs" / "challenges.md").read_text(encoding="utf-8")
 SHORT = ("--device", "cpu", "--max_new_tokens", "20", "--temperature", "0")
 QUICK = {"max_steps": 4, "eval_interval": 0, "checkpoint_steps": 0}
 
@@ -44,6 +45,17 @@ def refusal(result: Any, code: int) -> str:
     assert result.err.startswith("error: ") and result.err.count("error:") == 1
     assert "Traceback" not in result.out + result.err
     return result.err
+
+
+def require_quoted(number: int, *printed: str) -> None:
+    """What the document quotes of a challenge was printed just so; "..." stands there for anything."""
+    chapter = re.split(r"^## ", DOCUMENT, flags=re.MULTILINE)[number]
+    assert chapter.startswith(f"{number}. ")
+    quotes = re.findall(r"^```text\n(.*?)\n```$", chapter, re.MULTILINE | re.DOTALL)
+    assert quotes
+    for quote in quotes:
+        pattern = ".*?".join(re.escape(part) for part in quote.split("..."))
+        assert any(re.search(pattern, text, re.DOTALL) for text in printed), (quote, printed)
 
 
 @contextlib.contextmanager
@@ -91,12 +103,13 @@ def test_challenge_1_a_checkpoint_of_another_context_length(train: Callable, tmp
     run = tmp_path / "run"
     assert train(run, **QUICK).code == 0
     before = snapshot(run)
-    said = refusal(train(run, **{**QUICK, "max_steps": 8}, max_seq_len=32), 4)
-    assert "max_seq_len: 16 in the checkpoint, 32 now" in said and "--output_dir" in said
+    refused = refusal(train(run, **{**QUICK, "max_steps": 8}, max_seq_len=32), 4)
+    assert "max_seq_len: 16 in the checkpoint, 32 now" in refused and "--output_dir" in refused
     assert snapshot(run) == before
 
     said = refusal(train(tmp_path / "new", **QUICK, max_seq_len=32, init_from=run), 2)
     assert "max_seq_len is 32 from flag, 16 in" in said and not (tmp_path / "new").exists()
+    require_quoted(1, refused, said)
     fine_tuned = train(tmp_path / "new", **QUICK, max_seq_len=None, init_from=run)
     assert fine_tuned.code == 0 and "context 16" in fine_tuned.out
 
@@ -148,10 +161,13 @@ def test_challenge_3_a_checkpoint_under_another_file_name(
     further = train(Path("runs/further"), **QUICK, init_from=blog)
     assert further.code == 0 and f"Starting from the weights of {blog}" in further.out, further.err
 
+    refused = []
     for wrong in ("model.pth", "runs/mine/model.pth", ours / "model.safetensors", blog / "pytorch_model.bin"):
         said = refusal(run_script(generate.main, "--checkpoint", wrong, "--prompt", "the cat", *SHORT), 4)
         assert str(wrong) in said and str(ours) in said, "what was asked for, and what is there"
+        refused.append(said)
     assert str(blog) in said.replace(str(wrong), ""), "the folder of a file is what to name"
+    require_quoted(3, *refused)
 
 
 def test_challenge_4_a_slow_memory_map(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,6 +180,7 @@ def test_challenge_4_a_slow_memory_map(train: Callable, tmp_path: Path, monkeypa
     too_large = train(tmp_path / "too_large", **QUICK)
     assert too_large.code == 0 and "in a memory map" in too_large.out
     assert "do not fit" in too_large.out and "keep the file on a local disk" in too_large.out
+    require_quoted(4, too_large.out)
     weights = [final_weights(tmp_path / name, 4) for name in ("ram", "mmap", "too_large")]
     assert weights[0] == weights[1] == weights[2]
 
@@ -225,6 +242,7 @@ def test_challenge_6_training_neither_compiled_nor_in_half_precision(
     """No config has to ask for it: a GPU compiles, but for runs of seconds, and computes in the type it is fast in. The
     first lines say so."""
     of_seconds = ("quickstart", "shakespeare_char", "shakespeare_char_fast")
+    described = []
     configs = [parse_config(["--config", str(path)]) for path in sorted((ROOT / "configs").glob("*.json"))]
     for name, capability, precision in (("NVIDIA A100-SXM4-40GB", (8, 0), "bf16"), ("Tesla T4", (7, 5), "fp16")):
         with monkeypatch.context() as patch:
@@ -236,6 +254,8 @@ def test_challenge_6_training_neither_compiled_nor_in_half_precision(
                 assert hardware.grad_scaler().is_enabled() == (precision == "fp16")
                 assert f"Precision  {precision}: " in hardware.describe()
                 assert f"Compile    {'on' if compiles else 'off'}: it takes about" in hardware.describe()
+            described.append(detect_hardware(parse_config(["--config", "gpt2_small.json"])).describe())
+    require_quoted(6, *described)
     losses = {}
     for precision in ("fp32", "bf16"):
         result = train(tmp_path / precision, precision=precision, **QUICK)
@@ -261,6 +281,7 @@ def test_challenge_7_out_of_memory(train: Callable, tmp_path: Path, monkeypatch:
     assert result.code == 0, result.err
     assert set(rows[:20]) == {4} and rows[20:24] == [2, 2, 2, 2], "the same step again, in smaller parts"
     assert result.out.count("Out of memory with 4 sequences at once") == 1 and "--micro_batch_size 2" in result.out
+    require_quoted(7, result.out)
     ours, theirs = ([row["train_loss"] for row in measured(tmp_path / name)] for name in ("run", "straight"))
     assert len(ours) == 24 and ours == pytest.approx(theirs, rel=1e-4)
     assert "micro_batch_size 2, which fitted" in train(tmp_path / "run", **{**flags, "max_steps": 25}).out
@@ -292,6 +313,7 @@ def test_challenge_8_memory_held_by_another_process(
     ((number, unit),) = re.findall(rf"([\d.]+) ([GM]B) by process {process.pid} \(", said)
     assert float(number) * {"GB": 1e9, "MB": 1e6}[unit] == pytest.approx(size, abs=1e8)
     assert "End them" in said and "run the same command again" in said
+    require_quoted(8, said)
     with before_each_forward(out_of_memory):
         assert f"process {process.pid} " not in refusal(train(tmp_path / "run", micro_batch_size=1, **QUICK), 5)
     assert train(tmp_path / "run", micro_batch_size=1, **QUICK).code == 0, "once it is gone, the same command runs"
@@ -309,13 +331,14 @@ def test_challenge_9_another_tokenizer(train: Callable, tmp_path: Path) -> None:
         if name == "first":
             shutil.copytree(data, tmp_path / "mixed")
             assert train(run, data_dir=data, **QUICK).code == 0
-    said = refusal(train(run, data_dir=data, **{**QUICK, "max_steps": 8}), 4)
-    assert f"tokenizer_sha256 of the data: {hashes[0][:16]} in the checkpoint, {hashes[1][:16]} now" in said
-    assert "Give the old values" in said and "--output_dir" in said
+    refused = refusal(train(run, data_dir=data, **{**QUICK, "max_steps": 8}), 4)
+    assert f"tokenizer_sha256 of the data: {hashes[0][:16]} in the checkpoint, {hashes[1][:16]} now" in refused
+    assert "Give the old values" in refused and "--output_dir" in refused
 
     shutil.copy(data / "bpe_tokenizer.json", tmp_path / "mixed")  # the tokens of one, the tokenizer of the other
     said = refusal(train(tmp_path / "new", data_dir=tmp_path / "mixed", **QUICK), 3)
     assert hashes[0][:16] in said and hashes[1][:16] in said and "Use the one written beside them" in said
+    require_quoted(9, refused, said)
 
     shutil.rmtree(data)
     answered = run_script(generate.main, "--checkpoint", run, "--prompt", "the cat", "--json", *SHORT)
@@ -339,12 +362,13 @@ def test_challenge_10_the_type_of_the_tokens_is_assumed(train: Callable, tmp_pat
     assert int(inputs.max()) > 32_767 and all(tokens.tokenizer.decode(row.tolist()) in text for row in inputs)
 
     edit_metadata(data, dtype="int32")  # as the author read a file of 16-bit ids
-    said = refusal(train(tmp_path / "int32", data_dir=data, **QUICK), 3)
-    assert "has 8,000 bytes" in said and "4,000 tokens of 4 bytes (int32) = 16,000" in said
+    refused = refusal(train(tmp_path / "int32", data_dir=data, **QUICK), 3)
+    assert "has 8,000 bytes" in refused and "4,000 tokens of 4 bytes (int32) = 16,000" in refused
     edit_metadata(data, dtype="int16")  # of the same size; half of the ids turn negative
     said = refusal(train(tmp_path / "int16", data_dir=data, **QUICK), 3)
     assert re.search(r"token id -\d+, outside the vocabulary of 40,000", said) and "dtype (int16)" in said
     assert "tokenize_local_bpe.py again" in said
+    require_quoted(10, refused, said)
     assert not (tmp_path / "int32").exists() and not (tmp_path / "int16").exists()
 
 
@@ -374,9 +398,8 @@ def test_challenge_11_the_attention_matrix(train: Callable, tmp_path: Path) -> N
 
 
 def test_the_document_tells_of_every_challenge_and_names_its_test() -> None:
-    document = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
-    section = document.partition("\n## The eleven challenges\n")[2].partition("\n## ")[0]
-    named = re.findall(r"\btest_challenge_\w+", section)
+    named = re.findall(r"\btest_challenge_\w+", DOCUMENT)
     ours = [name for name in globals() if name.startswith("test_challenge_")]
     assert len(ours) == 11 and named == ours
     assert [int(name.split("_")[2]) for name in ours] == list(range(1, 12))
+    assert re.findall(r"^## (\d+)\. ", DOCUMENT, re.MULTILINE) == [str(number) for number in range(1, 12)]
