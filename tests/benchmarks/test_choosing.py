@@ -55,5 +55,5 @@ def test_runs_end_in_a_table_and_a_figure(
     plain, dropped = json.loads((tmp_path / "choosing.json").read_text())["runs"]
     assert plain["best"] < 8 and plain["best"] != dropped["best"] and plain["tokens"] == dropped["tokens"]
     assert len(plain["curve"]) in (2, 3) and plain["curve"][-1][0] == pytest.approx(2, abs=0.05)
-    assert "0.01 MB, 2 epochs" in (tmp_path / "choosing.md").read_text()
+    assert "| 0.01 MB | 0.01M |" in (tmp_path / "choosing.md").read_text()
     assert (tmp_path / "choosing.png").stat().st_size > 1000
