@@ -75,10 +75,10 @@ CASES = [
     Case(0.0625, 128, 3e-3, 64),
     Case(0.25, 128, 4e-3, 16, config=MODERN),
     *(Case(0.25, width, 4e-3, 4, config=MODERN) for width in (128, 256, 64)),
-    Case(0.25, 128, 4e-3, 16, dropout=0.2, config=MODERN),
+    Case(0.25, 128, 4e-3, 8, dropout=0.2, config=MODERN),
     Case(0.25, 128, 4e-3, 4, config=MODERN, seed=2),
-    Case(1, 128, 4e-3, 4, config=MODERN),
     Case(0.0625, 128, 3e-3, 16),
+    Case(1, 128, 4e-3, 4, config=MODERN),
 ]
 
 
@@ -248,8 +248,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{LAYERS} layers, context {CONTEXT}, {BATCH * CONTEXT:,} tokens a step, vocabulary {VOCABULARY:,}; a text "
             f"is passages of some {PASSAGE:,} characters from all over the corpus, each text a part of the next larger "
             f"one, and {VALIDATION_MB:g} MB of other passages validate them all. Models are named by the parameters of "
-            "their blocks' matrices. Losses are bits per byte: the lowest of the validation text and when, its last, and "
-            "the training's over the last 50 steps."
+            "their blocks' matrices. Losses are bits per byte: the lowest of the validation text and when, its last, "
+            "and the training's over the last 50 steps."
         )
         body = f"{about}\n\n{table(results)}\n\n![validation along the way](choosing.png)"
         write_results(
