@@ -74,11 +74,10 @@ CASES = [
     *(Case(4, width, 3e-3, 1) for width in (128, 64)),
     Case(0.0625, 128, 3e-3, 64),
     Case(0.25, 128, 4e-3, 16, config=MODERN),
-    *(Case(0.25, width, 4e-3, 4, config=MODERN) for width in (128, 256, 64)),
+    *(Case(0.25, width, 4e-3, 4, config=MODERN) for width in (128, 256)),
     Case(0.25, 128, 4e-3, 8, dropout=0.2, config=MODERN),
-    Case(0.25, 128, 4e-3, 4, config=MODERN, seed=2),
-    Case(0.0625, 128, 3e-3, 16),
-    Case(1, 128, 4e-3, 4, config=MODERN),
+    Case(0.25, 64, 4e-3, 4, config=MODERN),
+    Case(0.25, 64, 4e-3, 4, config=MODERN, seed=2),
 ]
 
 
