@@ -76,8 +76,6 @@ CASES = [
     Case(0.25, 128, 4e-3, 16, config=MODERN),
     *(Case(0.25, width, 4e-3, 4, config=MODERN) for width in (128, 256)),
     Case(0.25, 128, 4e-3, 8, dropout=0.2, config=MODERN),
-    Case(0.25, 64, 4e-3, 4, config=MODERN),
-    Case(0.25, 64, 4e-3, 4, config=MODERN, seed=2),
 ]
 
 
