@@ -48,8 +48,10 @@ def training_command(folder: TokenFolder, metadata: TokenMetadata, tokenizer_fil
         data = "".join(f" --{flag} {shlex.quote(str(path))}" for flag, path in named)
     elif folder.folder != Path(DEFAULT_FOLDER):
         data = f" --data_dir {shlex.quote(str(folder.folder))}"
-    if metadata.chat_template and tokenizer_file:
-        source = Path(tokenizer_file).parent
-        return f"python train_colab_mmap.py{data} --init_from {shlex.quote(str(source))} --output_dir runs/chat"
+    source = Path(tokenizer_file or "").parent
+    if tokenizer_file and (metadata.chat_template or (source / "config.json").is_file()):  # a checkpoint's
+        run = Path("runs") / ("chat" if metadata.chat_template else folder.folder.name)
+        init, out = shlex.quote(str(source)), shlex.quote(str(run))
+        return f"python train_colab_mmap.py{data} --init_from {init} --output_dir {out}"
     config = "gpt2_small.json" if metadata.tokenizer_type == "bpe" else "shakespeare_char.json"
     return f"python train_colab_mmap.py{data} --config {config}"

@@ -207,6 +207,20 @@ def test_a_vocabulary_is_used_again(tmp_path: Path, kind: str) -> None:
     assert tokenizer.decode(tokens).removesuffix(SEPARATOR) == story(5000, seed=77)
 
 
+def test_what_to_type_next_starts_from_the_checkpoint_whose_tokenizer_was_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    corpus(tmp_path / "text.txt")
+    run("--input", tmp_path / "text.txt", "--output_dir", tmp_path / "one", "--vocab_size", 300)
+    checkpoint, more = tmp_path / "best", ("--input", tmp_path / "text.txt", "--output_dir", tmp_path / "more")
+    checkpoint.mkdir()
+    (tmp_path / "one" / "bpe_tokenizer.json").rename(checkpoint / "tokenizer.json")
+    (checkpoint / "config.json").write_text("{}")
+    capsys.readouterr()
+    assert run(*more, "--tokenizer_file", checkpoint / "tokenizer.json") == 0
+    assert f"--data_dir {tmp_path / 'more'} --init_from {checkpoint} --output_dir runs/more" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", ["bpe", "char"])
 def test_tokens_of_a_learned_vocabulary_are_those_of_its_file(tmp_path: Path, kind: str) -> None:
     corpus(tmp_path / "text.txt")
