@@ -236,7 +236,7 @@ def take_steps(
                     with timer.paused():
                         answers = evaluate(run, row, hardware, step_model, prompts, interruption.check)
                 except Exception as error:
-                    if is_out_of_memory(error):
+                    if is_out_of_memory(error) and not config.is_sharded:  # else no process has all of it to save
                         run.save(timer.elapsed)  # the evaluation is made up for
                     report.say(run.give_way(error, "evaluation", hardware))
                     continue

@@ -213,6 +213,11 @@ class TrainConfig:
         return self.sequences_per_step * self.max_seq_len
 
     @property
+    def is_sharded(self) -> bool:
+        """Each process has only its share of the optimizer's state."""
+        return self.shard_optimizer and self.processes > 1
+
+    @property
     def sequences_per_process(self) -> int:
         """Of a step; one less in some processes where they do not come out even."""
         return math.ceil(self.sequences_per_step / self.processes)

@@ -45,7 +45,7 @@ def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, hardwa
     several = config.rows_at_once < config.sequences_per_process  # the gradients of earlier slices are there already
     hidden = hidden_matrices(model) if config.optimizer == "muon" else {}
     rest = [p.numel() for name, p in model.named_parameters() if p.requires_grad and name not in hidden]
-    sharing = config.processes if config.shard_optimizer else 1
+    sharing = config.processes if config.is_sharded else 1
     hidden_share = largest_share([matrix.numel() for matrix in hidden.values()], sharing)
     moments = 8 * largest_share(rest, sharing) + 4 * hidden_share
     update = 12 * hidden_share  # the update and Newton-Schulz, once the activations are gone

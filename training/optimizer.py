@@ -35,11 +35,10 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
     groups = [group for group in groups if group["params"]]
     # Not on Apple's GPUs, where the fused kernel does not see what forbids a step (pytorch pull request 186360).
     fused = all(p.device.type != "mps" for p in rest)
-    is_sharded = config.shard_optimizer and config.processes > 1
-    adamw = (ShardedAdamW if is_sharded else torch.optim.AdamW)(
+    adamw = (ShardedAdamW if config.is_sharded else torch.optim.AdamW)(
         groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused
     )
-    checks = [checked_state, keep_own] if is_sharded else [checked_state]
+    checks = [checked_state, keep_own] if config.is_sharded else [checked_state]
     for check in checks:
         adamw.register_load_state_dict_pre_hook(check)
     if not hidden:
@@ -48,7 +47,7 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
     three_in_one = [p for name, p in hidden.items() if name.endswith("qkv.weight")]
     single = [p for name, p in hidden.items() if not name.endswith("qkv.weight")]
     groups = [{"params": three_in_one, "pieces": 3}, {"params": single, "pieces": 1}]
-    muon = (ShardedMuon if is_sharded else Muon)(
+    muon = (ShardedMuon if config.is_sharded else Muon)(
         groups, config.muon_learning_rate, config.muon_momentum, config.weight_decay
     )
     for check in checks:
