@@ -43,7 +43,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     write_model(folder / "pretrained/gpt2", num_layers=1, num_heads=2, max_seq_len=32)
     for name, seed in (("my_text.txt", 0), ("more_text.txt", 1), ("english.txt", 2), ("german.txt", 3)):
-        (folder / name).write_text(generated_text(20_000, seed))
+        (folder / name).write_text(generated_text(6_000, seed))
     chats = [{"prompt": f"Fox {i}?", "completion": f"The fox number {i} sleeps."} for i in range(100)]
     (folder / "my_chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     (folder / "records.jsonl").write_text(json.dumps({"text": generated_text(500)}) + "\n")
