@@ -58,7 +58,7 @@ def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
 @pytest.mark.extras("gradio")
 def test_a_page_shows_a_model(tmp_path):
     write_model(tmp_path / "runs/gpt2_small/checkpoints/step_00000001")
-    command, _ = commands("bash", SERVING)
+    _, command, _ = commands("bash", SERVING)
     words = shlex.split(command)
     assert words[:2] == ["python", "tools/web_demo.py"]
     with demos.started(tmp_path, *words[2:]) as demo:
@@ -86,7 +86,7 @@ def test_a_model_goes_elsewhere_and_another_comes_in(tmp_path, monkeypatch, caps
 def test_a_program_talks_to_a_model(tmp_path, capsys):
     """The example is run as it stands but for the port, which may be taken here."""
     write_model(tmp_path / "runs/gpt2_small/checkpoints/step_00000001")
-    _, command = commands("bash", SERVING)
+    _, _, command = commands("bash", SERVING)
     words = shlex.split(command)
     assert words[:2] == ["python", "tools/serve.py"]
     with started(tmp_path, *words[2:]) as server:
