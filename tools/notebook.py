@@ -7,6 +7,7 @@ pressed, and saving a large model takes longer.
 from __future__ import annotations
 
 import contextlib
+import json
 import shlex
 import shutil
 from collections.abc import Sequence
@@ -239,13 +240,19 @@ def mirror_of(drive: Path) -> Path:
 
 
 def training_flags(
-    config: str, tokens: Path, run_dir: Path, drive: Path | None, more: str = "", **values: float
+    config: str, tokens: Path, run_dir: Path, drive: Path | None, more: str = "", prompts: str = "", **values: float
 ) -> list[str]:
     """The trainer's command line. `values` that are 0 are left out: as the config says. `more`: flags as they are
-    typed."""
+    typed. `prompts`, with | between them, are written beside the tokens; the quickstart has its own."""
     words: list[object] = ["--config", f"{config}.json", "--data_dir", tokens, "--output_dir", run_dir]
     if drive:
         words += ["--checkpoint_dir", mirror_of(drive)]
+    asked = [prompt.strip() for prompt in prompts.split("|") if prompt.strip()]
+    if asked and config != QUICKSTART:
+        file = tokens / "sample_prompts.jsonl"
+        tokens.mkdir(parents=True, exist_ok=True)
+        file.write_text("".join(f"{json.dumps({'prompt': prompt})}\n" for prompt in asked), encoding="utf-8")
+        words += ["--eval_prompts", file]
     for key, value in values.items():
         words += [f"--{key}", f"{value:g}"] if value else []
     return [str(word) for word in [*words, *shlex.split(more)]]

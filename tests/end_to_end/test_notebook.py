@@ -19,6 +19,7 @@ import pytest
 from common.chat import ChatTemplate
 from tests.helpers import ROOT
 from tests.tools.helpers import write_model
+from training.evaluate import read_prompts
 from training.records import read_metrics
 
 nbclient = pytest.importorskip("nbclient")
@@ -218,6 +219,16 @@ def test_outside_colab(outside: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert notebook.training_flags("small", Path("t"), Path("r"), None, "--seed 3", max_steps=0, max_hours=1.5) == [
         "--config", "small.json", "--data_dir", "t", "--output_dir", "r", "--max_hours", "1.5", "--seed", "3",
     ]  # fmt: skip
+
+
+def test_own_text_is_sampled_while_it_trains(outside: Path) -> None:
+    from tools import notebook
+
+    flags = notebook.training_flags("small", Path("t"), Path("r"), None, "", " Once upon a time |Wie heißt | ")
+    assert flags[-2:] == ["--eval_prompts", str(Path("t/sample_prompts.jsonl"))]
+    assert [prompt.text for prompt in read_prompts(flags[-1])] == ["Once upon a time", "Wie heißt"]
+    for config, prompts in (("small", " | "), ("quickstart", "Once")):
+        assert "--eval_prompts" not in notebook.training_flags(config, Path("t"), Path("r"), None, "", prompts)
 
 
 def test_a_conversation_goes_on_until_a_new_one_is_asked_for(outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
