@@ -174,6 +174,18 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
         assert Path(download["name"]).name == "quickstart_step_00000600.zip" and download["size"] > 10_000
 
 
+def test_a_wrong_address_ends_in_a_sentence(tmp_path: Path, drive: Path) -> None:
+    machine = Machine(tmp_path / "first", drive, {"REPOSITORY": str(tmp_path / "nothing")})
+    shutil.rmtree(machine.project)
+    machine.project.mkdir()
+    with (
+        machine.client.setup_kernel(env=machine.environment),
+        pytest.raises(nbclient.exceptions.CellExecutionError, match="Put the address of your copy into REPOSITORY"),
+    ):
+        machine.run(1)
+    assert "requirements.txt" not in shown(machine.steps[0])
+
+
 def test_the_committed_notebook_has_not_been_run() -> None:
     """Outputs that nobody can check again would be believed. Forms have to be such, for Colab to show them."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
