@@ -14,10 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.checkpoint import open_checkpoint, step_folders
+from common.checkpoint import Checkpoint, open_checkpoint, step_folders
 from common.errors import INTERRUPTED, CheckpointError, Script, UserError
+from tokenization.metadata import TokenMetadata, metadata_files
 from tools.notebook_view import LiveView, framed, show_markdown
 from tools.run_reader import RunReader
+from training.saved_state import read_state
 
 if TYPE_CHECKING:
     from generation.terminal import Conversation
@@ -214,24 +216,34 @@ def uploaded(kept: Path, is_another: bool) -> Path:
 
 def tokenize(text: Path, tokens: Path, vocab_size: int, config: str, run_dir: Path, drive: Path | None) -> None:
     """Tokens of the text, in the folder `tokens`: with the vocabulary of the run that is to be continued, if there is
-    one here or on Drive; else with one of `vocab_size` (0: as the config says)."""
+    one here or on Drive; else with one of `vocab_size` (0: as the config says). Raises Stopped if that run was trained
+    on another text."""
     import tokenize_local_bpe
     from training.config import parse_config
 
-    if kept := tokenizer_of(run_dir, drive):
-        vocabulary: list[object] = ["--tokenizer_file", kept]
+    kept = newest_of(run_dir, drive)
+    if kept:
+        vocabulary: list[object] = ["--tokenizer_file", kept.tokenizer_path()]
     else:
         vocabulary = ["--vocab_size", vocab_size or parse_config(["--config", config]).vocab_size]
     words = ["--input", text, "--output_dir", tokens, *vocabulary]
     run("tokenize_local_bpe.py", tokenize_local_bpe.main, *words)
+    trained_on = read_state(kept)["data"].get("tokens_sha256") if kept else None
+    if trained_on not in (None, *(TokenMetadata.read(path).tokens_sha256 for path in metadata_files(tokens))):
+        raise Stopped(
+            f"{run_dir} was trained on another text than {text}. In step 4 give this training a run_name of its own, "
+            "or choose the other text."
+        )
 
 
-def tokenizer_of(run_dir: Path, drive: Path | None) -> Path | None:
-    """That of a run's newest whole checkpoint, here or among the copies on Drive."""
+def newest_of(run_dir: Path, drive: Path | None) -> Checkpoint | None:
+    """A run's newest whole checkpoint, here or among the copies on Drive."""
     copies = [mirror_of(drive) / run_dir.name / "checkpoints"] if drive else []
     for folder in step_folders(run_dir / "checkpoints", *copies):
         with contextlib.suppress(UserError, OSError):
-            return open_checkpoint(folder).tokenizer_path()
+            checkpoint = open_checkpoint(folder)
+            read_state(checkpoint)
+            return checkpoint
     return None
 
 

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import shlex
 import shutil
 import threading
 import time
@@ -16,8 +17,9 @@ from typing import Any
 
 import pytest
 
+import train_colab_mmap
 from common.chat import ChatTemplate
-from tests.helpers import ROOT
+from tests.helpers import ROOT, generated_text
 from tests.tools.helpers import write_model
 from training.evaluate import read_prompts
 from training.records import read_metrics
@@ -241,6 +243,21 @@ def test_own_text_is_sampled_while_it_trains(outside: Path) -> None:
     assert [prompt.text for prompt in read_prompts(flags[-1])] == ["Once upon a time", "Wie heißt"]
     for config, prompts in (("small", " | "), ("quickstart", "Once")):
         assert "--eval_prompts" not in notebook.training_flags(config, Path("t"), Path("r"), None, "", prompts)
+
+
+def test_a_second_text_is_told_to_take_a_name_of_its_own(outside: Path) -> None:
+    from tools import notebook
+
+    run, (first, second) = Path("runs/mine"), (Path("first"), Path("second"))
+    for seed, text in enumerate((first, second)):
+        text.with_suffix(".txt").write_text(generated_text(3_000, seed))
+    notebook.tokenize(Path("first.txt"), first, 300, "small", run, None)
+    flags = shlex.split(SHORT["more_flags"])
+    assert train_colab_mmap.main(["--data_dir", "first", "--output_dir", str(run), *flags, "--max_steps", "1"]) == 0
+    notebook.tokenize(Path("first.txt"), first, 0, "small", run, None)  # to go on with it
+    with pytest.raises(notebook.Stopped, match=r"trained on another text than second\.txt\. In step 4 .* run_name"):
+        notebook.tokenize(Path("second.txt"), second, 0, "small", run, None)
+    notebook.tokenize(Path("second.txt"), second, 300, "small", Path("runs/another"), None)
 
 
 def test_a_conversation_goes_on_until_a_new_one_is_asked_for(outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
