@@ -36,7 +36,9 @@ CARDS = (
 )
 COLAB_NAMES = {"RTX PRO 6000": "G4 (RTX PRO 6000)", "A100": "A100 (40 GB; there are some of 80)"}
 PRESETS = ("gpt2_small", "gpt2_medium")
-SHORT_TEXT = 20e6  # bytes, of which a model of GPT-2's size learns little more than the text itself
+# Of a text of at most so many bytes, as docs/choosing.md advises; and of more.
+SIZES = ((3e6, "small"), (30e6, "medium"), (300e6, "large"))
+LARGEST = "gpt2_small"
 QUICKSTART = "quickstart"
 BUILT_IN, UPLOAD, UPLOAD_ANOTHER = "built-in", "upload", "upload another"
 
@@ -131,7 +133,7 @@ def choose_config(asked: str, text: Path, source: str) -> str:
     elif not torch.cuda.is_available():
         chosen = "tiny"
     else:
-        chosen = "small" if size_of(text) < SHORT_TEXT else "gpt2_small"
+        chosen = next((name for most, name in SIZES if size_of(text) <= most), LARGEST)
     print(f"Config     configs/{chosen}.json")
     return chosen
 
@@ -255,7 +257,8 @@ def training_flags(
     config: str, tokens: Path, run_dir: Path, drive: Path | None, more: str = "", prompts: str = "", **values: float
 ) -> list[str]:
     """The trainer's command line. `values` that are 0 are left out: as the config says. `more`: flags as they are
-    typed. `prompts`, with | between them, are written beside the tokens; the quickstart has its own."""
+    typed. `prompts`, with | between them, are written beside the tokens. The quickstart has its own prompts and length,
+    and max_steps is a length in place of epochs."""
     words: list[object] = ["--config", f"{config}.json", "--data_dir", tokens, "--output_dir", run_dir]
     if drive:
         words += ["--checkpoint_dir", mirror_of(drive)]
@@ -265,6 +268,8 @@ def training_flags(
         tokens.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(f"{json.dumps({'prompt': prompt})}\n" for prompt in asked), encoding="utf-8")
         words += ["--eval_prompts", file]
+    if values.get("max_steps") or config == QUICKSTART:
+        values = {key: value for key, value in values.items() if key != "epochs"}
     for key, value in values.items():
         words += [f"--{key}", f"{value:g}"] if value else []
     return [str(word) for word in [*words, *shlex.split(more)]]

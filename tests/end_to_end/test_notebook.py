@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import train_colab_mmap
 from common.chat import ChatTemplate
 from tests.helpers import ROOT, generated_text
 from tests.tools.helpers import write_model
+from training.config import parse_config
 from training.evaluate import read_prompts
 from training.records import read_metrics
 
@@ -233,6 +235,36 @@ def test_outside_colab(outside: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert notebook.training_flags("small", Path("t"), Path("r"), None, "--seed 3", max_steps=0, max_hours=1.5) == [
         "--config", "small.json", "--data_dir", "t", "--output_dir", "r", "--max_hours", "1.5", "--seed", "3",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("size", "config"),
+    [(3_000_000, "small"), (3_000_001, "medium"), (30_000_001, "large"), (300_000_001, "gpt2_small")],
+)
+def test_the_size_of_the_text_chooses_the_config(
+    outside: Path, monkeypatch: pytest.MonkeyPatch, size: int, config: str
+) -> None:
+    from tools import notebook
+
+    text = Path("mine.txt")
+    with text.open("wb") as file:
+        file.truncate(size)  # no block of it is written
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert notebook.choose_config("auto", text, "path") == config
+
+
+def test_the_length_is_said_once(outside: Path) -> None:
+    from tools import notebook
+
+    for config, lengths, said in (
+        ("small", {"epochs": 4, "max_steps": 0}, ["--epochs", "4"]),
+        ("small", {"epochs": 4, "max_steps": 9}, ["--max_steps", "9"]),
+        ("quickstart", {"epochs": 4, "max_steps": 0}, []),
+        ("small", {"epochs": 0, "max_steps": 0}, []),
+    ):
+        flags = notebook.training_flags(config, Path("t"), Path("r"), None, **lengths)
+        assert flags[6:] == said
+        parse_config(flags)
 
 
 def test_own_text_is_sampled_while_it_trains(outside: Path) -> None:
