@@ -371,8 +371,9 @@ def score(passage: str, checkpoint: Path) -> None:
 
 
 def export(checkpoint: Path, gguf: bool) -> Path:
-    """The newest checkpoint as a folder for transformers, and with `gguf` a file for llama.cpp inside; each is written
-    once. Raises Stopped if the checkpoint is not there."""
+    """The newest checkpoint as a folder for transformers, and with `gguf` a file for llama.cpp beside it; each is
+    written once. Where there can be no such file it is said why, and the folder is there. Raises Stopped if the
+    checkpoint is not."""
     import tools.export_hf
 
     try:
@@ -381,14 +382,16 @@ def export(checkpoint: Path, gguf: bool) -> Path:
         raise Stopped(str(problem)) from None
     out = Path("exported") / f"{checkpoint.name}_{newest.path.name}"
     file = out.with_suffix(".gguf")
-    wanted = [*([] if out.exists() else [out]), *([file] if gguf and not file.exists() else [])]
-    if not wanted:
+    if out.exists():
         print(f"{out} is there already.")
-    elif wanted == [file]:
-        tools.export_hf.export_gguf(newest.path, file)
     else:
         out.parent.mkdir(exist_ok=True)
-        run("tools/export_hf.py", tools.export_hf.main, newest.path, out, *(["--gguf", file] if gguf else []))
+        run("tools/export_hf.py", tools.export_hf.main, newest.path, out)
+    if gguf and not file.exists():
+        try:
+            tools.export_hf.export_gguf(newest.path, file)
+        except UserError as problem:
+            print(f"\nThere is no {file}. {problem}")
     return out
 
 

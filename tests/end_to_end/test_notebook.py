@@ -173,6 +173,12 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
         assert machine.run(9).startswith("What is the capital of France?")
         assert "bits per byte" in machine.run(10)
         assert "logits differ by" in machine.run(11) and "is there already" in machine.run(11)
+        run.rename(tmp_path / "elsewhere")
+        for step, told in ((11, "There is no"), (12, "Step 11 exported nothing")):  # not the older one
+            with pytest.raises(nbclient.exceptions.CellExecutionError, match=told):
+                machine.run(step)
+        (tmp_path / "elsewhere").rename(run)
+        machine.run(11)
         machine.run(12)
         (download,) = [entry for entry in machine.recorded() if entry["what"] == "download"]
         assert Path(download["name"]).name == "quickstart_step_00000600.zip" and download["size"] > 10_000
@@ -290,6 +296,19 @@ def test_a_second_text_is_told_to_take_a_name_of_its_own(outside: Path) -> None:
     with pytest.raises(notebook.Stopped, match=r"trained on another text than second\.txt\. In step 4 .* run_name"):
         notebook.tokenize(Path("second.txt"), second, 0, "small", run, None)
     notebook.tokenize(Path("second.txt"), second, 300, "small", Path("runs/another"), None)
+
+
+def test_without_gguf_the_folder_is_exported(
+    outside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tools import gguf_form, notebook
+
+    monkeypatch.setattr(gguf_form.importlib.util, "find_spec", lambda name: None)
+    write_model(Path("runs/mine/checkpoints/step_00000007"))
+    out = Path("exported/mine_step_00000007")
+    out.mkdir(parents=True)
+    assert notebook.export(Path("runs/mine"), gguf=True) == out
+    assert f"There is no {out}.gguf. Writing a GGUF file needs the package gguf: pip" in capsys.readouterr().out
 
 
 def test_a_conversation_goes_on_until_a_new_one_is_asked_for(outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
