@@ -257,8 +257,8 @@ def training_flags(
     config: str, tokens: Path, run_dir: Path, drive: Path | None, more: str = "", prompts: str = "", **values: float
 ) -> list[str]:
     """The trainer's command line. `values` that are 0 are left out: as the config says. `more`: flags as they are
-    typed. `prompts`, with | between them, are written beside the tokens. The quickstart has its own prompts and length,
-    and max_steps is a length in place of epochs."""
+    typed. `prompts`, with | between them, are written beside the tokens. The quickstart has its own length, evaluations
+    and prompts; and max_steps is a length in place of epochs."""
     words: list[object] = ["--config", f"{config}.json", "--data_dir", tokens, "--output_dir", run_dir]
     if drive:
         words += ["--checkpoint_dir", mirror_of(drive)]
@@ -268,10 +268,10 @@ def training_flags(
         tokens.mkdir(parents=True, exist_ok=True)
         file.write_text("".join(f"{json.dumps({'prompt': prompt})}\n" for prompt in asked), encoding="utf-8")
         words += ["--eval_prompts", file]
-    if values.get("max_steps") or config == QUICKSTART:
-        values = {key: value for key, value in values.items() if key != "epochs"}
+    left_out = {"epochs"} if values.get("max_steps") else set()
+    left_out |= {"epochs", "eval_interval"} if config == QUICKSTART else set()
     for key, value in values.items():
-        words += [f"--{key}", f"{value:g}"] if value else []
+        words += [f"--{key}", f"{value:g}"] if value and key not in left_out else []
     return [str(word) for word in [*words, *shlex.split(more)]]
 
 

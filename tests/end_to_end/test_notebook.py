@@ -265,7 +265,7 @@ def test_the_length_is_said_once(outside: Path) -> None:
     for config, lengths, said in (
         ("small", {"epochs": 4, "max_steps": 0}, ["--epochs", "4"]),
         ("small", {"epochs": 4, "max_steps": 9}, ["--max_steps", "9"]),
-        ("quickstart", {"epochs": 4, "max_steps": 0}, []),
+        ("quickstart", {"epochs": 4, "max_steps": 0, "eval_interval": 100}, []),
         ("small", {"epochs": 0, "max_steps": 0}, []),
     ):
         flags = notebook.training_flags(config, Path("t"), Path("r"), None, **lengths)
