@@ -15,6 +15,11 @@ def cell(text: str) -> str:
     return " ".join(printable(text).split()).replace("|", "\\|")
 
 
+def shortened(text: str, most: int) -> str:
+    """The first so many characters, and a sign that there are more."""
+    return text if len(text) <= most else f"{text[:most]} ..."
+
+
 def table_row(cells: list[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 

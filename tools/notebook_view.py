@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from common.formatting import shortened
 from tools.run_reader import RunReader
 
 PROGRESS = re.compile(r"step [\d,]+/[\d,]+, ")
@@ -132,7 +133,7 @@ def newest_answers(table: dict[str, Any]) -> str:
     last = table["rows"][-1]
     rows = [("prompt", "answer")]
     for prompt, answer in list(zip(table["prompts"], last["answers"], strict=False))[:MOST_ANSWERS]:
-        rows.append((prompt, answer if len(answer) <= LONGEST_ANSWER else f"{answer[:LONGEST_ANSWER]} ..."))
+        rows.append((prompt, shortened(answer, LONGEST_ANSWER)))
     kind = ("th", *["td"] * len(rows))
     cells = [
         "".join(f"<{tag} style='text-align: left'>{html.escape(text)}</{tag}>" for text in row)

@@ -49,16 +49,30 @@ def samples_row(step: int, answers: Sequence[Answer]) -> str:
 
 
 def rewind(run_dir: Path, step: int) -> None:
-    """Forget rows after `step`: the steps a killed session took beyond its last checkpoint are taken again."""
+    """Forget rows after `step`: the steps a killed session took beyond its last checkpoint are taken again. A record
+    that cannot be changed is told, and no reason not to train."""
     for name, row_step in ((METRICS, metrics_step), (SAMPLES, samples_step)):
         path = run_dir / name
         if not path.exists():
             continue
-        lines = path.read_bytes().splitlines(keepends=True)  # bytes: the last may end inside a character
-        kept = [line for line in lines if line.endswith(b"\n") and row_step(line.decode(errors="replace")) <= step]
-        if kept != lines:
-            with atomic_write(path) as file:
-                file.write(b"".join(kept))
+        try:
+            lines = path.read_bytes().splitlines(keepends=True)  # bytes: the last may end inside a character
+            kept = [line for line in lines if line.endswith(b"\n") and row_step(line.decode(errors="replace")) <= step]
+            if kept != lines:
+                with atomic_write(path) as file:
+                    file.write(b"".join(kept))
+        except OSError as problem:
+            print(f"Warning: {path} cannot be brought back to step {step:,} ({reason(problem)}); the training goes on.")
+
+
+def unwritable(path: Path, problem: Exception) -> str:
+    """The sentence about a record of which no more is told."""
+    return f"Warning: {path} cannot be written ({reason(problem)}); the training goes on without it."
+
+
+def reason(problem: Exception) -> str:
+    """Without the file, which is named already."""
+    return str(getattr(problem, "strerror", None) or problem)
 
 
 def metrics_step(line: str) -> float:
@@ -76,9 +90,12 @@ def samples_step(line: str) -> float:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; a line that was torn, by a disk that was full for a moment say, is passed over."""
-    path = run_dir / METRICS
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    """The rows of metrics.jsonl, none if it cannot be read; a line that was torn, by a disk that was full for a moment
+    say, is passed over."""
+    try:
+        lines = (run_dir / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # there is none yet, or what is there is no file, of which the run told
+        lines = []
     return [json.loads(line) for line in lines if metrics_step(line) < math.inf]
 
 

@@ -23,6 +23,7 @@ from training.records import (
     read_metrics,
     samples_header,
     samples_row,
+    unwritable,
 )
 from training.timer import Timer
 
@@ -38,6 +39,7 @@ class Report:
         self.max_steps = max_steps
         self.interactive = is_interactive()
         self.next_line = 0.0
+        self.told: set[str] = set()  # what cannot be written: each once, for it would come with every row
         self.bar = progress_bar(
             total=max_steps,
             initial=step,
@@ -107,7 +109,10 @@ class Report:
         """Append a row to samples.md, below a header of its own if the prompts are not those of the rows before."""
         path = self.run_dir / SAMPLES
         row, (header, *more) = samples_row(step, answers), samples_header(answers)
-        before = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+        try:
+            before = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:  # there is none yet, or `append` meets the same
+            before = []
         headers = [line for line in before if line.startswith("| step |")]
         if not headers or headers[-1] != header:
             row = "\n".join([*([""] if before else []), header, *more, row])
@@ -120,14 +125,21 @@ class Report:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(text)
         except OSError as problem:
-            self.say(f"{path.name} was not written: {problem}")
+            self.warn(path, problem)
 
     def curve(self) -> None:
         """Redraw loss_curve.png from metrics.jsonl."""
+        path = self.run_dir / CURVE
         try:
-            draw_curve(read_metrics(self.run_dir), self.run_dir / CURVE)
+            if rows := read_metrics(self.run_dir):
+                draw_curve(rows, path)
         except Exception as problem:  # of fonts, of the file, of torn rows
-            self.say(f"{CURVE} was not drawn: {problem}")
+            self.warn(path, problem)
+
+    def warn(self, path: Path, problem: Exception) -> None:
+        if path.name not in self.told:
+            self.told.add(path.name)
+            self.say(unwritable(path, problem))
 
     def close(self) -> None:
         self.bar.close()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 
 from common.files import atomic_write
-from common.formatting import cell, clock, si, table_row
+from common.formatting import cell, clock, shortened, si, table_row
 from training.evaluate import Answer, accuracy, perplexity
 from training.hardware import Hardware
 from training.records import CURVE, METRICS, SAMPLES, SUMMARY, read_metrics
 from training.run import Run
 from training.timer import Timer
+
+LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
 
 
 def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answer]) -> None:
@@ -59,7 +61,7 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
         file.write(("\n".join(lines) + "\n").encode(errors="replace"))  # a file name can be any bytes
 
     print()
-    for line in answer_table(answers, before) if answers else []:
+    for line in answer_table(answers, before, LONGEST_PRINTED) if answers else []:
         print(line)
     for key, value in facts.items():
         print(f"{key:<16} {value}")
@@ -70,13 +72,18 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
     print(f'\nTalk to it: python generate.py {checkpoint}--prompt "..." or --interactive')
 
 
-def answer_table(answers: list[Answer], before: list[str]) -> list[str]:
+def answer_table(answers: list[Answer], before: list[str], longest: int | None = None) -> list[str]:
     """A Markdown table of prompts and answers, wrong ones with what was expected; beside them those `before` the
-    training, of the weights that it started from, if there were any."""
+    training, of the weights that it started from, if there were any. Each text is cut after `longest` characters, None:
+    it is whole."""
+
+    def text_cell(text: str) -> str:
+        return cell(text if longest is None else shortened(text, longest))
+
     head = ["prompt", *(["before"] if before else []), "answer", "exactly right"]
     lines = [table_row(head), table_row(["---"] * len(head))]
     for i, answer in enumerate(answers):
-        verdict = {None: "", True: "yes", False: f"no: {cell(answer.prompt.expected or '')}"}[answer.right]
-        earlier = [cell(before[i])] if before else []
-        lines.append(table_row([cell(answer.prompt.text), *earlier, cell(answer.text), verdict]))
+        verdict = {None: "", True: "yes", False: f"no: {text_cell(answer.prompt.expected or '')}"}[answer.right]
+        earlier = [text_cell(before[i])] if before else []
+        lines.append(table_row([text_cell(answer.prompt.text), *earlier, text_cell(answer.text), verdict]))
     return lines

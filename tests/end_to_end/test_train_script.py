@@ -149,6 +149,30 @@ def test_the_last_lines_name_the_files_that_are_there(train: Callable, tmp_path:
     assert all((tmp_path / "run" / name).exists() for name in named)
 
 
+def test_records_that_cannot_be_written_are_told_once_and_stop_nothing(train: Callable, tmp_path: Path) -> None:
+    prompts, run = tmp_path / "prompts.jsonl", tmp_path / "run"
+    prompts.write_text(json.dumps({"prompt": "the cat"}))
+    assert train(run, eval_prompts=prompts, max_steps=2, eval_interval=2).code == 0
+    for name in ("metrics.jsonl", "samples.md"):
+        (run / name).unlink()
+        (run / name).mkdir()
+    more = train(run, eval_prompts=prompts, max_steps=6, eval_interval=2)
+    assert more.code == 0 and more.err == ""
+    for name in ("metrics.jsonl", "samples.md"):
+        assert more.out.count(f"Warning: {run / name} cannot be brought back to step 2 (") == 1
+        assert more.out.count(f"Warning: {run / name} cannot be written (") == 1
+    assert "Best " in more.out and re.search(r"\b6 steps", (run / "summary.md").read_text())
+
+
+def test_long_texts_are_cut_in_the_last_lines_and_whole_in_the_files(train: Callable, tmp_path: Path) -> None:
+    prompts, run = tmp_path / "prompts.jsonl", tmp_path / "run"
+    expected = "0123456789" * 20
+    prompts.write_text(json.dumps({"prompt": "the cat", "answer": expected}))
+    result = train(run, eval_prompts=prompts, max_steps=2, eval_interval=2)
+    assert f"| no: {expected[:80]} ... |\n" in result.out
+    assert f"| no: {expected} |\n" in (run / "summary.md").read_text()
+
+
 def test_the_summary_and_the_last_lines_tell_what_was_reached(finished: tuple[Path, Any]) -> None:
     run, result = finished
     summary = (run / "summary.md").read_text()
