@@ -2,6 +2,7 @@
 
     python tools/watch.py
     python tools/watch.py runs/gpt2_small runs/gpt2_small_modern
+    python tools/watch.py runs
     python tools/watch.py runs/gpt2_small --html gpt2_small.html
 
 The page is for this machine alone. With --html it is one file that needs no server and no network.
@@ -63,7 +64,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Watch runs on a page that follows them: losses, learning rate, speed, memory, samples. Several "
         "runs lie over each other, by step, tokens or time.",
     )
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="run folder [the newest in runs/]")
+    parser.add_argument(
+        "runs", nargs="*", type=Path, metavar="RUN", help="run folder, or one of runs [the newest in runs/]"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write the page into one file and end")
     parser.add_argument("--port", type=int, default=8001, metavar="N", help="0: any that is free [8001]")
     add_debug(parser)
@@ -72,9 +75,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         raise ConfigError(f"--port is {arguments.port}; 0 to 65535 is allowed.")
     if arguments.html and arguments.html.suffix not in (".html", ".htm"):
         raise ConfigError(f"--html is {arguments.html}; the name of an .html file is needed, which is written anew.")
-    arguments.runs = arguments.runs or [newest_run(Path("runs"))]
-    for folder in arguments.runs:
-        require_run(folder)
+    if arguments.html and not arguments.html.parent.is_dir():
+        raise ConfigError(f"There is no folder {arguments.html.parent} to write {arguments.html.name} into (--html).")
+    given = arguments.runs or [newest_run(Path("runs"))]
+    arguments.runs = [run for folder in given for run in runs_in(folder)]
     return arguments
 
 
@@ -86,13 +90,17 @@ def newest_run(runs: Path) -> Path:
     return max(metrics, key=lambda path: path.stat().st_mtime_ns).parent
 
 
-def require_run(folder: Path) -> None:
+def runs_in(folder: Path) -> list[Path]:
+    """The run that a folder is, or the runs in it that have reported, by name. Raises ConfigError if there is none."""
     if not folder.is_dir():
         there = [path.name for path in folder.absolute().parent.glob("*/") if (path / "config.json").exists()]
         near = suggest(folder.name, there, prefix=f"{folder.parent}/")
         raise ConfigError(f"There is no run folder {folder}.{near}")
-    if not any((folder / name).exists() for name in (METRICS, "config.json")):
-        raise ConfigError(f"{folder} holds no run: there is no {METRICS} and no config.json in it.")
+    if any((folder / name).exists() for name in (METRICS, "config.json")):
+        return [folder]
+    if inside := sorted(path.parent for path in folder.glob(f"*/{METRICS}")):
+        return inside
+    raise ConfigError(f"{folder} holds no run: there is no {METRICS} and no config.json in it.")
 
 
 def named(folders: Sequence[Path]) -> dict[Path, str]:

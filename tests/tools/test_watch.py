@@ -289,14 +289,20 @@ def test_what_is_wrong_with_a_command_is_said(
         ([tmp_path / "empty"], "holds no run: there is no metrics.jsonl and no config.json in it."),
         ([run, "--port", "70000"], "--port is 70000; 0 to 65535 is allowed."),
         ([run, "--port", server.server_port], f"Port {server.server_port} cannot be listened on"),
+        ([run, "--html", "nowhere/page.html"], "There is no folder nowhere to write page.html into (--html)."),
         (["--html", "runs/plain"], "--html is runs/plain; the name of an .html file is needed"),
         ([run, "--hmtl", "a.html"], "unknown flag --hmtl. Did you mean --html?"),
     ):
         done = run_script(watch.main, *words)
         assert done.code == 2 and said in done.err, done.err
-    assert run_script(watch.main, run, "--html", "nowhere/page.html").code == 3
     monkeypatch.chdir(tmp_path / "empty")
     assert "There is no run in" in run_script(watch.main).err
+
+
+def test_a_folder_of_runs_is_all_of_them(run: Path, tmp_path: Path) -> None:
+    make_run(run.parent / "other")
+    (run.parent / "notes").mkdir()
+    assert re.findall(r'"name": "([^"]*)"', write_page(tmp_path, run.parent)) == ["other", "plain"]
 
 
 def test_the_newest_run_and_runs_of_one_name(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
