@@ -18,6 +18,8 @@ from common.flags import Parser, add_debug
 if TYPE_CHECKING:
     from tools.openai_form import Served
 
+SOMEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737)
+
 
 def add_flags(parser: Parser, port: int, queue: int, max_tokens: int, timeout: int) -> None:
     """Where it listens and how much it gives; the numbers are the defaults."""
@@ -75,6 +77,16 @@ def listen(host: str, port: int, remedy: str | None = None) -> socket.socket:
             raise ConfigError(f"Port {port} is in use by another program; choose another with --port.") from None
         reason = problem.strerror or problem
         raise ConfigError(f"--host {host} --port {port} cannot be listened on ({reason}); choose others.") from None
+
+
+def own_address() -> str:
+    """This machine's address in its network, as far as it is in one; else its name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((SOMEWHERE, 1))  # sends nothing, and finds out from where it would
+        except OSError:
+            return socket.gethostname()
+        return str(asking.getsockname()[0])
 
 
 def load_served(path: str | Path, device: str, max_tokens: int) -> Served:

@@ -18,18 +18,22 @@ import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from common.errors import ConfigError, UserError, script
 from common.flags import Parser
-from tools.serving import add_flags, check_flags, listen
+from tools.serving import add_flags, check_flags, listen, own_address
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 PACKAGES = ("gradio",)
 USER = "guest"
 HEIGHT = 900  # pixels, in a notebook
+LARGEST_BODY = 1_000_000  # bytes; many times what the page sends
 
 
 @script
@@ -56,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     password = "" if is_local else secrets.token_urlsafe(12)
     page = make_page(library, arguments.queue, arguments.timeout)
     launch(page, address, port, password, arguments.share)
-    print(introduction(page, len(found), password), flush=True)
+    print(introduction(page, len(found), password, address), flush=True)
     if not in_notebook():
         try:
             wait_for_a_signal()
@@ -97,9 +101,8 @@ def launch(page: Any, address: str, port: int, password: str, share: bool) -> No
         server_port=port,
         share=share,
         auth=(USER, password) if password else None,
-        app_kwargs={"middleware": hosts},
+        app_kwargs={"middleware": [*hosts, Middleware(Limits)]},
         allowed_paths=[],
-        max_file_size=1,  # byte: there is nothing to upload
         enable_monitoring=False,
         run_history=False,
         footer_links=[],
@@ -117,11 +120,40 @@ def launch(page: Any, address: str, port: int, password: str, share: bool) -> No
         )
 
 
-def introduction(page: Any, count: int, password: str) -> str:
+class Limits:
+    """Refuses what the page never sends: files, which would stay on the disk, and large bodies."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        from starlette.exceptions import HTTPException
+        from starlette.responses import PlainTextResponse
+
+        if scope["type"] == "http" and scope["path"].rstrip("/").endswith("/upload"):
+            return await PlainTextResponse("There is nothing to upload.", 404)(scope, receive, send)
+        size = 0
+
+        async def receive_within_limit() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > LARGEST_BODY:
+                raise HTTPException(413, f"The request is larger than {LARGEST_BODY:,} bytes.")
+            return message
+
+        await self.app(scope, receive_within_limit if scope["type"] == "http" else receive, send)
+
+
+def introduction(page: Any, count: int, password: str, address: str) -> str:
     who = f"user {USER}, password {password}" if password else "this machine alone"
     ending = "" if in_notebook() else "; Ctrl-C ends it"
     url = page.share_url or page.local_url
-    return f"Models     {count} checkpoint{'s' * (count > 1)}\nListening  {url}, for {who}{ending}"
+    lines = [f"Models     {count} checkpoint{'s' * (count > 1)}", f"Listening  {url}, for {who}{ending}"]
+    if address == "0.0.0.0":
+        port = page.local_url.rstrip("/").rpartition(":")[2]
+        lines.append(f"Network    http://{own_address()}:{port}/, unencrypted: who listens there reads along")
+    return "\n".join(lines)
 
 
 def in_notebook() -> bool:
