@@ -104,7 +104,7 @@ def loss_chart(run: dict[str, Any]) -> str:
         y = place(first, value)[1]
         parts.append(f'<path d="M{LEFT} {y:.1f}H{right}" stroke="currentColor" opacity="0.15"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for value in round_values(first, last, 8):
+    for value in round_values(first, last, 8, least=1):
         parts.append(f'<text x="{place(value, low)[0]:.1f}" y="{HEIGHT - 6}" text-anchor="middle">{value:,.0f}</text>')
     for key, points in lines.items():
         placed = [place(x, y) for x, y in points]
@@ -118,11 +118,11 @@ def loss_chart(run: dict[str, Any]) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" style="{style}" role="img" aria-label="Loss">{"".join(parts)}</svg>'
 
 
-def round_values(low: float, high: float, most: int) -> list[float]:
-    """At the most so many round numbers between two."""
+def round_values(low: float, high: float, most: int, least: float = 0) -> list[float]:
+    """At the most so many round numbers between two, at least so far apart."""
     if not high > low:
         return [low]
-    rough = (high - low) / most
+    rough = max((high - low) / most, least)
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
     return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]

@@ -82,6 +82,11 @@ def test_a_chart_is_drawn_of_whatever_was_measured(columns: dict[str, Any]) -> N
     assert all(0 <= float(element.get("cy", -1)) <= 260 for element in drawn)
 
 
+def test_steps_are_whole_numbers_and_none_twice() -> None:
+    chart = ElementTree.fromstring(loss_chart({"columns": {"step": [1, 2, 3], "train_loss": [3.0, 2.5, 2.0]}}))
+    assert [text.text for text in chart if text.get("text-anchor") == "middle"] == ["1", "2", "3"]
+
+
 def test_without_a_loss_there_is_no_chart() -> None:
     assert loss_chart({"columns": {}}) == "" == loss_chart({"columns": {"step": [1], "lr": [0.1]}})
 

@@ -183,6 +183,14 @@ def test_the_page_is_one_file_that_runs_its_own_code_alone(run: Path, tmp_path: 
     assert json.loads(data)["runs"][0]["samples"][0]["prompts"] == [ATTACK]
 
 
+def drawn_page(tmp_path: Path) -> tuple[str, str]:
+    """The HTML of page.html and of its main part, as a browser has drawn it."""
+    profile = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
+    command = [str(CHROMIUM), *profile, "--virtual-time-budget=2000", "--dump-dom", f"file://{tmp_path}/page.html"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return done.stdout, done.stdout.partition("<main>")[2].partition("</main>")[0]
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 def test_a_browser_draws_it_and_is_not_fooled(run: Path, tmp_path: Path) -> None:
     other = make_run(run.parent / f"b{ATTACK.replace('/', '')}", learning_rate=3e-3)
@@ -191,11 +199,8 @@ def test_a_browser_draws_it_and_is_not_fooled(run: Path, tmp_path: Path) -> None
     for folder in (run, other):
         (folder / "samples.md").write_text(table)
     write_page(tmp_path, run, other)
-    profile = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
-    command = [str(CHROMIUM), *profile, "--virtual-time-budget=2000", "--dump-dom", f"file://{tmp_path}/page.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    drawn = done.stdout.partition("<main>")[2].partition("</main>")[0]
-    assert f"<title>plain, {other.name.replace('<', '&lt;').replace('>', '&gt;')}</title>" in done.stdout
+    whole, drawn = drawn_page(tmp_path)
+    assert f"<title>plain, {other.name.replace('<', '&lt;').replace('>', '&gt;')}</title>" in whole
     assert "<img" not in drawn and "<b>yes" not in drawn
     titles = re.findall(r"<figure[^>]*>.*?<h2>(.*?)</h2>.*?</figure>", drawn, flags=re.DOTALL)
     hidden = re.findall(r"<figure[^>]*hidden[^>]*><figcaption><h2>(.*?)</h2>", drawn)
@@ -207,6 +212,13 @@ def test_a_browser_draws_it_and_is_not_fooled(run: Path, tmp_path: Path) -> None
     assert "learning_rate" in drawn and "0.003" in drawn  # what differs
     assert re.search(r"no news for|last report at", drawn) and drawn.count('class="right"') == 2
     assert re.search(r"<dt>left, about</dt><dd>0:01</dd>", drawn)  # 20 of 40 steps of 50 ms
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_of_few_steps_each_is_written_once(tmp_path: Path) -> None:
+    write_page(tmp_path, make_run(tmp_path / "short", steps=3))
+    loss = re.findall(r"<h2>Loss</h2>.*?</svg>", drawn_page(tmp_path)[1], flags=re.DOTALL)[0]
+    assert re.findall(r'<text [^>]*text-anchor="(?:middle|end)"[^>]*>(\d)</text>', loss) == ["1", "2", "3"]
 
 
 def test_watching_needs_neither_torch_nor_a_package_that_training_does_not(run: Path, tmp_path: Path) -> None:
