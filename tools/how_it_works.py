@@ -12,9 +12,10 @@ import argparse
 import contextlib
 import io
 import re
+import runpy
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
@@ -28,6 +29,7 @@ from training.config import REPOSITORY
 FOLDER = REPOSITORY / "docs" / "how_it_works"
 # Python, and below it what it prints, if anything.
 BLOCK = re.compile(r"(^```python\n(?P<code>.*?)^```\n)(?P<shown>\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
+END = "-- the end of a block --"
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
 LAST_DIGITS = 3  # by how much of its last digit a number with a decimal point may differ from machine to machine
 
@@ -66,20 +68,26 @@ def read_pages() -> dict[Path, str]:
 def run(pages: dict[Path, str]) -> dict[Path, str]:
     """The pages with what their Python prints now."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        return {path: BLOCK.sub(printing(path), text) for path, text in pages.items()}
+        return {path: run_page(path.stem, text) for path, text in pages.items()}
 
 
-def printing(path: Path) -> Callable[[re.Match[str]], str]:
-    """Runs a page, block by block, with the names of the blocks before: a match -> the block as it is now."""
-    names: dict[str, object] = {"__name__": path.stem}
+def run_page(name: str, text: str) -> str:
+    """A page with what its Python prints now, run as a script in the current folder."""
+    code = ""
+    for block in BLOCK.finditer(text):
+        code += "\n" * (line_of(block) - code.count("\n"))  # so that a traceback has the lines of the page
+        code += f"{block['code']}print({END!r})\n"
+    script = Path(f"{name}.py")
+    script.write_text(code, encoding="utf-8")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name=name)
+    outputs = iter(printed.getvalue().split(f"{END}\n"))
 
-    def execute(block: re.Match[str]) -> str:
-        code = "\n" * line_of(block) + block["code"]  # so that a traceback has the lines of the page
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(compile(code, str(path), "exec"), names)  # noqa: S102  # our own pages
-        return block[1] + (f"\n```text\n{printed.getvalue()}```\n" if printed.getvalue() else "")
+    def as_it_is_now(block: re.Match[str]) -> str:
+        output = next(outputs)
+        return block[1] + (f"\n```text\n{output}```\n" if output else "")
 
-    return execute
+    return BLOCK.sub(as_it_is_now, text)
 
 
 def line_of(block: re.Match[str]) -> int:

@@ -8,6 +8,7 @@ it loads fails at its next step there (pytorch issue 124133).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,16 +46,17 @@ class Sharded(torch.optim.Optimizer):
         """All of them, by number."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
+    @functools.cached_property
     def owners(self) -> list[int]:
+        """The process that keeps each of them."""
         return owners([parameter.numel() for parameter in self.parameters()], count())
 
     def share_of(self, state: dict[int, Any], process: int) -> dict[int, Any]:
-        owner = self.owners()
-        return {number: held for number, held in state.items() if owner[number] == process}
+        return {number: held for number, held in state.items() if self.owners[number] == process}
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
         """Update this process's parameters, and get the others from those that keep them."""
-        kept = list(zip(self.parameters(), self.owners(), strict=True))
+        kept = list(zip(self.parameters(), self.owners, strict=True))
         for parameter, owner in kept:
             if owner != rank():
                 parameter.grad = None  # so the optimizer passes it over
