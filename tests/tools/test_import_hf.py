@@ -34,6 +34,7 @@ def their_model(kind: str = "gpt2", std: float = 0.2, **options: Any) -> Any:
 
     if kind == "gpt2":
         shape = {"vocab_size": 300, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 24}
+        shape |= {"bos_token_id": 299, "eos_token_id": 299}  # the 50256 of GPT-2 would be warned of, outside these 300
         model: Any = GPT2LMHeadModel(GPT2Config(**{**shape, **options}))
     else:
         shape = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
