@@ -172,33 +172,20 @@ def document(results: Mapping[str, Any]) -> str:
 
 
 def performance_table(folder: Path = RESULTS) -> str:
-    """The README's table, from the results of every machine in `folder`."""
+    """The README's table: of each machine in `folder` its largest case, the last; the other figures are a link away."""
     from benchmarks.measure import Spread, markdown_table
 
     peers = [name for name in CONTESTANTS if name != "ours"]
     table = []
     for path in sorted(folder.glob("training-*.json")):
         results = json.loads(path.read_text())
-        for name, result in results["cases"].items():
-            measured = result["measured"]
-            median = {key: Spread.of([row[key] for row in measured["ours"]]).median for key in README_FIGURES}
-            ratios = [
-                f"{Spread.of(speedups(measured, peer)).median:.2f}x" if peer in measured else "" for peer in peers
-            ]
-            table.append(
-                [
-                    f"{name} ({Case(**result['case'])})",
-                    f"[{results['machine']['device']}](docs/benchmarks/{path.stem}.md), {results['machine']['date']}",
-                    *(f"{median[key]:{digits}}" for key, digits in README_FIGURES.items()),
-                    *ratios,
-                ]
-            )
-    return markdown_table(
-        ["training", "machine", "tokens/s", "ms a step", "peak GB", *(f"against {peer}" for peer in peers)], table
-    )
-
-
-README_FIGURES = {"tokens_per_second": ",.0f", "ms_per_step": ",.1f", "peak_memory_gb": ".2f"}
+        name, result = list(results["cases"].items())[-1]
+        measured = result["measured"]
+        speed = Spread.of([row["tokens_per_second"] for row in measured["ours"]]).median
+        ratios = [f"{Spread.of(speedups(measured, peer)).median:.2f}x" if peer in measured else "" for peer in peers]
+        device = f"[{results['machine']['device']}](docs/benchmarks/{path.stem}.md), {results['machine']['date']}"
+        table.append([device, f"{name} ({Case(**result['case'])})", f"{speed:,.0f}", *ratios])
+    return markdown_table(["machine", "training", "tokens/s", *(f"against {peer}" for peer in peers)], table)
 
 
 def with_table(readme: str, table: str) -> str:

@@ -39,15 +39,14 @@ def test_three_commands_install_and_run_everything():
 
 
 def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
-    """From the quickstart to a second text, in one folder, each command ends with exit code 0."""
+    """From the quickstart to characters, in one folder, each command ends with exit code 0."""
     monkeypatch.chdir(tmp_path)
     sentence = "The quick brown fox number {} jumps over the lazy dog {} and sleeps.\n"
-    for name in ("my_text.txt", "more_text.txt"):
-        Path(name).write_text("".join(sentence.format(i, i * 7) for i in range(600)))
+    Path("my_text.txt").write_text("".join(sentence.format(i, i * 7) for i in range(600)))
     ran = []
     for command in commands("bash"):
         command = command.partition("&& ")[2] or command
-        if not command.startswith("pytest"):
+        if not command.startswith(("pytest", "torchrun")):  # tests/training/test_processes.py runs several processes
             assert run(command) == 0, (command, capsys.readouterr())
             ran.append(command)
     scripts = {word for command in ran for word in shlex.split(command) if word.endswith(".py")}
