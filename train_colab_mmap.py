@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import INTERRUPTED, is_out_of_memory, script
-from common.launch import is_first, one_voice
+from common.launch import end, is_first, one_voice
 from common.lock import FolderLock
 from common.output import unbreakable_output
 from tokenization.token_folder import DEFAULT_FOLDER, folder_of_text, require_tokens_of
@@ -293,4 +292,4 @@ def tokenize_input(config: TrainConfig) -> TrainConfig:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end(main)

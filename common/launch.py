@@ -7,8 +7,9 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
-from common.errors import UserError
+from common.errors import Script, UserError
 
 
 @dataclass(frozen=True)
@@ -47,3 +48,21 @@ def one_voice() -> Iterator[None]:
             if here.local_rank == 0:
                 raise
             sys.exit(error.exit_code)
+
+
+def end(main: Script) -> NoReturn:
+    """Run a script, and end the process with its exit code.
+
+    One of several leaves out the interpreter's own end: what gloo's threads still hold then, where an error kept the
+    group from being taken down, may abort the process and with it the exit code (pytorch pull request 179291).
+    """
+    try:
+        code = main()
+    except SystemExit as left:
+        code = int(left.code or 0)
+    if place().count > 1:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # nobody listens
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)

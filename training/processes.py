@@ -70,6 +70,17 @@ class Group:
         self.is_over.set()
         self.thread.join()
 
+    def take_leave(self) -> None:
+        """End by an error that the others hear of. Where it is the first process that keeps the notes, and no agent of
+        torchrun, it is the last to go."""
+        self.close()
+        with contextlib.suppress(RuntimeError):
+            self.notes.set(f"left/{self.here.rank}", "")
+        if self.here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            deadline = time.monotonic() + SIGN_SECONDS
+            for rank in range(1, self.here.count):
+                self.read(f"left/{rank}", deadline - time.monotonic())
+
     def read(self, key: str, seconds: float) -> str | None:
         """A note of another process; None if it is not there in time."""
         deadline = time.monotonic() + seconds
@@ -189,6 +200,7 @@ def leave(error: BaseException, here: Place, seconds: float) -> NoReturn:
             group.notes.set(f"ended/{here.rank}", text)
         if here.rank and group.read("ended/0", SIGN_SECONDS) == text:
             speaker = 0
+        group.take_leave()
     if here.rank == 0 or not isinstance(error, UserError):
         raise error
     if speaker == here.rank:

@@ -350,7 +350,7 @@ def test_a_mistake_is_told_once(train_flags: Callable, tmp_path: Path, reaped: l
     flags = train_flags(tmp_path / "run", data_dir=tmp_path / "nothing")
     reaped += without_torchrun(*[trained(*flags)] * 2)
     told = [process.communicate(timeout=60)[1] for process in reaped]
-    assert [process.returncode for process in reaped] == [3, 3]
+    assert [process.returncode for process in reaped] == [3, 3], told
     assert told[0].startswith("error: There is no token file in") and told[1] == ""
 
 
