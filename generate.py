@@ -55,6 +55,7 @@ def load_checkpoint(
     """`load_model` for a checkpoint that is open; `dtype` (None: `generation_dtype`) is that of the weights."""
     from common.errors import CheckpointError
     from common.machine import pick_device
+    from common.tensors import Uninitialized
     from model import TransformerLanguageModel
     from tokenizer import load_tokenizer
 
@@ -67,7 +68,8 @@ def load_checkpoint(
             f"{tokenizer_path} has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}: it is the "
             "tokenizer of another model."
         )
-    model = TransformerLanguageModel(config)
+    with Uninitialized():
+        model = TransformerLanguageModel(config)
     checkpoint.load_weights(model)
     model.to(target, dtype or generation_dtype(config, target))
     return model.eval(), tokenizer

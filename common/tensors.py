@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, cast
 
 import safetensors.torch
 import torch
+from torch.overrides import TorchFunctionMode
 
 from common.errors import is_out_of_memory
 from common.files import sha256_file
@@ -100,6 +101,16 @@ def read_safetensors(path: Path, shapes_only: bool = False) -> dict[str, torch.T
     return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 
+class Uninitialized(TorchFunctionMode):
+    """Inside, a model is built of whatever lies in its memory, for weights that will take its place: the random numbers
+    of GPT-2 small take a second, and on the meta device another one to import torch's compiler, which draws them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
 def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None:
     """Raises ValueError if weights, which may be on the meta device, are not those of a model of this shape.
 
@@ -110,7 +121,7 @@ def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None
     if layers < config.num_layers:  # each takes memory even there
         raise ValueError(f"num_layers is {config.num_layers:,}, and blocks.{layers}.* is missing")
     try:
-        with torch.device("meta"):
+        with Uninitialized(), torch.device("meta"):
             model = TransformerLanguageModel(config)
     except RuntimeError:  # more bytes than 64 bits can count
         raise ValueError("no model can have this shape") from None
