@@ -101,7 +101,8 @@ def train_run(parts: Parts, lock: FolderLock, ends_process: bool, started: float
         rewind(run.dir, run.step if run.unevaluated is None else run.step - 1)
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
     if config.warmup_steps >= run.max_steps:
-        print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run")
+        shorter = f"--warmup_steps {run.max_steps // 10}, or more --epochs"
+        print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run: {shorter}")
     timer = Timer(hardware, run.elapsed, hardware.units_per_hour(config))
     report = Report(run.dir, timer, run.step, run.max_steps, config.tensorboard)
     interruption = Interruption(ends_process)

@@ -250,8 +250,9 @@ def choose_compile(config: TrainConfig, device: torch.device, peak: float | None
         takes = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
         saves, margin = CPU_COMPILE_SAVES * flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1)), CPU_COMPILE_MARGIN
     if not config.max_steps:
-        saved_ms = float(f"{1000 * saves:.2g}")  # two digits, and no exponent
-        return True, f"it takes about {takes:.0f} s and saves about {saved_ms:g} ms of each step (a forecast)"
+        number, unit = (saves, "s") if saves >= 1 else (1000 * saves, "ms")
+        saved_each = f"{float(f'{number:.2g}'):g} {unit}"  # two digits, and no exponent
+        return True, f"it takes about {takes:.0f} s and saves about {saved_each} of each step (a forecast)"
     saved = saves * config.max_steps
     said = f"it takes about {takes:.0f} s and saves about {saved:.0f} s of this run (a forecast)"
     return saved > margin * takes, said

@@ -21,6 +21,7 @@ import torch
 
 import train_colab_mmap
 from common.errors import ConfigError, MemoryExhausted
+from tests.forked import Forked
 from tests.helpers import CPU, ROOT, run_script, snapshot
 from tests.training.helpers import steps_of
 from tokenize_local_bpe import tokenize
@@ -29,6 +30,7 @@ from training.memory import with_less_memory
 from training.records import read_metrics
 
 TRAINER = str(ROOT / "train_colab_mmap.py")
+Process = Forked | subprocess.Popen[str]
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 NUMBERS = ("train_loss", "grad_norm", "val_loss")
 # No biases: the gradient of a key's is nothing but rounding, which AdamW takes for a direction.
@@ -101,27 +103,24 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def without_torchrun(*commands: list[str], places: Sequence[Path] = ()) -> list[subprocess.Popen[str]]:
-    """A process for each command, started as torchrun would, in folders of their own if they are given: their exit
+def places(count: int) -> list[dict[str, str]]:
+    """What torchrun tells each of its processes, in the environment."""
+    of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    of_all |= {"LOCAL_WORLD_SIZE": str(count)}
+    return [{**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def trained(count: int, *flags: object, folders: Sequence[Path] = ()) -> list[Forked]:
+    """The trainer in `count` processes, as torchrun starts them, in folders of their own if they are given: their exit
     codes and words are seen one by one."""
-    of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(len(commands))}
-    of_all |= {"LOCAL_WORLD_SIZE": str(len(commands))}
-    return [
-        subprocess.Popen(
-            command,
-            env={**os.environ, **of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=places[rank] if places else None,
-            **PIPES,
-        )
-        for rank, command in enumerate(commands)
-    ]
+    return [Forked(flags, folders[rank] if folders else None, place) for rank, place in enumerate(places(count))]
 
 
-def trained(*flags: object) -> list[str]:
-    return [sys.executable, "-u", TRAINER, *map(str, flags)]
+def in_python(code: str, place: dict[str, str], *words: object) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, words)], env={**os.environ, **place}, **PIPES)
 
 
-def wait_for(process: subprocess.Popen[str], start: str) -> None:
+def wait_for(process: Process, start: str) -> None:
     assert process.stdout is not None
     said = []
     for line in iter(process.stdout.readline, ""):
@@ -189,9 +188,9 @@ def two(
 
 
 @pytest.fixture
-def reaped() -> Iterator[list[subprocess.Popen[str]]]:
+def reaped() -> Iterator[list[Process]]:
     """Processes that do not outlive the test."""
-    processes: list[subprocess.Popen[str]] = []
+    processes: list[Process] = []
     yield processes
     for process in processes:
         process.kill()
@@ -258,9 +257,7 @@ def worker_of(launcher: subprocess.Popen[str], rank: int) -> int:
     pytest.skip("the system does not tell who started whom")
 
 
-def test_four_processes_with_muon_on_conversations_and_uneven_shares(
-    tmp_path: Path, reaped: list[subprocess.Popen[str]]
-) -> None:
+def test_four_processes_with_muon_on_conversations_and_uneven_shares(tmp_path: Path, reaped: list[Process]) -> None:
     """Six sequences a step over four processes, which count different numbers of tokens, between one process that
     begins and one that goes on. Muon in bf16, where it is, makes more of a difference in rounding."""
     rows = [{"prompt": f"Fox {i}?", "completion": f"The fox {i} {'sleeps ' * (i % 7)}."} for i in range(120)]
@@ -273,7 +270,7 @@ def test_four_processes_with_muon_on_conversations_and_uneven_shares(
     ).split()
     four, one = ([*flags, "--output_dir", tmp_path / name] for name in ("four", "one"))
     assert run_script(train_colab_mmap.main, *four, "--max_steps", 2).code == 0
-    reaped += without_torchrun(*[trained(*four, "--max_steps", 4)] * 4)
+    reaped += trained(4, *four, "--max_steps", 4)
     told = [process.communicate(timeout=100) for process in reaped]
     assert [process.returncode for process in reaped] == [0] * 4, told
     assert run_script(train_colab_mmap.main, *four, "--max_steps", 8).code == 0
@@ -284,21 +281,21 @@ def test_four_processes_with_muon_on_conversations_and_uneven_shares(
         assert ours == pytest.approx(theirs, rel=1e-3)
 
 
-def test_shares_of_an_optimizer_make_the_updates_of_the_whole(reaped: list[subprocess.Popen[str]]) -> None:
+def test_shares_of_an_optimizer_make_the_updates_of_the_whole(reaped: list[Process]) -> None:
     """AdamW to the bit, and Muon's state: its iterations are of other batches, so rounded otherwise."""
-    reaped += without_torchrun(*[[sys.executable, "-c", SHARES, "--device", "cpu"]] * 2)
+    reaped += [in_python(SHARES, place, "--device", "cpu") for place in places(2)]
     told = [process.communicate(timeout=60) for process in reaped]
     assert [process.returncode for process in reaped] == [0, 0], told
     assert "adamw is the same" in told[0][0] and "muon is the same" in told[0][0]
 
 
 def test_a_signal_to_one_of_them_saves_once_and_ends_all(
-    train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]
+    train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
     flags = train_flags(tmp_path / "run", max_steps=10**6, checkpoint_steps=0, eval_interval=0)
-    reaped += without_torchrun(*[trained(*flags)] * 2)
+    reaped += trained(2, *flags)
     wait_for(reaped[0], "step ")
-    reaped[1].terminate()
+    reaped[1].send_signal(signal.SIGTERM)
     told = [process.communicate(timeout=60) for process in reaped]
     assert [process.returncode for process in reaped] == [130, 130], told
     assert told[0][0].count("Saved ") == 1 and "The same command continues" in told[0][0]
@@ -308,11 +305,12 @@ def test_a_signal_to_one_of_them_saves_once_and_ends_all(
 
 
 def test_one_that_stands_still_ends_the_job_in_the_time_that_was_given(
-    train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]
+    train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
     """Its data does not come: it is alive, and farther behind than the one that waits for its gradients."""
     flags = train_flags(tmp_path / "run", max_steps=10**6, checkpoint_steps=0, eval_interval=0, process_timeout=3)
-    reaped += without_torchrun(trained(*flags), [sys.executable, "-c", STANDS_STILL, *flags])
+    first, second = places(2)
+    reaped += [Forked(flags, environment=first), in_python(STANDS_STILL, second, *flags)]
     wait_for(reaped[0], "step ")
     began = time.monotonic()
     _, err = reaped[0].communicate(timeout=60)
@@ -322,43 +320,42 @@ def test_one_that_stands_still_ends_the_job_in_the_time_that_was_given(
 
 
 def test_one_that_never_comes_is_not_waited_for_longer(
-    train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]
+    train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
     """A flag that only the command on the second machine has wrong: both say so."""
     flags = train_flags(tmp_path / "run", process_timeout=3)
-    reaped += without_torchrun(trained(*flags), trained(*flags, "--batch_sise", 4))
+    first, second = places(2)
+    reaped += [Forked(flags, environment=first), Forked([*flags, "--batch_sise", 4], environment=second)]
     told = [process.communicate(timeout=60) for process in reaped]
     assert [process.returncode for process in reaped] == [1, 2]
     assert "error: The 2 processes that torchrun started did not find each other" in told[0][1]
 
 
 def test_a_run_that_another_machine_began_is_not_begun_anew(
-    one: Path, train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]
+    one: Path, train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
     """Which of them is the first may be torchrun's choice, and the run folder is that of the first."""
     machines = [tmp_path / "first", tmp_path / "second"]
     machines[0].mkdir()
     shutil.copytree(one, machines[1] / "run")
-    reaped += without_torchrun(*[trained(*train_flags("run", **WHOLE))] * 2, places=machines)
+    reaped += trained(2, *train_flags("run", **WHOLE), folders=machines)
     told = [process.communicate(timeout=60)[1] for process in reaped]
     assert [process.returncode for process in reaped] == [4, 4]
     assert "on one of the machines" in told[0] and "--node_rank=0 on the machine that has them" in told[0]
     assert steps_of(machines[1] / "run") == steps_of(one) and steps_of(machines[0] / "run") == []
 
 
-def test_a_mistake_is_told_once(train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]) -> None:
+def test_a_mistake_is_told_once(train_flags: Callable, tmp_path: Path, reaped: list[Process]) -> None:
     flags = train_flags(tmp_path / "run", data_dir=tmp_path / "nothing")
-    reaped += without_torchrun(*[trained(*flags)] * 2)
+    reaped += trained(2, *flags)
     told = [process.communicate(timeout=60)[1] for process in reaped]
     assert [process.returncode for process in reaped] == [3, 3], told
     assert told[0].startswith("error: There is no token file in") and told[1] == ""
 
 
-def test_dry_run_counts_all_processes(
-    train_flags: Callable, tmp_path: Path, reaped: list[subprocess.Popen[str]]
-) -> None:
+def test_dry_run_counts_all_processes(train_flags: Callable, tmp_path: Path, reaped: list[Process]) -> None:
     flags = train_flags(tmp_path / "run")
-    reaped += without_torchrun(*[trained(*flags, "--dry_run")] * 2)
+    reaped += trained(2, *flags, "--dry_run")
     (out, err), of_second = (process.communicate(timeout=60) for process in reaped)
     assert [process.returncode for process in reaped] == [0, 0], err
     assert "24 of 128 tokens (8 sequences, 4 at once in each of 2 processes)" in out

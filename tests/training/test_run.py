@@ -26,6 +26,7 @@ import torch
 
 from common.checkpoint import KEEP, Snapshot, open_checkpoint, problems_of, step_folders
 from model import TransformerLanguageModel
+from tests.forked import Forked
 from tests.helpers import ROOT, flip, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
 from training import interruption, run_evaluation, saving
@@ -101,37 +102,33 @@ def test_best_stays_the_best_of_all_sessions(
 def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_path: Path) -> None:
     """Real processes, killed while they train, save, evaluate or write; then the same command once more."""
     flags = {"max_steps": 300, "checkpoint_steps": 7, "eval_interval": 60, "tie_embeddings": "true"}
-    command, unbroken_command = (
-        [sys.executable, "-u", str(ROOT / "train_colab_mmap.py"), *train_flags(tmp_path / name, **flags)]
-        for name in ("killed", "unbroken")
-    )
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
-    unbroken = subprocess.Popen(unbroken_command, **pipes)
+    command, unbroken_command = (train_flags(tmp_path / name, **flags) for name in ("killed", "unbroken"))
+    unbroken = Forked(unbroken_command)
     moments = random.Random(5)
     reached = []
     for session in range(5):
-        process = subprocess.Popen(command, **pipes)
-        assert process.stdout is not None
+        process = Forked(command)
         said = []
         for line in iter(process.stdout.readline, ""):
             said.append(line)
             if line.startswith("Saved " if session else "Training "):  # the first session may end without a checkpoint
                 break
         else:
-            pytest.fail("".join(said))
+            pytest.fail("".join([*said, process.stderr.read()]))
         time.sleep(moments.uniform(0.0, 0.3))
         process.kill()
         process.stdout.close()
-        assert process.wait() == -signal.SIGKILL
+        assert process.wait(30) == -signal.SIGKILL
         reached.append(max(steps_of(tmp_path / "killed"), default=0))
     assert reached == sorted(reached)
     assert 0 < reached[-1] < 300, "the kills did not land in the middle of the run"
-    last = subprocess.run(command, check=False, **pipes)
-    assert last.returncode == 0, last.stdout
-    assert "Continuing from" in last.stdout
+    last = Forked(command)
+    out, err = last.communicate()
+    assert last.returncode == 0, err
+    assert "Continuing from" in out
 
-    output, _ = unbroken.communicate(timeout=60)
-    assert unbroken.returncode == 0, output
+    _, err = unbroken.communicate()
+    assert unbroken.returncode == 0, err
     assert final_weights(tmp_path / "killed", 300) == final_weights(tmp_path / "unbroken", 300)
     assert measured(tmp_path / "killed") == measured(tmp_path / "unbroken")
     # No half-written file is left either.
@@ -158,12 +155,9 @@ def test_a_signal_saves_and_the_same_command_finishes(
 
 def test_sigterm_to_a_real_process_saves_within_moments(train_flags: Callable, tmp_path: Path) -> None:
     flags = train_flags(tmp_path / "run", max_steps=100_000, checkpoint_steps=0, eval_interval=0)
-    command = [sys.executable, "-u", str(ROOT / "train_colab_mmap.py"), *flags]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
-    process = subprocess.Popen(command, **pipes)
-    assert process.stdout is not None
+    process = Forked(flags)
     assert any(line.startswith("step ") for line in iter(process.stdout.readline, ""))
-    process.terminate()
+    process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "same command continues" in out and "then saving" in err
@@ -174,10 +168,7 @@ def test_sigterm_to_a_real_process_saves_within_moments(train_flags: Callable, t
 def test_signals_that_follow_a_save_leave_the_exit_code(train_flags: Callable, tmp_path: Path) -> None:
     """A notebook's stop button sends `!python` SIGINT, SIGHUP and SIGINT again: a small model is saved by then."""
     flags = train_flags(tmp_path / "run", max_steps=100_000, checkpoint_steps=0, eval_interval=0)
-    command = [sys.executable, "-u", str(ROOT / "train_colab_mmap.py"), *flags]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": tmp_path}
-    process = subprocess.Popen(command, **pipes)
-    assert process.stdout is not None
+    process = Forked(flags)
     lines = iter(process.stdout.readline, "")
     assert any(line.startswith("step ") for line in lines)
     process.send_signal(signal.SIGINT)
@@ -401,9 +392,7 @@ def test_the_config_of_a_run_continues_it(train: Callable, train_flags: Callable
 def test_a_second_training_in_the_same_folder_is_told_who_holds_it(
     train: Callable, train_flags: Callable, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-u", str(ROOT / "train_colab_mmap.py"), *train_flags(tmp_path / "run", max_steps=10**6)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert process.stdout is not None
+    process = Forked(train_flags(tmp_path / "run", max_steps=10**6))
     assert any(line.startswith("First step") for line in iter(process.stdout.readline, ""))
     result = train(tmp_path / "run")
     assert result.code == 4 and f"({process.pid} on " in result.err and "since 20" in result.err
@@ -432,23 +421,29 @@ def test_a_dry_run_finds_what_would_keep_the_run_from_going_on(dry_run: str, tra
 
 def test_a_reader_that_ends_does_not_end_the_training(train_flags: Callable, unbroken: Path, tmp_path: Path) -> None:
     """`| head`, or `| tee log` when Ctrl-C reaches tee first."""
-    command = [sys.executable, "-u", str(ROOT / "train_colab_mmap.py"), *train_flags(tmp_path / "run")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
-    assert process.stdout is not None and process.stderr is not None
+    process = Forked(train_flags(tmp_path / "run"))
     assert process.stdout.readline().startswith("Device")
     process.stdout.close()
     assert process.stderr.read() == ""
-    assert process.wait() == 0
+    assert process.wait(30) == 0
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
     assert (tmp_path / "run" / "summary.md").exists()
 
 
-@pytest.mark.parametrize("closed", ["2>&-", ">&-", ">&- 2>&-", "> /dev/full 2> /dev/full"])
-def test_streams_that_are_closed_or_full_are_no_matter(
-    closed: str, train_flags: Callable, unbroken: Path, tmp_path: Path
+@pytest.mark.parametrize("closed", [(2,), (1,), (1, 2)])
+def test_streams_that_are_closed_are_no_matter(
+    closed: tuple[int, ...], train_flags: Callable, unbroken: Path, tmp_path: Path
 ) -> None:
+    process = Forked(train_flags(tmp_path / "run"), closed=closed)
+    process.communicate()
+    assert process.returncode == 0
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+
+
+def test_streams_that_are_full_are_no_matter(train_flags: Callable, unbroken: Path, tmp_path: Path) -> None:
     words = [sys.executable, str(ROOT / "train_colab_mmap.py"), *train_flags(tmp_path / "run")]
-    assert subprocess.run(["sh", "-c", f"{shlex.join(words)} {closed}"], cwd=tmp_path, check=False).returncode == 0
+    full = f"{shlex.join(words)} > /dev/full 2> /dev/full"
+    assert subprocess.run(["sh", "-c", full], cwd=tmp_path, check=False).returncode == 0
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
 
 
