@@ -177,14 +177,18 @@ def test_the_blogs_checkpoints_load(blog_checkpoint, checkpoint, run):
     assert "know" not in out and out == run("--checkpoint", checkpoint, *flags)[1]  # the same weights
 
 
-def test_json_survives_an_encoding_that_lacks_its_characters(make_checkpoint, tmp_path):
-    """A pipe on Windows, or a server without a locale: escapes are ASCII, whatever the text is."""
+def test_a_process_of_its_own_survives_an_encoding_and_waits_for_no_compiler(make_checkpoint, tmp_path):
+    """A pipe on Windows, or a server without a locale: escapes in JSON are ASCII, whatever the text is. And torch's
+    compiler, which takes as long to import as all the rest of torch, is left alone."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", "bpe")
     (tmp_path / "prompts.txt").write_text("größer ☃\n", encoding="utf-8")
     command = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(checkpoint), "--json"]
     command += ["--prompts_file", str(tmp_path / "prompts.txt"), *map(str, SHORT)]
-    result = subprocess.run(command, env={**os.environ, "PYTHONIOENCODING": "ascii"}, capture_output=True, check=True)
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPROFILEIMPORTTIME": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, check=True)
     assert json.loads(result.stdout)["prompt"] == "größer ☃"
+    imported = result.stderr.decode().split()
+    assert "torch" in imported and "torch._dynamo" not in imported
 
 
 def test_keys_of_a_newer_version_are_reported_beside_the_output(blog_checkpoint, run):

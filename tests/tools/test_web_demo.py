@@ -91,7 +91,7 @@ def test_the_page_loads_alone_and_fits(demo: Demo, browser: Any, options: dict[s
         visitor.fill(Prompt="the cat", Length="60")
         visitor.button("Generate").click()
         visitor.finished()
-        page.locator(".turn .token").nth(40).click()
+        page.locator(".turn .token:visible").nth(40).click()
         assert page.locator(".considered").is_visible()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
         red, green, blue = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
