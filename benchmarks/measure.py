@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+CPU_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # of PyTorch, oneDNN and MKL
 
 
 @dataclass(frozen=True)
@@ -133,5 +134,6 @@ def write_results(stem: Path, title: str, command: str, results: Mapping[str, An
 
 
 def this_command() -> str:
-    """The command line as a reader would type it."""
-    return " ".join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    """The command line as a reader would type it, with what limits the CPU's units, where that is set."""
+    limits = [f"{name}={os.environ[name]}" for name in CPU_LIMITS if os.environ.get(name)]
+    return " ".join([*limits, "python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])

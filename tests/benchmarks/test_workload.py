@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import benchmarks.workload
-from benchmarks.measure import machine_kind, measure_in_turn
+from benchmarks.measure import CPU_LIMITS, machine_kind, measure_in_turn, this_command
 from benchmarks.workload import Training, measure_training, time_steps, write_random_tokens
 
 
@@ -67,6 +67,15 @@ def test_a_measurement_takes_the_time_it_is_given(
     assert steps == timed and mean == pytest.approx(step_seconds)
     assert waits == 6  # before and after the first call, the warm-up and the measurement, never in between
     assert timed < calls <= 1 + 1.3 * timed
+
+
+def test_the_command_on_record_says_what_limited_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CPU_LIMITS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["benchmarks/peers.py", "--rounds", "1"])
+    assert this_command() == "python benchmarks/peers.py --rounds 1"
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert this_command() == "ATEN_CPU_CAPABILITY=avx2 python benchmarks/peers.py --rounds 1"
 
 
 def test_what_is_measured_is_told_at_once() -> None:
