@@ -103,7 +103,7 @@ def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
     from matplotlib.figure import Figure  # no pyplot: it would look for a display
 
     figure = Figure(figsize=(8, 5))
-    axes = figure.add_axes((0.09, 0.11, 0.89, 0.86))  # to lay them out would take as long as to draw them
+    axes = figure.add_axes((0.12, 0.11, 0.86, 0.86))  # to lay them out would take as long as to draw them
     for key, label, style in (("train_loss", "training", {"alpha": 0.6}), ("val_loss", "validation", {"marker": "o"})):
         points = [(row["step"], row[key]) for row in rows if key in row]
         if points:
