@@ -36,6 +36,7 @@ WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ALLOWED = {0, 4, 130, -signal.SIGKILL}  # finished, a full disk, stopped, killed
 LATEST = 0.7  # seconds into a training that it is disturbed; it takes about two
 LONGEST_SESSION = 120.0  # seconds, then it hangs
+UNTIL_A_FULL_DISK_IS_GIVEN_UP = 5.0  # seconds; half a minute for users, who may make room
 
 
 @dataclass
@@ -145,7 +146,7 @@ class Round:
             pass
 
     def disturb(self, name: str, session: Session, latest: float) -> bool:
-        """One session, disturbed at some moment up to `latest` seconds. True if it came to its end."""
+        """One session, disturbed at some moment up to `latest` seconds. True if it came to its end, with all done."""
         expected = None
         if name == "training":
             self.lose_something()
@@ -174,7 +175,7 @@ class Round:
         if what == "full disk" and code != 0:
             self.tally.counts[f"full disk while {name}"] += 1
         self.examine(name, session, code, what, expected)
-        return code == 0
+        return code == 0 and what != "full disk"  # where copies may be missing, which the next session makes up for
 
     def unmount(self, pid: int) -> None:
         """What is left of a Drive that goes is the empty folder that it was mounted on; then it is back."""
@@ -273,8 +274,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import train_colab_mmap  # noqa: F401
     from examples import conversations
-    from training import compilation, preflight, run, summary  # noqa: F401
+    from training import compilation, mirror, preflight, run, summary  # noqa: F401
 
+    mirror.LAST_ATTEMPTS_SECONDS = UNTIL_A_FULL_DISK_IS_GIVEN_UP
     torch.set_num_threads(1)  # a process with threads cannot be forked
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
     tally, moments = Tally(), random.Random(flags.seed)

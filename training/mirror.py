@@ -7,6 +7,7 @@ fails with it. A Drive that is full, read-only, slow or gone is told, and tried 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import shutil
@@ -172,30 +173,23 @@ class Mirror:
     def bring_up_to_date(self) -> bool:
         """Copy what is new in the run folder, verify the copies, and only then delete older ones. Returns whether all
         is copied; a problem is told, and is no reason to give up."""
-        what = "metrics and summary"
-        problem = None
-        try:
-            self.require_marked()
-            self.copy_files()
-            what = "best/"
-            self.copy_if_new(self.run_dir / "best")
-        except GivenUp:
-            raise
-        except Exception as error:  # of any kind: the steps are copied all the same
-            problem = error
+        problems: dict[str, Exception] = {}  # by what could not be copied
+        newest = None
+        self.copy_rest(problems)
         try:
             for _ in range(KEEP + 1):  # while one is looked for, it may have made way for a newer one
                 newest = next(iter(step_folders(self.run_dir / "checkpoints")), None)
-                if newest is None or self.copy_step(newest):
+                if newest is None or self.copy_step(newest, problems):
                     break
         except GivenUp:
             raise
         except Exception as error:
-            what, problem = newest.name if newest is not None else what, error
-        if problem is None:
+            problems[newest.name if newest is not None else "the newest checkpoint"] = error
+        if not problems:
             self.problem, self.failures = None, 0
             return True
         self.failures += 1
+        what, problem = problems.popitem()
         reason = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
         if reason != self.problem:
             self.news.put(
@@ -205,30 +199,46 @@ class Mirror:
         self.problem = reason
         return False
 
-    def copy_step(self, folder: Path) -> bool:
-        """Whether the mirror holds this checkpoint now; False if it is gone here. Raises OSError with the reason."""
+    def copy_rest(self, problems: dict[str, Exception]) -> None:
+        """Copy metrics and best weights. A problem of any kind is noted: the steps are copied all the same."""
+        best = functools.partial(self.copy_if_new, self.run_dir / "best")
+        for what, copy in (("metrics and summary", self.copy_files), ("best/", best)):
+            try:
+                copy()
+                problems.pop(what, None)
+            except GivenUp:
+                raise
+            except Exception as error:
+                problems[what] = error
+
+    def copy_step(self, folder: Path, problems: dict[str, Exception]) -> bool:
+        """Whether the mirror holds this checkpoint now; False if it is gone here. Raises OSError with the reason.
+
+        Metrics and best weights go as far as it does before it has its name: whoever has only the copies needs all."""
         if self.holds(folder):
             return True
-        self.require_marked()
         began = time.time()
-        if self.copy_if_new(folder):
+        if self.copy_if_new(folder, lambda: self.copy_rest(problems)):
             self.copied_at = began
             self.news.put(f"Copied {folder.name} to {self.dir}")
             prune(self.dir / "checkpoints", truncate=True)
         return (self.dir / folder.relative_to(self.run_dir)).exists()
 
     def copy_files(self) -> None:
+        self.require_marked()
         for name in MIRRORED_FILES:
             source = self.run_dir / name
             if source.exists():
                 with atomic_write(self.dir / name) as file:
                     file.write(source.read_bytes())
 
-    def copy_if_new(self, folder: Path) -> bool:
-        """Raises OSError with the reason if there is something to copy and it cannot be."""
+    def copy_if_new(self, folder: Path, first: Callable[[], None] = lambda: None) -> bool:
+        """Raises OSError with the reason if there is something to copy and it cannot be. `first` is that of
+        `copy_checkpoint`."""
         if not (folder / MANIFEST).exists() or self.holds(folder):
             return False
-        if problem := copy_checkpoint(folder, self.dir / folder.relative_to(self.run_dir), self.go_on):
+        self.require_marked()
+        if problem := copy_checkpoint(folder, self.dir / folder.relative_to(self.run_dir), self.go_on, first):
             raise OSError(problem)
         return True
 
@@ -352,11 +362,16 @@ def is_gone_or_us(holder: dict[str, Any]) -> bool:
     return holder["pid"] == os.getpid()
 
 
-def copy_checkpoint(folder: Path, target: Path, between: Callable[[], None] = lambda: None) -> str | None:
+def copy_checkpoint(
+    folder: Path,
+    target: Path,
+    between: Callable[[], None] = lambda: None,
+    first: Callable[[], None] = lambda: None,
+) -> str | None:
     """Copy a whole checkpoint to `target` (on Drive, say) and check the copy.
 
     Returns None, or the reason why it could not be copied. `folder` may be replaced or pruned meanwhile. `between` is
-    called between two pieces of a file, and may raise to give the copy up.
+    called between two pieces of a file, and may raise to give the copy up; `first` before the copy gets its name.
     """
     temporary = target.with_name(f".tmp-{target.name}")
     try:
@@ -372,6 +387,7 @@ def copy_checkpoint(folder: Path, target: Path, between: Callable[[], None] = la
         if problems:
             raise OSError("; ".join(problems))
         between()
+        first()
         publish(temporary, target, truncate=True)
     except OSError as problem:
         discard(temporary, truncate=True)

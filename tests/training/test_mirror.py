@@ -22,7 +22,7 @@ from tests.helpers import flip, snapshot
 from tests.training.helpers import at_step, final_weights, measured, steps_of
 from training import mirror as mirror_module
 from training import run as run_module
-from training.mirror import copy_checkpoint, copy_file
+from training.mirror import Mirror, copy_checkpoint, copy_file
 from training.records import read_metrics
 
 
@@ -326,6 +326,50 @@ def test_a_drive_that_hangs_holds_neither_the_saves_nor_the_end(
     back.set()
     assert result.code == 0 and "not done within" in result.out
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
+
+
+@pytest.mark.parametrize("meanwhile", ["the metrics are copied", "its checkpoint makes way"])
+def test_metrics_and_best_weights_in_the_mirror_go_as_far_as_its_newest_checkpoint(
+    meanwhile: str, copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the training goes on: whoever is left with the copies alone has lost nothing. Seen where the checkpoint
+    gets its name."""
+    steps, metrics, best = copy_of / "checkpoints", copy_of / "metrics.jsonl", copy_of / "best"
+    rows, weights = metrics.read_text(), snapshot(best)
+    os.rename(steps / "step_00000024", tmp_path / "later")
+    os.rename(best, tmp_path / "better")
+    metrics.write_text("".join(line for line in rows.splitlines(keepends=True) if json.loads(line)["step"] <= 18))
+    copy_files, copy_step, publish = Mirror.copy_files, Mirror.copy_step, mirror_module.publish
+    mirror = Mirror(copy_of, str(tmp_path / "drive"))
+
+    def train_on() -> None:
+        if (tmp_path / "later").exists():
+            metrics.write_text(rows)
+            os.rename(tmp_path / "better", best)
+            os.rename(tmp_path / "later", steps / "step_00000024")
+
+    def copy_files_meanwhile(self: Mirror) -> None:
+        copy_files(self)
+        if meanwhile == "the metrics are copied":
+            train_on()
+
+    def copy_step_meanwhile(self: Mirror, folder: Path, problems: dict) -> bool:
+        if meanwhile == "its checkpoint makes way" and folder.name == "step_00000018":
+            train_on()
+            shutil.rmtree(folder)
+        return copy_step(self, folder, problems)
+
+    def look_and_publish(temporary: Path, folder: Path, truncate: bool) -> None:
+        publish(temporary, folder, truncate)
+        if folder.name == "step_00000024":
+            assert (mirror.dir / "metrics.jsonl").read_text() == rows
+            assert snapshot(mirror.dir / "best") == weights
+
+    monkeypatch.setattr(Mirror, "copy_files", copy_files_meanwhile)
+    monkeypatch.setattr(Mirror, "copy_step", copy_step_meanwhile)
+    monkeypatch.setattr(mirror_module, "publish", look_and_publish)
+    assert mirror.bring_up_to_date(), mirror.problem
+    assert steps_of(mirror.dir) == [24]
 
 
 def test_best_weights_that_are_damaged_do_not_keep_the_steps_from_the_mirror(
