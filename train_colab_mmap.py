@@ -86,7 +86,7 @@ def train_run(parts: Parts, lock: FolderLock, ends_process: bool, started: float
     on_first(lambda: lock.take(config.run_dir))
     run = Run.start_or_resume(config, model, parts.optimizer, parts.scaler, data)
     on_first(lambda: lock.take(run.dir))  # which may have been made just now
-    if on_first(lambda: run.finished and (run.dir / SUMMARY).exists()):
+    if on_first(lambda: run.finished and (run.dir / SUMMARY).is_file()):
         with run.saving(print, lambda: False):
             pass  # but for the mirror, if that could not be brought up to date before
         print(
@@ -97,7 +97,6 @@ def train_run(parts: Parts, lock: FolderLock, ends_process: bool, started: float
         return 0
     if is_first():
         write_config(config, hardware.name)
-        (run.dir / SUMMARY).unlink(missing_ok=True)  # of a shorter run that this one continues
         rewind(run.dir, run.step if run.unevaluated is None else run.step - 1)
     print(f"Training   steps {run.step:,} to {run.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
     if config.warmup_steps >= run.max_steps:
@@ -108,8 +107,8 @@ def train_run(parts: Parts, lock: FolderLock, ends_process: bool, started: float
     interruption = Interruption(ends_process)
     advice = memory_advice(config, model, hardware)
     with advice, interruption.awaited(), run.saving(report.say, lambda: interruption.requested):
-        answers = take_steps(run, report, hardware, parts.prompts, interruption, started)
-        report.close()
+        with contextlib.closing(report):
+            answers = take_steps(run, report, hardware, parts.prompts, interruption, started)
         interruption.answer = "Stopping once what is under way is saved and copied"
         run.finish_saving(report.say)
         is_done = run.finished and run.unevaluated is None

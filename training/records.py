@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from collections.abc import Sequence
@@ -49,8 +50,10 @@ def samples_row(step: int, answers: Sequence[Answer]) -> str:
 
 
 def rewind(run_dir: Path, step: int) -> None:
-    """Forget rows after `step`: the steps a killed session took beyond its last checkpoint are taken again. A record
-    that cannot be changed is told, and no reason not to train."""
+    """Forget rows after `step`: the steps a killed session took beyond its last checkpoint are taken again; and the
+    summary, which is of a shorter run. A record that cannot be changed is told, and no reason not to train."""
+    with contextlib.suppress(OSError):  # which is told where the next one is written
+        (run_dir / SUMMARY).unlink()
     for name, row_step in ((METRICS, metrics_step), (SAMPLES, samples_step)):
         path = run_dir / name
         if not path.exists():

@@ -28,6 +28,7 @@ from training.records import (
 from training.timer import Timer
 
 LONG_SECONDS = 20.0  # of silence that a user should not have to wonder about
+CURVE_SECONDS = 10.0  # between two drawings of the curve, each of which takes a tenth of one
 
 
 class Report:
@@ -39,6 +40,8 @@ class Report:
         self.max_steps = max_steps
         self.interactive = is_interactive()
         self.next_line = 0.0
+        self.next_curve = time.perf_counter() + CURVE_SECONDS
+        self.has_new_point = False  # that the curve does not show yet
         self.told: set[str] = set()  # what cannot be written: each once, for it would come with every row
         self.bar = progress_bar(
             total=max_steps,
@@ -98,11 +101,13 @@ class Report:
             self.samples(row["step"], answers)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row to metrics.jsonl, and draw the curve anew if the row has a point of the validation's."""
+        """Append a row to metrics.jsonl, and draw the curve anew now and then, if it has a new point of the
+        validation's."""
         self.append(self.run_dir / METRICS, metrics_line(row))
         if self.events is not None:
             self.events.write(row)
-        if "val_loss" in row and is_first():
+        self.has_new_point |= "val_loss" in row and is_first()
+        if self.has_new_point and time.perf_counter() >= self.next_curve:
             self.curve()
 
     def samples(self, step: int, answers: list[Answer]) -> None:
@@ -135,6 +140,8 @@ class Report:
                 draw_curve(rows, path)
         except Exception as problem:  # of fonts, of the file, of torn rows
             self.warn(path, problem)
+        self.has_new_point = False
+        self.next_curve = time.perf_counter() + CURVE_SECONDS
 
     def warn(self, path: Path, problem: Exception) -> None:
         if path.name not in self.told:
@@ -143,5 +150,7 @@ class Report:
 
     def close(self) -> None:
         self.bar.close()
+        if self.has_new_point:
+            self.curve()
         if self.events is not None:
             self.events.close()

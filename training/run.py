@@ -24,7 +24,7 @@ from training.evaluate import evaluated_windows
 from training.hardware import Hardware
 from training.memory import DROPOUT_ASIDE, with_less_memory
 from training.mirror import Mirror
-from training.optimizer import Optimizer, follow_first, whole_state
+from training.optimizer import Optimizer, apply_hyperparameters, follow_first, whole_state
 from training.processes import any_process, count, on_first, share_tensors
 from training.records import finite
 from training.resume import (
@@ -42,7 +42,7 @@ from training.resume import (
 from training.run_folder import quarantine, require_movable, require_ours, set_aside, tidy, write_config
 from training.saved_state import read_state
 from training.saving import Saver
-from training.schedule import epoch_sequences, last_step
+from training.schedule import epoch_sequences, last_step, learning_rate
 from training.stability import Stability, diverged
 
 COPY_SECONDS = 600.0  # that the last copy to the mirror is waited for
@@ -113,6 +113,8 @@ class Run:
         on_first(run.open)
         run.follow_first()
         run.max_steps = run.plan()
+        # As the last step left it: what is saved before the next one is then what was saved there.
+        apply_hyperparameters(optimizer, learning_rate(max(run.step - 1, 0), run.max_steps, config), config)
         return run
 
     def open(self) -> None:

@@ -8,7 +8,7 @@ from common.files import atomic_write
 from common.formatting import cell, clock, shortened, si, table_row
 from training.evaluate import Answer, accuracy, perplexity
 from training.hardware import Hardware
-from training.records import CURVE, METRICS, SAMPLES, SUMMARY, read_metrics
+from training.records import CURVE, METRICS, SAMPLES, SUMMARY, read_metrics, unwritable
 from training.run import Run
 from training.timer import Timer
 
@@ -23,7 +23,7 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
         "Model": f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else ""),
         "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
         "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
-        "Training": f"{run.max_steps:,} steps of {config.tokens_per_step:,} tokens in {clock(timer.elapsed)}",
+        "Training": f"{run.step:,} steps of {config.tokens_per_step:,} tokens in {clock(timer.elapsed)}",
     }
     if timer.tokens_per_second:
         facts["Speed"] = f"{si(timer.tokens_per_second)} tokens/s while training"
@@ -57,8 +57,11 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
     lines += [table_row(["key", "value", "source"]), table_row(["---"] * 3)]
     given = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
     lines += [table_row([key, cell(str(value)), config.sources.get(key, "")]) for key, value in given]
-    with atomic_write(run.dir / SUMMARY) as file:
-        file.write(("\n".join(lines) + "\n").encode(errors="replace"))  # a file name can be any bytes
+    try:
+        with atomic_write(run.dir / SUMMARY) as file:
+            file.write(("\n".join(lines) + "\n").encode(errors="replace"))  # a file name can be any bytes
+    except OSError as problem:
+        print(unwritable(run.dir / SUMMARY, problem))
 
     print()
     for line in answer_table(answers, before, LONGEST_PRINTED) if answers else []:

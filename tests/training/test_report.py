@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from common.errors import ConfigError
 from common.formatting import cell, table_row
 from tests.helpers import columns
 from training import report as report_module
@@ -18,6 +21,7 @@ from training.evaluate import Answer, Prompt
 from training.hardware import Hardware, detect_hardware
 from training.records import read_metrics, rewind
 from training.report import Report
+from training.run import Run
 from training.timer import Timer
 
 CONTRACT_FIELDS = {
@@ -127,6 +131,38 @@ def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Pa
     assert [columns(row)[:2] for row in rows[3:]] == [[step, f"{len(nasty)} of {len(nasty)}"] for step in ("10", "20")]
     rewind(tmp_path, 10)
     assert len((tmp_path / "samples.md").read_text(encoding="utf-8").splitlines()) == 4
+
+
+def test_the_curve_is_drawn_now_and_then_and_at_the_end_with_every_point(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_now, drawn = [time.perf_counter()], list[int]()
+    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock_now[0])
+    monkeypatch.setattr(report_module, "draw_curve", lambda rows, path: drawn.append(rows[-1]["step"]))
+    for step in range(1, 101):
+        clock_now[0] += 0.5
+        report.write({"step": step, "train_loss": 2.0, **({"val_loss": 1.5} if step % 5 == 0 else {})})
+    assert drawn == [20, 40, 60, 80, 100]
+    report.close()
+    assert drawn == [20, 40, 60, 80, 100]  # it shows all there is
+    report.write({"step": 101, "train_loss": 2.0, "val_loss": 1.5})
+    report.close()
+    assert drawn[5:] == [101]
+
+
+def test_the_curve_is_drawn_though_the_training_fails(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = Run.advance
+
+    def fail_at_20(run: Run, skipped: torch.Tensor) -> None:
+        advance(run, skipped)
+        if run.step == 20:
+            raise ConfigError("something")
+
+    monkeypatch.setattr(Run, "advance", fail_at_20)
+    assert train(tmp_path / "run").code == 2
+    assert (tmp_path / "run" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_curve_that_cannot_be_drawn_is_told_and_raises_nothing(
