@@ -245,7 +245,7 @@ def peers(setting: Setting) -> Iterator[Row]:
     case = "toy" if setting.toy else "gpt2_small"
     flags = ["--cases", case, "--rounds", "1", "--seconds", str(setting.seconds), "--device", setting.device]
     flags += ["--nanogpt", setting.nanogpt] if setting.nanogpt else []
-    flags += ["--only", "plain PyTorch"] if setting.toy else []
+    flags += ["--only", "ours"] if setting.toy else []
     yield from script_rows("benchmarks/peers.py", flags, setting.folder / "results")
 
 

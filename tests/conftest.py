@@ -95,6 +95,7 @@ def train(train_flags: Callable[..., list[str]]) -> Callable[..., Result]:
         import train_colab_mmap
 
         out, err = io.StringIO(), io.StringIO()
+        gc.freeze()  # the training before took away what was frozen
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = train_colab_mmap.main([*train_flags(output_dir, **changes), *extra])
         return Result(code, out.getvalue(), err.getvalue())

@@ -1,29 +1,39 @@
-"""The trainer in a process of its own, to be killed or signalled, that begins where torch is imported already.
+"""Scripts in processes of their own, to be killed, signalled or limited, that begin where torch is imported already.
 
-Importing it takes seconds for each. What torch reads from the environment when it is imported is as for the tests here.
+Importing it takes seconds for each. What torch reads from the environment when it is imported is as for the tests here,
+TORCHDYNAMO_DISABLE aside.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import runpy
 import signal
+import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 
-import train_colab_mmap
-from common.launch import end
+import pytest
+import torch._dynamo
+
+from benchmarks import measure
+from tests.helpers import ROOT
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.forked", "training.run", "torch._dynamo", "matplotlib.backends.backend_agg"])
+SERVER.set_forkserver_preload(["tests.forked", "train_colab_mmap", "training.run", "matplotlib.backends.backend_agg"])
+TRAINER = ROOT / "train_colab_mmap.py"
 
 
 class Forked:
-    """`python -u train_colab_mmap.py FLAGS`, with the attributes and methods of a subprocess.Popen whose output is read
-    as text; `environment` is added to ours, and `closed` are streams (1, 2) that nobody has opened."""
+    """`python -u SCRIPT FLAGS`, with the attributes and methods of a subprocess.Popen whose output is read as text.
+
+    `environment` is added to ours, `closed` are streams (1, 2) that nobody has opened, and `first` is called in the
+    process before the script."""
 
     def __init__(
         self,
@@ -31,12 +41,13 @@ class Forked:
         cwd: Path | None = None,
         environment: Mapping[str, str] | None = None,
         closed: Sequence[int] = (),
+        script: Path = TRAINER,
+        first: Callable[[], object] = int,
     ):
         (out, of_out), (err, of_err) = SERVER.Pipe(duplex=False), SERVER.Pipe(duplex=False)
-        words = [str(flag) for flag in flags]
-        self.process = SERVER.Process(
-            target=run_trainer, args=(words, cwd or Path.cwd(), dict(environment or {}), of_out, of_err, closed)
-        )
+        words = [str(word) for word in (script, *flags)]
+        place = cwd or Path.cwd(), {**os.environ, **(environment or {})}
+        self.process = SERVER.Process(target=run_script, args=(words, *place, of_out, of_err, closed, first))
         self.process.start()
         self.pid = self.process.pid
         of_out.close()
@@ -73,16 +84,34 @@ class Forked:
         return out, said[0]
 
 
-def run_trainer(
-    flags: list[str],
+def run(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+    """subprocess.run, for one of our scripts whose output is taken as text."""
+    python, script, *flags = command
+    assert python == sys.executable
+    process = Forked(flags, script=Path(script))
+    out, err = process.communicate(timeout=240)
+    assert process.returncode is not None
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def fork_what_is_measured(patch: pytest.MonkeyPatch) -> None:
+    """What the benchmarks run in turn is run as here."""
+    patch.setattr(measure, "subprocess", SimpleNamespace(run=run))
+
+
+def run_script(
+    words: list[str],
     cwd: Path,
     environment: Mapping[str, str],
     out: Connection,
     err: Connection,
     closed: Sequence[int],
+    first: Callable[[], object],
 ) -> None:
     os.chdir(cwd)
+    os.environ.clear()
     os.environ.update(environment)
+    torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
     for pipe, number in ((out, 1), (err, 2)):
         os.dup2(pipe.fileno(), number)
         pipe.close()
@@ -92,5 +121,6 @@ def run_trainer(
         None if number in closed else os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2)
     )
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv = ["train_colab_mmap.py", *flags]
-    end(train_colab_mmap.main)
+    sys.argv = words
+    first()
+    runpy.run_path(words[0], run_name="__main__")

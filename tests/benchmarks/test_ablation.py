@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import ablation
 from common.errors import ConfigError
+from tests.forked import fork_what_is_measured
 from training.config import parse_config
 
 
@@ -20,6 +21,7 @@ def test_every_variant_is_a_configuration_that_holds(name: str) -> None:
 def test_pieces_are_compared_at_the_same_tokens_and_not_trained_twice(
     tmp_path: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    fork_what_is_measured(monkeypatch)
     monkeypatch.setattr(ablation, "STEPS", 4)
     tiny = {"num_layers": 1, "embed_dim": 32, "max_seq_len": 16, "batch_size": 4, "eval_batches": 2, "log_interval": 1}
     monkeypatch.setattr(ablation, "SHAPE", tiny)

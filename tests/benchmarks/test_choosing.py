@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import choosing
 from common.errors import DataError
+from tests.forked import fork_what_is_measured
 from tests.helpers import generated_text
 from training.config import parse_config
 
@@ -41,6 +42,7 @@ def test_texts_are_parts_of_each_other_and_none_holds_the_validation(
 def test_runs_end_in_a_table_and_a_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
+    fork_what_is_measured(monkeypatch)
     toy = {"PASSAGE": 500, "VALIDATION_MB": 0.002, "VOCABULARY": 300, "LAYERS": 1, "CONTEXT": 16, "EVALUATIONS": 2}
     for name, value in toy.items():
         monkeypatch.setattr(choosing, name, value)

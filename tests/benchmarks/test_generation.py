@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import generation
 from common.errors import ConfigError
+from tests.forked import fork_what_is_measured
 
 SHAPE = {"vocab_size": 80, "embed_dim": 64, "num_heads": 2, "num_layers": 2, "max_seq_len": 32}
 TOY = [f"--{name}={value}" for name, value in {**SHAPE, "new_tokens": 3, "rounds": 1}.items()]
@@ -56,6 +57,7 @@ def test_the_command_writes_what_it_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(generation, "RESULTS", tmp_path)
+    fork_what_is_measured(monkeypatch)
     assert generation.main([*TOY, "--only", "ours, fp32", "nobody, fp32", "--write", "toy"]) == 0
     printed = capsys.readouterr().out
     assert "nobody, fp32 failed" in printed

@@ -15,6 +15,7 @@ from benchmarks import peers
 from benchmarks.contestants import Case
 from benchmarks.peers import cases, compare, performance_table, with_table
 from common.errors import script
+from tests.forked import fork_what_is_measured
 from tests.helpers import ROOT
 
 main = script(peers.main)
@@ -66,7 +67,10 @@ def results_file(folder: Path, device: str, measured: dict[str, list]) -> None:
     (folder / f"training-{device}.json").write_text(json.dumps(content))
 
 
-def test_everyone_present_is_measured_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_everyone_present_is_measured_and_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_what_is_measured(monkeypatch)
     (tmp_path / "nanoGPT").mkdir()
     (tmp_path / "nanoGPT" / "model.py").write_text(NANOGPT)
     flags = ["--cases", "toy", "--rounds", "1", "--seconds", "0.02", "--device", "cpu", "--nanogpt"]
@@ -161,10 +165,7 @@ def test_speedups_are_taken_round_by_round(tmp_path: Path) -> None:
     results_file(tmp_path, "machine-b", runs)
     results_file(tmp_path, "machine-a", {"ours": [run_of(50)], "nanoGPT": [run_of(100)]})
     first, second = performance_table(tmp_path).splitlines()[2:]
-    assert first == (
-        "| [machine-a](docs/benchmarks/training-machine-a.md), 2026-11-21 | toy (1 x 32, context 16, batch 4) "
-        "| 50 |  |  | 0.50x |"
-    )
+    assert first == "| [machine-a](docs/benchmarks/training-machine-a.md), 2026-11-21 | toy (1k) | 50 |  |  | 0.50x |"
     assert "| 3,300 | 3.00x |  |  |" in second
 
 

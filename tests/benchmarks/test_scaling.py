@@ -14,6 +14,7 @@ import common.machine
 from benchmarks import scaling
 from benchmarks.scaling import AXES, axes, data_sizes, draw, table
 from common.errors import script
+from tests.forked import fork_what_is_measured
 from training.config import parse_config
 
 main = script(scaling.main)
@@ -25,7 +26,10 @@ def run_of(tokens_per_second: float, **more: Any) -> dict[str, Any]:
     return {"tokens_per_second": tokens_per_second, **figures, **choices, **more}
 
 
-def test_points_are_measured_and_written_down(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_points_are_measured_and_written_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_what_is_measured(monkeypatch)
     flags = ["--toy", "--axes", "data", "--rounds", "1", "--seconds", "0.02", "--device", "cpu"]
     assert main([*flags, "--output_dir", str(tmp_path)]) == 0
     (path,) = tmp_path.glob("scaling-cpu-*.json")

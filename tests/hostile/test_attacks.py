@@ -24,7 +24,8 @@ from tests.conftest import Result
 from tests.helpers import ROOT, snapshot
 from tests.hostile.mutations import DEEP
 from tests.hostile.readers import Training, blogs_form, seal, use_model, use_tokens
-from training.optimizer import build_optimizer
+from training.optimizer import apply_hyperparameters, build_optimizer
+from training.schedule import learning_rate
 
 
 @pytest.fixture
@@ -122,6 +123,7 @@ def test_an_optimizers_state_brings_no_hyperparameters_and_no_other_shapes(train
     seal(training.checkpoint)
     run = training.start_or_resume()
     fresh = build_optimizer(run.model, training.config)
+    apply_hyperparameters(fresh, learning_rate(run.step - 1, run.max_steps, training.config), training.config)
     for group, expected in zip(run.optimizer.param_groups, fresh.param_groups, strict=True):
         assert {key: group[key] for key in group if key != "params"} == {k: expected[k] for k in group if k != "params"}
 

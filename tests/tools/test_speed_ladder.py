@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
 import json
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from benchmarks import measure
 from common import machine as machine_module
 from common.errors import ConfigError, DataError, UserError
 from common.machine import has_fast_bf16
+from tests.forked import fork_what_is_measured
 from tests.helpers import CPU, ROOT, columns
 from tools import rungs, speed_ladder
 from tools.rungs import NAMES, Rung
@@ -56,12 +59,11 @@ def climbed(token_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tup
     """What the tool prints and writes, torch.compile switched off: it alone takes most of a minute."""
     output = tmp_path_factory.mktemp("ladder")
     words = ["--data_dir", str(token_folder), "--output_dir", str(output), "--rounds", "1", "--batch_size", "2", *TINY]
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")
-        command = [sys.executable, str(ROOT / "tools" / "speed_ladder.py"), *words]
-        run = subprocess.run(command, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return run.stdout, output
+        fork_what_is_measured(patch)
+        assert speed_ladder.main(words) == 0
+    return printed.getvalue(), output
 
 
 def test_every_rung_is_in_the_printed_and_the_written_table(climbed: tuple[str, Path]) -> None:

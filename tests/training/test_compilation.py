@@ -8,12 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import CPU
 from training.compilation import cache_name, compile_model
 from training.config import COMPILE_MODES
+from training.records import read_metrics
 
 SHAPE = ModelConfig(11, 8, 2, 1, max_seq_len=4)
 COMPILING = dataclasses.replace(CPU, compiles=True)
@@ -92,9 +94,11 @@ def test_a_compiled_model_has_the_same_loss(capsys: pytest.CaptureFixture) -> No
     assert "Compiled in" in capsys.readouterr().out
 
 
-def test_nothing_is_compiled_after_the_start(tmp_path: Path, train: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_training_compiles_at_its_start_alone_and_learns_the_same(
+    tmp_path: Path, train: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One shape for training, one for evaluation, though the last micro-batch and the last validation batch are
-    smaller, and answers are generated in between."""
+    smaller, and answers are generated in between. The checkpoint knows nothing of it."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -106,6 +110,16 @@ def test_nothing_is_compiled_after_the_start(tmp_path: Path, train: Callable, mo
     assert result.code == 0 and "Compiled in" in result.out, result
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
     assert len(list((tmp_path / "drive").glob("compiled-*.bin"))) == 1
+
+    eager = {**flags, "compile": "off"}
+    assert train(tmp_path / "eager", **eager).code == 0
+    for ours, theirs in zip(read_metrics(tmp_path / "run"), read_metrics(tmp_path / "eager"), strict=True):
+        assert set(ours) == set(theirs)
+        for key in {"train_loss", "val_loss", "grad_norm"} & set(theirs):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3)
+    weights = safetensors.torch.load_file(tmp_path / "run/checkpoints/step_00000006/model.safetensors")
+    assert not any("_orig_mod" in name for name in weights)
+    assert train(tmp_path / "run", **{**eager, "max_steps": 7}).code == 0
 
     # Another machine, another day: what was compiled comes back from Drive.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
