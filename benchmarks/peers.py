@@ -174,6 +174,7 @@ def document(results: Mapping[str, Any]) -> str:
 def performance_table(folder: Path = RESULTS) -> str:
     """The README's table: of each machine in `folder` its largest case, the last; the other figures are a link away."""
     from benchmarks.measure import Spread, markdown_table
+    from common.formatting import si
 
     peers = [name for name in CONTESTANTS if name != "ours"]
     table = []
@@ -184,8 +185,9 @@ def performance_table(folder: Path = RESULTS) -> str:
         speed = Spread.of([row["tokens_per_second"] for row in measured["ours"]]).median
         ratios = [f"{Spread.of(speedups(measured, peer)).median:.2f}x" if peer in measured else "" for peer in peers]
         device = f"[{results['machine']['device']}](docs/benchmarks/{path.stem}.md), {results['machine']['date']}"
-        table.append([device, f"{name} ({Case(**result['case'])})", f"{speed:,.0f}", *ratios])
-    return markdown_table(["machine", "training", "tokens/s", *(f"against {peer}" for peer in peers)], table)
+        size = si(measured["ours"][0]["parameters"])
+        table.append([device, f"{name} ({size})", f"{speed:,.0f}", *ratios])
+    return markdown_table(["machine", "model (parameters)", "tokens/s", *(f"against {peer}" for peer in peers)], table)
 
 
 def with_table(readme: str, table: str) -> str:

@@ -37,7 +37,7 @@ CARDS = (
 COLAB_NAMES = {"RTX PRO 6000": "G4 (RTX PRO 6000)", "A100": "A100 (40 GB; there are some of 80)"}
 PRESETS = ("gpt2_small", "gpt2_medium")
 # Of a text of at most so many bytes, as docs/choosing.md advises; and of more.
-SIZES = ((3e6, "small"), (30e6, "medium"), (300e6, "large"))
+SIZES = ((10e6, "small"), (30e6, "medium"), (300e6, "large"))
 LARGEST = "gpt2_small"
 QUICKSTART = "quickstart"
 BUILT_IN, UPLOAD, UPLOAD_ANOTHER = "built-in", "upload", "upload another"
