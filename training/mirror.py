@@ -11,21 +11,20 @@ import functools
 import os
 import queue
 import shutil
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from common.checkpoint import KEEP, MANIFEST, problems_of, prune, step_folders
-from common.errors import CheckpointError, ConfigError
-from common.files import atomic_write, read_json, write_json
+from common.errors import ConfigError
+from common.files import atomic_write
 from common.formatting import byte_size, clock
-from common.lock import session
 from common.publishing import PUBLISHING, discard, publish
+from training.claim import HEARTBEAT, Claim
 from training.records import CURVE, METRICS, SAMPLES, SUMMARY
-from training.run_folder import CONFIG, MARKER
+from training.run_folder import CONFIG
 
 MIRRORED_FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY)
 COPIES = 4  # of a checkpoint at the most: the two kept, the best, and one on its way
@@ -33,8 +32,6 @@ COPIED_AT_ONCE = 4 << 20  # bytes
 LONGEST_PAUSE = 60.0  # seconds between two attempts, which begin at one and double
 LAST_ATTEMPTS_SECONDS = 30.0  # of failures, once the training is over
 LAST_CALL_SECONDS = 5.0  # that a call to the Drive under way is waited for
-HEARTBEAT = 60.0  # seconds between two signs of life of whoever trains into the mirror
-GONE = 150.0  # seconds without one after which it is taken for dead: it was disconnected or killed
 
 
 class GivenUp(Exception):
@@ -47,17 +44,15 @@ class Mirror:
     def __init__(self, run_dir: Path, checkpoint_dir: str):
         self.run_dir = run_dir
         self.root = Path(checkpoint_dir).expanduser()
-        self.place = os.path.abspath(run_dir)  # by which a run is known, however its folder is spelled
-        self.dir = self.root / os.path.basename(self.place)
-        self.run_id = ""
-        self.marked = False
+        place = os.path.abspath(run_dir)  # by which a run is known, however its folder is spelled
+        self.dir = self.root / os.path.basename(place)
+        self.claim = Claim(self.dir, place)
         self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self.asked = threading.Event()
         self.wishes = 0  # how often something new was there to be copied
         self.wishes_met = 0
         self.closed = False
-        self.marked_at = 0.0  # time.monotonic()
         self.failures = 0  # attempts in a row
         self.problem: str | None = None  # of the last attempt
         self.copied_at: float | None = None  # time.time() at which everything was copied
@@ -80,53 +75,13 @@ class Mirror:
                 f"name another --checkpoint_dir, on another disk, or leave it out."
             )
 
-    def require_free(self, say: Callable[[str], None] = print) -> None:
-        """Raises CheckpointError if another process, on this or another machine, trains into the mirror.
-
-        A process that was killed leaves its name behind: it is dead if it gives no sign of life for a while.
-        """
-        first = self.marker()
-        holder = first.get("holder")
-        if not isinstance(holder, dict) or is_gone_or_us(holder):
-            return
-        named = f"process {holder.get('pid')} on {holder.get('machine')}, since {holder.get('started')}"
-        since = time.time() - seen(first)
-        until = time.monotonic() + GONE - max(0.0, since)  # clocks of two machines may differ
-        if until > time.monotonic():
-            say(
-                f"{self.dir} was trained into {since:.0f} s ago by {named}: waiting up to "
-                f"{until - time.monotonic():.0f} s for a sign of life of it."
-            )
-        while time.monotonic() < until:
-            time.sleep(min(1.0, GONE / 10))
-            now = self.marker()
-            if not now.get("holder"):
-                return
-            if seen(now) != seen(first):
-                raise CheckpointError(
-                    f"{self.dir} is being trained into by {named}. Stop that one, or choose another --checkpoint_dir."
-                )
-
-    def marker(self) -> dict[str, Any]:
-        try:
-            return read_json(self.dir / MARKER, CheckpointError)
-        except CheckpointError:  # not there, or cut off
-            return {}
-
-    def claim(self) -> None:
-        """Leave one's name in a mirror that is free, before a checkpoint is looked for there."""
-        before = self.marker()
-        if before.get("run_id"):
-            with contextlib.suppress(OSError):
-                write_json(self.dir / MARKER, {**before, "holder": session(), "seen": time.time()})
-
     def begin(self, run_id: str, checkpoint_bytes: int) -> None:
         """Have the run folder copied from now on, and what a session before could not copy."""
-        self.run_id = run_id
+        self.claim.run_id = run_id
         with contextlib.suppress(OSError):  # an obstacle is told by the first attempt
             manifests = [folder / MANIFEST for folder in step_folders(self.dir / "checkpoints")]
             self.copied_at = max((path.stat().st_mtime for path in manifests), default=None)
-            self.mark()  # which a read-only disk refuses
+            self.claim.renew()  # which a read-only disk refuses
             missing = COPIES - len(manifests) - (self.dir / "best").is_dir()
             free = shutil.disk_usage(self.dir).free
             if missing * checkpoint_bytes > free:
@@ -166,9 +121,7 @@ class Mirror:
         """Called all along, in the middle of a long copy too: gives a sign of life now and then."""
         if self.closed:
             raise GivenUp
-        if self.marked and time.monotonic() - self.marked_at > HEARTBEAT:
-            with contextlib.suppress(OSError, CheckpointError):  # told when there is something to copy
-                self.require_marked()
+        self.claim.renew_if_due()
 
     def bring_up_to_date(self) -> bool:
         """Copy what is new in the run folder, verify the copies, and only then delete older ones. Returns whether all
@@ -225,7 +178,7 @@ class Mirror:
         return (self.dir / folder.relative_to(self.run_dir)).exists()
 
     def copy_files(self) -> None:
-        self.require_marked()
+        self.claim.renew()
         for name in MIRRORED_FILES:
             source = self.run_dir / name
             if source.exists():
@@ -237,7 +190,7 @@ class Mirror:
         `copy_checkpoint`."""
         if not (folder / MANIFEST).exists() or self.holds(folder):
             return False
-        self.require_marked()
+        self.claim.renew()
         if problem := copy_checkpoint(folder, self.dir / folder.relative_to(self.run_dir), self.go_on, first):
             raise OSError(problem)
         return True
@@ -261,31 +214,6 @@ class Mirror:
             for newest in step_folders(self.dir / "checkpoints")[:1]:
                 return f", where {newest.name} is the newest"
         return ""
-
-    def mark(self) -> None:
-        """Write down which run these are the copies of, and who trains it: a sign of life."""
-        if not self.marked:
-            self.root.mkdir(exist_ok=True)  # not its parents
-            self.dir.mkdir(exist_ok=True)
-        write_json(self.dir / MARKER, {**self.whose(), "holder": session(), "seen": time.time()})
-        self.marked, self.marked_at = True, time.monotonic()
-
-    def whose(self) -> dict[str, str]:
-        """Of which run these are the copies, and where that lies."""
-        return {"run_id": self.run_id, "run_dir": self.place}
-
-    def require_marked(self) -> None:
-        """Raises CheckpointError if the folder was marked once, and is not the marked one now, or another's."""
-        if self.marked:
-            if not (self.dir / MARKER).exists():
-                raise CheckpointError(f"{self.dir / MARKER} is gone: was the disk unmounted?")
-            marker = self.marker()  # empty if a write of it was cut off
-            if marker.get("run_id", self.run_id) != self.run_id:
-                raise CheckpointError(f"{self.dir / MARKER} is of another run")
-            holder = marker.get("holder")
-            if isinstance(holder, dict) and not is_gone_or_us(holder):
-                raise CheckpointError(f"process {holder.get('pid')} on {holder.get('machine')} trains into it now")
-        self.mark()
 
     def status(self) -> str:
         """How old the newest copy is, for the progress line."""
@@ -336,30 +264,8 @@ class Mirror:
         self.thread.join(LAST_CALL_SECONDS)
         if self.thread.is_alive():  # it hangs in a call to the Drive
             return
-        with contextlib.suppress(OSError, CheckpointError):
-            marker = self.marker()
-            if marker.get("run_id") == self.run_id and marker.get("holder") == session():
-                write_json(self.dir / MARKER, self.whose())
+        self.claim.release()
         self.thread = None
-
-
-def seen(marker: dict[str, Any]) -> float:
-    value = marker.get("seen")
-    return float(value) if isinstance(value, int | float) else 0.0
-
-
-def is_gone_or_us(holder: dict[str, Any]) -> bool:
-    """Whether a holder is a process of this machine that has ended, or ourselves. Of another machine it cannot be
-    known."""
-    if holder.get("machine") != socket.gethostname() or not isinstance(holder.get("pid"), int):
-        return False
-    try:
-        os.kill(holder["pid"], 0)
-    except (ProcessLookupError, OverflowError):
-        return True
-    except OSError:
-        return False
-    return holder["pid"] == os.getpid()
 
 
 def copy_checkpoint(

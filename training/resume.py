@@ -45,7 +45,7 @@ def require_own_mirror(run_dir: Path, mirror: Mirror) -> None:
     theirs, ours = newest_state(mirror.dir), newest_state(run_dir)
     if theirs is None:
         return
-    place = mirror.marker().get("run_dir")  # not in those of older versions
+    place = mirror.claim.read().get("run_dir")  # not in those of older versions
     spelled = theirs["config"].get("output_dir") or Path("runs") / mirror.dir.name
     if ours is not None:
         is_other = None not in (ours.get("run_id"), theirs.get("run_id")) and ours["run_id"] != theirs["run_id"]

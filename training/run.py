@@ -122,7 +122,7 @@ class Run:
         folders = [self.dir] if self.mirror is None else [self.dir, self.mirror.dir]
         self.require_own_folders()
         if self.mirror is not None and self.config.resume != "never":
-            self.mirror.claim()
+            self.mirror.claim.announce()
         for folder in folders:
             tidy(folder, truncate=folder != self.dir)
         found = self.find()
@@ -169,7 +169,7 @@ class Run:
             require_own_mirror(self.dir, self.mirror)
             if self.config.resume == "never":
                 require_movable(self.mirror.dir)
-            self.mirror.require_free()
+            self.mirror.claim.require_free()
         except OSError as problem:
             raise ConfigError(
                 f"--checkpoint_dir {self.mirror.root} cannot be read ({problem.strerror}). Mount the Drive again, or "

@@ -20,6 +20,7 @@ import pytest
 from common.checkpoint import KEEP, open_checkpoint, problems_of
 from tests.helpers import flip, snapshot
 from tests.training.helpers import at_step, final_weights, measured, steps_of
+from training import claim
 from training import mirror as mirror_module
 from training import run as run_module
 from training.mirror import Mirror, copy_checkpoint, copy_file
@@ -268,8 +269,8 @@ def test_what_lies_in_a_mirror_that_is_read_only_from_the_start_is_told(
     def refuse(path: Path, *_: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    for name in ("write_json", "atomic_write", "copy_file"):
-        monkeypatch.setattr(mirror_module, name, refuse)
+    for module, name in ((claim, "write_json"), (mirror_module, "atomic_write"), (mirror_module, "copy_file")):
+        monkeypatch.setattr(module, name, refuse)
     why = f"{tmp_path / 'drive' / 'run'} (Read-only file system), where step_00000012 is the newest; "
     finished = train(tmp_path / "run", **flags, max_steps=12)
     assert finished.code == 0
@@ -500,7 +501,7 @@ def test_a_mirror_that_another_machine_trains_into_is_refused_with_its_name(
     train: Callable, another_machine: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     marker = another_machine()
-    monkeypatch.setattr(mirror_module, "GONE", 20.0)
+    monkeypatch.setattr(claim, "GONE", 20.0)
     content = json.loads(marker.read_text())
     beat = threading.Timer(1.0, lambda: marker.write_text(json.dumps({**content, "seen": time.time()})))
     beat.start()
@@ -514,7 +515,8 @@ def test_a_mirror_that_another_machine_trains_into_is_refused_with_its_name(
 def test_whoever_trains_gives_signs_of_life_and_copies_metrics_with_checkpoints_alone(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror_module, "HEARTBEAT", 0.02)
+    for module in (claim, mirror_module):
+        monkeypatch.setattr(module, "HEARTBEAT", 0.02)
     seen: list[float] = []
     copied: list[list[dict[str, Any]]] = []
 
@@ -533,7 +535,8 @@ def test_whoever_trains_gives_signs_of_life_and_copies_metrics_with_checkpoints_
 
 
 def test_a_long_copy_gives_signs_of_life_too(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_module, "HEARTBEAT", 0.02)
+    for module in (claim, mirror_module):
+        monkeypatch.setattr(module, "HEARTBEAT", 0.02)
     marker, seen = tmp_path / "drive" / "run" / "run.json", list[float]()
 
     def long(source: BinaryIO, target: Path, between: Callable[[], None]) -> None:
@@ -569,7 +572,7 @@ def test_a_machine_that_was_killed_does_not_keep_the_mirror(
     train: Callable, another_machine: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     another_machine()
-    monkeypatch.setattr(mirror_module, "GONE", 1.0)
+    monkeypatch.setattr(claim, "GONE", 1.0)
     result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=12)
     assert result.code == 0 and "waiting up to" in result.out
     assert steps_of(tmp_path / "drive" / "run") == [12, 6]
