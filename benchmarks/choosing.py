@@ -1,7 +1,9 @@
 """How the best learning rate, the size of a model and the number of epochs follow from the size of a text.
 
     python benchmarks/choosing.py --input books.txt.gz
+    python benchmarks/choosing.py --input books.txt.gz --cases configs
 
+The first is of small models in a form of their own, the second of configs as they are, on texts that README gives them.
 Every run is the trainer's own, in a folder below runs/choosing; one that is finished is not repeated. Results,
 in bits per byte of one validation text, go to docs/benchmarks/, and are written anew after each run.
 """
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from tokenization.metadata import TokenMetadata
 
 ROOT = Path(__file__).resolve().parents[1]
-VOCABULARY = 1024
 LAYERS = 4
 BATCH = 16
 CONTEXT = 128
@@ -31,7 +32,8 @@ HIGHEST = 3.0  # bits per byte in the figure
 
 
 class Case(NamedTuple):
-    """A run: megabytes of text, width of the model, learning rate (of Adam's part), epochs."""
+    """A run: megabytes of text, width of the model, learning rate (of Adam's part), epochs. The `config` is given the
+    shape, batch and schedule that all have here, unless it is one of `AS_IT_IS`."""
 
     megabytes: float
     width: int
@@ -40,6 +42,7 @@ class Case(NamedTuple):
     dropout: float = 0.0
     config: str = "gpt2_small"
     seed: int = 1337
+    vocabulary: int = 1024
 
     @property
     def name(self) -> str:
@@ -48,7 +51,7 @@ class Case(NamedTuple):
     @property
     def parameters(self) -> int:
         """Of the blocks' matrices: without embeddings, head, biases and norms."""
-        return 12 * LAYERS * self.width**2
+        return 12 * AS_IT_IS.get(self.config, LAYERS) * self.width**2
 
     @property
     def changes(self) -> list[str]:
@@ -57,6 +60,7 @@ class Case(NamedTuple):
             *([self.config] if self.config != "gpt2_small" else []),
             *([f"dropout {self.dropout:g}"] if self.dropout else []),
             *([f"seed {self.seed}"] if self.seed != 1337 else []),
+            *([f"vocabulary {self.vocabulary:,}"] if self.vocabulary != 1024 else []),
         ]
 
     @property
@@ -65,8 +69,9 @@ class Case(NamedTuple):
 
 
 MODERN = "gpt2_small_modern"
+AS_IT_IS = {"small": 4, "medium": 6}  # configs, with their layers
 # 64 epochs of the smallest text, 16 of the next, 4 and one of the others are the same number of tokens.
-CASES = [
+RECIPES = [
     *(Case(1, 64, rate, 4) for rate in (1e-3, 3e-3, 1e-2)),
     *(Case(1, 128, rate, 4) for rate in (1e-3, 3e-3)),
     *(Case(1, 256, rate, 4) for rate in (1e-3, 3e-3)),
@@ -77,18 +82,32 @@ CASES = [
     *(Case(0.25, width, 4e-3, 4, config=MODERN) for width in (64, 128, 256)),
     Case(0.25, 128, 4e-3, 8, dropout=0.2, config=MODERN),
 ]
+CONFIGS = [
+    *(Case(3, 256, 1e-3, epochs, config="small", vocabulary=4096) for epochs in (8, 4)),
+    Case(3, 256, 1e-3, 8, config="small", vocabulary=32_000),
+    Case(3, 256, 4e-3, 4, config=MODERN, vocabulary=4096),
+    *(Case(10, 256, 1e-3, 8, config="small", vocabulary=vocabulary) for vocabulary in (4096, 32_000)),
+    Case(10, 384, 1e-3, 4, config="medium", vocabulary=32_000),
+]
+CASES = {"recipes": (RECIPES, "choosing"), "configs": (CONFIGS, "choosing-configs")}  # with the name of the results
 
 
 def flags_of(case: Case, train_tokens: int) -> dict[str, Any]:
-    """The trainer's flags: a config at the size of the case, evaluated along its way."""
-    steps = math.ceil(case.epochs * train_tokens / (BATCH * CONTEXT))
-    warmup = 0 if case.config == MODERN else steps // 20
+    """The trainer's flags: a config at the size of the case, or as it is, evaluated along its way."""
+    from training.config import parse_config
+
+    is_ready = case.config in AS_IT_IS
+    tokens_per_step = parse_config(["--config", case.config]).tokens_per_step if is_ready else BATCH * CONTEXT
+    steps = math.ceil(case.epochs * train_tokens / tokens_per_step)
+    form: dict[str, Any] = {
+        "num_layers": LAYERS, "embed_dim": case.width, "num_heads": case.heads, "max_seq_len": CONTEXT,
+        "batch_size": BATCH, "gradient_accumulation_steps": 1, "min_lr": 0,
+        "warmup_steps": 0 if case.config == MODERN else steps // 20,
+    }  # fmt: skip
     return {
-        "config": case.config, "num_layers": LAYERS, "embed_dim": case.width, "num_heads": case.heads,
-        "max_seq_len": CONTEXT, "batch_size": BATCH, "gradient_accumulation_steps": 1, "dropout": case.dropout,
-        "learning_rate": case.rate, "min_lr": 0, "warmup_steps": warmup, "epochs": case.epochs,
-        "eval_interval": max(1, steps // EVALUATIONS), "eval_batches": 0, "log_interval": 5, "checkpoint_minutes": 0,
-        "seed": case.seed,
+        "config": case.config, **({} if is_ready else form), "dropout": case.dropout, "learning_rate": case.rate,
+        "epochs": case.epochs, "eval_interval": max(1, steps // EVALUATIONS), "eval_batches": 0, "log_interval": 5,
+        "checkpoint_minutes": 0, "seed": case.seed,
     }  # fmt: skip
 
 
@@ -111,10 +130,10 @@ def cut(text: str) -> Iterator[str]:
 
 
 def tokenized(
-    inputs: Sequence[str], sizes: Sequence[float], validation_mb: float, folder: Path
-) -> dict[float, TokenMetadata]:
-    """The metadata of a token folder for each size of text: one validation text, and each text a part of the next
-    larger one.
+    inputs: Sequence[str], cases: Sequence[Case], validation_mb: float, folder: Path
+) -> dict[tuple[float, int], TokenMetadata]:
+    """The metadata of a token folder for each size of text and vocabulary: one validation text, and each text a part of
+    the next larger one.
 
     Raises DataError if the corpus is smaller than the largest text.
     """
@@ -122,7 +141,7 @@ def tokenized(
     from tokenization.metadata import TokenMetadata
     from tokenize_local_bpe import tokenize
 
-    found = iter(passages(inputs))
+    found, sizes = iter(passages(inputs)), sorted({case.megabytes for case in cases})
 
     def take(text: str, megabytes: float) -> str:
         parts, size = [text], len(text.encode())
@@ -136,15 +155,17 @@ def tokenized(
     folder.mkdir(parents=True, exist_ok=True)
     validation, text, there = folder / "validation.txt", "", {}
     write(validation, take("", validation_mb))
-    for size in sorted(sizes):
+    for size in sizes:
         train = folder / f"{size}mb.txt"
         text = take(text, size)
         write(train, text)
         share = train.stat().st_size / (train.stat().st_size + validation.stat().st_size)
         # Each file is one document, and the split moves to the end of one.
-        files, data_dir = [str(train), str(validation)], folder / f"{size}mb"
-        path = tokenize(files, data_dir, vocab_size=VOCABULARY, train_split=share, quiet=True)
-        there[size] = TokenMetadata.read(path)
+        files = [str(train), str(validation)]
+        for vocabulary in sorted({case.vocabulary for case in cases if case.megabytes == size}):
+            data_dir = folder / f"{size}mb_{vocabulary}"
+            path = tokenize(files, data_dir, vocab_size=vocabulary, train_split=share, quiet=True)
+            there[size, vocabulary] = TokenMetadata.read(path)
     return there
 
 
@@ -227,6 +248,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = Parser(prog="benchmarks/choosing.py", description=__doc__.split("\n")[0])
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="a corpus larger than the texts")
+    parser.add_argument(
+        "--cases", choices=CASES, default="recipes", help="small models, or configs as they are [recipes]"
+    )
     parser.add_argument("--runs_dir", metavar="DIR", default="runs/choosing", help="[runs/choosing]")
     parser.add_argument(
         "--output_dir", metavar="DIR", default=str(ROOT / "docs" / "benchmarks"), help="[docs/benchmarks]"
@@ -237,22 +261,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from benchmarks.measure import describe_machine, this_command, train, write_results
 
-    folder, stem = Path(flags.runs_dir), Path(flags.output_dir) / "choosing"
-    texts = tokenized(flags.input, sorted({case.megabytes for case in CASES}), VALIDATION_MB, folder / "texts")
+    cases, name = CASES[flags.cases]
+    folder, stem = Path(flags.runs_dir), Path(flags.output_dir) / name
+    texts = tokenized(flags.input, cases, VALIDATION_MB, folder / "texts")
     results: dict[Case, dict[str, Any]] = {}
-    for case in CASES:
-        metadata, run = texts[case.megabytes], folder / case.name
+    for case in cases:
+        metadata, run = texts[case.megabytes, case.vocabulary], folder / case.name
         train(run, {**flags_of(case, metadata.train_tokens), "device": flags.device, "data_dir": metadata.path.parent})
         results[case] = read(run, metadata)
         print(f"  {results[case]['best']:.4f} bits per byte after {results[case]['best_epoch']:.1f} epochs", flush=True)
         about = (
-            f"{LAYERS} layers, context {CONTEXT}, {BATCH * CONTEXT:,} tokens a step, vocabulary {VOCABULARY:,}; a text "
+            f"{LAYERS} layers, context {CONTEXT}, {BATCH * CONTEXT:,} tokens a step and vocabulary 1,024 unless "
+            f"another is named; `{'` and `'.join(AS_IT_IS)}` have the shape and batch of those configs. A text "
             f"is passages of some {PASSAGE:,} characters from all over the corpus, each text a part of the next larger "
             f"one, and {VALIDATION_MB:g} MB of other passages validate them all. Models are named by the parameters of "
             "their blocks' matrices. Losses are bits per byte: the lowest of the validation text and when, its last, "
             "and the training's over the last 50 steps."
         )
-        body = f"{about}\n\n{table(results)}\n\n![validation along the way](choosing.png)"
+        body = f"{about}\n\n{table(results)}\n\n![validation along the way]({name}.png)"
         write_results(
             stem,
             "Learning rate, size and epochs for a text",
