@@ -18,6 +18,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from common.checkpoint import KEEP, open_checkpoint, problems_of
+from common.files import write_json
 from tests.helpers import flip, snapshot
 from tests.training.helpers import at_step, final_weights, measured, steps_of
 from training import claim
@@ -502,12 +503,19 @@ def test_a_mirror_that_another_machine_trains_into_is_refused_with_its_name(
 ) -> None:
     marker = another_machine()
     monkeypatch.setattr(claim, "GONE", 20.0)
-    content = json.loads(marker.read_text())
-    beat = threading.Timer(1.0, lambda: marker.write_text(json.dumps({**content, "seen": time.time()})))
-    beat.start()
-    before = snapshot(tmp_path / "run")
-    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=12)
-    beat.join()
+    before, is_over = snapshot(tmp_path / "run"), threading.Event()
+
+    def live() -> None:
+        while not is_over.wait(0.5):
+            write_json(marker, {**json.loads(marker.read_text()), "seen": time.time()})
+
+    other = threading.Thread(target=live)
+    other.start()
+    try:
+        result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=12)
+    finally:
+        is_over.set()
+        other.join()
     assert result.code == 4 and "process 1 on another, since 2026-01-01 12:00:00" in result.err
     assert snapshot(tmp_path / "run") == before
 
