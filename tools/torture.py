@@ -62,6 +62,7 @@ class Session:
 
     def start(self, largest_file: int | None = None) -> int:
         """Returns the process id. `largest_file` in bytes makes writing fail where a full disk would."""
+        self.log.unlink(missing_ok=True)  # of the session before: this one may be killed before it opens its own
         pid = os.fork()
         if pid:
             return pid

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import ROOT
-from tools.torture import Round, Tally, damage, result
+from tools.torture import Round, Session, Tally, damage, result
 
 
 def torture(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -29,6 +29,16 @@ def test_a_few_kills_lose_nothing_and_are_written_down(tmp_path: Path) -> None:
     assert counts["losses"] == []
     assert sum(count for name, count in counts.items() if name.startswith("SIGKILL")) >= 8
     assert "| **losses** | **0** |" in written.with_suffix(".md").read_text()
+
+
+def test_a_session_that_is_killed_before_it_says_anything_does_not_speak_for_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = Session(lambda argv: 0, [], tmp_path / "log")
+    session.log.write_text("First step")
+    monkeypatch.setattr(os, "fork", lambda: 1)  # the parent goes on, the child never comes to its turn
+    session.start()
+    assert session.said() == ""
 
 
 def test_a_loss_is_told_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
