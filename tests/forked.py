@@ -84,10 +84,10 @@ class Forked:
         return out, said[0]
 
 
-def run(command: Sequence[str], **_: object) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[str], capture_output: bool, text: bool) -> subprocess.CompletedProcess[str]:
     """subprocess.run, for one of our scripts whose output is taken as text."""
     python, script, *flags = command
-    assert python == sys.executable
+    assert python == sys.executable and capture_output and text
     process = Forked(flags, script=Path(script))
     out, err = process.communicate(timeout=240)
     assert process.returncode is not None

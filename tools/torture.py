@@ -176,7 +176,8 @@ class Round:
         if what == "full disk" and code != 0:
             self.tally.counts[f"full disk while {name}"] += 1
         self.examine(name, session, code, what, expected)
-        return code == 0 and what != "full disk"  # where copies may be missing, which the next session makes up for
+        # Where they were disturbed, copies may be missing, which the next session makes up for.
+        return code == 0 and what not in ("full disk", "unmount")
 
     def unmount(self, pid: int) -> None:
         """What is left of a Drive that goes is the empty folder that it was mounted on; then it is back."""

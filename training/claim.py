@@ -49,8 +49,8 @@ class Claim:
         if not isinstance(holder, dict) or is_gone_or_us(holder):
             return
         named = f"process {holder.get('pid')} on {holder.get('machine')}, since {holder.get('started')}"
-        since = time.time() - seen(first)
-        until = time.monotonic() + GONE - max(0.0, since)  # clocks of two machines may differ
+        since = max(0.0, time.time() - seen(first))  # clocks of two machines may differ
+        until = time.monotonic() + GONE - since
         if until > time.monotonic():
             say(
                 f"{self.path.parent} was trained into {since:.0f} s ago by {named}: waiting up to "

@@ -27,7 +27,7 @@ from training.records import CURVE, METRICS, SAMPLES, SUMMARY
 from training.run_folder import CONFIG
 
 MIRRORED_FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY)
-COPIES = 4  # of a checkpoint at the most: the two kept, the best, and one on its way
+COPIES = 5  # of a checkpoint at the most: the two kept, the best, and one of each on its way
 COPIED_AT_ONCE = 4 << 20  # bytes
 LONGEST_PAUSE = 60.0  # seconds between two attempts, which begin at one and double
 LAST_ATTEMPTS_SECONDS = 30.0  # of failures, once the training is over
@@ -167,11 +167,17 @@ class Mirror:
     def copy_step(self, folder: Path, problems: dict[str, Exception]) -> bool:
         """Whether the mirror holds this checkpoint now; False if it is gone here. Raises OSError with the reason.
 
-        Metrics and best weights go as far as it does before it has its name: whoever has only the copies needs all."""
+        Metrics and best weights go as far as it does before it has its name, if they can be copied: whoever has only
+        the copies needs all."""
         if self.holds(folder):
             return True
         began = time.time()
-        if self.copy_if_new(folder, lambda: self.copy_rest(problems)):
+
+        def first() -> None:
+            self.copy_rest(problems)
+            self.claim.renew()  # in a long copy the mirror may have become another's
+
+        if self.copy_if_new(folder, first):
             self.copied_at = began
             self.news.put(f"Copied {folder.name} to {self.dir}")
             prune(self.dir / "checkpoints", truncate=True)
@@ -184,6 +190,8 @@ class Mirror:
             if source.exists():
                 with atomic_write(self.dir / name) as file:
                     file.write(source.read_bytes())
+            elif name == SUMMARY:  # of a shorter run, which this one continues
+                (self.dir / name).unlink(missing_ok=True)
 
     def copy_if_new(self, folder: Path, first: Callable[[], None] = lambda: None) -> bool:
         """Raises OSError with the reason if there is something to copy and it cannot be. `first` is that of
@@ -277,7 +285,7 @@ def copy_checkpoint(
     """Copy a whole checkpoint to `target` (on Drive, say) and check the copy.
 
     Returns None, or the reason why it could not be copied. `folder` may be replaced or pruned meanwhile. `between` is
-    called between two pieces of a file, and may raise to give the copy up; `first` before the copy gets its name.
+    called between two pieces of a file, `first` before the copy gets its name; both may raise to give the copy up.
     """
     temporary = target.with_name(f".tmp-{target.name}")
     try:
@@ -298,7 +306,7 @@ def copy_checkpoint(
     except OSError as problem:
         discard(temporary, truncate=True)
         return problem.strerror or str(problem)
-    except GivenUp:
+    except BaseException:
         discard(temporary, truncate=True)
         raise
     return None

@@ -28,7 +28,7 @@ from training.records import (
 from training.timer import Timer
 
 LONG_SECONDS = 20.0  # of silence that a user should not have to wonder about
-CURVE_SECONDS = 10.0  # between two drawings of the curve, each of which takes a tenth of one
+CURVE_SECONDS = 10.0  # between two drawings of the curve, which take a tenth of a second each
 
 
 class Report:

@@ -576,10 +576,43 @@ def test_whoever_was_taken_for_dead_stops_copying(
     assert json.loads(marker.read_text())["holder"] == theirs
 
 
+def test_whoever_is_taken_for_dead_in_a_copy_does_not_publish_it(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+) -> None:
+    marker = tmp_path / "drive" / "run" / "run.json"
+    theirs = {"pid": 1, "machine": "another", "started": "2026-01-01 12:00:00"}
+
+    def taken_over(source: BinaryIO, target: Path, between: Callable[[], None]) -> None:
+        copy_file(source, target, between)
+        if target.parent.name == ".tmp-step_00000012":
+            write_json(marker, {**json.loads(marker.read_text()), "holder": theirs})
+
+    at_step(monkeypatch, 8, lambda: wait_until(lambda: steps_of(tmp_path / "drive" / "run") == [6]))
+    monkeypatch.setattr(mirror_module, "copy_file", taken_over)
+    at_step(monkeypatch, 13, lambda: wait_until(lambda: json.loads(marker.read_text()).get("holder") == theirs))
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", eval_interval=0)
+    assert result.code == 0 and "process 1 on another trains into it now" in result.out
+    assert steps_of(tmp_path / "drive" / "run") == [6]
+    assert json.loads(marker.read_text())["holder"] == theirs
+    assert not list((tmp_path / "drive" / "run" / "checkpoints").glob(".tmp-*"))
+
+
+def test_a_summary_of_a_shorter_run_goes_from_the_mirror_too(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = tmp_path / "drive" / "run" / "summary.md"
+    assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=12).code == 0 and summary.exists()
+    at_step(monkeypatch, 14, lambda: wait_until(lambda: not summary.exists()))
+    assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=18).code == 0
+    assert "18 steps" in summary.read_text()
+
+
 def test_a_machine_that_was_killed_does_not_keep_the_mirror(
     train: Callable, another_machine: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    another_machine()
+    marker = another_machine()
+    ahead = {"seen": time.time() + 60}  # by its clock, so that it is waited for however slow this machine is
+    write_json(marker, {**json.loads(marker.read_text()), **ahead})
     monkeypatch.setattr(claim, "GONE", 1.0)
     result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=12)
     assert result.code == 0 and "waiting up to" in result.out

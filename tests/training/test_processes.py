@@ -184,7 +184,8 @@ def two(
     (folder / "second").mkdir()
     second = subprocess.Popen(commands[1], **PIPES, cwd=folder / "second")
     first = subprocess.run(commands[0], capture_output=True, text=True, check=False, timeout=120, cwd=folder)
-    assert second.communicate(timeout=60) and second.returncode == 0
+    _, complaint = second.communicate(timeout=60)
+    assert second.returncode == 0, complaint
     said = {path.name: path.read_text() for path in (folder / "log").rglob("std*.log")}
     assert said == {"stdout.log": "", "stderr.log": ""}
     assert not list((folder / "second").iterdir())

@@ -139,6 +139,7 @@ def test_the_curve_is_drawn_now_and_then_and_at_the_end_with_every_point(
     clock_now, drawn = [time.perf_counter()], list[int]()
     monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock_now[0])
     monkeypatch.setattr(report_module, "draw_curve", lambda rows, path: drawn.append(rows[-1]["step"]))
+    report.next_curve = clock_now[0] + report_module.CURVE_SECONDS
     for step in range(1, 101):
         clock_now[0] += 0.5
         report.write({"step": step, "train_loss": 2.0, **({"val_loss": 1.5} if step % 5 == 0 else {})})
