@@ -85,9 +85,11 @@ RECIPES = [
 CONFIGS = [
     *(Case(3, 256, 1e-3, epochs, config="small", vocabulary=4096) for epochs in (8, 4)),
     Case(3, 256, 1e-3, 8, config="small", vocabulary=32_000),
+    Case(3, 256, 4e-3, 4, config=MODERN, vocabulary=32_000),
+    Case(3, 256, 1e-3, 8, vocabulary=32_000),
     Case(3, 256, 4e-3, 4, config=MODERN, vocabulary=4096),
+    Case(10, 256, 4e-3, 4, config=MODERN, vocabulary=4096),
     Case(10, 256, 1e-3, 8, config="small", vocabulary=4096),
-    Case(10, 384, 1e-3, 4, config="medium", vocabulary=4096),
 ]
 CASES = {"recipes": (RECIPES, "choosing"), "configs": (CONFIGS, "choosing-configs")}  # with the name of the results
 
