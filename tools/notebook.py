@@ -37,8 +37,9 @@ CARDS = (
 COLAB_NAMES = {"RTX PRO 6000": "G4 (RTX PRO 6000)", "A100": "A100 (40 GB; there are some of 80)"}
 PRESETS = ("gpt2_small", "gpt2_medium")
 # Of a text of at most so many bytes, as docs/choosing.md advises; and of more.
-SIZES = ((10e6, "small"), (30e6, "medium"), (300e6, "large"))
+SIZES = ((10e6, "small_modern"), (30e6, "medium"), (300e6, "large"))
 LARGEST = "gpt2_small"
+WITHOUT_A_GPU = "small_modern"
 QUICKSTART = "quickstart"
 BUILT_IN, UPLOAD, UPLOAD_ANOTHER = "built-in", "upload", "upload another"
 
@@ -125,13 +126,13 @@ def choose_config(asked: str, text: Path, source: str) -> str:
     import torch
 
     if asked == QUICKSTART and source != BUILT_IN:
-        raise Stopped(f"{QUICKSTART} is for the built-in text: choose auto, or small for a first try.")
+        raise Stopped(f"{QUICKSTART} is for the built-in text: choose auto, or small_modern for a first try.")
     if asked != "auto":
         chosen = asked
     elif source == BUILT_IN:
         chosen = QUICKSTART
     elif not torch.cuda.is_available():
-        chosen = "tiny"
+        chosen = WITHOUT_A_GPU
     else:
         chosen = next((name for most, name in SIZES if size_of(text) <= most), LARGEST)
     print(f"Config     configs/{chosen}.json")

@@ -245,7 +245,7 @@ def test_outside_colab(outside: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 @pytest.mark.parametrize(
     ("size", "config"),
-    [(10_000_000, "small"), (10_000_001, "medium"), (30_000_001, "large"), (300_000_001, "gpt2_small")],
+    [(10_000_000, "small_modern"), (10_000_001, "medium"), (30_000_001, "large"), (300_000_001, "gpt2_small")],
 )
 def test_the_size_of_the_text_chooses_the_config(
     outside: Path, monkeypatch: pytest.MonkeyPatch, size: int, config: str
