@@ -90,6 +90,7 @@ def rung_command(rung: Rung, steps: int, config: TrainConfig, scratch: Path) -> 
     # The tokens are there by now, and the shape stands in its own keys.
     done = ["input", "tokenizer", "vocab_size", "model_size", "eval_prompts"]
     done += ["optimizer", "muon_learning_rate", "muon_momentum"]  # AdamW on every rung: they show speed alone
+    done += ["epochs"] if config.max_steps else []  # of the two ways to say how long a run is, the one that counts
     values = {key: value for key, value in config.values().items() if value != SCHEMA[key].default and key not in done}
     path = scratch / f"{config.sequences_per_step}_sequences.json"
     path.write_text(json.dumps({**values, "output_dir": str(scratch)}))
