@@ -104,7 +104,11 @@ class Visitor:
         self.requests: list[Any] = []
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.requests.append(request))
-        self.page.goto(demo.url)
+        # It asks at once which checkpoints there are, and chooses one if it finds none chosen in that moment.
+        with self.page.expect_response("**/run/predict") as answer:
+            self.page.goto(demo.url)
+        answer.value.finished()
+        self.page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         self.button("Generate").wait_for()
 
     def __enter__(self) -> Visitor:
