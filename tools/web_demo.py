@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tools.demo_page import make_page
 
     is_local = ipaddress.ip_address(address).is_loopback and not arguments.share
-    password = "" if is_local else secrets.token_urlsafe(12)
+    password = "" if is_local else secrets.token_hex(8)  # a double click takes it whole
     page = make_page(library, arguments.queue, arguments.timeout)
     launch(page, address, port, password, arguments.share)
     print(introduction(page, len(found), password, address), flush=True)
