@@ -53,7 +53,7 @@ class Mirror:
         self.wishes = 0  # how often something new was there to be copied
         self.wishes_met = 0
         self.closed = False
-        self.failures = 0  # attempts in a row
+        self.failures = 0  # attempts in a row, since something new was there
         self.problem: str | None = None  # of the last attempt
         self.copied_at: float | None = None  # time.time() at which everything was copied
 
@@ -116,6 +116,8 @@ class Mirror:
                     wishes = self.wishes
                     if self.bring_up_to_date():
                         self.wishes_met = wishes
+                    elif wishes == self.wishes:  # else there is more by now than was tried
+                        self.failures += 1
 
     def go_on(self) -> None:
         """Called all along, in the middle of a long copy too: gives a sign of life now and then."""
@@ -141,7 +143,6 @@ class Mirror:
         if not problems:
             self.problem, self.failures = None, 0
             return True
-        self.failures += 1
         what, problem = problems.popitem()
         reason = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
         if reason != self.problem:

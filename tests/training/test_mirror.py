@@ -384,6 +384,29 @@ def test_best_weights_that_are_damaged_do_not_keep_the_steps_from_the_mirror(
     assert steps_of(tmp_path / "drive" / "run")[0] == 26
 
 
+def test_an_attempt_that_began_before_the_end_does_not_shorten_the_last_one(
+    copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+) -> None:
+    mirror, said, has_begun = Mirror(copy_of, str(tmp_path / "drive")), list[str](), threading.Event()
+    (tmp_path / "drive" / "run").mkdir(parents=True)
+
+    def copy(source: BinaryIO, target: Path, between: Callable[[], None]) -> None:
+        if mirror.problem is None:
+            has_begun.set()
+            wait_until(lambda: mirror.wishes == 2)  # of begin() and finish()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        time.sleep(0.1)  # all of a checkpoint: longer than failures are borne with
+        copy_file(source, target, between)
+
+    monkeypatch.setattr(mirror_module, "copy_file", copy)
+    mirror.begin("the run", checkpoint_bytes=1)
+    assert has_begun.wait(30)
+    mirror.finish(60, lambda: False, 60, said.append)
+    mirror.close()
+    assert [line for line in said if "Warning" in line] == said[:1] and "could not be copied" in said[0]
+    assert steps_of(tmp_path / "drive" / "run")[0] == 24
+
+
 def test_a_marker_that_was_cut_off_is_written_anew(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ from tests.helpers import CPU, ROOT, run_script, snapshot
 from tests.training.helpers import steps_of
 from tokenize_local_bpe import tokenize
 from training.config import parse_config
+from training.data import TokenData
 from training.memory import with_less_memory
 from training.records import read_metrics
 
@@ -36,18 +37,6 @@ NUMBERS = ("train_loss", "grad_norm", "val_loss")
 # No biases: the gradient of a key's is nothing but rounding, which AdamW takes for a direction.
 HALF = {"dropout": 0, "bias": "false", "max_steps": 12, "use_lr_scheduler": "constant", "eval_interval": 6}
 WHOLE = HALF | {"max_steps": 24}
-
-# The trainer on a disk that hangs after some steps.
-STANDS_STILL = """
-import sys, time, train_colab_mmap
-from training.data import TokenData
-batch = TokenData.batch
-def hanging(data, sequences_seen, rows):
-    time.sleep(1000 if sequences_seen > 80 else 0)
-    return batch(data, sequences_seen, rows)
-TokenData.batch = hanging
-sys.exit(train_colab_mmap.main(sys.argv[1:]))
-"""
 
 # Three steps on gradients that are the same in both processes, the third after saving and loading.
 SHARES = """
@@ -311,13 +300,24 @@ def test_a_signal_to_one_of_them_saves_once_and_ends_all(
     assert step == read_metrics(tmp_path / "run")[-1]["step"]
 
 
+def stand_still_later() -> None:
+    """The disk hangs after some steps."""
+    batch = TokenData.batch
+
+    def hanging(data: TokenData, sequences_seen: int, rows: int) -> Any:
+        time.sleep(1000 if sequences_seen > 80 else 0)
+        return batch(data, sequences_seen, rows)
+
+    TokenData.batch = hanging
+
+
 def test_one_that_stands_still_ends_the_job_in_the_time_that_was_given(
     train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
     """Its data does not come: it is alive, and farther behind than the one that waits for its gradients."""
     flags = train_flags(tmp_path / "run", max_steps=10**6, checkpoint_steps=0, eval_interval=0, process_timeout=3)
     first, second = places(2)
-    reaped += [Forked(flags, environment=first), in_python(STANDS_STILL, second, *flags)]
+    reaped += [Forked(flags, environment=first), Forked(flags, environment=second, first=stand_still_later)]
     wait_for(reaped[0], "step ")
     began = time.monotonic()
     _, err = reaped[0].communicate(timeout=60)
