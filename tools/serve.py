@@ -30,7 +30,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from common.errors import ConfigError, script
 from common.flags import Parser
-from tools.serving import add_flags, check_flags, listen, load_served
+from tools.serving import add_flags, check_flags, listen, load_served, own_address
 
 if TYPE_CHECKING:
     from tools.generation_queue import GenerationQueue
@@ -111,7 +111,7 @@ def introduction(served: Served, listener: socket.socket, key: str | None) -> st
     lines = [
         f"Model      {served.name}: {served.model.num_parameters():,} parameters, {device_name(served.model.device)}",
         f"Listening  {url}, for {who}; Ctrl-C ends it",
-        *(["           (from other machines, this one's name or address instead)"] if ip.is_unspecified else []),
+        *([f"Network    http://{own_address()}:{port}/v1, from other machines"] if ip.is_unspecified else []),
         *([] if served.chat else ["Chat       no: it was not trained on conversations"]),
         "",
         "In Python (pip install openai):",

@@ -150,7 +150,7 @@ def introduction(page: Any, count: int, password: str, address: str) -> str:
     ending = "" if in_notebook() else "; Ctrl-C ends it"
     url = page.share_url or page.local_url
     lines = [f"Models     {count} checkpoint{'s' * (count > 1)}", f"Listening  {url}, for {who}{ending}"]
-    if address == "0.0.0.0":
+    if ipaddress.ip_address(address).is_unspecified:
         port = page.local_url.rstrip("/").rpartition(":")[2]
         lines.append(f"Network    http://{own_address()}:{port}/, unencrypted: who listens there reads along")
     return "\n".join(lines)

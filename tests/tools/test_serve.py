@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def servers(models: Path) -> Iterator[tuple[Server, Server]]:
     """Both at a time, for they start in seconds."""
-    strict = ("--queue", "1", "--timeout", str(SECONDS), "--max_tokens", str(ENDLESS))
+    strict = ("--host", "0.0.0.0", "--queue", "1", "--timeout", str(SECONDS), "--max_tokens", str(ENDLESS))
     with (
         started(models / "talks", str(models / "runs" / "talker")) as talker,
         started(models / "spells", str(models / "letters"), *strict, key=KEY, end=signal.SIGINT) as letters,
@@ -65,7 +65,7 @@ def talker(servers: tuple[Server, Server]) -> Server:
 
 @pytest.fixture(scope="module")
 def letters(servers: tuple[Server, Server]) -> Server:
-    """With a key, room for one that waits, and little time."""
+    """For other machines too, with a key, room for one that waits, and little time."""
     return servers[1]
 
 
@@ -294,6 +294,9 @@ def test_only_names_of_this_machine_are_answered_without_a_key(talker: Server, l
 
 
 def test_a_key_is_needed_where_there_is_one(letters: Server) -> None:
+    assert letters.port and "for whoever has the key, which travels unencrypted" in letters.printed
+    (other,) = re.findall(rf"^Network    http://([\w.-]+):{letters.port}/v1,", letters.printed, flags=re.MULTILINE)
+    assert other not in ("127.0.0.1", "localhost", "0.0.0.0")
     assert letters.client().models.list().data[0].id == "letters"
     for wrong in ("wrong", KEY[:-1], KEY + "x", "ключ"):
         status, headers, answer = letters.ask(b"", "models", "GET", Authorization=f"Bearer {wrong}".encode())
