@@ -50,6 +50,7 @@ class Mirror:
         self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.thread: threading.Thread | None = None
         self.asked = threading.Event()
+        self.counting = threading.Lock()  # of wishes and failures
         self.wishes = 0  # how often something new was there to be copied
         self.wishes_met = 0
         self.closed = False
@@ -95,8 +96,9 @@ class Mirror:
 
     def wake(self) -> None:
         """There is something new to copy."""
-        self.wishes += 1
-        self.failures = 0
+        with self.counting:
+            self.wishes += 1
+            self.failures = 0
         self.asked.set()
 
     @property
@@ -114,10 +116,12 @@ class Mirror:
                 self.go_on()
                 if is_asked or self.problem:
                     wishes = self.wishes
-                    if self.bring_up_to_date():
-                        self.wishes_met = wishes
-                    elif wishes == self.wishes:  # else there is more by now than was tried
-                        self.failures += 1
+                    is_done = self.bring_up_to_date()
+                    with self.counting:
+                        if is_done:
+                            self.wishes_met = wishes
+                        elif wishes == self.wishes:  # else there is more by now than was tried
+                            self.failures += 1
 
     def go_on(self) -> None:
         """Called all along, in the middle of a long copy too: gives a sign of life now and then."""
@@ -166,7 +170,7 @@ class Mirror:
                 problems[what] = error
 
     def copy_step(self, folder: Path, problems: dict[str, Exception]) -> bool:
-        """Whether the mirror holds this checkpoint now; False if it is gone here. Raises OSError with the reason.
+        """Whether the mirror holds this checkpoint now; False if it has gone here. Raises OSError with the reason.
 
         Metrics and best weights go as far as it does before it has its name, if they can be copied: whoever has only
         the copies needs all."""
@@ -178,7 +182,13 @@ class Mirror:
             self.copy_rest(problems)
             self.claim.renew()  # in a long copy the mirror may have become another's
 
-        if self.copy_if_new(folder, first):
+        try:
+            is_copied = self.copy_if_new(folder, first)
+        except OSError:
+            if folder.exists():
+                raise
+            return False
+        if is_copied:
             self.copied_at = began
             self.news.put(f"Copied {folder.name} to {self.dir}")
             prune(self.dir / "checkpoints", truncate=True)
@@ -244,6 +254,9 @@ class Mirror:
             if not self.failures:
                 last_hope = now
             limit = min(seconds, seconds_if_asked) if is_asked() else seconds
+            if not told and now - began > 1.0:
+                told = True
+                say(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")
             is_alive = self.thread is not None and self.thread.is_alive()
             if now - began > limit or now - last_hope > LAST_ATTEMPTS_SECONDS or not is_alive:
                 reason = self.problem or f"not done within {clock(limit)}"
@@ -252,9 +265,6 @@ class Mirror:
                     f"whole in {self.run_dir}. Once that is put right, the same command copies it."
                 )
                 return
-            if not told and now - began > 1.0:
-                told = True
-                say(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")
             time.sleep(0.02)
         for line in self.heard():
             say(line)

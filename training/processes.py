@@ -155,6 +155,8 @@ def together(config: TrainConfig) -> Iterator[None]:
         GROUP = join(config, here)
         yield
         dist.barrier(GROUP.patient)  # torchrun ends all when one ends with an exit code, also the one that still saves
+        GROUP.close()
+        dist.barrier(GROUP.hosts)  # nobody asks for the notes any more, which may go with the first process
         dist.destroy_process_group()
     except BaseException as error:
         leave(error, here, config.process_timeout)

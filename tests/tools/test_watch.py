@@ -6,6 +6,7 @@ import base64
 import hashlib
 import http.client
 import json
+import os
 import re
 import shutil
 import signal
@@ -320,6 +321,7 @@ def test_a_folder_of_runs_is_all_of_them(run: Path, tmp_path: Path) -> None:
 def test_the_newest_run_and_runs_of_one_name(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(run.parents[1])
     make_run(run.parent / "newer")
+    os.utime(run / "metrics.jsonl", (0, 0))
     assert '"name": "newer"' in write_page(tmp_path)
     make_run(tmp_path / "elsewhere" / "plain")
     page = write_page(tmp_path, "runs/plain", "elsewhere/plain", run, "runs/newer")

@@ -35,6 +35,21 @@ def wait_until(happened: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.fixture
+def mirrors(monkeypatch: pytest.MonkeyPatch) -> list[Mirror]:
+    """Those that have begun."""
+    begun = list[Mirror]()
+    begin = Mirror.begin
+    monkeypatch.setattr(Mirror, "begin", lambda mirror, *args: (begun.append(mirror), begin(mirror, *args)))
+    return begun
+
+
+def wait_until_idle(mirror: Mirror, step: int) -> None:
+    """It holds this step, its first one, and has nothing to do: it was told of two things, its begin and the step,
+    and may have found the step before it was told of it."""
+    wait_until(lambda: steps_of(mirror.dir) == [step] and mirror.wishes >= 2 and mirror.is_up_to_date)
+
+
 def test_a_run_continues_from_the_mirror_when_its_folder_is_gone(
     train: Callable, interrupt: Callable, unbroken: Path, tmp_path: Path
 ) -> None:
@@ -105,18 +120,19 @@ def test_a_drive_that_goes_while_it_is_looked_through_is_not_taken_for_empty(
 
 
 def test_a_drive_that_is_unmounted_on_the_way_is_told_and_not_made_up(
-    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrors: list[Mirror]
 ) -> None:
     """What is left of it is the empty folder it was mounted on; once it is back, the copies go on."""
     drive, away = tmp_path / "drive", tmp_path / "away"
     drive.mkdir()
 
     def unmount() -> None:
-        wait_until(lambda: steps_of(drive / "checkpoints" / "run") == [6])
+        wait_until_idle(mirrors[0], 6)
         drive.rename(away)
         drive.mkdir()
 
     def mount() -> None:
+        wait_until(lambda: mirrors[0].problem is not None)
         assert os.listdir(drive) == []
         drive.rmdir()
         away.rename(drive)
@@ -330,7 +346,7 @@ def test_a_drive_that_hangs_holds_neither_the_saves_nor_the_end(
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
 
 
-@pytest.mark.parametrize("meanwhile", ["the metrics are copied", "its checkpoint makes way"])
+@pytest.mark.parametrize("meanwhile", ["the metrics are copied", "its checkpoint makes way", "its copy begins"])
 def test_metrics_and_best_weights_in_the_mirror_go_as_far_as_its_newest_checkpoint(
     meanwhile: str, copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -361,6 +377,12 @@ def test_metrics_and_best_weights_in_the_mirror_go_as_far_as_its_newest_checkpoi
             shutil.rmtree(folder)
         return copy_step(self, folder, problems)
 
+    def copy_checkpoint_meanwhile(folder: Path, *args: Any) -> str | None:
+        if meanwhile == "its copy begins" and folder.name == "step_00000018":
+            train_on()
+            shutil.rmtree(folder)
+        return copy_checkpoint(folder, *args)
+
     def look_and_publish(temporary: Path, folder: Path, truncate: bool) -> None:
         publish(temporary, folder, truncate)
         if folder.name == "step_00000024":
@@ -369,6 +391,7 @@ def test_metrics_and_best_weights_in_the_mirror_go_as_far_as_its_newest_checkpoi
 
     monkeypatch.setattr(Mirror, "copy_files", copy_files_meanwhile)
     monkeypatch.setattr(Mirror, "copy_step", copy_step_meanwhile)
+    monkeypatch.setattr(mirror_module, "copy_checkpoint", copy_checkpoint_meanwhile)
     monkeypatch.setattr(mirror_module, "publish", look_and_publish)
     assert mirror.bring_up_to_date(), mirror.problem
     assert steps_of(mirror.dir) == [24]
@@ -403,7 +426,8 @@ def test_an_attempt_that_began_before_the_end_does_not_shorten_the_last_one(
     assert has_begun.wait(30)
     mirror.finish(60, lambda: False, 60, said.append)
     mirror.close()
-    assert [line for line in said if "Warning" in line] == said[:1] and "could not be copied" in said[0]
+    (warning,) = [line for line in said if "Warning" in line]
+    assert "could not be copied" in warning
     assert steps_of(tmp_path / "drive" / "run")[0] == 24
 
 
@@ -545,7 +569,7 @@ def test_a_mirror_that_another_machine_trains_into_is_refused_with_its_name(
 
 
 def test_whoever_trains_gives_signs_of_life_and_copies_metrics_with_checkpoints_alone(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrors: list[Mirror]
 ) -> None:
     for module in (claim, mirror_module):
         monkeypatch.setattr(module, "HEARTBEAT", 0.02)
@@ -554,7 +578,7 @@ def test_whoever_trains_gives_signs_of_life_and_copies_metrics_with_checkpoints_
 
     def look() -> None:
         folder = tmp_path / "drive" / "run"
-        wait_until(lambda: steps_of(folder) == [6])
+        wait_until_idle(mirrors[0], 6)
         wait_until(lambda: not seen or json.loads((folder / "run.json").read_text())["seen"] > seen[-1])
         seen.append(json.loads((folder / "run.json").read_text())["seen"])
         copied.append(read_metrics(folder))
@@ -584,13 +608,13 @@ def test_a_long_copy_gives_signs_of_life_too(train: Callable, tmp_path: Path, mo
 
 
 def test_whoever_was_taken_for_dead_stops_copying(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None, mirrors: list[Mirror]
 ) -> None:
     marker = tmp_path / "drive" / "run" / "run.json"
     theirs = {"pid": 1, "machine": "another", "started": "2026-01-01 12:00:00"}
 
     def take_over() -> None:
-        wait_until(lambda: steps_of(tmp_path / "drive" / "run") == [6])
+        wait_until_idle(mirrors[0], 6)
         marker.write_text(json.dumps({**json.loads(marker.read_text()), "holder": theirs}))
 
     at_step(monkeypatch, 8, take_over)

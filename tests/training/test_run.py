@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
+import math
 import os
 import pty
 import random
@@ -17,13 +19,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
+from common import launch
 from common.checkpoint import KEEP, Snapshot, open_checkpoint, problems_of, step_folders
 from model import TransformerLanguageModel
 from tests.forked import Forked
@@ -99,6 +102,17 @@ def test_best_stays_the_best_of_all_sessions(
     assert json.loads((tmp_path / "run" / "best" / "training_state.json").read_text())["step"] == 12
 
 
+def no_step_is_short() -> None:
+    """However fast the machine is: some 300 of these take longer than all that is killed."""
+    batch = TokenData.batch
+
+    def slow(data: TokenData, sequences_seen: int, rows: int) -> Any:
+        time.sleep(0.004)
+        return batch(data, sequences_seen, rows)
+
+    TokenData.batch = slow
+
+
 def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_path: Path) -> None:
     """Real processes, killed while they train, save, evaluate or write; then the same command once more."""
     flags = {"max_steps": 300, "checkpoint_steps": 7, "eval_interval": 60, "tie_embeddings": "true"}
@@ -107,7 +121,7 @@ def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_pa
     moments = random.Random(5)
     reached = []
     for session in range(5):
-        process = Forked(command)
+        process = Forked(command, first=no_step_is_short)
         said = []
         for line in iter(process.stdout.readline, ""):
             said.append(line)
@@ -153,9 +167,13 @@ def test_a_signal_saves_and_the_same_command_finishes(
     assert measured(tmp_path / "run") == measured(unbroken)
 
 
+def no_step_is_long() -> None:
+    interruption.LONG_STEP_SECONDS = math.inf
+
+
 def test_sigterm_to_a_real_process_saves_within_moments(train_flags: Callable, tmp_path: Path) -> None:
     flags = train_flags(tmp_path / "run", max_steps=100_000, checkpoint_steps=0, eval_interval=0)
-    process = Forked(flags)
+    process = Forked(flags, first=no_step_is_long)
     assert any(line.startswith("step ") for line in iter(process.stdout.readline, ""))
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
@@ -165,16 +183,31 @@ def test_sigterm_to_a_real_process_saves_within_moments(train_flags: Callable, t
     assert step == read_metrics(tmp_path / "run")[-1]["step"]
 
 
+def end_once_there(file: Path) -> None:
+    """A process that takes its time to end."""
+    end = launch.end
+
+    def end_slowly(main: Callable) -> NoReturn:
+        try:
+            end(main)
+        finally:
+            while not file.exists():
+                time.sleep(0.01)
+
+    launch.end = end_slowly
+
+
 def test_signals_that_follow_a_save_leave_the_exit_code(train_flags: Callable, tmp_path: Path) -> None:
     """A notebook's stop button sends `!python` SIGINT, SIGHUP and SIGINT again: a small model is saved by then."""
     flags = train_flags(tmp_path / "run", max_steps=100_000, checkpoint_steps=0, eval_interval=0)
-    process = Forked(flags)
+    process = Forked(flags, first=functools.partial(end_once_there, tmp_path / "all sent"))
     lines = iter(process.stdout.readline, "")
     assert any(line.startswith("step ") for line in lines)
     process.send_signal(signal.SIGINT)
     assert any("same command continues" in line for line in lines)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):  # while the process winds up
         process.send_signal(number)
+    (tmp_path / "all sent").touch()
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130 and "Traceback" not in err, err
     assert len(steps_of(tmp_path / "run")) == 1
