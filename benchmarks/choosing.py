@@ -51,7 +51,7 @@ class Case(NamedTuple):
     @property
     def parameters(self) -> int:
         """Of the blocks' matrices: without embeddings, head, biases and norms."""
-        return 12 * LAYERS * self.width**2
+        return 12 * AS_IT_IS.get(self.config, LAYERS) * self.width**2
 
     @property
     def changes(self) -> list[str]:
@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
 
 MODERN = "gpt2_small_modern"
-AS_IT_IS = ("small", "small_modern")  # configs of as many layers
+AS_IT_IS = {"small": 4, "small_modern": 4, "medium": 6, "medium_modern": 6}  # configs, with their layers
 # 64 epochs of the smallest text, 16 of the next, 4 and one of the others are the same number of tokens.
 RECIPES = [
     *(Case(1, 64, rate, 4) for rate in (1e-3, 3e-3, 1e-2)),
@@ -89,6 +89,8 @@ CONFIGS = [
     *(Case(3, 256, 4e-3, 4, config="small_modern", vocabulary=vocabulary) for vocabulary in (4096, 32_000)),
     Case(3, 256, 1e-3, 8, vocabulary=4096),
     Case(10, 256, 4e-3, 4, config="small_modern", vocabulary=4096),
+    Case(10, 384, 4e-3, 4, config="medium_modern", vocabulary=4096),
+    Case(10, 384, 1e-3, 4, config="medium", vocabulary=4096),
 ]
 CASES = {"recipes": (RECIPES, "choosing"), "configs": (CONFIGS, "choosing-configs")}  # with the name of the results
 

@@ -37,7 +37,7 @@ CARDS = (
 COLAB_NAMES = {"RTX PRO 6000": "G4 (RTX PRO 6000)", "A100": "A100 (40 GB; there are some of 80)"}
 PRESETS = ("gpt2_small", "gpt2_medium")
 # Of a text of at most so many bytes, as docs/choosing.md advises; and of more.
-SIZES = ((10e6, "small_modern"), (30e6, "medium"), (300e6, "large"))
+SIZES = ((10e6, "small_modern"), (30e6, "medium_modern"), (300e6, "large"))
 LARGEST = "gpt2_small"
 WITHOUT_A_GPU = "small_modern"
 QUICKSTART = "quickstart"

@@ -76,6 +76,8 @@ class Session:
             code = self.main(self.argv)
             sys.stdout.flush()
             sys.stderr.flush()
+        except KeyboardInterrupt:  # the script is over, and the process not yet
+            code = 130
         except BaseException:
             import traceback
 
@@ -206,7 +208,8 @@ class Round:
         said = session.said()
         also = {"full disk": {3}, "unmount": {2}}.get(what, set())  # no room for a log of tokens; no Drive at the start
         allowed = ALLOWED | also
-        if what == "wish" and "First step" not in said:  # it came before there was anything to save
+        if what == "wish" and ("First step" not in said or (self.run / "summary.md").exists()):
+            # It came before there was anything to save, or when all was done.
             allowed |= {-number for number in WISHES}
         self.tally.require(code in allowed and "Traceback" not in said, f"{name} ended with {code}:\n{said}")
         if code == -signal.SIGKILL:
