@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from common.output import drop
+from common.output import Unbreakable, drop
 
 INTERRUPTED = 130
 LONGEST_MESSAGE = 5_000  # characters
@@ -96,7 +96,7 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
         try:
             return main(argv) or 0
         except KeyboardInterrupt:
-            print("\nInterrupted.", file=sys.stderr)
+            print("\nInterrupted.", file=Unbreakable(sys.stderr))
             return INTERRUPTED
         except BrokenPipeError:
             drop(sys.stdout)  # the reader of our output (`| head`) is gone, and has what it wanted
@@ -112,7 +112,7 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
                 raise
             if len(message) > LONGEST_MESSAGE:  # of a file whose values are that long
                 message = f"{message[:LONGEST_MESSAGE]} ..."
-            print(f"error: {message}", file=sys.stderr)
+            print(f"error: {message}", file=Unbreakable(sys.stderr))
             return code
 
     return run
