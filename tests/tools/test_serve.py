@@ -26,6 +26,7 @@ from tests.tools.servers import Server, started
 from tools import serve, serving
 
 if TYPE_CHECKING:
+    from tools.generation_queue import GenerationQueue
     from tools.openai_form import Served
 
 openai = pytest.importorskip("openai")
@@ -422,6 +423,18 @@ def test_when_its_time_is_up_a_text_ends_where_it_is(served: Served, stream: boo
     assert time.monotonic() - began > 1.0
     reasons = set(re.findall(r'"finish_reason": ?(\w+|"\w+")', answer))
     assert status == 200 and reasons == {'"length"', *(["null"] if stream else [])}
+
+
+def test_that_time_is_the_flags(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served_with: list[float] = []
+
+    async def note(queue: GenerationQueue, *_: Any) -> None:
+        served_with.append(queue.seconds)
+
+    monkeypatch.delenv("SERVE_API_KEY", raising=False)
+    monkeypatch.setattr(serve, "serve", note)
+    assert serve.main([str(models / "letters"), "--port", "0", "--device", "cpu", "--timeout", "2.5"]) == 0
+    assert served_with == [2.5]
 
 
 def test_whose_turn_does_not_come_in_time_is_told(served: Served) -> None:
