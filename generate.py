@@ -16,7 +16,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from model import ModelConfig, TransformerLanguageModel
     from tokenizer import Tokenizer
 
+MOST_SAMPLES = 1_000_000  # beyond it nothing but mistakes
 CPU_BF16_MIN_WIDTH = 384  # see generation_dtype
 
 
@@ -194,8 +195,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     problems = score_problems(arguments)
     if arguments.num_samples is None:
         arguments.num_samples = 1
-    if arguments.num_samples < 1:
-        problems.append(f"--num_samples is {arguments.num_samples}; 1 or more is needed")
+    if not 1 <= arguments.num_samples <= MOST_SAMPLES:
+        problems.append(f"--num_samples is {arguments.num_samples}; 1 to {MOST_SAMPLES:,} is allowed")
     if arguments.interactive and (arguments.prompt or arguments.prompts_file or arguments.json or arguments.compare):
         problems.append("--interactive asks for prompts itself; leave --prompt, --prompts_file, --json, --compare out")
     if arguments.interactive and arguments.num_samples > 1:
@@ -303,25 +304,28 @@ def rows_as_dicts(
     prompts: list[str],
     sampling: Sampling,
     template: ChatTemplate | None,
-) -> list[dict[str, Any]]:
-    """Complete all prompts in batches. `tokens_per_second` is that of the whole batch."""
-    from generation.decoding import generate
+) -> Iterator[dict[str, Any]]:
+    """Complete all prompts, batch by batch. `tokens_per_second` is that of the whole batch."""
+    from generation.decoding import ROWS_AT_ONCE, generate, prompt_ids
 
-    started = time.perf_counter()
-    completions = generate(model, tokenizer, [as_trained(prompt, template, tokenizer) for prompt in prompts], sampling)
-    seconds = time.perf_counter() - started
-    speed = sum(completion.tokens for completion in completions) / seconds
-    return [
-        {
-            "prompt": prompt,
-            "completion": completion.text if template is None else completion.text.strip(),
-            "tokens": completion.tokens,
-            "tokens_per_second": round(speed, 1),
-            "checkpoint": str(checkpoint.path),
-            "seed": completion.seed,
-        }
-        for prompt, completion in zip(prompts, completions, strict=True)
-    ]
+    # All of them before the first is completed, for one may hold a character that the model does not know.
+    ids = {each: prompt_ids(tokenizer, as_trained(each, template, tokenizer)) for each in dict.fromkeys(prompts)}
+    for first in range(0, len(prompts), ROWS_AT_ONCE):
+        batch = prompts[first : first + ROWS_AT_ONCE]
+        started = time.perf_counter()
+        seeded = dataclasses.replace(sampling, seed=sampling.seed + first)
+        completions = generate(model, tokenizer, [ids[prompt] for prompt in batch], seeded)
+        seconds = time.perf_counter() - started
+        speed = sum(completion.tokens for completion in completions) / seconds
+        for prompt, completion in zip(batch, completions, strict=True):
+            yield {
+                "prompt": prompt,
+                "completion": completion.text if template is None else completion.text.strip(),
+                "tokens": completion.tokens,
+                "tokens_per_second": round(speed, 1),
+                "checkpoint": str(checkpoint.path),
+                "seed": completion.seed,
+            }
 
 
 def compare(arguments: argparse.Namespace, sampling: Sampling) -> None:
@@ -335,7 +339,7 @@ def compare(arguments: argparse.Namespace, sampling: Sampling) -> None:
         model, tokenizer = load_checkpoint(checkpoint, arguments.device)
         repeated = [prompt for prompt in prompts for _ in range(arguments.num_samples)]
         template = None if arguments.raw else checkpoint.chat_template()
-        answers.append(rows_as_dicts(model, tokenizer, checkpoint, repeated, sampling, template))
+        answers.append(list(rows_as_dicts(model, tokenizer, checkpoint, repeated, sampling, template)))
     if arguments.json:
         for row in (row for rows in answers for row in rows):
             print(json.dumps(row))

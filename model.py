@@ -175,6 +175,17 @@ class KVCache:
         self.lengths = list(lengths)
 
 
+def place_texts(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Several texts in each row: starts (B, T), the column in which each token's text starts.
+
+    Returns positions (B, T), counted from there, and a mask (B, 1, T, T) of the tokens of its own text that each may
+    look at.
+    """
+    columns = torch.arange(starts.size(1), device=starts.device)
+    seen = (columns <= columns[:, None]) & (starts[:, None, :] == starts[:, :, None])  # (B, T, T)
+    return columns - starts, seen[:, None]
+
+
 def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding (Su et al. 2021, eq. 34) in the half-split layout: pairs are (x[i], x[i + D/2]).
 
@@ -391,30 +402,39 @@ class TransformerLanguageModel(nn.Module):
         self,
         tokens: torch.Tensor,
         targets: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
         cache: KVCache | None = None,
     ) -> torch.Tensor:
         """tokens (B, T) -> logits (B, T, V); with `targets` (B, T) -> the mean cross-entropy in nats, a scalar.
 
         The loss is computed here so that a compiler can fuse it with the head and keep no fp32 logits. Targets equal to
-        IGNORE_INDEX do not count. `cache` and the error raised are those of `hidden`.
+        IGNORE_INDEX do not count. `starts`, `cache` and the error raised are those of `hidden`.
         """
-        logits = self.logits(self.hidden(tokens, cache))
+        logits = self.logits(self.hidden(tokens, cache, starts))
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
 
-    def hidden(self, tokens: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+    def hidden(
+        self, tokens: torch.Tensor, cache: KVCache | None = None, starts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """tokens (B, T) -> what the head reads, (B, T, C).
 
-        With a `cache`, `tokens` continue what the cache holds and are added to it. Raises ValueError if they would
-        not fit in max_seq_len.
+        With a `cache`, `tokens` continue what the cache holds and are added to it. Where rows hold several texts each,
+        `starts` (B, T) says for each token in which column its text starts: a text then sees nothing of the others, as
+        if it stood alone. The two exclude each other. Raises ValueError if the tokens would not fit in max_seq_len.
         """
         T = tokens.size(1)
         held = max(cache.lengths) if cache is not None else 0
         if held + T > self.config.max_seq_len:
             raise ValueError(f"{held + T} tokens do not fit in max_seq_len {self.config.max_seq_len}")
 
-        positions, mask = (torch.arange(T, device=tokens.device), None) if cache is None else cache.place(T)
+        if cache is not None:
+            positions, mask = cache.place(T)
+        elif starts is not None:
+            positions, mask = place_texts(starts)
+        else:
+            positions, mask = torch.arange(T, device=tokens.device), None
         x = self.token_embedding(tokens)  # (B, T, C)
         if self.config.position == "learned":
             x = x + self.positional_embedding(positions)
@@ -424,7 +444,7 @@ class TransformerLanguageModel(nn.Module):
         for layer, block in enumerate(self.blocks):
             if self.activation_checkpointing and cache is None and torch.is_grad_enabled():  # Chen et al. 2016
                 draws = self.config.dropout > 0
-                x = checkpoint(block, x, positions, use_reentrant=False, preserve_rng_state=draws)
+                x = checkpoint(block, x, positions, None, layer, mask, use_reentrant=False, preserve_rng_state=draws)
             else:
                 x = block(x, positions, cache, layer, mask)
         if cache is not None:

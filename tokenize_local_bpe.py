@@ -6,7 +6,6 @@ python tokenize_local_bpe.py --input my_text.txt
 from __future__ import annotations
 
 import argparse
-import errno
 import hashlib
 import json
 import os
@@ -20,12 +19,20 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import INTERRUPTED, ConfigError, DataError, script
+from common.errors import INTERRUPTED, ConfigError, DataError, full_disk_told, script
 from common.files import atomic_write, sha256_file
 from common.flags import Parser, add_debug
+from common.output import unbreakable_output
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, token_dtype
 from tokenization.settings import CHOICES, HELP, Settings
-from tokenization.token_folder import DEFAULT_FOLDER, TokenFolder, open_writer, pack
+from tokenization.token_folder import (
+    DEFAULT_FOLDER,
+    TokenFolder,
+    open_writer,
+    pack,
+    require_the_same,
+    require_tokens_of,
+)
 
 if TYPE_CHECKING:
     from tokenization.corpus import Source
@@ -34,31 +41,32 @@ if TYPE_CHECKING:
 
 
 def tokenize(
-    inputs: Sequence[str], output_dir: str | Path = DEFAULT_FOLDER, *, quiet: bool = False, **settings: Any
+    inputs: Sequence[str],
+    output_dir: str | Path = DEFAULT_FOLDER,
+    *,
+    quiet: bool = False,
+    may_replace: bool = True,
+    **settings: Any,
 ) -> Path:
     """Tokenize text files into `output_dir`; returns the path of the metadata. `settings` are the fields of Settings.
 
     What an interrupted call has done is kept beside the result and used by the next call with the same inputs and
     settings; a folder that is already complete for them is left as it is. Files from an earlier tokenization are
-    replaced only at the very end.
+    replaced only at the very end, and without `may_replace` only by the same tokens:
+    DataError names those that are there.
 
     Raises ConfigError, DataError or TokenizerError.
     """
     options = Settings(**settings)
-    try:
-        return tokenize_with(options, inputs, output_dir, quiet)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise DataError(
-            f"The disk is full: nothing more can be written in {output_dir}. Free some space and run the same command "
-            f"again; it continues where this one stopped."
-        ) from None
+    with full_disk_told(DataError, output_dir):
+        return tokenize_with(options, inputs, output_dir, quiet, may_replace)
 
 
-def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Path, quiet: bool) -> Path:
+def tokenize_with(
+    options: Settings, inputs: Sequence[str], output_dir: str | Path, quiet: bool, may_replace: bool
+) -> Path:
     from common.chat import end_of_text
-    from tokenization.corpus import find_sources, unpacked_bytes
+    from tokenization.corpus import PIECE_CHARACTERS, find_sources, unpacked_bytes
     from tokenization.encoding import SUFFIXES
     from tokenization.result import print_result
     from tokenizer import TokenizerError, load_tokenizer
@@ -87,21 +95,25 @@ def tokenize_with(options: Settings, inputs: Sequence[str], output_dir: str | Pa
         if options.compress and not folder.packed.exists():
             pack(folder.bin, folder.packed)
     else:
+        if not may_replace:
+            require_tokens_of(folder.folder, inputs, sources, kind)
         total_bytes = unpacked_bytes(sources)
         if total_bytes == 0:
             raise DataError(f"The input is empty: {', '.join(map(str, inputs))}.")
         with folder.locked():
-            folder.open_work(digest([fingerprint, options.chunk_size_mb]), say)
+            folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS]), say)
             try:
                 if not folder.awaits_publishing:
                     bad: list[DataError] = []
-                    tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes)
+                    tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes, say)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_name != "tiktoken":
                         say(tokenizer.encoder_note)
                     encode_sources(folder, tokenizer, sources, options, total_bytes, bad)
                     if bad:
                         say(f"Left out: {len(bad):,} records that are no conversation. The first: {bad[0]}")
                     described = describe_tokens(folder, tokenizer, sources, options, fingerprint)
+                    if not may_replace:
+                        require_the_same(folder, inputs, described)
                     folder.prepare_publishing(described, options.compress)
             except (DataError, TokenizerError):
                 folder.discard_work()  # the text has to change before another run can end better
@@ -153,13 +165,14 @@ def prepare_tokenizer(
     options: Settings,
     kind: str,
     total_bytes: int,
+    say: Callable[[str], None],
 ) -> Tokenizer:
     """The tokenizer in the work folder: kept from before, copied from `tokenizer_file`, or trained."""
     from common.progress import BytesRead
     from tokenization.corpus import Piece
     from tokenization.encoding import sample_evenly
     from tokenizer import CharacterTokenizer, load_tokenizer
-    from tokenizer_bpe import BPETokenizer
+    from tokenizer_bpe import SMALLEST_VOCABULARY, BPETokenizer
 
     path = folder.in_work(folder.tokenizer)
     if not path.exists():
@@ -182,6 +195,12 @@ def prepare_tokenizer(
                         lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency),
                         lambda: progress.wait("counting and merging pairs"),
                     )
+            if kind == "bpe" and trained.vocab_size == SMALLEST_VOCABULARY < options.vocab_size:
+                say(
+                    f"Warning: the vocabulary holds single bytes alone, for no pair of them occurs "
+                    f"{options.min_frequency} times in what it was learned from. Give it more text, a larger "
+                    f"--vocab_sample_mb or a lower --min_frequency."
+                )
             with atomic_write(path) as file:
                 file.write(trained.to_json().encode())
     return load_tokenizer(path)
@@ -355,11 +374,12 @@ def parse_arguments(argv: Sequence[str] | None) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     given = parse_arguments(argv)
     given.pop("debug", None)
-    try:
-        tokenize(given.pop("input"), given.pop("output_dir", DEFAULT_FOLDER), **given)
-    except KeyboardInterrupt:
-        print("\nInterrupted. The same command continues where this one stopped.", file=sys.stderr)
-        return INTERRUPTED
+    with unbreakable_output():  # the result is the files, whoever reads what is told of them
+        try:
+            tokenize(given.pop("input"), given.pop("output_dir", DEFAULT_FOLDER), **given)
+        except KeyboardInterrupt:
+            print("\nInterrupted. The same command continues where this one stopped.", file=sys.stderr)
+            return INTERRUPTED
     return 0
 
 

@@ -180,6 +180,10 @@ class CharacterTokenizer:
         array = check_ids(ids, self.vocab_size)
         return self.codes[array].tobytes()
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """UTF-8 of the id's character."""
+        return self.decode([token_id]).encode()
+
     def decoder(self) -> IncrementalDecoder:
         return IncrementalDecoder(self.decode_bytes, "utf-32-le")
 

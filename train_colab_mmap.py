@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from common.errors import INTERRUPTED, is_out_of_memory, script
+from common.errors import INTERRUPTED, CheckpointError, full_disk_told, is_out_of_memory, script
 from common.launch import end, is_first, one_voice
 from common.lock import FolderLock
 from common.output import unbreakable_output
-from tokenization.token_folder import DEFAULT_FOLDER, folder_of_text, require_tokens_of
+from tokenization.token_folder import DEFAULT_FOLDER, folder_of_text
 from training.config import TrainConfig, parse_config
 
 # torch takes seconds to import, and --help should not wait for it: functions import what needs it when they run.
@@ -41,7 +41,9 @@ if TYPE_CHECKING:
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     with unbreakable_output(), one_voice():  # no training is lost because nobody listens any more
-        return train(parse_config(argv), ends_process=argv is None)
+        config = parse_config(argv)
+        with full_disk_told(CheckpointError, config.run_dir):
+            return train(config, ends_process=argv is None)
 
 
 def train(config: TrainConfig, ends_process: bool) -> int:
@@ -59,7 +61,7 @@ def train(config: TrainConfig, ends_process: bool) -> int:
     with together(config), FolderLock(being_trained) as lock:
         on_first(lambda: require_ours(config.run_dir, "--output_dir"))
         on_first(lambda: require_tensorboard(config))
-        parts = prepare(on_first(lambda: use_tuning(with_given_shape(config))))
+        parts = prepare(on_first(lambda: use_tuning(use_builtin_files(with_given_shape(config)))))
         looks = {"dry_run": dry_run, "profile": profile, "tune": tune}
         if look := next((look for key, look in looks.items() if getattr(config, key)), None):
             run = Run(parts.config, parts.model, parts.optimizer, parts.scaler, parts.data)
@@ -89,11 +91,7 @@ def train_run(parts: Parts, lock: FolderLock, ends_process: bool, started: float
     if on_first(lambda: run.finished and (run.dir / SUMMARY).is_file()):
         with run.saving(print, lambda: False):
             pass  # but for the mirror, if that could not be brought up to date before
-        print(
-            f"This run is finished: step {run.step:,} of {run.max_steps:,}, results in {run.dir / SUMMARY}. "
-            f"To go on, ask for more: {run.more()}. "
-            f"To start over: --resume never (the old run is kept aside)."
-        )
+        print(run.is_finished_message())
         return 0
     if is_first():
         write_config(config, hardware.name)
@@ -147,28 +145,32 @@ def prepare(config: TrainConfig) -> Parts:
     from training.data import TokenData
     from training.evaluate import check_prompts, read_prompts
     from training.hardware import detect_hardware
+    from training.memory import memory_advice
     from training.optimizer import build_optimizer
     from training.processes import on_first
+    from training.schedule import repetition
     from training.tuning import choose_micro_batch
 
     hardware = detect_hardware(config)
     print(hardware.describe())
-    config = on_first(lambda: tokenize_input(use_builtin_files(config)))
+    config = on_first(lambda: tokenize_input(config))
     prompts = on_first(lambda: read_prompts(config.eval_prompts) if config.eval_prompts else [])
     data = TokenData.open(config, hardware)
-    print(data.describe())
+    print(data.describe() + repetition(data.windows, config))
     check_prompts(prompts, data)
 
     torch.manual_seed(config.seed)
-    model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
+    with memory_advice(config, None, hardware):
+        model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
     print(
         f"Model      {model.num_parameters():,} parameters: {config.num_layers} layers x {config.embed_dim}, "
         f"{config.num_heads} heads, context {config.max_seq_len}"
     )
     model.activation_checkpointing = config.activation_checkpointing
-    adapt(model, config)
-    config = on_first(lambda: choose_micro_batch(config, model, data, hardware))
-    optimizer = build_optimizer(model, config)
+    with memory_advice(config, model, hardware):
+        adapt(model, config)
+        config = on_first(lambda: choose_micro_batch(config, model, data, hardware))
+        optimizer = build_optimizer(model, config)
     return Parts(config, hardware, data, prompts, model, optimizer, hardware.grad_scaler())
 
 
@@ -187,14 +189,15 @@ def take_steps(
 
     config, model, data, timer = run.config, run.model, run.data, report.timer
     answers: list[Answer] = []
-    first_step = run.step
+    first_step, flops_per_token = run.step, model.flops_per_token()
 
-    with timer.paused():
-        step_model = compile_for_run(run, hardware, report.say)
-    with frozen_garbage(), contextlib.suppress(StopRequested):
+    with contextlib.suppress(StopRequested), contextlib.ExitStack() as training:
         with timer.paused():
+            with interruption.compiling():
+                step_model = compile_for_run(run, hardware, report.say)
+            training.enter_context(frozen_garbage())
             evaluate_before(run, hardware, step_model, prompts, interruption.check, report.say)
-        while not interruption.agreed(timer.limit_reached(config)):
+        while not interruption.agreed(timer.limit_reached(config) or run.taken_over):
             row: dict[str, Any]
             if run.unevaluated is not None:  # what the last session was stopped in
                 row, reporting, evaluating = run.unevaluated, False, True
@@ -223,7 +226,7 @@ def take_steps(
             if reporting or not hardware.is_cuda or run.step % 100 == 0:
                 run.stability.require_stable(run.step, run.saved_step)
             if reporting:  # nothing waits for the device on the other steps
-                row |= timer.training_row(result.loss, result.grad_norm, lr, model.flops_per_token())
+                row |= timer.training_row(result.loss, result.grad_norm, lr, flops_per_token)
                 row |= run.stability.row()
                 report.progress(row, run.mirror.status() if run.mirror else "")
                 for line in run.stability.warnings(run.step, row["train_loss"]):
@@ -236,7 +239,8 @@ def take_steps(
                         answers = evaluate(run, row, hardware, step_model, prompts, interruption.check)
                 except Exception as error:
                     if is_out_of_memory(error) and not config.is_sharded:  # else no process has all of it to save
-                        run.save(timer.elapsed)  # the evaluation is made up for
+                        with timer.paused():
+                            run.save(timer.elapsed)  # the evaluation is made up for
                     report.say(run.give_way(error, "evaluation", hardware))
                     continue
                 run.unevaluated = None
@@ -277,7 +281,7 @@ def tokenize_input(config: TrainConfig) -> TrainConfig:
     """Tokenize `input`, if there is one, on first use, into a folder of its own unless `data_dir` names one. A run that
     is continued keeps its tokenizer.
 
-    Raises DataError if the folder holds the tokens of another text.
+    Raises DataError if `data_dir` holds other tokens than those of `input`: other runs may need them.
     """
     from tokenize_local_bpe import tokenize
     from training.resume import own_tokenizer
@@ -285,9 +289,9 @@ def tokenize_input(config: TrainConfig) -> TrainConfig:
     if not config.input:
         return config
     folder = config.data_dir or folder_of_text(config.input, config.tokenizer, config.vocab_size)
-    require_tokens_of(folder, config.input, config.tokenizer)
     vocabulary = {key: getattr(config, key) for key in ("tokenizer", "vocab_size")}
-    tokenize([config.input], folder, quiet=True, tokenizer_file=own_tokenizer(config), **vocabulary)
+    own, replaceable = own_tokenizer(config), not config.data_dir
+    tokenize([config.input], folder, quiet=True, may_replace=replaceable, tokenizer_file=own, **vocabulary)
     return dataclasses.replace(config, data_dir=folder)
 
 

@@ -11,7 +11,8 @@ The end-of-text token is written by its id, so nothing that anybody types can fo
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import string
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,46 @@ from tokenizer import Tokenizer, TokenizerError
 
 ROLES = ("system", "user", "assistant")
 LONGEST_LABEL = 100  # characters
+
+# The content of a turn is a text or a list of OpenAI's text parts, a line each as in tools/serve.py.
+JINJA = string.Template("""\
+{%- set labels = $labels -%}
+{%- set first = 1 if messages[0].role == 'system' else 0 -%}
+{%- if tools -%}
+    {{- raise_exception('this model calls no tools') -}}
+{%- endif -%}
+{{- bos_token -}}
+{%- for message in messages -%}
+    {%- set turn = 'turn ' ~ loop.index ~ ', of the ' ~ message.role ~ ', ' -%}
+    {%- set expected = 'system' if loop.index0 < first else ['user', 'assistant'][(loop.index0 - first) % 2] -%}
+    {%- if message.role != expected -%}
+        {{- raise_exception(turn ~ 'stands where one of the ' ~ expected ~ ' is expected') -}}
+    {%- endif -%}
+    {%- set parts = [{'type': 'text', 'text': message.content}] if message.content is string else message.content -%}
+    {%- if parts | rejectattr('type', 'equalto', 'text') | list -%}
+        {{- raise_exception(turn ~ 'has parts that are not text') -}}
+    {%- endif -%}
+    {%- set text = parts | map(attribute='text') | join('\\n') | trim -%}
+    {%- if not text -%}
+        {{- raise_exception(turn ~ 'is empty') -}}
+    {%- endif -%}
+    {%- for token in $special if token in text -%}
+        {{- raise_exception(turn ~ 'has ' ~ token ~ ' in it, which would be read as the token of that name') -}}
+    {%- endfor -%}
+    {{- labels[message.role] -}}
+    {%- if message.role == 'assistant' -%}
+        $begin{{- ' ' ~ text ~ eos_token -}}$end
+    {%- else -%}
+        {{- ' ' ~ text ~ '\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {%- if messages[-1].role != 'user' -%}
+        {{- raise_exception('the last turn is of the ' ~ messages[-1].role ~ '; it should be of the user') -}}
+    {%- endif -%}
+    {{- labels.assistant -}}
+{%- endif -%}
+""")
 
 
 class Message(NamedTuple):
@@ -99,20 +140,15 @@ class ChatTemplate:
         most = max(0, len(turns) - 1) // 2
         return without(bisect.bisect_left(range(most), True, key=lambda forgotten: len(without(forgotten)) <= room))
 
-    def jinja(self, marks_answers: bool = True) -> str:
-        """The template for `apply_chat_template` of Hugging Face. `marks_answers` with the tags by which it finds them,
-        an extension that others do not read."""
-        answer = "{{ ' ' + message.content | trim + eos_token }}"
-        if marks_answers:
-            answer = "{% generation %}" + answer + "{% endgeneration %}"
-        return (
-            "{{ bos_token }}{% for message in messages %}"
-            f"{{% if message.role == 'assistant' %}}{{{{ {self.assistant!r} }}}}{answer}"
-            f"{{% elif message.role == 'user' %}}{{{{ {self.user + ' '!r} + message.content | trim + '\\n' }}}}"
-            f"{{% elif message.role == 'system' %}}{{{{ {self.system + ' '!r} + message.content | trim + '\\n' }}}}"
-            "{% else %}{{ raise_exception('a role is system, user or assistant') }}{% endif %}{% endfor %}"
-            f"{{% if add_generation_prompt %}}{{{{ {self.assistant!r} }}}}{{% endif %}}"
-        )
+    def jinja(self, special_tokens: Iterable[str], marks_answers: bool = True) -> str:
+        """The template for `apply_chat_template` of Hugging Face, and for llama.cpp.
+
+        It refuses what `require_order` refuses, and a turn with the name of one of `special_tokens`: what it writes is
+        made into tokens as one text, in which that name would be the token. `marks_answers` with the tags by which
+        Hugging Face finds them, an extension that others do not read.
+        """
+        begin, end = ("{%- generation -%}", "{%- endgeneration -%}") if marks_answers else ("", "")
+        return JINJA.substitute(labels=self.to_dict(), special=list(special_tokens), begin=begin, end=end)
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[tuple[str, bool]]) -> tuple[np.ndarray, np.ndarray]:

@@ -371,7 +371,8 @@ def list_checkpoints(runs: Path = Path("runs")) -> str:
     return f" Checkpoints in {runs}/: {', '.join(there)}." if there else ""
 
 
-def prune(parent: Path, truncate: bool = False) -> None:
-    """Keep the newest checkpoints of a run. One that cannot be deleted is left: it costs space, not the run."""
+def prune(parent: Path, truncate: bool = False, staging: Path | None = None) -> None:
+    """Keep the newest checkpoints of a run. One that cannot be deleted is left: it costs space, not the run. `truncate`
+    and `staging` are those of `discard`."""
     for folder in step_folders(parent)[KEEP:]:
-        discard(folder, truncate)
+        discard(folder, truncate, staging)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from common.output import Unbreakable, drop
@@ -71,6 +73,24 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
+def is_full_disk(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def full_disk_told(kind: type[UserError], folder: str | Path) -> Iterator[None]:
+    """Turn a full disk into a `kind` of error that names `folder`, where most of what is written inside goes."""
+    try:
+        yield
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        raise kind(
+            f"The disk is full: {error.filename or folder} cannot be written. Free some space and run the same command "
+            f"again; it continues where this one stopped."
+        ) from None
+
+
 class Script(Protocol):
     """What a shell, a test or a notebook cell calls; without arguments it takes those of the command line."""
 
@@ -94,7 +114,9 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
             if reconfigure := getattr(stream, "reconfigure", None):  # a notebook's streams cannot be told
                 reconfigure(errors="replace")  # text that a terminal or a Windows pipe cannot show
         try:
-            return main(argv) or 0
+            done = main(argv) or 0
+            sys.stdout.flush()  # not at exit, where what cannot be written is no error of the script's any more
+            return done
         except KeyboardInterrupt:
             print("\nInterrupted.", file=Unbreakable(sys.stderr))
             return INTERRUPTED
@@ -105,11 +127,16 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
             code, message = getattr(error, "exit_code", None), str(error)
             if code is None and is_out_of_memory(error):
                 code = MemoryExhausted.exit_code
-                message = f"Out of memory ({message or 'the allocation failed'}). Choose a smaller --model_size."
+                message = (
+                    f"Out of memory ({message or 'the allocation failed'}). Choose a smaller model, or less at once."
+                )
             elif code is None and isinstance(error, OSError):
                 code, message = DataError.exit_code, f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
+                if is_full_disk(error):
+                    message = f"The disk is full: {error.filename or 'the output'} cannot be written. Free some space."
             if code is None or debug:
                 raise
+            Unbreakable(sys.stdout).flush()
             if len(message) > LONGEST_MESSAGE:  # of a file whose values are that long
                 message = f"{message[:LONGEST_MESSAGE]} ..."
             print(f"error: {message}", file=Unbreakable(sys.stderr))

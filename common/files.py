@@ -14,14 +14,15 @@ from common.errors import UserError
 
 
 @contextlib.contextmanager
-def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
-    """Open a temporary sibling of `path` for writing; it takes the name `path` only once it is complete and on disk.
+def atomic_write(path: str | Path, staging: Path | None = None) -> Iterator[BinaryIO]:
+    """Open a temporary file for writing, beside `path` or in the folder `staging` of the same disk; it takes the name
+    `path` only once it is complete and on disk.
 
     If the body raises (a full disk included), whatever stood at `path` before still stands there and the temporary
     file is gone.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = (staging or path.parent) / f".{path.name}.{os.getpid()}.tmp"
     try:
         with open(temporary, "wb") as file:
             yield file
@@ -46,8 +47,8 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: str | Path, value: Any) -> None:
-    with atomic_write(path) as file:
+def write_json(path: str | Path, value: Any, staging: Path | None = None) -> None:
+    with atomic_write(path, staging) as file:
         file.write(json_bytes(value))
 
 
@@ -57,8 +58,11 @@ def json_bytes(value: Any) -> bytes:
 
 
 def require_regular(path: Path, error: type[UserError]) -> None:
-    """Raises `error` for what can be opened and may never end: reading a pipe would wait for its writer."""
-    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
+    """Raises `error` for a folder, and for what can be opened and may never end: reading a pipe would wait for its
+    writer."""
+    if os.path.isdir(path):
+        raise error(f"{path} is a folder, where a file is needed.")
+    if os.path.exists(path) and not os.path.isfile(path):
         raise error(f"{path} is not a regular file: write what it holds to one first.")
 
 

@@ -47,7 +47,11 @@ def drop(stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def unbreakable_output() -> Iterator[None]:
-    """Nothing that is printed inside can fail."""
+    """Nothing that is printed inside can fail, nor its end in a buffer afterwards."""
     stdout, stderr = cast(TextIO, Unbreakable(sys.stdout)), cast(TextIO, Unbreakable(sys.stderr))
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
-        yield
+        try:
+            yield
+        finally:
+            stdout.flush()
+            stderr.flush()

@@ -17,10 +17,10 @@ PUBLISHING = threading.Lock()  # held where a folder makes way for another of it
 
 
 def publish(temporary: Path, folder: Path, truncate: bool = False) -> None:
-    """Give a complete folder its name. A folder of that name makes way first, and is back if the machine dies between
-    the two renames (`restore_interrupted`). `truncate` is that of `discard`."""
+    """Give a complete folder its name. A folder of that name makes way first, to beside `temporary`, and is back if the
+    machine dies between the two renames (`restore_interrupted`). `truncate` is that of `discard`."""
     sync_directory(temporary)
-    replaced = folder.with_name(f".old-{folder.name}")
+    replaced = temporary.with_name(f".old-{folder.name}")
     # On a Drive a rename may hang, and nobody copies from there: no save may have to wait for it.
     with contextlib.nullcontext() if truncate else PUBLISHING:
         if folder.exists():
@@ -52,17 +52,18 @@ def restore_interrupted(parent: Path, truncate: bool = False) -> None:
             discard(temporary, truncate)
 
 
-def discard(folder: Path, truncate: bool = False) -> None:
+def discard(folder: Path, truncate: bool = False, staging: Path | None = None) -> None:
     """Delete a checkpoint: gone from the succession of steps at once, even if the process is killed on the way.
 
-    `truncate` empties its files first, for a Drive's bin counts against the quota.
+    `truncate` empties its files first, for a Drive's bin counts against the quota. `staging` is the folder that it goes
+    through, on the same disk; by default its own.
     """
-    going = folder if folder.name.startswith(".") else folder.with_name(f".tmp-{folder.name}")
+    going = folder if folder.name.startswith(".") else (staging or folder.parent) / f".tmp-{folder.name}"
     with contextlib.suppress(OSError):
         if going != folder:
             shutil.rmtree(going, ignore_errors=True)
             os.replace(folder, going)
-        for path in going.iterdir() if truncate else ():
-            with open(path, "r+b") as file:
-                file.truncate()
+        for path in going.rglob("*") if truncate else ():
+            if path.is_file():
+                os.truncate(path, 0)
         shutil.rmtree(going, ignore_errors=True)

@@ -14,7 +14,8 @@ import torch
 
 from common.machine import exact_device, runs_ahead
 from generation.cuda_graph import StaticKVCache, StaticStep
-from generation.sampling import Sampling, choose, draws, penalize_repetition
+from generation.likelihood import Likelihood, Likelihoods, likelihoods, prompt_likelihoods
+from generation.sampling import Sampling, choose, draws, penalize_counts, penalize_repetition
 from generation.text_stream import TextStream
 from model import KVCache, TransformerLanguageModel
 from tokenizer import Tokenizer, TokenizerError, UnknownCharacterError
@@ -37,12 +38,13 @@ def generate(
     sampling: Sampling,
     on_text: Callable[[int, str], None] | None = None,
     go_on: Callable[[], bool] = lambda: True,
+    told: Likelihoods | None = None,
 ) -> list[Completion]:
     """Complete each prompt, a text or its ids; the one at index i with seed `sampling.seed + i` and the same random
     numbers whatever it is batched with. (In bf16 the rounding depends on the batch, and may change a choice.)
 
     `on_text(i, piece)` is called as text becomes certain, `go_on()` after each token: where it says no, the text made
-    so far is all. Raises TokenizerError for a prompt that cannot be encoded.
+    so far is all. `told` is told how likely the tokens were. Raises TokenizerError for a prompt that cannot be encoded.
     """
     encoded = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     was_training = model.training
@@ -52,7 +54,7 @@ def generate(
         for first in range(0, len(prompts), ROWS_AT_ONCE):
             rows = encoded[first : first + ROWS_AT_ONCE]
             show = on_text or (lambda index, text: None)
-            completions += generate_rows(model, tokenizer, rows, sampling, first, show, go_on)
+            completions += generate_rows(model, tokenizer, rows, sampling, first, show, go_on, told)
         return completions
     finally:
         model.train(was_training)
@@ -83,16 +85,24 @@ def generate_rows(
     first: int,
     on_text: Callable[[int, str], None],
     go_on: Callable[[], bool],
+    told: Likelihoods | None,
 ) -> list[Completion]:
     streams = [TextStream(tokenizer, sampling.stop) for _ in rows]
     counts = [0] * len(rows)
     active = set(range(len(rows)))
     uniforms = torch.stack([draws(sampling, first + i) for i in range(len(rows))])  # (B, new)
     uniforms = uniforms.to(exact_device(model.device))
-    for tokens in continuations(model, rows, unused_ids(model, tokenizer), uniforms, sampling):
+    unused = unused_ids(model, tokenizer)
+    look, look_at_prompts, said = None, None, list[Likelihood]()
+    if told is not None:
+        told.texts += [[] for _ in rows]
+        look, look_at_prompts = observers(model, rows, unused, told, said)
+    for tokens in continuations(model, rows, unused, uniforms, sampling, look, look_at_prompts):
         for i in sorted(active):
             counts[i] += 1
             if tokens[i] != tokenizer.end_of_text_id:
+                if told is not None:
+                    told.texts[first + i].append(said[i])
                 on_text(first + i, streams[i].push(tokens[i]))
             if tokens[i] == tokenizer.end_of_text_id or streams[i].stopped:
                 active.remove(i)
@@ -107,6 +117,23 @@ def generate_rows(
     ]
 
 
+def observers(
+    model: TransformerLanguageModel, rows: list[list[int]], unused: list[int], told: Likelihoods, said: list[Likelihood]
+) -> tuple[Callable[[torch.Tensor, torch.Tensor], None], Callable[[torch.Tensor], None]]:
+    """`look` and `look_at_prompts` of `continuations`: what was said of the newest tokens is in `said` each time."""
+    forbidden = torch.tensor(unused, dtype=torch.long, device=exact_device(model.device))
+
+    def look(logits: torch.Tensor, tokens: torch.Tensor) -> None:
+        said[:] = likelihoods(logits, tokens, told.count, forbidden)
+
+    def look_at_prompts(hidden: torch.Tensor) -> None:
+        if told.of_prompts:
+            read = [row[-model.config.max_seq_len :] for row in rows]
+            told.prompts += prompt_likelihoods(model, hidden, read, told.count, forbidden)
+
+    return look, look_at_prompts
+
+
 def unused_ids(model: TransformerLanguageModel, tokenizer: Tokenizer) -> list[int]:
     """Ids that stand for no text, those included that the model has and its tokenizer does not."""
     return [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
@@ -119,9 +146,11 @@ def continuations(
     uniforms: torch.Tensor,
     sampling: Sampling,
     look: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
+    look_at_prompts: Callable[[torch.Tensor], None] | None = None,
 ) -> Iterator[list[int]]:
     """The next token of each row, again and again; never one of `unused`. uniforms: (B, max_new_tokens). `look` is
-    shown each time what the model said, logits (B, V), which change afterwards, and the tokens (B,) that were chosen.
+    shown each time what the model said, logits (B, V) that it may change, and the tokens (B,) that were chosen;
+    `look_at_prompts` what the head is given for the rows, (B, T, C).
 
     On a GPU the step after a token is queued before the token is read, so that the GPU does not wait for what is done
     with it here. Whatever depends on tokens is on the device for that; only a full context makes it wait.
@@ -134,9 +163,13 @@ def continuations(
         seen = torch.zeros(len(rows), model.config.vocab_size, dtype=torch.bool, device=exact)
         for i, row in enumerate(rows):
             seen[i, row] = True
+    counts = None  # of the tokens that are generated
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        counts = torch.zeros(len(rows), model.config.vocab_size, device=exact)
 
     context = model.config.max_seq_len
-    cache, logits = read(model, rows, context, min(context, max(map(len, rows)) + sampling.max_new_tokens))
+    capacity = min(context, max(map(len, rows)) + sampling.max_new_tokens)
+    cache, logits = read(model, rows, context, capacity, look_at_prompts)
     ahead = runs_ahead(model.device)
     step: Callable[[torch.Tensor], torch.Tensor]
     if ahead:
@@ -145,14 +178,20 @@ def continuations(
     else:
         step = functools.partial(model.next_logits, cache)
     for t in range(sampling.max_new_tokens):
-        logits = said = logits.to(exact).float().index_fill_(1, forbidden, -torch.inf)
+        logits = logits.to(exact).float()
+        said = logits if look is None else logits.clone()
+        logits.index_fill_(1, forbidden, -torch.inf)
         if seen is not None:
-            logits = penalize_repetition(said, seen, sampling.repetition_penalty)
+            logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
+        if counts is not None:
+            logits = penalize_counts(logits, counts, sampling)
         tokens = choose(logits, uniforms[:, t], sampling)  # (B,)
         if look is not None:
             look(said, tokens)
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
+        if counts is not None:
+            counts.scatter_(1, tokens[:, None], 1, reduce="add")
         arrive = send_to_host(tokens)
         is_last = t + 1 == sampling.max_new_tokens
         queued = ahead and not is_last and max(cache.lengths) < context
@@ -183,10 +222,14 @@ def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
 
 
 def read(
-    model: TransformerLanguageModel, rows: list[list[int]], keep: int, capacity: int
+    model: TransformerLanguageModel,
+    rows: list[list[int]],
+    keep: int,
+    capacity: int,
+    look: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[KVCache, torch.Tensor]:
     """Read the last `keep` tokens of each row into a cache with room for `capacity`. Returns the cache and the logits
-    of each row's next token, (B, V).
+    of each row's next token, (B, V). `look` is shown what the head is given for all of them, (B, T, C).
 
     Shorter rows are padded on the right, where causal attention keeps the padding out of sight of what precedes it.
     """
@@ -196,6 +239,8 @@ def read(
     cache = KVCache(model.config, len(rows), model.device, model.token_embedding.weight.dtype, capacity)
     hidden = model.hidden(padded, cache)  # (B, T, C)
     cache.truncate(lengths)
+    if look is not None:
+        look(hidden)
     last = torch.tensor(lengths, device=model.device) - 1
     # The head on one position a row only: all logits of a long prompt would take more memory than the model.
     return cache, model.logits(hidden[torch.arange(len(rows), device=model.device), last]).float()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
+from common.machine import exact_device
 from generation.decoding import continuations, unused_ids
+from generation.likelihood import likelihoods
 from generation.sampling import Sampling, draws
 from generation.text_stream import TextStream
 from model import TransformerLanguageModel
@@ -36,17 +39,17 @@ def inspect(
     """
     stream = TextStream(tokenizer, sampling.stop)
     looks: list[tuple[float, int, list[tuple[int, float]]]] = []
+    unused = unused_ids(model, tokenizer)
+    forbidden = torch.tensor(unused, dtype=torch.long, device=exact_device(model.device))
 
     def look(logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        chosen = logits[0, tokens[0]]
-        probabilities = logits[0].softmax(dim=-1)  # (V,)
-        values, places = probabilities.topk(min(CONSIDERED, len(probabilities)))
-        rank = 1 + int((logits[0] > chosen).sum())
-        likeliest = list(zip(places.tolist(), values.tolist(), strict=True))
-        looks.append((float(probabilities[tokens[0]]), rank, likeliest))
+        (said,) = likelihoods(logits, tokens, CONSIDERED, forbidden)
+        assert said.logprob is not None
+        rank = 1 + int((logits[0] > logits[0, tokens[0]]).sum())
+        looks.append((math.exp(said.logprob), rank, [(i, math.exp(logprob)) for i, logprob in said.likeliest]))
 
-    uniforms = draws(sampling, 0)[None].to(model.device)  # (1, max_new_tokens)
-    for (token,) in continuations(model, [prompt], unused_ids(model, tokenizer), uniforms, sampling, look):
+    uniforms = draws(sampling, 0)[None].to(exact_device(model.device))  # (1, max_new_tokens)
+    for (token,) in continuations(model, [prompt], unused, uniforms, sampling, look):
         ends = token == tokenizer.end_of_text_id
         yield Chosen(token, "" if ends else stream.push(token), *looks.pop())
         if ends or stream.stopped:
@@ -55,7 +58,8 @@ def inspect(
 
 def token_label(tokenizer: Tokenizer, token: int) -> str:
     """A token as it can be shown alone: its text, or the bytes of a part of a character."""
-    text = tokenizer.decode([token])
-    if "\ufffd" not in text:
-        return text
-    return " ".join(f"{byte:02X}" for byte in tokenizer.decode_bytes([token]))
+    data = tokenizer.token_bytes(token)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return data.hex(" ").upper()

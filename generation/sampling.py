@@ -9,6 +9,7 @@ import torch
 
 from common.machine import runs_ahead
 
+MOST_NEW_TOKENS = 1_000_000  # the random numbers for all of them are drawn at once
 SORTED_FIRST = 512  # likeliest tokens that are sorted first; the rest only where the choice depends on it
 
 
@@ -21,6 +22,8 @@ class Sampling:
     top_k: int = 0  # 0: off
     top_p: float = 0.9  # 1: off
     repetition_penalty: float = 1.0  # 1: off
+    frequency_penalty: float = 0.0  # of each time that a token was generated; 0: off
+    presence_penalty: float = 0.0  # of a token that was generated at all; 0: off
     stop: tuple[str, ...] = ()
     seed: int = 1337
 
@@ -30,11 +33,13 @@ class Sampling:
         problems = [
             f"{name} is {getattr(self, name)}; {allowed}"
             for name, holds, allowed in (
-                ("max_new_tokens", self.max_new_tokens >= 0, "0 or more is needed"),
+                ("max_new_tokens", 0 <= self.max_new_tokens <= MOST_NEW_TOKENS, f"0 to {MOST_NEW_TOKENS:,} is allowed"),
                 ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more is needed"),
                 ("top_k", self.top_k >= 0, "0 (off) or more is needed"),
                 ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 is needed"),
                 ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100 is allowed"),
+                ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2 is allowed"),
+                ("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2 is allowed"),
                 ("seed", self.seed >= 0, "0 or more is needed"),
             )
             if not holds
@@ -58,6 +63,14 @@ def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float
     logits (B, V), seen (B, V) true for those tokens -> logits (B, V)
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def penalize_counts(logits: torch.Tensor, counts: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Make tokens that a row generated less likely, as OpenAI defines `frequency_penalty` and `presence_penalty`.
+
+    logits (B, V), counts (B, V): how often each row generated each token -> logits (B, V)
+    """
+    return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
 
 
 def choose(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> torch.Tensor:

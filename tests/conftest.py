@@ -21,12 +21,20 @@ import hypothesis
 import pytest
 import torch
 
+from tests import leftovers
+from tests.forked import Forked
 from tests.helpers import flags_of_a_tiny_run, generated_text, write_tokens
 
 # How long an example takes says how busy the machine is. In CI a change is judged by itself, not by the examples drawn
 # that day; all other runs go on looking for new ones.
 hypothesis.settings.register_profile("any machine", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("any machine")
+
+
+# A script in the background (nohup, &) ignores signals, and so would all that the tests start and send them to.
+for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
 
 
 class Result(NamedTuple):
@@ -55,6 +63,17 @@ def pytest_runtest_setup() -> None:
     """
     torch.manual_seed(0)
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    """What a test starts ends with it, also if it fails."""
+    Forked.started.clear()
+    with leftovers.ended():
+        yield
+    for process in Forked.started:
+        if process.returncode is None:
+            process.kill()
 
 
 @pytest.fixture

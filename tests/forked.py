@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch._dynamo
@@ -35,6 +36,8 @@ class Forked:
     `environment` is added to ours, `closed` are streams (1, 2) that nobody has opened, and `first` is called in the
     process before the script."""
 
+    started: ClassVar[list[Forked]] = []  # by the test that runs, for `nothing_left_running`
+
     def __init__(
         self,
         flags: Sequence[object],
@@ -49,6 +52,7 @@ class Forked:
         place = cwd or Path.cwd(), {**os.environ, **(environment or {})}
         self.process = SERVER.Process(target=run_script, args=(words, *place, of_out, of_err, closed, first))
         self.process.start()
+        self.started.append(self)
         self.pid = self.process.pid
         of_out.close()
         of_err.close()

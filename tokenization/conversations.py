@@ -62,8 +62,7 @@ def records(
         yield from records_of_array(source, "".join(decoded_blocks(source, on_read)))
         return
     position = 0
-    for number, line in enumerate(raw_lines(source), 1):
-        on_read(len(line))
+    for number, line in enumerate(raw_lines(source, on_read), 1):
         text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         try:
             if text.strip():

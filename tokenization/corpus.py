@@ -1,4 +1,5 @@
-"""Text files as a stream of documents: memory stays the same whatever the size of a file, a document or a line."""
+"""Text files as a stream of documents: memory stays the same whatever the size of a file, a document or a line. Only a
+line of JSON is held whole, and has a longest size for that."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import io
 import json
 import os
 import re
+import shlex
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,16 +19,28 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import DataError
+from common.formatting import byte_size
 from tokenization.settings import DOCUMENT_SEPARATOR
 from tokenizer import valid_unicode
 
 SUFFIXES = (".txt", ".md", ".jsonl")
 BLOCK_BYTES = 1 << 18
+# Text with no place to cut it (no whitespace, or nothing else) is cut anyway at this length: one token in as many
+# characters may differ. What waited for such a place longer would be searched again and again.
 PIECE_CHARACTERS = 1 << 18
-# Text with no place to cut it (no whitespace) is cut anyway at this length: one token in a million may differ.
-LONGEST_PIECE = 1 << 20
-# Between a character that is not whitespace and one that is, GPT-2's pre-tokenizer always starts anew.
-CUT = re.compile(r"(?<=\S)[ \n\r\t]")
+LONGEST_JSON_LINE = 50_000_000  # bytes: some fifty books
+# How files begin that people take for text, and what to do with them.
+NOT_TEXT = {
+    b"%PDF-": "a PDF, not text. Take the text out of it first, for example with `pdftotext -enc UTF-8 {name}`.",
+    b"PK\x03\x04": "a zip archive, as .docx, .odt and .epub files are, not text. Save it as plain text (UTF-8) first.",
+    b"\xd0\xcf\x11\xe0": "an Office document, not text. Save it as plain text (UTF-8) first.",
+    b"{\\rtf": "an RTF document, not text. Save it as plain text (UTF-8) first.",
+    b"\x1f\x8b": "packed with gzip. Give it a name that ends in .gz.",
+}
+HOLDS_ZEROS = "It holds zero bytes, as no text does. Save it as plain text (UTF-8) in the program that wrote it."
+# Between a character that is not whitespace and one that is, GPT-2's pre-tokenizer always starts anew. (A lookbehind
+# for the first of the two takes twice as long.)
+CUT = re.compile(r"\S[ \n\r\t]")
 
 
 @dataclass(frozen=True)
@@ -125,9 +139,10 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
     last_line = re.compile(r"(\r?\n)" + re.escape(separator) + r"\r?\Z")
     rest, fresh, skipped = "\n", True, 0
     for block in blocks:
+        unseen = max(len(rest) - len(separator) - 3, 0)  # no separator that ends in this block begins before
         rest += block
         start = 0
-        for separated in separator_line.finditer(rest):
+        for separated in separator_line.finditer(rest, unseen):
             text = rest[start + fresh : separated.start()]
             if text or not fresh:
                 yield text, True, separated[1], skipped
@@ -139,7 +154,7 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
             newline = rest.rfind("\n")  # what follows may be the beginning of a separator
             newline -= rest[newline - 1 : newline] == "\r"
             end = newline if len(rest) - newline <= len(separator) + 3 else len(rest) - 1
-            cut = cut_point(rest, end) or (end if len(rest) > LONGEST_PIECE else 0)
+            cut = cut_point(rest, end) or min(end, PIECE_CHARACTERS)
             if cut > fresh:
                 yield rest[fresh:cut], False, "", skipped
                 rest, fresh, skipped = rest[cut:], False, 0
@@ -155,8 +170,8 @@ def cut_point(text: str, limit: int) -> int:
     `limit` < len(text), so both parts have text.
     """
     for window in (4096, limit):
-        if cuts := deque(CUT.finditer(text, max(limit - window, 0), limit + 1), maxlen=1):
-            return cuts[0].start()
+        if cuts := deque(CUT.finditer(text, max(limit - window - 1, 0), limit + 1), maxlen=1):
+            return cuts[0].end() - 1
     return 0
 
 
@@ -205,10 +220,43 @@ def unpacked_blocks(source: Source) -> Iterator[bytes]:
         raise DataError(f"{source.path} is not a whole gzip file ({error}). Fetch or pack it again.") from None
 
 
+def text_blocks(source: Source) -> Iterator[bytes]:
+    """The unpacked bytes of a file. Raises DataError for one that is plainly not UTF-8 text."""
+    blocks = unpacked_blocks(source)
+    first = next(blocks, b"")
+    require_text(source, first)
+    yield first
+    yield from blocks
+
+
+def require_text(source: Source, beginning: bytes) -> None:
+    """Raises DataError for a file that begins as other kinds of file do, though its bytes may all be UTF-8."""
+    for signature, what in NOT_TEXT.items():
+        if beginning.startswith(signature):
+            raise DataError(f"{source.path} is {what.format(name=shlex.quote(source.path.name))}")
+    # In UTF-16 one half of the bytes has zeros: text of any language has spaces or line breaks.
+    high, low = beginning[::2].count(0), beginning[1::2].count(0)
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        encoding = "UTF-16"
+    elif (high + low) * 100 <= len(beginning):
+        return
+    elif min(high, low) * 10 > max(high, low):
+        raise DataError(f"{source.path} is not text. {HOLDS_ZEROS}")
+    else:
+        encoding = "UTF-16BE" if high > low else "UTF-16LE"
+    raise DataError(f"{source.path} is {encoding}, not UTF-8 text. {conversion(source, encoding)}")
+
+
+def conversion(source: Source, encoding: str) -> str:
+    name = shlex.quote(source.path.name)
+    given, file = (f"gzip -dc {name} | ", "") if source.is_compressed else ("", f" {name}")
+    return f"Convert it first, for example with `{given}iconv -f {encoding} -t UTF-8{file} > converted.txt`."
+
+
 def decoded_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = 0
-    for block in unpacked_blocks(source):
+    for block in text_blocks(source):
         waiting = len(decoder.getstate()[0])  # bytes of a character that the block before began
         try:
             text = decoder.decode(block)
@@ -227,25 +275,23 @@ def decoded_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[s
 
 def not_utf8(source: Source, position: int, error: UnicodeDecodeError) -> DataError:
     where = f"byte {position}{' of the unpacked text' if source.is_compressed else ''}"
-    byte = error.object[error.start]
-    encoding = "UTF-16" if position == 0 and byte in b"\xff\xfe" else "WINDOWS-1252"
+    advice = HOLDS_ZEROS if 0 in error.object else conversion(source, "WINDOWS-1252")
     return DataError(
-        f"{source.path} is not UTF-8 text: {error.reason} at {where} (0x{byte:02x}). Convert it first, for example: "
-        f"iconv -f {encoding} -t UTF-8 {source.path.name} > converted.txt"
+        f"{source.path} is not UTF-8 text: {error.reason} at {where} (0x{error.object[error.start]:02x}). {advice}"
     )
 
 
 def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) -> Iterator[Piece]:
     position = 0
-    for number, line in enumerate(raw_lines(source), start=1):
-        on_read(len(line))
+    for number, line in enumerate(raw_lines(source, on_read), start=1):
         if number == 1:
             line = line.removeprefix(codecs.BOM_UTF8)
         if line.strip():
             text = valid_unicode(text_of_record(source, number, position, line, text_key))
             start = 0
-            while len(text) - start > LONGEST_PIECE:
-                end = start + (cut_point(text[start : start + LONGEST_PIECE], PIECE_CHARACTERS) or LONGEST_PIECE)
+            while len(text) - start > PIECE_CHARACTERS:
+                piece = text[start : start + PIECE_CHARACTERS + 1]
+                end = start + (cut_point(piece, PIECE_CHARACTERS) or PIECE_CHARACTERS)
                 yield Piece(text[start:end], False, "", source, number)
                 start = end
             if text:
@@ -253,14 +299,24 @@ def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) 
         position += len(line)
 
 
-def raw_lines(source: Source) -> Iterator[bytes]:
+def raw_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[bytes]:
+    """Lines with their ends. Raises DataError for one that is longer than LONGEST_JSON_LINE."""
     rest: list[bytes] = []
-    for block in unpacked_blocks(source):
+    number, length = 1, 0  # of the line that is not whole yet
+    for block in text_blocks(source):
+        on_read(len(block))
         *lines, last = block.split(b"\n")
         for line in lines:
             yield b"".join([*rest, line, b"\n"])
             rest.clear()
         rest.append(last)
+        number += len(lines)
+        length = len(last) + (0 if lines else length)
+        if length > LONGEST_JSON_LINE:
+            raise DataError(
+                f"{source.path}, line {number} is longer than {byte_size(LONGEST_JSON_LINE)}, and a line of JSON is "
+                f"held in memory as a whole. Write it as several lines."
+            )
     if last_line := b"".join(rest):
         yield last_line
 

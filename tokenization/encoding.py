@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,13 +24,17 @@ SPLIT_TOLERANCE = 0.05  # share of all tokens by which the split may move to rea
 
 
 def sample_evenly(texts: Iterable[str], share: float) -> Iterator[str]:
-    """Those of the texts that make up `share` of their length, evenly spread; all of them if it is 1 or more."""
-    credit = 0.0
+    """Those of the texts that make up `share` of their length, evenly spread; all of them if it is 1 or more. Where
+    each of them is more than that, a part of the last one."""
+    credit, text, is_empty = 0.0, "", True
     for text in texts:
         credit += len(text) * min(share, 1)
         if credit >= len(text):
             credit -= len(text)
+            is_empty = False
             yield text
+    if is_empty:
+        yield text[: math.ceil(credit)]
 
 
 Text = Piece | Conversation

@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -28,6 +28,8 @@ from tokenization.metadata import TokenMetadata, metadata_files
 
 if TYPE_CHECKING:
     import numpy as np
+
+    from tokenization.corpus import Source
 
 DEFAULT_FOLDER = "datasets_cache"
 MARKER = "settings.json"  # in the work folder: what is being made there, and by whom
@@ -192,18 +194,35 @@ def folder_of_text(text: str, tokenizer: str, vocab_size: int) -> str:
     return str(Path(DEFAULT_FOLDER) / f"{name}-{hashlib.sha256(json.dumps(way).encode()).hexdigest()[:8]}")
 
 
-def require_tokens_of(folder: str, text: str, tokenizer: str) -> None:
-    """Raises DataError if a folder holds the tokens of another text, or of this one tokenized in another way."""
-    for path in metadata_files(Path(folder)):
+def require_tokens_of(folder: Path, inputs: Sequence[str], sources: Sequence[Source], kind: str) -> None:
+    """Raises DataError if a folder holds tokens of another kind, or of other files than `sources`, which `inputs` stand
+    for, as far as their names and sizes tell."""
+    files = [{"name": source.name, "size": source.size} for source in sources]
+    for path in metadata_files(folder):
         metadata = TokenMetadata.read(path)
-        kind = "char" if metadata.tokenizer_type == "character" else "bpe"
-        names = set(metadata.source_names)
-        if kind != tokenizer or (Path(text).is_file() and names != {Path(text).name}):
-            raise DataError(
-                f"{folder} holds {metadata.tokenizer_type} tokens of {', '.join(sorted(names)) or 'another text'}, "
-                f"not {tokenizer} tokens of {text}. Name another --data_dir, or leave --input out to train on what "
-                f"is there."
-            )
+        if metadata.tokenizer_type != kind or list(metadata.source_files) != files:
+            raise holds_others(metadata, f"not {kind} tokens of {', '.join(inputs)} as it is now")
+
+
+def require_the_same(folder: TokenFolder, inputs: Sequence[str], metadata: TokenMetadata) -> None:
+    """Raises DataError if a folder holds other tokens than those that `metadata` describes, made from `inputs`."""
+    if folder.metadata.exists():
+        there = TokenMetadata.read(folder.metadata)
+        keys = ("tokens_sha256", "tokenizer_sha256", "train_tokens")
+        if any(getattr(there, key) != getattr(metadata, key) for key in keys):
+            counts = f"{metadata.vocab_size:,} ids, {metadata.total_tokens:,} tokens"
+            raise holds_others(there, f"and {', '.join(inputs)} gives other ones now ({counts})")
+
+
+def holds_others(metadata: TokenMetadata, asked_for: str) -> DataError:
+    names = metadata.source_names
+    told = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more files" if len(names) > 3 else "")
+    counts = f"{metadata.vocab_size:,} ids, {metadata.total_tokens:,} tokens"
+    return DataError(
+        f"{metadata.path.parent} holds {metadata.tokenizer_type} tokens of {told or 'another text'} ({counts}), "
+        f"{asked_for}. The old ones stay: a run may need them. Name another --data_dir, or leave --input out to train "
+        f"on what is there."
+    )
 
 
 def holds_unfinished(folder: Path) -> bool:

@@ -6,17 +6,18 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from common.checkpoint import Checkpoint, step_folders
 from common.errors import CheckpointError, UserError
 from common.publishing import STEP_NAME
 from tools.openai_form import Served
+from tools.run_reader import RunReader
 from tools.serving import load_served, run_folder
+from tools.watch import named
 from training.records import read_metrics
 
 MOST_COMPARED = 4  # checkpoints on one prompt, and models that are kept in memory
-POINTS = 500  # of a line, more than a screen shows
 WEIGHTS = ("manifest.json", "pytorch_model.bin")  # of which a whole checkpoint, ours or the blog's, has one
 
 
@@ -26,14 +27,6 @@ class Found(NamedTuple):
     path: Path
     name: str
     answers: bool
-
-
-class Point(NamedTuple):
-    """Of a loss curve: `loss` in nats per token."""
-
-    step: int
-    loss: float
-    line: str
 
 
 class Library:
@@ -73,17 +66,14 @@ class Library:
         self.loaded[path] = before
         return before[1]
 
-    def curves(self, names: Sequence[str]) -> list[Point]:
-        """The losses of the runs of these checkpoints, two lines a run; none of what is not found."""
+    def runs(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """How the runs of these checkpoints went, as the page of tools/watch.py takes it; those that have reported.
+
+        Without what is in their settings and samples: folders and prompts are not for everybody who is let in.
+        """
         there = [found.path for found in self.find() if str(found.path) in names]
-        points: list[Point] = []
-        for run in dict.fromkeys(map(run_folder, there)):
-            rows = read_metrics(run)
-            for key, label in (("train_loss", "training"), ("val_loss", "validation")):
-                line = [Point(row["step"], row[key], f"{run.name}, {label}") for row in rows if is_number(row, key)]
-                stride = len(line) // POINTS + 1
-                points += line[::stride] + (line[-1:] if (len(line) - 1) % stride else [])
-        return points
+        read = [RunReader(folder, name).read() for folder, name in named(list(map(run_folder, there))).items()]
+        return [run | {"folder": run["name"], "config": {}, "samples": []} for run in read if run["columns"]]
 
 
 def checkpoints_below(place: Path) -> Iterator[Path]:

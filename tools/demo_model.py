@@ -185,9 +185,10 @@ def converse(
 def stream(cards: list[Card], seconds: float) -> Iterator[list[Event]]:
     """What comes while the cards write, in turn, for so many seconds at most."""
     started = shown = time.monotonic()
-    while running := [card for card in cards if card.writing is not None]:
-        for card in running:
+    while any(card.writing for card in cards):
+        for card in cards:
             card.go_on()
+        running = [card for card in cards if card.writing is not None]  # the note of one that has ended is its last
         now = time.monotonic()
         if now - started >= seconds:
             for card in running:

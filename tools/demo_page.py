@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import gradio as gr
 from generation.sampling import Sampling
 from tools.demo_library import MOST_COMPARED, Library
 from tools.demo_model import LONGEST_PROMPT, Event, Turn, complete, converse
+from tools.watch import page as watch_page
 
 FILES = Path(__file__).resolve().parent
 TEMPLATE = """
@@ -29,13 +31,24 @@ TEMPLATE = """
   <p class="caption">The model's own probabilities, before temperature, top-k, top-p and penalty.</p>
 </div>
 """
+# JavaScript of a frame that is always as high as what is in it.
+FIT = "new ResizeObserver(([{ target }]) => { this.height = target.offsetHeight; }).observe(this.contentDocument.body)"
 SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
 
 
 def theme() -> Any:
     """With the fonts that are there: none is fetched."""
     text, code = ["system-ui", "sans-serif"], ["ui-monospace", "Consolas", "monospace"]
-    return gr.themes.Default(primary_hue="indigo", secondary_hue="indigo", font=text, font_mono=code)
+    ours = gr.themes.Default(primary_hue="indigo", secondary_hue="indigo", font=text, font_mono=code)
+    # Gradio's own are too faint to be read by all.
+    return ours.set(
+        color_accent="*primary_600",
+        button_primary_background_fill="*primary_600",
+        button_primary_background_fill_hover="*primary_700",
+        body_text_color_subdued="*neutral_500",
+        input_placeholder_color="*neutral_500",
+        input_placeholder_color_dark="*neutral_400",
+    )
 
 
 def style() -> str:
@@ -81,10 +94,11 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
             was_asked = i == 1 and not any("problem" in event for event in events)
             yield log, turns, "" if was_asked else gr.skip()
 
-    def draw(chosen: list[str]) -> Any:
-        import pandas
-
-        return pandas.DataFrame(library.curves(chosen or []), columns=["step", "loss", "line"])
+    def draw(chosen: list[str]) -> str:
+        runs = library.runs(chosen or [])
+        if not runs:
+            return "<p>The runs of the chosen checkpoints have no losses on record here.</p>"
+        return f'<iframe title="Losses" onload="{FIT}" srcdoc="{html.escape(watch_page(runs).decode())}"></iframe>'
 
     with gr.Blocks(title="Try the model", analytics_enabled=False) as page:
         with gr.Row(elem_classes="demo-title"):
@@ -92,7 +106,7 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
             again = gr.Button("Look again", size="sm", scale=0, min_width=110)
         with gr.Row():
             with gr.Column(scale=3, min_width=320):
-                with gr.Tab("Text"):
+                with gr.Tab("Text") as texting:
                     models = gr.Dropdown(
                         choices(),
                         value=[path for _, path in choices()[:1]],
@@ -116,16 +130,8 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
                         halt = gr.Button("Stop", min_width=80)
                         reset = gr.Button("Clear", min_width=80)
                 with gr.Tab("Loss curve") as training:
-                    plot = gr.LinePlot(
-                        x="step",
-                        y="loss",
-                        color="line",
-                        y_title="loss (nats per token)",
-                        color_title=" ",
-                        height=360,
-                        label="The runs of the checkpoints that are chosen",
-                    )
-            with gr.Column(scale=1, min_width=260), gr.Accordion("Settings"):
+                    plot = gr.HTML(elem_classes=["losses"], padding=False, apply_default_css=False)
+            with gr.Column(scale=1, min_width=260) as beside, gr.Accordion("Settings"):
                 most = library.max_tokens
                 settings = [
                     gr.Slider(1, most, min(Sampling.max_new_tokens, most), step=1, label="Length"),
@@ -153,6 +159,9 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
         reset.click(lambda: ("", []), None, [dialogue, history], cancels=[talking], **aside)
         gr.on([page.load, again.click], look_again, [models, answerer], [models, answerer, conversation], **aside)
         gr.on([training.select, models.change], draw, models, plot, **aside)
+        training.select(lambda: gr.update(visible=False), None, beside, **aside)  # the settings do nothing there
+        gr.on([texting.select, conversation.select], lambda: gr.update(visible=True), None, beside, **aside)
+        gr.on([models.change, answerer.change], None, js=told("chosen"), **aside)
     page.queue(max_size=queue, default_concurrency_limit=1, api_open=False)
     # How often it looks whether somebody asks: its own thousand times take 5 % of a core from a training beside it.
     page._queue.sleep_when_free = page._queue.progress_update_sleep_when_free = 0.02

@@ -54,6 +54,7 @@ function update() {
   const value = props.value || "";
   if (!value.startsWith(told)) told = "";
   if (!told) cards.replaceChildren();
+  cards.classList.remove("waiting");
   for (const line of value.slice(told.length).split("\n")) if (line) apply(JSON.parse(line));
   told = value;
   legend.hidden = !cards.querySelector(".token");
@@ -139,12 +140,23 @@ element.addEventListener("keydown", (event) => {
   event.stopPropagation();
 });
 
-// What becomes of a request before its first event, or in place of its last.
+// What was wrong with the checkpoints that were chosen before; a card that says nothing else goes with it.
+function forgetProblems() {
+  for (const card of cards.children) {
+    const problem = card.querySelector(".problem");
+    if (problem.textContent && !card.querySelector(".turn")) card.hidden = true;
+    problem.textContent = "";
+  }
+}
+
+// What becomes of a request before its first event, or in place of its last; "chosen": other checkpoints were.
 const WAITING = "Waiting for its turn";
 const REFUSED = "This was not taken. Try again in a moment.";
 element.addEventListener("request", ({ detail }) => {
+  if (detail === "chosen") return forgetProblems();
   if (!element.offsetParent) return; // the texts of another tab
   if (detail === "waiting" && !cards.children.length) cards.append(cardNode({}));
+  cards.classList.toggle("waiting", detail === "waiting");
   for (const card of cards.children) {
     const note = card.querySelector(".note");
     if (detail === "waiting") {

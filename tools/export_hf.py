@@ -72,7 +72,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or run folder for its newest")
     parser.add_argument("out", metavar="OUT", help="folder to write; empty, or not there yet")
     parser.add_argument("--base", metavar="FOLDER", help="of LoRA adapters: the folder their base was exported to")
-    parser.add_argument("--gguf", metavar="FILE", help="write a file for llama.cpp and Ollama too (GPT-2's form)")
+    parser.add_argument("--gguf", metavar="FILE", help="write a file for llama.cpp and Ollama too (GPT-2's form alone)")
     parser.add_argument("--push", metavar="USER/NAME", help="upload the folder to the Hugging Face Hub, for you alone")
     parser.add_argument("--public", action="store_true", help="with --push: for everybody")
     add_debug(parser)
@@ -107,11 +107,12 @@ def export_gguf(path: str | Path, file: Path) -> None:
     from common.checkpoint import open_checkpoint
     from tools.gguf_form import INSTALL, llama_command, modelfile, ollama_commands, tanh_difference, write_gguf
     from tools.hf_folder import load_in_fp32
+    from tools.hf_tokenizer import hf_special_tokens
 
     checkpoint = open_checkpoint(path)
     model, tokenizer = load_in_fp32(checkpoint)
     template = checkpoint.chat_template()
-    jinja = template.jinja(marks_answers=False) if template else None
+    jinja = template.jinja(hf_special_tokens(tokenizer), marks_answers=False) if template else None
     write_gguf(file, model, tokenizer, file.stem, chat_template=jinja)
     try:
         agreement = prove(path, file)
@@ -180,6 +181,7 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> Difference:
     from tools.hf_card import model_card
     from tools.hf_folder import (
         largest_difference,
+        least_likely,
         load_in_fp32,
         load_theirs,
         new_folder,
@@ -187,11 +189,14 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> Difference:
         require_same_tokens,
         require_transformers,
     )
-    from tools.hf_form import FormError, hf_kind, to_hf
+    from tools.hf_form import FormError, hf_kind, to_hf, with_rows
     from tools.hf_tokenizer import (
+        hf_generation_config,
         hf_special_ids,
+        hf_special_tokens,
         hf_tokenizer_config,
         hf_tokenizer_json,
+        hf_vocab_size,
     )
 
     require_transformers()
@@ -208,17 +213,20 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> Difference:
     if base is not None:
         raise ConfigError(f"--base is for adapters, and {checkpoint.path} holds a whole model; leave it out.")
     model, tokenizer = load_in_fp32(checkpoint)
-    config, tensors = to_hf(model.config, model.state_dict())
-    special = hf_special_ids(tokenizer)
+    shape, state = model.config, model.state_dict()
+    if (vocab_size := hf_vocab_size(tokenizer)) > shape.vocab_size:
+        shape, state = with_rows(shape, state, vocab_size, twin=least_likely(model, tokenizer))
+    config, tensors = to_hf(shape, state)
+    template = checkpoint.chat_template()
     contents = {
-        "config.json": json_bytes(config | special),
-        "generation_config.json": json_bytes(special),
+        "config.json": json_bytes(config | hf_special_ids(tokenizer)),
+        "generation_config.json": json_bytes(hf_generation_config(tokenizer, shape)),
         "tokenizer.json": hf_tokenizer_json(tokenizer),
-        "tokenizer_config.json": json_bytes(hf_tokenizer_config(tokenizer, model.config.max_seq_len)),
+        "tokenizer_config.json": json_bytes(hf_tokenizer_config(tokenizer, model.config.max_seq_len, template)),
         "README.md": model_card(checkpoint, model.config, model.num_parameters(), tokenizer, out.name).encode(),
     }
-    if template := checkpoint.chat_template():
-        contents["chat_template.jinja"] = template.jinja().encode()
+    if template:
+        contents["chat_template.jinja"] = template.jinja(hf_special_tokens(tokenizer)).encode()
     with new_folder(out) as folder:
         write_verified(folder / "model.safetensors", safetensors_pieces(tensors, metadata={"format": "pt"}))
         for name, content in contents.items():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from generation.decoding import Completion, generate
+from generation.likelihood import Likelihoods
 from tools.openai_form import Question, RequestError, Served
 
 GRACE = 5.0  # seconds beyond its time in which a request's last token is made and its answer is sent
@@ -25,6 +27,7 @@ class Job:
 
     def __init__(self, question: Question, deadline: float) -> None:
         self.question, self.deadline = question, deadline
+        self.likelihoods = None if question.logprobs is None else Likelihoods(question.logprobs, question.echo)
         self.abandoned = threading.Event()
         self.began = False
         self.fresh: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()  # None: there is no more
@@ -119,8 +122,8 @@ class GenerationQueue:
                 message = f"The request waited {self.seconds:g} s for its turn; try again when less is asked."
                 raise RequestError(message, status=503, code="timeout")
             job.began = True
-            work = lambda: generate(model, tokenizer, question.prompts, question.sampling, on_text, go_on)  # noqa: E731
-            return await loop.run_in_executor(self.thread, work)
+            work = functools.partial(generate, on_text=on_text, go_on=go_on, told=job.likelihoods)
+            return await loop.run_in_executor(self.thread, work, model, tokenizer, question.prompts, question.sampling)
 
     def stop(self) -> None:
         """What is under way ends within a token, what waits is refused, and nothing takes longer than it must."""

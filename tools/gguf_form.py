@@ -74,10 +74,13 @@ def obstacle_to_gguf(config: ModelConfig, tokenizer: Tokenizer) -> str:
         "logit_softcap": (0,),
         "embed_norm": (False,),
     }
-    for name, allowed in expected.items():
-        value = getattr(config, name)
-        if value not in allowed:
-            return f"{name} is {json.dumps(value)}, and its GPT-2 has {json.dumps(allowed[0])} only"
+    others = [
+        f"{name} {json.dumps(allowed[0])} (here {json.dumps(value)})"
+        for name, allowed in expected.items()
+        if (value := getattr(config, name)) not in allowed
+    ]
+    if others:
+        return f"it runs the form of GPT-2 alone (configs/gpt2_small.json), which has {', '.join(others)}"
     if tokenizer.vocab_size > config.vocab_size:
         return f"the tokenizer has {tokenizer.vocab_size:,} ids and the model a vocab_size of {config.vocab_size:,}"
     if isinstance(tokenizer, BPETokenizer) and (problem := obstacle_to_tiktoken(json.loads(tokenizer.to_json()))):

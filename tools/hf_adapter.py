@@ -11,6 +11,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from common.checkpoint import ADAPTERS, Checkpoint
 from common.errors import CheckpointError, ConfigError
 from common.files import json_bytes
@@ -28,7 +30,7 @@ from tools.hf_folder import (
     require_same_tokens,
 )
 from tools.hf_form import GPT2_BLOCK, NANOCHAT_BLOCK, Tensors, hf_kind, swap_halves
-from tools.hf_tokenizer import hf_tokenizer_config, hf_tokenizer_json
+from tools.hf_tokenizer import hf_special_tokens, hf_tokenizer_config, hf_tokenizer_json
 
 
 def export_adapters(checkpoint: Checkpoint, lora: LoRA, out: Path, base: Path | None) -> Difference:
@@ -61,15 +63,17 @@ def export_adapters(checkpoint: Checkpoint, lora: LoRA, out: Path, base: Path | 
     except (CheckpointError, RuntimeError, IndexError):  # of other weights, another shape, another vocabulary
         raise ConfigError(f"--base {base} is another model than the base of the adapters, {own}; {remedy}.") from None
     theirs.float()
-    tensors, modules = to_peft(model.config, read_safetensors(checkpoint.path / ADAPTERS), lora)
+    adapters = read_safetensors(checkpoint.path / ADAPTERS)
+    tensors, modules = to_peft(model.config, adapters, lora, theirs.config.vocab_size)
+    template = checkpoint.chat_template()
     contents = {
         "adapter_config.json": json_bytes(peft_config(model.config, lora, modules, base)),
         "tokenizer.json": hf_tokenizer_json(tokenizer),
-        "tokenizer_config.json": json_bytes(hf_tokenizer_config(tokenizer, model.config.max_seq_len)),
+        "tokenizer_config.json": json_bytes(hf_tokenizer_config(tokenizer, model.config.max_seq_len, template)),
         "README.md": adapter_card(checkpoint, lora, model.config, tokenizer, out.name, base.name).encode(),
     }
-    if template := checkpoint.chat_template():
-        contents["chat_template.jinja"] = template.jinja().encode()
+    if template:
+        contents["chat_template.jinja"] = template.jinja(hf_special_tokens(tokenizer)).encode()
     with new_folder(out) as folder:
         pieces = safetensors_pieces(tensors, metadata={"format": "pt"})
         write_verified(folder / "adapter_model.safetensors", pieces)
@@ -94,8 +98,9 @@ def peft_config(config: ModelConfig, lora: LoRA, modules: list[str], base: Path)
     }
 
 
-def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA) -> tuple[Tensors, list[str]]:
-    """Our adapters -> the tensors of an adapter_model.safetensors, and the modules that they are for."""
+def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA, vocab_size: int) -> tuple[Tensors, list[str]]:
+    """Our adapters -> the tensors of an adapter_model.safetensors, and the modules that they are for. Nothing is added
+    to ids up to `vocab_size` that the exported base has beside ours."""
     is_gpt2 = hf_kind(config) == "gpt2"
     blocks = "transformer.h" if is_gpt2 else "model.layers"
     tensors: Tensors = {}
@@ -103,6 +108,7 @@ def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA) -> tuple[Tensors
     for module in lora.end_modules:
         holder = EMBEDDING if config.tie_embeddings else module
         a, b = (adapters[f"{holder}.lora_{kind}"].float() for kind in "AB")  # (r, C), (V, r)
+        b = torch.cat([b, torch.zeros(vocab_size - len(b), lora.rank)])
         if module == EMBEDDING:
             path = "transformer.wte" if is_gpt2 else "model.embed_tokens"
             prefix = f"base_model.model.{path}.lora_embedding"

@@ -17,7 +17,7 @@ from common.errors import CheckpointError
 from common.formatting import cell, table_row
 from common.lora import LoRA
 from model import ModelConfig
-from tokenizer import Tokenizer
+from tokenizer import END_OF_TEXT, Tokenizer
 from tools.hf_form import CLASSES, hf_kind
 from training.records import SAMPLES, read_metrics
 from training.run_folder import CONFIG
@@ -52,12 +52,11 @@ def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tok
         "tokenizer = AutoTokenizer.from_pretrained(path)",
         "model = AutoModelForCausalLM.from_pretrained(path)",
         *asking(checkpoint.chat_template() is not None, json.dumps(example_prompt(run_dir, tokenizer))),
-        f"outputs = model.generate(**inputs, max_new_tokens={min(50, config.max_seq_len // 2)})",
+        "outputs = model.generate(**inputs)  # as far as the model reads; max_length=100 ends it earlier",
         "print(tokenizer.decode(outputs[0]))",
         "```",
         "",
-        f"It reads {config.max_seq_len:,} tokens at most, its answer included.",
-        *(["Every token is a character; one it was not trained on is an error."] * is_of_characters(tokenizer)),
+        *reading(checkpoint, config, tokenizer),
         "",
         "## What it is",
         "",
@@ -75,6 +74,18 @@ def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tok
     return "\n".join(lines) + "\n"
 
 
+OF_CHARACTERS = (
+    "Every token is a character. One that the model was not trained on becomes `<|unk|>`, which it reads as the",
+    "character that it expects least; `<|pad|>` fills batches. Neither is generated.",
+)
+OF_TEXT = (
+    f"`{END_OF_TEXT}` written in a text is read as these characters. Where you mean the token that ends a text, use",
+    "its id, `tokenizer.eos_token_id`.",
+)
+OF_CONVERSATIONS = (
+    f"`apply_chat_template` refuses a turn with `{END_OF_TEXT}` in it, which would be read as the end of an answer.",
+    "`tokenizer(text)` does not: for text that others wrote, add `split_special_tokens=True`.",
+)
 MERGING_TIED = (
     "The head and the token embedding are one tensor, and so are their adapters: `merge_and_unload` of peft would add",
     "them to it twice. Use the model as it is, or one that was merged before it was exported.",
@@ -109,9 +120,11 @@ def adapter_card(
         "model = PeftModel.from_pretrained(base, path)",
         "tokenizer = AutoTokenizer.from_pretrained(path)",
         *asking(checkpoint.chat_template() is not None, prompt),
-        f"outputs = model.generate(**inputs, max_new_tokens={min(50, config.max_seq_len // 2)})",
+        "outputs = model.generate(**inputs)  # as far as the model reads; max_length=100 ends it earlier",
         "print(tokenizer.decode(outputs[0]))",
         "```",
+        "",
+        *reading(checkpoint, config, tokenizer),
         "",
         *(MERGING_TIED if config.tie_embeddings and lora.end_modules else ()),
         "## What they are",
@@ -120,6 +133,16 @@ def adapter_card(
         *training_sections(checkpoint),
     ]
     return "\n".join(lines) + "\n"
+
+
+def reading(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer) -> list[str]:
+    """What it makes of a text."""
+    lines = [f"It reads {config.max_seq_len:,} tokens at most, its answer included."]
+    if tokenizer.kind == "character":
+        return [*lines, *OF_CHARACTERS]
+    if tokenizer.end_of_text_id is None:
+        return lines
+    return [*lines, *(OF_TEXT if checkpoint.chat_template() is None else OF_CONVERSATIONS)]
 
 
 def known_state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -170,10 +193,6 @@ def asking(is_chat: bool, prompt: str) -> list[str]:
 
 def table(facts: dict[str, Any]) -> list[str]:
     return ["| | |", "|---|---|", *(table_row([key, cell(str(value))]) for key, value in facts.items())]
-
-
-def is_of_characters(tokenizer: Tokenizer) -> bool:
-    return tokenizer.kind == "character"
 
 
 def is_from_scratch(state: dict[str, Any]) -> bool:

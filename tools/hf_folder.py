@@ -129,9 +129,11 @@ def load_their_tokenizer(folder: Path, config: Any = None) -> Any:
 def require_same_tokens(folder: Path, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
     """Raises TokenizerError where transformers reads the tokenizer of an exported folder otherwise, or its template."""
     theirs = load_their_tokenizer(folder)
-    require_same_ids(tokenizer, theirs)
     if template:
+        require_same_ids(tokenizer, theirs, split_special_tokens=True)
         require_same_conversation(template, tokenizer, theirs)
+    else:
+        require_same_ids(tokenizer, theirs)
 
 
 def build_theirs(hf_config: dict[str, Any], tensors: Tensors, tied: bool) -> Any:
@@ -152,6 +154,19 @@ def build_theirs(hf_config: dict[str, Any], tensors: Tensors, tied: bool) -> Any
     assert not unknown and set(missing) <= {"lm_head.weight"}, (missing, unknown)
     theirs.tie_weights()
     return theirs.float().eval()
+
+
+@torch.inference_mode()
+def least_likely(model: TransformerLanguageModel, tokenizer: Tokenizer) -> int:
+    """The id whose highest probability, at any place of the probe text, is the lowest of all."""
+    probabilities = model(probe_tokens(model, tokenizer)).softmax(-1)  # (1, T, V)
+    return int(probabilities[0, :, : tokenizer.vocab_size].amax(0).argmin())
+
+
+def probe_tokens(model: TransformerLanguageModel, tokenizer: Tokenizer) -> torch.Tensor:
+    """(1, T) ids of the probe text, up to the length of the context."""
+    ids = tokenizer.encode(probe_text(tokenizer))
+    return torch.from_numpy(np.resize(ids, (1, min(model.config.max_seq_len, LONGEST_PROBE))).astype(np.int64))
 
 
 class Difference(NamedTuple):
@@ -176,8 +191,7 @@ def largest_difference(
     reach thousands, and what two orders of summation make of them differs by as much. In fp64 it does not. The modern
     form computes norms and angles in fp32 whatever its weights are: there, what tells is the share of the logits.
     """
-    ids = tokenizer.encode(probe_text(tokenizer))
-    tokens = torch.from_numpy(np.resize(ids, (1, min(model.config.max_seq_len, LONGEST_PROBE))).astype(np.int64))
+    tokens = probe_tokens(model, tokenizer)
     in_single, _ = difference_of_logits(model, theirs, tokens)
     if in_single <= LARGEST_DIFFERENCE:
         return Difference(in_single)

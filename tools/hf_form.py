@@ -7,6 +7,7 @@ way. Shapes in comments: C = embed_dim, F = ff_dim, H = heads, D = C / H, V = vo
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -85,6 +86,16 @@ def from_hf(hf_config: dict[str, Any], tensors: Tensors) -> tuple[ModelConfig, T
     require_shapes(tensors, gpt2_shapes(config) if kind == "gpt2" else nanochat_shapes(config))
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
     return config, state_of_gpt2(config, tensors) if kind == "gpt2" else state_of_nanochat(config, tensors)
+
+
+def with_rows(config: ModelConfig, state: Tensors, vocab_size: int, twin: int) -> tuple[ModelConfig, Tensors]:
+    """Our model with a larger vocabulary: each id that it lacks gets the rows of the id `twin`."""
+    added = vocab_size - config.vocab_size
+    rows = {
+        name: torch.cat([state[name], state[name][twin].expand(added, -1)])  # (vocab_size, C)
+        for name in ("token_embedding.weight", "head.weight")
+    }
+    return dataclasses.replace(config, vocab_size=vocab_size), state | rows
 
 
 def hf_kind(config: ModelConfig) -> str:

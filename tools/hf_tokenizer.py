@@ -10,6 +10,7 @@ import numpy as np
 
 from common.chat import ChatTemplate, Message
 from common.errors import DataError
+from model import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer, TokenizerError, load_tokenizer, read_tokenizer_json
 from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer
 
@@ -17,27 +18,43 @@ PARAGRAPH = (
     "It was early when the two of them left the village. The road went down to the river, over a bridge of grey stone, "
     'and up into the hills. "How far is it?" she asked. "Nine miles," he said, "or ten; nobody ever measured it."\n'
 )
+CHARACTERS_HAVE = SPECIAL_TOKENS[1:]  # to pad with, and for the unknown; nothing ends a text
 ONE_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
 
 
+def hf_special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
+    """The special tokens of the exported tokenizer, with their ids. A character vocabulary gets two after its own ids:
+    transformers needs one to pad batches with, and fails with "Missing [UNK] token" where none is for the unknown."""
+    if isinstance(tokenizer, BPETokenizer):
+        return tokenizer.special_ids
+    return {name: tokenizer.vocab_size + i for i, name in enumerate(CHARACTERS_HAVE)}
+
+
+def hf_vocab_size(tokenizer: Tokenizer) -> int:
+    """The ids of the exported tokenizer are below this."""
+    return tokenizer.vocab_size + (0 if isinstance(tokenizer, BPETokenizer) else len(CHARACTERS_HAVE))
+
+
 def hf_tokenizer_json(tokenizer: Tokenizer) -> bytes:
-    """A `tokenizers` file that gives the same ids. Characters become words of one letter: one that the vocabulary lacks
-    is an error there as it is here."""
+    """A `tokenizers` file that gives the same ids. Characters become words of one letter; one that the vocabulary lacks
+    becomes `<|unk|>`."""
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.to_json().encode()
+    special = hf_special_tokens(tokenizer)
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
     content: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [],
+        "added_tokens": [{"id": i, "content": name, **flags} for name, i in special.items()],
         "normalizer": None,
         "pre_tokenizer": ONE_CHARACTER,
         "post_processor": None,
         "decoder": {"type": "Fuse"},
         "model": {
             "type": "WordLevel",
-            "vocab": {chr(code): i for i, code in enumerate(tokenizer.codes.tolist())},
-            "unk_token": "<unk>",  # which no single character is
+            "vocab": {chr(code): i for i, code in enumerate(tokenizer.codes.tolist())} | special,
+            "unk_token": CHARACTERS_HAVE[1],
         },
     }
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
@@ -46,14 +63,17 @@ def hf_tokenizer_json(tokenizer: Tokenizer) -> bytes:
 def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """What transformers calls our special tokens. Without `tokenizer_config.json` it would add GPT-2's own, whose id
     lies beyond the vocabulary."""
-    known = tokenizer.special_ids if isinstance(tokenizer, BPETokenizer) else {}
+    known = hf_special_tokens(tokenizer)
     end, pad, unknown = SPECIAL_TOKENS
     roles = {"bos_token": end, "eos_token": end, "pad_token": pad, "unk_token": unknown}
     return {role: name for role, name in roles.items() if name in known}
 
 
-def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any]:
+def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int, template: ChatTemplate | None) -> dict[str, Any]:
+    """In a text the name of a special token is ordinary text, as it is here. With a template it cannot be: that writes
+    them by their names."""
     return {
+        "split_special_tokens": template is None,
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_seq_len,
         "clean_up_tokenization_spaces": False,
@@ -63,9 +83,17 @@ def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int) -> dict[str, Any
 
 def hf_special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     """For config.json and generation_config.json. None is written: the defaults are the ids of other vocabularies."""
-    known = tokenizer.special_ids if isinstance(tokenizer, BPETokenizer) else {}
+    known = hf_special_tokens(tokenizer)
     names = special_tokens(tokenizer)
     return {f"{role}_id": known.get(names.get(role, "")) for role in ("bos_token", "eos_token", "pad_token")}
+
+
+def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
+    """A text ends where the context does: beyond it GPT-2 fails. What generate.py never samples is not sampled there.
+    `config` is that of the exported model."""
+    unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, config.vocab_size)]
+    suppressed = {"suppress_tokens": unused} if unused else {}
+    return {**hf_special_ids(tokenizer), "max_length": config.max_seq_len, **suppressed}
 
 
 def import_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
@@ -90,12 +118,15 @@ def import_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
 
 def characters_of(content: dict[str, Any]) -> list[str] | None:
     """The characters by their ids in a file that is one of `hf_tokenizer_json`; None for any other."""
-    model = content.get("model")
-    if not isinstance(model, dict) or model.get("type") != "WordLevel" or content.get("added_tokens"):
+    model, added = content.get("model"), content.get("added_tokens") or []
+    if not isinstance(model, dict) or model.get("type") != "WordLevel" or not isinstance(added, list):
+        return None
+    if not all(isinstance(token, dict) and token.get("content") in CHARACTERS_HAVE for token in added):
         return None
     vocab = model.get("vocab")
     if content.get("pre_tokenizer") != ONE_CHARACTER or content.get("normalizer") or not isinstance(vocab, dict):
         return None
+    vocab = {word: i for word, i in vocab.items() if word not in CHARACTERS_HAVE}
     if sorted(vocab.values(), key=str) != sorted(range(len(vocab)), key=str) or any(len(word) != 1 for word in vocab):
         return None
     return sorted(vocab, key=vocab.__getitem__)
@@ -147,19 +178,19 @@ def require_same_conversation(template: ChatTemplate, tokenizer: Tokenizer, thei
         raise TokenizerError("transformers reads the chat template otherwise: it gives other ids for a conversation.")
 
 
-def chat_template_of(folder: Path) -> ChatTemplate | None:
+def chat_template_of(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Ours, where that is what the folder has: a program in Jinja, as any other is, is not run here."""
     path, template = folder / "chat_template.jinja", ChatTemplate()
-    is_ours = path.exists() and path.read_bytes() == template.jinja().encode()
+    is_ours = path.exists() and path.read_bytes() == template.jinja(hf_special_tokens(tokenizer)).encode()
     return template if is_ours else None
 
 
-def require_same_ids(tokenizer: Tokenizer, theirs: Any) -> None:
+def require_same_ids(tokenizer: Tokenizer, theirs: Any, **how: Any) -> None:
     """Raises TokenizerError where a tokenizer of transformers gives other ids for the probe text, or other text for the
-    ids. Special tokens' names are ordinary text in ours: it is asked to do likewise."""
+    ids. `how` is what it is asked with: special tokens' names are ordinary text in ours."""
     text = probe_text(tokenizer)
     ids = tokenizer.encode(text).tolist()
-    found = theirs(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+    found = theirs(text, add_special_tokens=False, **how)["input_ids"]
     if found != ids:
         first = next((i for i, (a, b) in enumerate(zip(ids, found, strict=False)) if a != b), min(len(ids), len(found)))
         raise TokenizerError(
@@ -168,5 +199,5 @@ def require_same_ids(tokenizer: Tokenizer, theirs: Any) -> None:
         )
     if (back := theirs.decode(ids, clean_up_tokenization_spaces=False)) != tokenizer.decode(ids):
         raise TokenizerError(f"transformers makes other text of the same ids: {back[:100]!r} ...")
-    if len(theirs) > tokenizer.vocab_size:
-        raise TokenizerError(f"transformers adds tokens: {len(theirs):,} instead of {tokenizer.vocab_size:,}.")
+    if len(theirs) > (most := hf_vocab_size(tokenizer)):
+        raise TokenizerError(f"transformers adds tokens: {len(theirs):,} instead of {most:,}.")

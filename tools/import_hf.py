@@ -38,6 +38,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
+    from common.checkpoint import open_checkpoint
     from tools.hf_folder import require_new, require_transformers
 
     out = Path(arguments.out)
@@ -52,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "its token ids not at all."
     )
     if padding:
-        print(f"The vocabulary was padded: {padding:,} rows that stand for no token are left out.")
+        print(f"The vocabulary was padded: {padding:,} rows that no text needs are left out.")
+    if (folder / "chat_template.jinja").exists() and open_checkpoint(out).chat_template() is None:
+        print("Its chat template is left out: it is not the one that tools/export_hf.py writes.")
     print(f'\nGenerate: python generate.py --checkpoint {out} --prompt "..."')
     print(
         f"Train it further: python tokenize_local_bpe.py --input my_text.txt --tokenizer_file {out}/tokenizer.json, "
@@ -142,11 +145,12 @@ def import_folder(folder: Path, out: Path) -> tuple[Difference, int]:
         their_tokenizer = load_their_tokenizer(folder, theirs.config)
     except Exception as problem:  # `tokenizers` raises a bare one
         raise DataError(f"transformers cannot open the tokenizer of {folder}: {str(problem).strip():.500}") from None
-    require_same_ids(tokenizer, their_tokenizer)
+    require_same_ids(tokenizer, their_tokenizer, split_special_tokens=True)
     difference = largest_difference(model, theirs, tokenizer)
     pieces = safetensors_pieces(stored_weights(model))
     with new_folder(out) as temporary:
-        contents = (pieces, json_bytes(stored_config(model, tokenizer.kind, chat_template_of(folder))), tokenizer_file)
+        config_file = json_bytes(stored_config(model, tokenizer.kind, chat_template_of(folder, tokenizer)))
+        contents = (pieces, config_file, tokenizer_file)
         write_files(temporary, dict(zip(WEIGHTS_FILES, contents, strict=True)))
     return difference, padding
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from common.checkpoint import Checkpoint, open_checkpoint, step_folders
 from common.errors import INTERRUPTED, CheckpointError, Script, UserError
 from tokenization.metadata import TokenMetadata, metadata_files
-from tools.notebook_view import LiveView, framed, show_markdown
+from tools.notebook_view import LiveView, Tables, Until, framed, show_markdown
 from tools.run_reader import RunReader
 from training.saved_state import read_state
 
@@ -75,11 +75,12 @@ def describe_machine() -> None:
     from training.hardware import detect_hardware
 
     hardware = detect_hardware(parse_config([]))
-    print(hardware.describe())
+    print(f"Device     {hardware.name}")
     if hardware.is_cuda and hardware.memory_bytes:
         print(f"Memory     {byte_size(hardware.memory_bytes)}")
     elif not torch.cuda.is_available():
         print("There is no GPU here. In Colab: Runtime > Change runtime type. The built-in text needs none.")
+    print("Precision and compiling depend on the model too: step 6 says them.")
     here = card_of(hardware.name)
     lines = [
         "| GPU | memory | precision | "
@@ -230,7 +231,8 @@ def tokenize(text: Path, tokens: Path, vocab_size: int, config: str, run_dir: Pa
     else:
         vocabulary = ["--vocab_size", vocab_size or parse_config(["--config", config]).vocab_size]
     words = ["--input", text, "--output_dir", tokens, *vocabulary]
-    run("tokenize_local_bpe.py", tokenize_local_bpe.main, *words)
+    with Until("Train on it:") as output, contextlib.redirect_stdout(output):
+        run("tokenize_local_bpe.py", tokenize_local_bpe.main, *words)
     trained_on = read_state(kept)["data"].get("tokens_sha256") if kept else None
     if trained_on not in (None, *(TokenMetadata.read(path).tokens_sha256 for path in metadata_files(tokens))):
         raise Stopped(
@@ -261,14 +263,17 @@ def training_flags(
     typed. `prompts`, with | between them, are written beside the tokens. The quickstart has its own length, evaluations
     and prompts; and max_steps is a length in place of epochs."""
     words: list[object] = ["--config", f"{config}.json", "--data_dir", tokens, "--output_dir", run_dir]
+    if config == QUICKSTART:  # which names its text: that is tokenized already, with the vocabulary that was chosen
+        for file in metadata_files(tokens):
+            words += ["--vocab_size", TokenMetadata.read(file).vocab_size]
     if drive:
         words += ["--checkpoint_dir", mirror_of(drive)]
     asked = [prompt.strip() for prompt in prompts.split("|") if prompt.strip()]
     if asked and config != QUICKSTART:
-        file = tokens / "sample_prompts.jsonl"
+        listed = tokens / "sample_prompts.jsonl"
         tokens.mkdir(parents=True, exist_ok=True)
-        file.write_text("".join(f"{json.dumps({'prompt': prompt})}\n" for prompt in asked), encoding="utf-8")
-        words += ["--eval_prompts", file]
+        listed.write_text("".join(f"{json.dumps({'prompt': prompt})}\n" for prompt in asked), encoding="utf-8")
+        words += ["--eval_prompts", listed]
     left_out = {"epochs"} if values.get("max_steps") else set()
     left_out |= {"epochs", "eval_interval"} if config == QUICKSTART else set()
     for key, value in values.items():
@@ -365,7 +370,8 @@ def score(passage: str, checkpoint: Path) -> None:
         text = Path("datasets_cache") / "passage.txt"
         text.parent.mkdir(exist_ok=True)
         text.write_text(passage, encoding="utf-8")
-    run("generate.py", generate.main, "--score", text, "--checkpoint", checkpoint)
+    with Tables() as output, contextlib.redirect_stdout(output):
+        run("generate.py", generate.main, "--score", text, "--checkpoint", checkpoint)
 
 
 # What leaves the machine

@@ -7,31 +7,34 @@ import contextlib
 import hmac
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tools.generation_queue import Abandoned, GenerationQueue, Job
-from tools.openai_form import Answer, RequestError, Served, explain, read_question
+from tools.openai_answer import Answer
+from tools.openai_form import RequestError, Served, explain, read_question
+from tools.serving import OWN_HOSTS, host_name
 
+HEALTH = "/health"
 LARGEST_BODY = 1_000_000  # bytes; many times what any context holds
 LARGEST_DISCARDED = 16_000_000  # bytes that are still received, for who is cut off while sending reads no answer
-OWN_HOSTS = ["127.0.0.1", "localhost", "[::1]"]
 
 
-def make_app(served: Served, queue: GenerationQueue, key: str | None, address: str) -> Starlette:
+def make_app(
+    served: Served, queue: GenerationQueue, key: str | None, address: str, origins: Sequence[str] = ()
+) -> Starlette:
     """`address` is the one it listens on. Without a key it answers to that and the names by which a browser calls this
-    machine: a page from elsewhere could otherwise have its own name lead here, and read what it is told (DNS
-    rebinding)."""
+    machine. Pages from `origins` may read its answers ("*": all pages)."""
 
     async def list_models(request: Request) -> Response:
         return json_response({"object": "list", "data": [served.card()]})
@@ -40,16 +43,44 @@ def make_app(served: Served, queue: GenerationQueue, key: str | None, address: s
         served.require_name(request.path_params["name"])
         return json_response(served.card())
 
+    async def show_health(request: Request) -> Response:
+        return json_response({"status": "ok"})
+
     return Starlette(
         routes=[
+            Route(HEALTH, show_health),
             Route("/v1/models", list_models),
             Route("/v1/models/{name:path}", show_model),
             Route("/v1/completions", Completions(served, queue, is_chat=False), methods=["POST"]),
             Route("/v1/chat/completions", Completions(served, queue, is_chat=True), methods=["POST"]),
         ],
-        middleware=[Middleware(RequireKey, key) if key else Middleware(TrustedHostMiddleware, [*OWN_HOSTS, address])],
+        middleware=[
+            # The first: a browser asks without a key whether a page may, and the page has to read a refusal, too.
+            Middleware(
+                CORSMiddleware,
+                allow_origins=origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                allow_private_network=True,
+            ),
+            Middleware(RequireKey, key) if key else Middleware(RequireHost, [*OWN_HOSTS, address]),
+        ],
         exception_handlers={RequestError: refuse, HTTPException: refuse_route},
     )
+
+
+class RequireHost:
+    """A page from elsewhere could have its own name lead here, and read what it is told (DNS rebinding)."""
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self.app, self.names = app, names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "")
+        if host_name(host) in self.names:
+            return await self.app(scope, receive, send)
+        message = f"This server is not {host!r:.200}: without a key it answers requests to 127.0.0.1 or localhost only."
+        await error_response(RequestError(message))(scope, receive, send)
 
 
 class RequireKey:
@@ -57,6 +88,8 @@ class RequireKey:
         self.app, self.expected = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == HEALTH:  # who looks after a server has no key, and learns nothing else
+            return await self.app(scope, receive, send)
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         # In constant time, whatever it begins with: how long a refusal takes tells nothing.
         if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self.expected):
@@ -102,7 +135,7 @@ class Completions:
     async def respond(self, job: Job, deadline: float) -> Response:
         """Waits until the status is certain: for all of the text, or for the first of it. Raises RequestError,
         Abandoned."""
-        answer, pieces = Answer(job.question, self.served.name), job.pieces()
+        answer, pieces = Answer(job.question, self.served, job.likelihoods), job.pieces()
         try:
             async with self.queue.time_limit(deadline):
                 first = await anext(pieces, None) if job.question.stream else None
@@ -146,17 +179,13 @@ async def abandon_when_gone(request: Request, job: Job) -> None:
 async def events(
     job: Job, answer: Answer, first: tuple[int, str] | None, rest: AsyncIterator[tuple[int, str]]
 ) -> AsyncIterator[str]:
-    """The answer as server-sent events. The space before an answer in a conversation is left out, as `Answer.whole`
-    does."""
+    """The answer as server-sent events."""
     for part in answer.opening():
         yield event(part)
-    silent = set(range(len(job.question.prompts))) if job.question.is_chat else set()
     try:
         while first is not None:
-            index, text = first
-            if text := text.lstrip() if index in silent else text:
-                silent.discard(index)
-                yield event(answer.piece(index, text))
+            for part in answer.piece(*first):
+                yield event(part)
             first = await anext(rest, None)
         for part in answer.closing(await job.completions()):
             yield event(part)
@@ -188,7 +217,7 @@ async def refuse(request: Request, problem: Exception) -> Response:
 async def refuse_route(request: Request, problem: Exception) -> Response:
     assert isinstance(problem, HTTPException)
     message = (
-        f"There is no {request.method} {request.url.path:.200}; there are GET /v1/models, POST /v1/completions and "
-        "POST /v1/chat/completions."
+        f"There is no {request.method} {request.url.path:.200}; there are GET /v1/models, POST /v1/completions, POST "
+        "/v1/chat/completions and GET /health."
     )
     return error_response(RequestError(message, status=problem.status_code))

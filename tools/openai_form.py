@@ -1,4 +1,4 @@
-"""The form of OpenAI's completions and chat completions: a request checked into a Question, text into an answer.
+"""OpenAI's completions and chat completions: a request, checked into a Question.
 
 A parameter that would change the text and cannot be honoured is refused by its name, never ignored.
 """
@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import json
 import random
-import time
 import traceback
-import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from common.chat import ChatTemplate, Message, require_order
 from common.errors import LONGEST_MESSAGE, is_out_of_memory
 from common.flags import suggest
-from generation.decoding import ROWS_AT_ONCE, Completion, prompt_ids
+from generation.decoding import ROWS_AT_ONCE, prompt_ids
 from generation.sampling import Sampling
 from generation.terminal import room_for_prompt
 from model import TransformerLanguageModel
@@ -25,6 +23,7 @@ from tokenizer import Tokenizer, TokenizerError, valid_unicode
 
 MOST_STOPS = 4
 LONGEST_STOP = 1_000  # characters; each token is compared with all beginnings of one
+MOST_LIKELIEST = {False: 5, True: 20}  # tokens in the place of each, for completions and chat, as OpenAI has it
 USUAL_TOKENS = Sampling.max_new_tokens  # of a request that asks for no number
 # Parameters that change nothing here, and those that would, with the values at which they do not.
 HARMLESS = (
@@ -38,11 +37,8 @@ HARMLESS = (
     "parallel_tool_calls",
 )
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
     "top_logprobs": (0,),
     "best_of": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "logit_bias": ({},),
     "suffix": ("",),
     "tools": ([],),
@@ -113,8 +109,10 @@ class Question:
 
     is_chat: bool
     prompts: list[list[int]]  # ids; one each for every text to make
-    echoes: list[str]  # what each text begins with
+    asked: list[str]  # the same as text; "" in a conversation
+    echo: bool  # a text begins with what was asked
     prompt_tokens: int
+    logprobs: int | None  # how many likeliest tokens to tell in the place of each; None: not even of the text's own
     sampling: Sampling
     stream: bool
     include_usage: bool
@@ -196,7 +194,8 @@ def read_question(body: bytes, is_chat: bool, served: Served) -> Question:
     parameters = Parameters(values)
     name = parameters.take("model", served.name)
     served.require_name(name if isinstance(name, str) else shown(name))
-    sampling = read_sampling(parameters, served)
+    sampling = read_sampling(parameters, served, least_tokens=1 if is_chat else 0)
+    logprobs = read_logprobs(parameters, is_chat)
     stream, options = parameters.flag("stream"), parameters.take("stream_options")
     if options is not None and (not stream or not isinstance(options, dict)):
         raise RequestError('stream_options is an object, for requests with "stream": true.', "stream_options")
@@ -204,30 +203,46 @@ def read_question(body: bytes, is_chat: bool, served: Served) -> Question:
     include_usage = streaming.flag("include_usage")
     streaming.flag("include_obfuscation")  # it would hide the lengths of texts from who listens in on encrypted ones
     streaming.refuse_rest()
-    asked = parameters.take("messages") if is_chat else parameters.strings("prompt", [""])
+    asked = parameters.take("messages") if is_chat else read_prompts(parameters.take("prompt", ""), served)
     echo = False if is_chat else parameters.flag("echo")
     n = parameters.integer("n", 1, 1, ROWS_AT_ONCE)
     parameters.refuse_rest()
-    texts = [""] if is_chat else asked
-    if not 1 <= n * len(texts) <= ROWS_AT_ONCE:
-        message = f"{len(texts)} prompts with n = {n} are {n * len(texts)} texts; 1 to {ROWS_AT_ONCE} are allowed."
+    count = 1 if is_chat else len(asked)
+    if not 1 <= n * count <= ROWS_AT_ONCE:
+        message = f"{count} prompts with n = {n} are {n * count} texts; 1 to {ROWS_AT_ONCE} are allowed."
         raise RequestError(message, "prompt")
     if is_chat:
-        prompts = [chat_ids(read_messages(asked), sampling, served)]
+        texts, prompts = [""], [chat_ids(read_messages(asked), sampling, served)]
     else:
-        prompts = [text_ids(text, served) for text in texts]
+        texts = [prompt if isinstance(prompt, str) else served.tokenizer.decode(prompt) for prompt in asked]
+        prompts = [text_ids(prompt, served) for prompt in asked]
+        require_room("A prompt", "prompt", max(prompts, key=len), served)
     return Question(
         is_chat,
         prompts=[prompt for prompt in prompts for _ in range(n)],
-        echoes=[text if echo else "" for text in texts for _ in range(n)],
+        asked=[text for text in texts for _ in range(n)],
+        echo=echo,
         prompt_tokens=sum(map(len, prompts)),
+        logprobs=logprobs,
         sampling=sampling,
         stream=stream,
         include_usage=include_usage,
     )
 
 
-def read_sampling(parameters: Parameters, served: Served) -> Sampling:
+def read_logprobs(parameters: Parameters, is_chat: bool) -> int | None:
+    if not is_chat:
+        is_wanted = "logprobs" in parameters.left
+        count = parameters.integer("logprobs", 0, 0, MOST_LIKELIEST[is_chat])
+    else:
+        is_wanted = parameters.flag("logprobs")
+        count = parameters.integer("top_logprobs", 0, 0, MOST_LIKELIEST[is_chat])
+        if count and not is_wanted:
+            raise RequestError(f'top_logprobs is {count}; it needs "logprobs": true.', "top_logprobs")
+    return count if is_wanted else None
+
+
+def read_sampling(parameters: Parameters, served: Served, least_tokens: int = 1) -> Sampling:
     """What a request leaves out is what generate.py has, but for the seed: the same request again, another text."""
     usual = min(USUAL_TOKENS, served.max_tokens)
     limits = [name for name in ("max_tokens", "max_completion_tokens") if name in parameters.left]
@@ -235,7 +250,7 @@ def read_sampling(parameters: Parameters, served: Served) -> Sampling:
         raise RequestError("max_tokens and max_completion_tokens are the same; give one of them.", "max_tokens")
     max_new_tokens = usual
     for name in ("max_tokens", "max_completion_tokens"):
-        max_new_tokens = parameters.integer(name, max_new_tokens, 1, served.max_tokens)
+        max_new_tokens = parameters.integer(name, max_new_tokens, least_tokens, served.max_tokens)
     stop = parameters.strings("stop", [])
     if len(stop) > MOST_STOPS or not all(1 <= len(text) <= LONGEST_STOP for text in stop):
         message = f"stop is up to {MOST_STOPS} texts of 1 to {LONGEST_STOP:,} characters."
@@ -249,15 +264,35 @@ def read_sampling(parameters: Parameters, served: Served) -> Sampling:
             top_p=parameters.number("top_p", Sampling.top_p),
             repetition_penalty=parameters.number("repetition_penalty", Sampling.repetition_penalty),
             stop=tuple(stop),
+            frequency_penalty=parameters.number("frequency_penalty", Sampling.frequency_penalty),
+            presence_penalty=parameters.number("presence_penalty", Sampling.presence_penalty),
             seed=parameters.integer("seed", random.randrange(2**31), 0),
         )
     except ValueError as problem:  # which begins with the parameter's name
         raise RequestError(f"{problem}.", str(problem).partition(" ")[0]) from None
 
 
-def text_ids(text: str, served: Served) -> list[int]:
+def read_prompts(value: Any, served: Served) -> list[str | list[int]]:
+    """A text or the ids of one alone, or several."""
+    prompts = [value] if isinstance(value, str) or are_ids(value) else value
+    if not isinstance(prompts, list) or not all(isinstance(prompt, str) or are_ids(prompt) for prompt in prompts):
+        raise RequestError(
+            f"prompt is {shown(value)}; a text, a list of token ids, or a list of these is needed.", "prompt"
+        )
+    for prompt in prompts:
+        if not isinstance(prompt, str) and (wrong := [i for i in prompt if not 0 <= i < served.tokenizer.vocab_size]):
+            message = f"prompt has the token id {wrong[0]}; {served.name} has 0 to {served.tokenizer.vocab_size - 1}."
+            raise RequestError(message, "prompt")
+    return [valid_unicode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+
+def are_ids(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(type(i) is int for i in value)
+
+
+def text_ids(prompt: str | list[int], served: Served) -> list[int]:
     try:
-        return prompt_ids(served.tokenizer, text)
+        return prompt_ids(served.tokenizer, prompt)
     except TokenizerError as problem:
         raise RequestError(str(problem), "prompt") from None
 
@@ -278,10 +313,15 @@ def chat_ids(messages: Sequence[Message], sampling: Sampling, served: Served) ->
         ids = served.chat.prompt_ids(served.tokenizer, messages, room_for_prompt(served.model, sampling))
     except TokenizerError as problem:
         raise RequestError(str(problem), "messages") from None
-    if len(ids) > (context := served.model.config.max_seq_len):  # of which it would see neither beginning nor form
-        message = f"The last question makes {len(ids):,} tokens, and {served.name} reads {context:,}."
-        raise RequestError(message, "messages", code="context_length_exceeded")
+    require_room("The last question", "messages", ids, served)
     return ids
+
+
+def require_room(subject: str, param: str, ids: list[int], served: Served) -> None:
+    """The model would see the end of a longer prompt alone, without a word about it."""
+    if len(ids) > (context := served.model.config.max_seq_len):
+        message = f"{subject} makes {len(ids):,} tokens, and {served.name} reads {context:,}."
+        raise RequestError(message, param, code="context_length_exceeded")
 
 
 def read_messages(value: Any) -> list[Message]:
@@ -312,61 +352,3 @@ def read_content(value: Any, place: str) -> str:
             needed = 'a text or a list of {"type": "text", "text": ...} is needed'
             raise RequestError(f"{place} is {shown(value)}; {needed}.", place)
     return valid_unicode("\n".join(part["text"] for part in value))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Texts in OpenAI's form: whole, or in the parts of a stream."""
-
-    question: Question
-    model: str
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        choices = []
-        for i, completion in enumerate(completions):
-            text = self.question.echoes[i] + completion.text
-            said = {"message": {"role": "assistant", "content": text.lstrip(), "refusal": None}}
-            choices.append(self.choice(i, said if self.question.is_chat else {"text": text}, completion))
-        return self.envelope(choices, "") | {"usage": self.usage(completions)}
-
-    def opening(self) -> list[dict[str, Any]]:
-        """What a stream begins with."""
-        if self.question.is_chat:
-            said = {"delta": {"role": "assistant", "content": ""}}
-            return [self.part([self.choice(i, said)]) for i in range(len(self.question.prompts))]
-        return [self.piece(i, text) for i, text in enumerate(self.question.echoes) if text]
-
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        said = {"delta": {"content": text}} if self.question.is_chat else {"text": text}
-        return self.part([self.choice(index, said)])
-
-    def closing(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
-        nothing: dict[str, Any] = {"delta": {}} if self.question.is_chat else {"text": ""}
-        parts = [self.part([self.choice(i, nothing, completion)]) for i, completion in enumerate(completions)]
-        if self.question.include_usage:
-            parts.append(self.part([]) | {"usage": self.usage(completions)})
-        return parts
-
-    def part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self.envelope(choices, ".chunk") | ({"usage": None} if self.question.include_usage else {})
-
-    def envelope(self, choices: list[dict[str, Any]], suffix: str) -> dict[str, Any]:
-        is_chat = self.question.is_chat
-        return {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.id}",
-            "object": f"chat.completion{suffix}" if is_chat else "text_completion",
-            "created": self.created,
-            "model": self.model,
-            "choices": choices,
-        }
-
-    def choice(self, index: int, said: dict[str, Any], completion: Completion | None = None) -> dict[str, Any]:
-        reason = None if completion is None else "stop" if completion.ended else "length"
-        return {"index": index, **said, "logprobs": None, "finish_reason": reason}
-
-    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
-        made = sum(completion.tokens for completion in completions)
-        asked = self.question.prompt_tokens
-        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -11,7 +12,7 @@ from typing import Any
 
 from common.errors import ConfigError, DataError
 from common.files import read_json, require_regular
-from training.config import SCHEMA
+from training.config import MODEL_KEYS, SCHEMA, that_count
 from training.records import METRICS, SAMPLES, SUMMARY
 
 FIELDS = (
@@ -23,6 +24,8 @@ MOST_SAMPLES = 200  # evaluations whose answers the page shows
 LARGEST = 1e300  # JavaScript has no larger numbers than Python's floats
 # Without those of the command rather than the training.
 SHOWN = {key for key, field in SCHEMA.items() if field.metadata["group"] != "checkpoints"} | {"init_from"}
+SHOWN -= {"vocab_size", "tokenizer"}  # the tokens bring their own, whatever a config says
+TRAINED = (*MODEL_KEYS, "vocab_size", "tokenizer_type")  # of a checkpoint's config.json
 BAR = re.compile(r"(?<!\\)\|")  # between two cells of a table row
 
 
@@ -89,9 +92,26 @@ class RunReader:
         path = self.folder / "config.json"
         resolved = read_json(path, ConfigError) if path.exists() else {}
         config = resolved.get("config")
-        given = {key: value for key, value in config.items() if key in SHOWN} if isinstance(config, dict) else {}
-        self.seen["config"] = {key: value if is_number(value) else str(value) for key, value in given.items()}
+        self.seen["config"] = self.settings(config) if isinstance(config, dict) else {}
         self.seen["device"] = str(resolved.get("device") or "")
+
+    def settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What the run was trained with. Its newest checkpoint knows the vocabulary and, whatever the weights began as,
+        the shape of the model."""
+        values = {key: value for key, value in that_count(config).items() if key in SHOWN}
+        there = [path for place in ("checkpoints/step_*", "step_*") for path in sorted(self.folder.glob(place))]
+        for checkpoint in [*reversed(there), self.folder / "best"]:  # a copy's stand in the folder itself
+            with contextlib.suppress(ConfigError, OSError):  # deleted in the meantime
+                trained = read_json(checkpoint / "config.json", ConfigError)
+                values |= {key: trained[key] for key in TRAINED if key in trained}
+                break
+        return {key: value if is_number(value) else shown(value) for key, value in values.items()}
+
+
+def shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def row_of(line: bytes) -> dict[str, float] | None:

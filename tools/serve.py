@@ -4,7 +4,8 @@
     python tools/serve.py runs/gpt2_small --port 8080
     SERVE_API_KEY=SECRET python tools/serve.py --host 0.0.0.0
 
-It answers GET /v1/models, POST /v1/completions and POST /v1/chat/completions, one text at a time; other requests wait.
+It answers GET /v1/models, POST /v1/completions, POST /v1/chat/completions and GET /health. One text is made at a time;
+other requests wait.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         on_main_thread = threading.current_thread() is threading.main_thread()
         before = signal.signal(signal.SIGTERM, lambda signum, frame: None) if on_main_thread else None
         try:
-            asyncio.run(serve(queue, listener, key))
+            asyncio.run(serve(queue, listener, key, arguments.cors))
         finally:
             if before is not None:
                 signal.signal(signal.SIGTERM, before)
@@ -73,10 +74,31 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "checkpoint", nargs="?", metavar="CHECKPOINT", help="checkpoint or run folder [the newest run in runs/]"
     )
+    parser.add_argument(
+        "--cors",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="web pages from there may ask it, http://localhost:3000 say; *: all pages; repeatable [none]",
+    )
     add_flags(parser, port=8000, queue=32, max_tokens=4096, timeout=300)
     arguments = parser.parse_args(argv)
     check_flags(arguments, least_queue=0, packages=PACKAGES)
+    arguments.cors = [checked_origin(origin) for origin in arguments.cors]
     return arguments
+
+
+def checked_origin(origin: str) -> str:
+    """As browsers write it. Raises ConfigError for what is none."""
+    if origin == "*":
+        return origin
+    found = re.fullmatch(r"([a-z][a-z0-9+.-]*)://([^/\s?#]+)/?", origin.lower())
+    if not found:
+        raise ConfigError(
+            f"--cors is {origin}; the beginning of a page's address is needed, http://localhost:3000 say, or *."
+        )
+    scheme, host = found.groups()
+    return f"{scheme}://{host.removesuffix({'http': ':80', 'https': ':443'}.get(scheme, ''))}"
 
 
 def listen_for(arguments: argparse.Namespace, key: str | None) -> socket.socket:
@@ -130,7 +152,7 @@ def introduction(served: Served, listener: socket.socket, key: str | None) -> st
     return "\n".join(lines)
 
 
-async def serve(queue: GenerationQueue, listener: socket.socket, key: str | None) -> None:
+async def serve(queue: GenerationQueue, listener: socket.socket, key: str | None, origins: Sequence[str] = ()) -> None:
     """Answers until a signal: then nothing new, and what is under way ends where it is. uvicorn sends that signal again
     when it is done."""
     import uvicorn
@@ -139,7 +161,7 @@ async def serve(queue: GenerationQueue, listener: socket.socket, key: str | None
 
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it tells of each client that is gone
     config = uvicorn.Config(
-        make_app(queue.served, queue, key, listener.getsockname()[0]),
+        make_app(queue.served, queue, key, listener.getsockname()[0], origins),
         http="h11",
         ws="none",
         lifespan="off",

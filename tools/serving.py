@@ -18,6 +18,7 @@ from common.flags import Parser, add_debug
 if TYPE_CHECKING:
     from tools.openai_form import Served
 
+OWN_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # by which a browser calls this machine
 SOMEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737)
 
 
@@ -77,6 +78,11 @@ def listen(host: str, port: int, remedy: str | None = None) -> socket.socket:
             raise ConfigError(f"Port {port} is in use by another program; choose another with --port.") from None
         reason = problem.strerror or problem
         raise ConfigError(f"--host {host} --port {port} cannot be listened on ({reason}); choose others.") from None
+
+
+def host_name(header: str) -> str:
+    """The name in a `Host` header, without the port, which browsers leave out where it is 80."""
+    return re.sub(r":\d*$", "", header).lower()
 
 
 def own_address() -> str:

@@ -3,7 +3,8 @@
     python tools/torture.py --kills 1000
 
 Real processes, real signals, real files. A round tokenizes a text and trains a tiny model with a mirror, in as many
-sessions as it takes; what it ends with has to be, to the last bit, what a round ends with that was left alone.
+sessions as it takes; what it ends with has to be, to the last bit, what a round ends with that was left alone. Now and
+then a second machine, with a disk and a clock of its own, trains the run while the first one sleeps or works.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from typing import Any
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from tools.another_machine import Machine, is_possible
+
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 60
 TEXT_BYTES = 60_000
@@ -37,6 +40,8 @@ ALLOWED = {0, 4, 130, -signal.SIGKILL}  # finished, a full disk, stopped, killed
 LATEST = 0.7  # seconds into a training that it is disturbed; it takes about two
 LONGEST_SESSION = 120.0  # seconds, then it hangs
 UNTIL_A_FULL_DISK_IS_GIVEN_UP = 5.0  # seconds; half a minute for users, who may make room
+SIGN_OF_LIFE, GONE = 0.2, 3.0  # seconds; 60 and 150 for users
+CLOCKS_APART = 300.0  # seconds, at most
 
 
 @dataclass
@@ -59,6 +64,7 @@ class Session:
     main: Callable[[list[str]], int]
     argv: list[str]
     log: Path
+    machine: Machine | None = None  # None: this one
 
     def start(self, largest_file: int | None = None) -> int:
         """Returns the process id. `largest_file` in bytes makes writing fail where a full disk would."""
@@ -71,6 +77,8 @@ class Session:
             with open(self.log, "wb", buffering=0) as log:
                 os.dup2(log.fileno(), 1)
                 os.dup2(log.fileno(), 2)
+            if self.machine is not None:
+                self.machine.become()
             if largest_file is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
             code = self.main(self.argv)
@@ -104,10 +112,12 @@ def wait(pid: int, seconds: float) -> int | None:
 class Round:
     """One text, tokenized and trained on below a folder of its own."""
 
-    def __init__(self, folder: Path, moments: random.Random, tally: Tally):
-        self.folder, self.moments, self.tally = folder, moments, tally
-        self.tokens, self.run, self.drive = folder / "tokens", folder / "run", folder / "drive"
+    def __init__(self, folder: Path, moments: random.Random, tally: Tally, has_two_machines: bool = False):
+        self.folder, self.moments, self.tally, self.has_two_machines = folder, moments, tally, has_two_machines
+        self.tokens, self.disk, self.drive = folder / "tokens", folder / "disk", folder / "drive"
+        self.run = self.disk / "run"
         (self.drive / "MyDrive").mkdir(parents=True)
+        self.disk.mkdir()
 
     def tokenizing(self, text: Path) -> Session:
         from tokenize_local_bpe import main
@@ -115,7 +125,7 @@ class Round:
         flags = ["--input", str(text), "--output_dir", str(self.tokens), "--vocab_size", "300"]
         return Session(main, [*flags, "--chunk_size_mb", "0.002", "--num_workers", "1"], self.folder / "log")
 
-    def training(self) -> Session:
+    def training(self, machine: Machine | None = None) -> Session:
         from train_colab_mmap import main
 
         flags: dict[str, Any] = {
@@ -124,11 +134,8 @@ class Round:
             "max_steps": STEPS, "log_interval": 1, "eval_interval": 10, "eval_batches": 4, "checkpoint_steps": 4,
             "checkpoint_interval": 0, "checkpoint_minutes": 0, "compile": "off",
         }  # fmt: skip
-        return Session(main, [word for key, value in flags.items() for word in (f"--{key}", str(value))], self.log)
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "log"
+        words = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+        return Session(main, words, self.folder / ("log" if machine is None else f"log of {machine.name}"), machine)
 
     @property
     def copies(self) -> Path:
@@ -154,9 +161,11 @@ class Round:
         if name == "training":
             self.lose_something()
             expected = max(whole(self.run) | whole(self.copies), default=0)
-        what = self.moments.choices(["kill", "wish", "full disk", "unmount"], [80, 10, 5, 5])[0]
-        if name == "tokenizing" and what in ("wish", "unmount"):
+        what = self.moments.choices(["kill", "wish", "full disk", "unmount", "two machines"], [80, 10, 5, 5, 10])[0]
+        if name == "tokenizing" and what in ("wish", "unmount", "two machines"):
             what = "kill"  # it catches no signals, and copies nothing
+        if what == "two machines" and not self.has_two_machines:
+            what = "kill"
         limit = self.moments.randrange(1, 60_000) if what == "full disk" else None
         pid = session.start(limit)
         code = None if what == "full disk" else wait(pid, self.moments.uniform(0.0, latest))
@@ -168,6 +177,8 @@ class Round:
             self.tally.counts["signals that ask to stop"] += 1
         elif code is None and what == "unmount" and (self.drive / "MyDrive" / "copies").exists():
             self.unmount(pid)
+        elif code is None and what == "two machines":
+            self.train_elsewhere(pid, session)
         if code is None:
             code = wait(pid, LONGEST_SESSION)
         if code is None:
@@ -179,7 +190,40 @@ class Round:
             self.tally.counts[f"full disk while {name}"] += 1
         self.examine(name, session, code, what, expected)
         # Where they were disturbed, copies may be missing, which the next session makes up for.
-        return code == 0 and what not in ("full disk", "unmount")
+        return code == 0 and what not in ("full disk", "unmount", "two machines")
+
+    def train_elsewhere(self, pid: int, first: Session) -> None:
+        """Another machine trains the run, while this one sleeps or goes on, and is killed, stopped or left alone. The
+        sleeper wakes up beside it or after it."""
+        clock_off = self.moments.uniform(-CLOCKS_APART, CLOCKS_APART)
+        machine = Machine("another", self.folder / "its disk", self.disk, clock_off)
+        sleeps = self.moments.random() < 0.7
+        if sleeps:
+            os.kill(pid, signal.SIGSTOP)
+        expected = max(whole(machine.disk / self.run.name) | whole(self.copies), default=0) if sleeps else None
+        session = self.training(machine)
+        other = session.start()
+        what = self.moments.choice(["kill", "wish", "nothing"])
+        code = wait(other, self.moments.uniform(0.0, GONE + 3 * LATEST))
+        if sleeps and self.moments.random() < 0.3:
+            os.kill(pid, signal.SIGCONT)
+            self.tally.counts["woken beside another machine"] += 1
+        if code is None and what == "kill":
+            os.kill(other, signal.SIGKILL)
+            self.tally.counts["SIGKILL while training elsewhere"] += 1
+        elif code is None and what == "wish":
+            os.kill(other, signal.SIGINT)
+        code = wait(other, LONGEST_SESSION) if code is None else code
+        if code is None:
+            os.kill(other, signal.SIGKILL)
+            code = wait(other, LONGEST_SESSION)
+            self.tally.require(False, f"a session elsewhere hung:\n{session.said()}")
+        self.tally.counts["trained elsewhere, the first machine asleep" if sleeps else "two machines at once"] += 1
+        self.examine("training elsewhere", session, 1 if code is None else code, what, expected)
+        if sleeps:
+            os.kill(pid, signal.SIGCONT)
+        else:
+            self.tally.require("took over" not in first.said(), f"a live session was taken for dead:\n{first.said()}")
 
     def unmount(self, pid: int) -> None:
         """What is left of a Drive that goes is the empty folder that it was mounted on; then it is back."""
@@ -214,7 +258,7 @@ class Round:
         self.tally.require(code in allowed and "Traceback" not in said, f"{name} ended with {code}:\n{said}")
         if code == -signal.SIGKILL:
             for place, folder in (("saving", self.run), ("copying to the mirror", self.copies)):
-                if any(folder.glob(".tmp-*")) or any(folder.glob("checkpoints/.tmp-*")):
+                if any(any(folder.glob(f"{place_of}/.tmp-*")) for place_of in (".", "checkpoints", ".session-*")):
                     self.tally.counts[f"of the kills: while {place}"] += 1
             if name == "training" and said.rstrip().endswith("..."):
                 self.tally.counts["of the kills: while evaluating or waiting for a copy"] += 1
@@ -279,15 +323,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import train_colab_mmap  # noqa: F401
     from examples import conversations
-    from training import compilation, mirror, preflight, run, summary  # noqa: F401
+    from training import claim, compilation, mirror, preflight, run, summary  # noqa: F401
 
-    mirror.LAST_ATTEMPTS_SECONDS = UNTIL_A_FULL_DISK_IS_GIVEN_UP
+    vars(claim).update(HEARTBEAT=SIGN_OF_LIFE, GONE=GONE)
+    vars(mirror).update(HEARTBEAT=SIGN_OF_LIFE, LAST_ATTEMPTS_SECONDS=UNTIL_A_FULL_DISK_IS_GIVEN_UP)
     torch.set_num_threads(1)  # a process with threads cannot be forked
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
     tally, moments = Tally(), random.Random(flags.seed)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         text = Path(scratch) / "text.txt"
+        has_two_machines = is_possible(Path(scratch))
+        if not has_two_machines:
+            print("Note: this system forbids namespaces, so no second machine trains.", flush=True)
         conversations.write(text)
         text.write_bytes(text.read_bytes()[:TEXT_BYTES])
         unbroken = Round(Path(scratch) / "unbroken", moments, tally)
@@ -299,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         kills = rounds = 0
         while kills < flags.kills:
             rounds += 1
-            suffering = Round(Path(scratch) / f"round_{rounds}", moments, tally)
+            suffering = Round(Path(scratch) / f"round_{rounds}", moments, tally, has_two_machines)
             suffering.suffer(text, seconds)
             for name, value in result(suffering).items():
                 tally.require(value == expected[name], f"round {rounds}: {name} is not what it should be")

@@ -32,10 +32,10 @@ from common.files import atomic_write
 from common.flags import Parser, add_debug, suggest
 from common.formatting import byte_size
 from tools.run_reader import RunReader
+from tools.serving import OWN_HOSTS, host_name
 from training.records import METRICS
 
 TEMPLATE = Path(__file__).with_name("watch.html")
-OWN_HOSTS = ("127.0.0.1", "localhost")
 POLL_SECONDS = 2.0  # between two looks of the page
 
 
@@ -147,7 +147,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         server = cast(Server, self.server)
         # A page from elsewhere could have its own name lead here, and read what it is told (DNS rebinding).
-        if self.headers.get("Host", "").rpartition(":")[0] not in OWN_HOSTS:
+        if host_name(self.headers.get("Host", "")) not in OWN_HOSTS:
             self.send_error(HTTPStatus.FORBIDDEN, "Ask for 127.0.0.1")
         elif self.path == "/":
             self.answer(page(server.read(), POLL_SECONDS), "text/html; charset=utf-8")

@@ -25,7 +25,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from common.errors import ConfigError, UserError, script
 from common.flags import Parser
-from tools.serving import add_flags, check_flags, listen, own_address
+from tools.serving import OWN_HOSTS, add_flags, check_flags, listen, own_address
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -92,7 +92,6 @@ def launch(page: Any, address: str, port: int, password: str, share: bool) -> No
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
     from tools.demo_page import style, theme
-    from tools.openai_app import OWN_HOSTS
 
     # As in openai_app.make_app; Colab calls this machine by names of its own.
     hosts = [] if password or gradio.utils.colab_check() else [Middleware(TrustedHostMiddleware, [*OWN_HOSTS, address])]

@@ -30,11 +30,11 @@ MODES: dict[str, dict[str, Any]] = {
 def compile_model(
     model: TransformerLanguageModel,
     hardware: Hardware,
-    example: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    example: Callable[[], tuple[torch.Tensor, ...]],
     evaluates: bool = False,
     cache_dir: str | Path | None = None,
 ) -> Callable[..., torch.Tensor]:
-    """torch.compile, proven by taking the inputs and targets that `example` gives forward and backward, and if the
+    """torch.compile, proven by taking the batch that `example` gives forward and backward, and if the
     run `evaluates` through an evaluation: nothing is left to be compiled after the first step.
 
     What was compiled is kept in `cache_dir` too (None: only where torch keeps it, on the local disk), so that a new
@@ -45,9 +45,9 @@ def compile_model(
     whole = data_parallel(model)
     if not hardware.compiles:
         return whole
-    inputs, targets = example()  # outside the try: bad data is no failure to compile
+    batch = example()  # outside the try: bad data is no failure to compile
     started = time.perf_counter()
-    cache = Path(cache_dir) / cache_name(model, hardware, inputs) if cache_dir else None
+    cache = Path(cache_dir) / cache_name(model, hardware, batch) if cache_dir else None
     if cache:
         load_compiled(cache)
     try:
@@ -60,14 +60,18 @@ def compile_model(
         compiled = torch.compile(whole, dynamic=False, **MODES[hardware.compile_mode])
         with apart(whole):
             with hardware.autocast():
-                loss = compiled(inputs, targets)
-            loss.backward()
+                loss = compiled(*batch)
+            # The backward pass is compiled here. On a GPU autograd would do that in a thread of its own, and this one,
+            # which alone handles signals, would only wait.
+            with torch.autograd.set_multithreading_enabled(False):
+                loss.backward()
         if evaluates:
             model.eval()
             with torch.no_grad(), hardware.autocast():
-                compiled(inputs, targets)
-    except Exception as error:
-        if is_out_of_memory(error):
+                compiled(*batch)
+    except BaseException as error:
+        forget_unfinished()
+        if is_out_of_memory(error) or not isinstance(error, Exception):
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"torch.compile failed ({first_line}); training goes on uncompiled. --compile off skips the attempt.")
@@ -76,10 +80,22 @@ def compile_model(
         model.train()
         model.zero_grad(set_to_none=True)
     hardware.synchronize()
-    print(f"Compiled in {time.perf_counter() - started:.0f} s, a first pass over {len(inputs)} sequences included.")
+    print(f"Compiled in {time.perf_counter() - started:.0f} s, a first pass over {len(batch[0])} sequences included.")
     if cache and rank() == 0:
         keep_compiled(cache)
     return compiled
+
+
+def forget_unfinished() -> None:
+    """After an attempt that failed or was stopped: cancel the jobs that are queued, or the process would wait for them
+    at its end; and clear PyTorch's record of them, or the next attempt in this process (a notebook) would fail too."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.utils import clear_caches
+
+    if AsyncCompile.pool.cache_info().currsize:
+        AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
+        AsyncCompile.pool.cache_clear()
+    clear_caches()
 
 
 def compile_for_run(run: Run, hardware: Hardware, say: Callable[[str], None]) -> Callable[..., torch.Tensor]:
@@ -109,14 +125,15 @@ def attention_kernels() -> str:
     return " ".join(name for name, is_enabled in enabled.items() if is_enabled)
 
 
-def cache_name(model: TransformerLanguageModel, hardware: Hardware, inputs: torch.Tensor) -> str:
+def cache_name(model: TransformerLanguageModel, hardware: Hardware, batch: tuple[torch.Tensor, ...]) -> str:
     """Named after all that compiled code depends on, for nothing in it says for which machine it was made."""
     built_for = [hardware.name, torch.backends.cpu.get_cpu_capability(), torch.__version__, hardware.precision]
     how = [hardware.compile_mode, attention_kernels(), model.activation_checkpointing]
     how += ["shared out"] if count() > 1 else []
+    how += ["conversations"] if len(batch) > 2 else []
     lora = lora_of(model)
     adapted = [lora.rank, lora.alpha, lora.targets] if lora else []
-    of = [*built_for, *how, model.config.to_dict(), list(inputs.shape), *adapted]
+    of = [*built_for, *how, model.config.to_dict(), list(batch[0].shape), *adapted]
     return f"compiled-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.bin"
 
 

@@ -308,8 +308,13 @@ def given(resolved: dict[str, Any]) -> dict[str, Any]:
         for key, value in resolved["config"].items()
         if resolved["sources"].get(key, "default") not in NOT_GIVEN and key not in once
     }
+    return that_count(values)
+
+
+def that_count(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a run without those that had no effect on it."""
     if values.get("max_steps"):  # of the two ways to say how long a run is, the one that counted
-        values.pop("epochs", None)
+        values = {key: value for key, value in values.items() if key != "epochs"}
     if values.get("optimizer") != "muon":
         values = {key: value for key, value in values.items() if not key.startswith("muon_")}
     if not values.get("lora_rank"):

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
+from mmap import mmap
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -59,6 +61,7 @@ class TokenData:
         self.seed = config.seed
         self.device = device
         self.placement = placement
+        self.mapped = tokens if isinstance(tokens, np.memmap) else None
         self.is_16_bit = tokens.dtype.itemsize == 2
         # PyTorch has few operations on uint16: ids above 32,767 travel as negative int16 and `split` restores them.
         self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
@@ -134,13 +137,14 @@ class TokenData:
             f"Splits     {self.layout.described}"
         )
 
-    def batch(self, sequences_seen: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `rows` sequences that follow the first `sequences_seen`: inputs and targets, each (rows, T) int64."""
+    def batch(self, sequences_seen: int, rows: int) -> tuple[torch.Tensor, ...]:
+        """The `rows` sequences that follow the first `sequences_seen`, as the model takes them: inputs and targets, and
+        for conversations the columns in which they start, each (rows, T) int64."""
         if self.reader is not None:
             return self.split(self.reader.windows(sequences_seen, rows))
         return self.split(self.train_windows(sequences_seen, rows))
 
-    def validation_batch(self, first: int, rows: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def validation_batch(self, first: int, rows: int, of: int) -> tuple[torch.Tensor, ...]:
         """Rows `first` onwards of a fixed set of `of` windows spread evenly over the validation split."""
         chosen = np.arange(first, first + rows, dtype=np.int64) * self.val_windows // of
         return self.split(self.gather(self.layout.val_start + chosen * self.layout.stride))
@@ -152,6 +156,7 @@ class TokenData:
 
     def gather(self, starts: np.ndarray) -> torch.Tensor:
         """The windows that begin at `starts`, (rows,), as stored: (rows, T + 1), where the tokens lie."""
+        self.require_whole()
         # A view of every window there is, and one indexed copy of those wanted: no loop over rows.
         every_window = self.tokens.unfold(0, self.seq_len + 1, 1)
         indices = torch.from_numpy(starts)
@@ -159,18 +164,33 @@ class TokenData:
             indices = indices.pin_memory().to(self.tokens.device, non_blocking=True)
         return every_window[indices]
 
-    def split(self, windows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows as stored -> inputs and targets, each (rows, T) int64, on the device. Widened there: a quarter of
-        the bytes travel."""
+    def require_whole(self) -> None:
+        """Raises DataError for a mapped file that was cut short: reading on would end the process without a word."""
+        if self.mapped is None:
+            return
+        size = cast(mmap, self.mapped.base).size()  # of the file as it is now
+        if size < self.mapped.nbytes:
+            raise DataError(
+                f"{self.mapped.filename} was cut short while the training read it: {size:,} of {self.mapped.nbytes:,} "
+                "bytes are left. Copy it again, or run tokenize_local_bpe.py again; then the same command continues."
+            )
+
+    def split(self, windows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Windows as stored -> what `batch` gives, on the device. Widened there: a quarter of the bytes travel."""
         windows = windows.to(self.device).long()
         if self.is_16_bit:
             windows &= 0xFFFF
         # Contiguous, for a compiled model is compiled again for tensors of other strides.
         inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        if self.layout.has_mask:
-            inputs = torch.where(inputs < 0, ~inputs, inputs)
-            targets = torch.where(targets < 0, IGNORE_INDEX, targets)
-        return inputs, targets
+        if not self.layout.has_mask:
+            return inputs, targets
+        start_id = self.tokenizer.end_of_text_id
+        assert start_id is not None, "conversations are tokenized with a vocabulary that has one"
+        columns = torch.arange(self.seq_len, device=inputs.device)
+        starts = torch.where(inputs == ~start_id, columns, 0).cummax(dim=1).values  # no loss is counted on a start
+        inputs = torch.where(inputs < 0, ~inputs, inputs)
+        targets = torch.where(targets < 0, IGNORE_INDEX, targets)
+        return inputs, targets, starts
 
 
 class ReadAhead:

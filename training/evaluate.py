@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +13,17 @@ from pathlib import Path
 import torch
 
 from common.chat import Message
-from common.errors import DataError
+from common.errors import DataError, is_out_of_memory
 from common.files import read_text
 from common.machine import exact_device
-from generation.decoding import generate
+from generation.decoding import ROWS_AT_ONCE, Completion, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX, TransformerLanguageModel
 from tokenizer import UnknownCharacterError
 from training import processes
 from training.config import TrainConfig
 from training.data import TokenData
-from training.hardware import Hardware
+from training.hardware import Hardware, return_freed_memory
 from training.step import pad_rows
 
 ANSWER_TOKENS = 64
@@ -57,10 +59,10 @@ def validation_loss(
             here = min(rows, windows - first)
             if here <= 0:
                 continue
-            inputs, targets = data.validation_batch(first, here, windows)
-            count = (targets != IGNORE_INDEX).sum() if data.layout.has_mask else here
+            batch = data.validation_batch(first, here, windows)
+            count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask else here
             with hardware.autocast():
-                total += step_model(*pad_rows(inputs, targets, rows)).to(exact).double() * count
+                total += step_model(*pad_rows(batch, rows)).to(exact).double() * count
             counted += count
     finally:
         model.train()
@@ -151,8 +153,31 @@ def answer_prompts(
     prompts: list[Prompt],
     between: Callable[[], None] = lambda: None,
 ) -> list[Answer]:
-    """The model's most likely continuation of each prompt. `between` is called at each token, and may raise."""
+    """The model's most likely continuation of each prompt. `between` is called at each token, and may raise.
+
+    Where memory runs out, fewer prompts are answered at once. None are answered where one alone does not fit: that is
+    no reason to end the training.
+    """
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0)
     asked = [asked_as_trained(prompt.text, data) for prompt in prompts]
-    completions = generate(model, data.tokenizer, asked, sampling, on_text=lambda index, piece: between())
+    completions: list[Completion] = []
+    at_once = min(ROWS_AT_ONCE, len(prompts))
+    while len(completions) < len(prompts):
+        rows = asked[len(completions) : len(completions) + at_once]
+        try:
+            completions += generate(model, data.tokenizer, rows, sampling, on_text=lambda index, piece: between())
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            traceback.clear_frames(error.__traceback__)  # they hold the cache
+            if at_once == 1:
+                text = prompts[len(completions)].text
+                print(
+                    f"Warning: memory is too short to answer --eval_prompts: not even {text[:40]!r} ({len(text):,} "
+                    f"characters) fits alone. The training goes on without answers; shorter prompts would help.",
+                    file=sys.stderr,
+                )
+                return []
+            at_once = at_once // 2
+            return_freed_memory(model.device)
     return [Answer(prompt, completion.text) for prompt, completion in zip(prompts, completions, strict=True)]

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 
@@ -27,7 +28,8 @@ class Interruption:
     """The first signal asks: `requested` is true from then on, and the loop saves and ends.
 
     A step in hand is finished first, unless steps are long: then it is given up (StopRequested out of train_step, where
-    nothing but gradients has changed yet), and the state after the last finished step is what is saved. A second signal
+    nothing but gradients has changed yet), and the state after the last finished step is what is saved. Compiling takes
+    minutes and changes nothing that is saved: it is given up, too (StopRequested out of `compiling`). A second signal
     within two seconds is the same wish; a later or a third one stops at once, without saving (KeyboardInterrupt).
     """
 
@@ -62,11 +64,13 @@ class Interruption:
         if self.signals == 1:
             self.requested = True
             self.first_signal = time.monotonic()
-            gives_up = self.part in ("data", "forward", "backward") and (
-                self.step_seconds is None or self.step_seconds > LONG_STEP_SECONDS
-            )
+            is_long = self.step_seconds is None or self.step_seconds > LONG_STEP_SECONDS
+            gives_up = self.part == "compile" or (self.part in ("data", "forward", "backward") and is_long)
             gives_up = gives_up and count() == 1  # others would wait for this process in the same step
-            now = "Stopping now, and saving the last finished step" if gives_up else self.answer
+            if self.part == "compile":
+                now = "Stopping now" if gives_up else "Stopping once every process has compiled the model"
+            else:
+                now = "Stopping now, and saving the last finished step" if gives_up else self.answer
             with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
                 if is_first():
                     os.write(2, f"\n{now}. Once more, after two seconds, stops at once.\n".encode())
@@ -74,6 +78,18 @@ class Interruption:
                 raise StopRequested
         elif self.signals > 2 or time.monotonic() - self.first_signal > SAME_WISH_SECONDS:
             raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """The model is compiled inside. Raises StopRequested, also if the signal came before."""
+        self.part = "compile"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Error detected in")  # PyTorch's own, of where the signal came
+            try:
+                self.check()
+                yield
+            finally:
+                self.part = ""
 
     def begin(self, part: str) -> None:
         """The part of a step that begins, as train_step tells it."""
@@ -91,8 +107,8 @@ class Interruption:
         self.step_over()
         self.step_seconds = time.monotonic() - self.step_began
 
-    def agreed(self, limit: str | None = None) -> bool:
-        """Whether all processes stop here: one of them was asked to, or has reached its `limit`."""
+    def agreed(self, limit: object = None) -> bool:
+        """Whether all processes stop here: one of them was asked to, or has another reason (`limit`, if not None)."""
         requested, is_over = any_process(self.requested, limit is not None)
         if requested:
             self.requested = True

@@ -178,13 +178,14 @@ def with_less_memory(
     return with_rows(config, rows // 2, GAVE_WAY)
 
 
-def no_way_out(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> str:
-    """What to say when memory runs out with one sequence at a time: what would help, in order, and by how much."""
+def no_way_out(config: TrainConfig, model: TransformerLanguageModel | None, hardware: Hardware) -> str:
+    """What to say when memory runs out with one sequence at a time: what would help, in order, and by how much. `model`
+    is None where not even that fits."""
     held: list[str] = []
     ranked: list[tuple[str, int]] = []
     with contextlib.suppress(Exception):  # there may be no memory left to find out
         held = held_by_others(hardware)
-        ranked = savings(config, model, hardware)
+        ranked = savings(config, model, hardware) if model is not None else []
     others = (
         f" Other processes hold memory that may be what is missing: {'; '.join(held)}. End them (in a notebook, the "
         f"sessions that are not used any more) and run the same command again."
@@ -278,8 +279,9 @@ def gpu_memory_by_process() -> dict[tuple[int, str], int]:
 
 
 @contextlib.contextmanager
-def memory_advice(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> Iterator[None]:
-    """Turn running out of memory where nothing can be halved into a sentence that says what to type."""
+def memory_advice(config: TrainConfig, model: TransformerLanguageModel | None, hardware: Hardware) -> Iterator[None]:
+    """Turn running out of memory where nothing can be halved into a sentence that says what to type. `model` is that of
+    `no_way_out`."""
     try:
         yield
     except Exception as error:

@@ -19,12 +19,12 @@ from typing import BinaryIO
 
 from common.checkpoint import KEEP, MANIFEST, problems_of, prune, step_folders
 from common.errors import ConfigError
-from common.files import atomic_write
+from common.files import atomic_write, read_json, write_json
 from common.formatting import byte_size, clock
 from common.publishing import PUBLISHING, discard, publish
-from training.claim import HEARTBEAT, Claim
+from training.claim import HEARTBEAT, Claim, TakenOver
 from training.records import CURVE, METRICS, SAMPLES, SUMMARY
-from training.run_folder import CONFIG
+from training.run_folder import CONFIG, MARKER
 
 MIRRORED_FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY)
 COPIES = 5  # of a checkpoint at the most: the two kept, the best, and one of each on its way
@@ -57,16 +57,31 @@ class Mirror:
         self.failures = 0  # attempts in a row, since something new was there
         self.problem: str | None = None  # of the last attempt
         self.copied_at: float | None = None  # time.time() at which everything was copied
+        self.taken_over: TakenOver | None = None  # by another session: nothing is copied any more
 
     def require_mounted(self) -> None:
-        """Raises ConfigError if there is nothing to make `checkpoint_dir` in: what looks like Drive would else be made
-        up on the local disk, and be lost with it."""
+        """Raises ConfigError if there is no folder to make `checkpoint_dir` in, or if this run's copies are gone: an
+        unmounted disk leaves an empty folder behind, and copies in it would lie on the local disk."""
         if not self.root.parent.is_dir():
             raise ConfigError(
                 f"--checkpoint_dir is {self.root}, and there is no folder {self.root.parent}. Mount the Drive first "
                 f'(in Colab: from google.colab import drive; drive.mount("/content/drive")), or make the folder: '
                 f"mkdir -p {self.root.parent}"
             )
+        if self.had_copies and not self.claim.path.exists():
+            raise ConfigError(
+                f"The copies of this run are gone from {self.dir}: there is no {MARKER} in it. Is the disk of "
+                f"--checkpoint_dir {self.root} unmounted? Mount it again. If you deleted the copies, delete "
+                f"{self.run_dir / MARKER} too, and the run makes new ones."
+            )
+
+    @property
+    def had_copies(self) -> bool:
+        """Whether the run folder knows that this mirror was in use."""
+        try:
+            return read_json(self.run_dir / MARKER, ConfigError).get("copies") == os.path.abspath(self.dir)
+        except (ConfigError, OSError):  # never, or in a version that kept no record
+            return False
 
     def require_apart(self) -> None:
         """Raises ConfigError if it is the run folder: files that are being written would be copied onto themselves."""
@@ -83,6 +98,7 @@ class Mirror:
             manifests = [folder / MANIFEST for folder in step_folders(self.dir / "checkpoints")]
             self.copied_at = max((path.stat().st_mtime for path in manifests), default=None)
             self.claim.renew()  # which a read-only disk refuses
+            write_json(self.run_dir / MARKER, {"copies": os.path.abspath(self.dir)})
             missing = COPIES - len(manifests) - (self.dir / "best").is_dir()
             free = shutil.disk_usage(self.dir).free
             if missing * checkpoint_bytes > free:
@@ -107,7 +123,7 @@ class Mirror:
 
     def keep_up(self) -> None:
         """The thread's life."""
-        with contextlib.suppress(GivenUp):
+        try:
             while True:
                 pause = min(LONGEST_PAUSE, 2.0 ** min(self.failures - 1, 10)) if self.problem else HEARTBEAT
                 is_asked = self.asked.wait(pause)
@@ -122,6 +138,10 @@ class Mirror:
                             self.wishes_met = wishes
                         elif wishes == self.wishes:  # else there is more by now than was tried
                             self.failures += 1
+        except GivenUp:
+            pass
+        except TakenOver as told:
+            self.taken_over = told
 
     def go_on(self) -> None:
         """Called all along, in the middle of a long copy too: gives a sign of life now and then."""
@@ -140,7 +160,7 @@ class Mirror:
                 newest = next(iter(step_folders(self.run_dir / "checkpoints")), None)
                 if newest is None or self.copy_step(newest, problems):
                     break
-        except GivenUp:
+        except (GivenUp, TakenOver):
             raise
         except Exception as error:
             problems[newest.name if newest is not None else "the newest checkpoint"] = error
@@ -164,7 +184,7 @@ class Mirror:
             try:
                 copy()
                 problems.pop(what, None)
-            except GivenUp:
+            except (GivenUp, TakenOver):
                 raise
             except Exception as error:
                 problems[what] = error
@@ -191,7 +211,7 @@ class Mirror:
         if is_copied:
             self.copied_at = began
             self.news.put(f"Copied {folder.name} to {self.dir}")
-            prune(self.dir / "checkpoints", truncate=True)
+            prune(self.dir / "checkpoints", truncate=True, staging=self.claim.staging)
         return (self.dir / folder.relative_to(self.run_dir)).exists()
 
     def copy_files(self) -> None:
@@ -199,10 +219,11 @@ class Mirror:
         for name in MIRRORED_FILES:
             source = self.run_dir / name
             if source.exists():
-                with atomic_write(self.dir / name) as file:
+                with atomic_write(self.dir / name, self.claim.staging) as file:
                     file.write(source.read_bytes())
             elif name == SUMMARY:  # of a shorter run, which this one continues
-                (self.dir / name).unlink(missing_ok=True)
+                with contextlib.suppress(FileNotFoundError):
+                    os.replace(self.dir / name, self.claim.staging / name)
 
     def copy_if_new(self, folder: Path, first: Callable[[], None] = lambda: None) -> bool:
         """Raises OSError with the reason if there is something to copy and it cannot be. `first` is that of
@@ -210,7 +231,8 @@ class Mirror:
         if not (folder / MANIFEST).exists() or self.holds(folder):
             return False
         self.claim.renew()
-        if problem := copy_checkpoint(folder, self.dir / folder.relative_to(self.run_dir), self.go_on, first):
+        target = self.dir / folder.relative_to(self.run_dir)
+        if problem := copy_checkpoint(folder, target, self.go_on, first, self.claim.staging):
             raise OSError(problem)
         return True
 
@@ -247,7 +269,7 @@ class Mirror:
         self.wake()
         began = last_hope = time.monotonic()
         told = False
-        while not self.is_up_to_date:
+        while not self.is_up_to_date and self.taken_over is None:
             for line in self.heard():
                 say(line)
             now = time.monotonic()
@@ -292,13 +314,15 @@ def copy_checkpoint(
     target: Path,
     between: Callable[[], None] = lambda: None,
     first: Callable[[], None] = lambda: None,
+    staging: Path | None = None,
 ) -> str | None:
     """Copy a whole checkpoint to `target` (on Drive, say) and check the copy.
 
     Returns None, or the reason why it could not be copied. `folder` may be replaced or pruned meanwhile. `between` is
     called between two pieces of a file, `first` before the copy gets its name; both may raise to give the copy up.
+    `staging` is the folder that it is made in, on the same disk; by default that of `target`.
     """
-    temporary = target.with_name(f".tmp-{target.name}")
+    temporary = (staging or target.parent) / f".tmp-{target.name}"
     try:
         with contextlib.ExitStack() as stack:
             with PUBLISHING:  # an open file stays what it is when its folder makes way

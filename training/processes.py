@@ -231,9 +231,11 @@ def reached(part: str) -> None:
 
 
 def on_first(make: Callable[[], Made]) -> Made:
-    """What the first process makes, for all of them; the others wait. What it raises ends the others too."""
+    """What the first process makes, for all of them; the others wait. What it raises ends the others too. Not for use
+    inside `make`: the others are not there to take what the first process sends."""
     if GROUP is None:
         return make()
+    assert not GROUP.is_alone, "on_first inside on_first"
     sent: list[Any] = [None, None]
     if GROUP.here.rank == 0:
         GROUP.is_alone = True

@@ -42,6 +42,7 @@ class Report:
         self.next_line = 0.0
         self.next_curve = time.perf_counter() + CURVE_SECONDS
         self.has_new_point = False  # that the curve does not show yet
+        self.is_first = is_first()  # of several processes one writes
         self.told: set[str] = set()  # what cannot be written: each once, for it would come with every row
         self.bar = progress_bar(
             total=max_steps,
@@ -106,7 +107,7 @@ class Report:
         self.append(self.run_dir / METRICS, metrics_line(row))
         if self.events is not None:
             self.events.write(row)
-        self.has_new_point |= "val_loss" in row and is_first()
+        self.has_new_point |= "val_loss" in row and self.is_first
         if self.has_new_point and time.perf_counter() >= self.next_curve:
             self.curve()
 
@@ -124,7 +125,7 @@ class Report:
         self.append(path, row + "\n")
 
     def append(self, path: Path, text: str) -> None:
-        if not is_first():
+        if not self.is_first:
             return
         try:
             with open(path, "a", encoding="utf-8") as file:

@@ -18,6 +18,7 @@ from common.errors import CheckpointError, ConfigError
 from common.launch import is_first
 from common.lora import lora_of
 from model import TransformerLanguageModel
+from training.claim import TakenOver
 from training.config import TrainConfig
 from training.data import TokenData
 from training.evaluate import evaluated_windows
@@ -26,7 +27,7 @@ from training.memory import DROPOUT_ASIDE, with_less_memory
 from training.mirror import Mirror
 from training.optimizer import Optimizer, apply_hyperparameters, follow_first, whole_state
 from training.processes import any_process, count, on_first, share_tensors
-from training.records import finite
+from training.records import SUMMARY, finite
 from training.resume import (
     Found,
     bring_back_files,
@@ -117,6 +118,16 @@ class Run:
         apply_hyperparameters(optimizer, learning_rate(max(run.step - 1, 0), run.max_steps, config), config)
         return run
 
+    @property
+    def taken_over(self) -> TakenOver | None:
+        """Set once another session has taken the mirror over: this one stops."""
+        return self.mirror.taken_over if self.mirror is not None else None
+
+    def require_not_taken_over(self) -> None:
+        """Raises TakenOver."""
+        if self.taken_over is not None:
+            raise self.taken_over
+
     def open(self) -> None:
         """Whatever the folders hold: continued, or set aside."""
         folders = [self.dir] if self.mirror is None else [self.dir, self.mirror.dir]
@@ -130,6 +141,12 @@ class Run:
             self.restore(found)
         elif self.config.init_from:
             self.initialize_from(self.config.init_from)
+        if found is None and self.mirror is not None:
+            self.id = self.mirror.claim.earlier_run_id or self.id
+            print(
+                f"Copies     go to {self.mirror.dir}. There are none of this run yet: if there should be, stop and "
+                f"mount the disk they are on."
+            )
         if self.config.resume == "never":  # last: the weights may come from the very run that makes way
             for folder in folders:
                 set_aside(folder)
@@ -182,7 +199,9 @@ class Run:
             return None
         found = find_checkpoint(self.dir, self.mirror.dir if self.mirror else None, self.config)
         if self.mirror is not None:
-            self.mirror.require_mounted()  # still: else its newer checkpoints looked like none, or like damaged ones
+            # Still: else its newer checkpoints would look like none, or damaged, as those that are being deleted do.
+            self.mirror.require_mounted()
+            self.mirror.claim.require_unchanged()
         if found is not None:
             state = saved_state(found.checkpoint)
             shape, lora = self.model.config, lora_of(self.model)
@@ -215,6 +234,13 @@ class Run:
         if self.config.max_steps:
             return f"--max_steps {self.step * 2}"
         return f"--epochs {2 * max(self.config.epochs, int(self.epoch))}"
+
+    def is_finished_message(self) -> str:
+        return (
+            f"This run is finished: step {self.step:,} of {self.max_steps:,}, results in {self.dir / SUMMARY}. "
+            f"To go on, ask for more: {self.more()}. "
+            f"To start over: --resume never (the old run is kept aside)."
+        )
 
     def advance(self, skipped: torch.Tensor) -> None:
         """One more step is done, `skipped` (1.0 or 0.0, unread) or not."""
@@ -272,6 +298,7 @@ class Run:
             raise
         else:
             self.finish(say, is_asked_to_stop)
+            on_first(self.require_not_taken_over)
         finally:
             try:
                 self.saver.close()

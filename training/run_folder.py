@@ -18,7 +18,8 @@ from training.config import TrainConfig, is_resolved
 from training.records import CURVE, METRICS, SAMPLES, SUMMARY
 
 CONFIG = "config.json"
-MARKER = "run.json"  # in a mirror: which run these are the copies of
+MARKER = "run.json"  # in a mirror: which run these are the copies of; in a run folder: where its copies went
+STAGING = ".session-"  # in a mirror: what a session is writing, before it gets its name
 FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY, MARKER)
 
 
@@ -52,8 +53,9 @@ def require_ours(folder: Path, flag: str) -> None:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a file was on its way to a name of ours when a process was killed, as `atomic_write` calls it."""
-    return any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in FILES)
+    """Whether a file was on its way to a name of ours when a process was killed: as `atomic_write` calls it, or in the
+    folder of a session."""
+    return name.startswith(STAGING) or any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in FILES)
 
 
 def tidy(run_dir: Path, truncate: bool = False) -> None:
@@ -62,7 +64,7 @@ def tidy(run_dir: Path, truncate: bool = False) -> None:
         restore_interrupted(run_dir, truncate)
         restore_interrupted(run_dir / "checkpoints", truncate)
         for path in run_dir.iterdir():
-            if is_leftover(path.name):
+            if is_leftover(path.name) and path.is_file():
                 path.unlink(missing_ok=True)
 
 

@@ -36,3 +36,15 @@ def last_step(step: int, sequences_seen: int, windows: int, config: TrainConfig)
         return max(step, config.epochs * config.max_steps_per_epoch)
     remaining = config.epochs * epoch_sequences(windows, config) - sequences_seen
     return step + max(0, math.ceil(remaining / config.sequences_per_step))
+
+
+def repetition(windows: int, config: TrainConfig) -> str:
+    """A note on a step that takes more sequences than there are training windows; empty if it does not."""
+    sequences = config.sequences_per_step
+    if sequences <= windows:
+        return ""
+    return (
+        f"\nNote       a step takes {sequences:,} sequences and the text has {windows:,}: each step goes through it "
+        f"{sequences / windows:.1f} times, whatever --epochs says. For several steps an epoch: --batch_size "
+        f"{max(1, windows // config.gradient_accumulation_steps // 10)} or so"
+    )

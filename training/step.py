@@ -48,16 +48,16 @@ def train_step(
         torch.manual_seed(config.seed * 1_000_003 + step + (processes.rank() << 53))
     whole = config.sequences_per_step
     first, own = processes.own_rows(whole)
-    inputs, targets = data.batch(sequences_seen + first, own)
+    batch = data.batch(sequences_seen + first, own)
     total = torch.zeros((), device=data.device)
     rows = config.rows_at_once
-    weights = shares(targets, rows, data.layout.has_mask, whole)
-    parts = zip(inputs.split(rows), targets.split(rows), weights, strict=True)
-    for number, (micro_inputs, micro_targets, share) in enumerate(parts, 1):
+    weights = shares(batch[1], rows, data.layout.has_mask, whole)
+    micro_batches = zip(*(part.split(rows) for part in batch), strict=True)
+    for number, (micro_batch, share) in enumerate(zip(micro_batches, weights, strict=True), 1):
         with processes.apart(step_model, number * rows < own):
             begin("forward")
             with hardware.autocast():
-                loss = step_model(*pad_rows(micro_inputs, micro_targets, rows))
+                loss = step_model(*pad_rows(micro_batch, rows))
             loss = loss * share
             begin("backward")
             scaler.scale(loss).backward()
@@ -82,21 +82,22 @@ def shares(targets: torch.Tensor, rows: int, has_mask: bool, whole: int) -> list
     Of several processes each has its own B of the batch, and the mean over processes is that over the batch: what each
     slice counts is multiplied by their number.
     """
-    parts = targets.split(rows)
     if not has_mask:
-        return [processes.count() * len(part) / whole for part in parts]
-    counts = torch.stack([(part != IGNORE_INDEX).sum() for part in parts])
+        own = len(targets)
+        return [processes.count() * min(rows, own - first) / whole for first in range(0, own, rows)]
+    counts = torch.stack([(part != IGNORE_INDEX).sum() for part in targets.split(rows)])
     return list(processes.count() * counts / processes.added_up(counts.sum()))
 
 
-def pad_rows(inputs: torch.Tensor, targets: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill inputs and targets, each (at most rows, T), up to (rows, T) with rows that add nothing to the mean loss, so
-    that a compiled model meets one shape only."""
-    missing = rows - len(inputs)
+def pad_rows(batch: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, ...]:
+    """Fill what `TokenData.batch` gives, each (at most rows, T), up to (rows, T) with rows that add nothing to the mean
+    loss, so that a compiled model meets one shape only."""
+    missing = rows - len(batch[0])
     if not missing:
-        return inputs, targets
-    padding = torch.full_like(targets[:1], IGNORE_INDEX).expand(missing, -1)
-    return torch.cat([inputs, inputs[:1].expand(missing, -1)]), torch.cat([targets, padding])
+        return batch
+    inputs, targets, *starts = (torch.cat([part, part[:1].expand(missing, -1)]) for part in batch)
+    targets[-missing:] = IGNORE_INDEX
+    return inputs, targets, *starts
 
 
 def part_of_step(config: TrainConfig, rows: int) -> TrainConfig:

@@ -63,8 +63,10 @@ class Timer:
         """Keep what happens inside (evaluating, saving) out of the training speed."""
         self.hardware.synchronize()
         began = time.perf_counter()
-        yield
-        self.interval_started += time.perf_counter() - began
+        try:
+            yield
+        finally:
+            self.interval_started += time.perf_counter() - began
 
     def training_row(
         self, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float, flops_per_token: int

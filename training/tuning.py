@@ -18,15 +18,17 @@ from typing import Any
 
 import torch
 
-from common.errors import ConfigError, is_out_of_memory
+from common.errors import ConfigError, UserError, is_out_of_memory
 from common.files import read_json, write_json
 from common.formatting import clock, table_row
 from common.machine import device_name, pick_device
 from model import TransformerLanguageModel
+from tokenization.metadata import TokenMetadata
+from tokenization.token_folder import folder_of_text
 from training.compilation import compile_model
 from training.config import COMPILE_MODES, MEASURED, NOT_GIVEN, SCHEMA, TrainConfig
 from training.conversion import convert
-from training.data import TokenData
+from training.data import TokenData, locate
 from training.hardware import DEFAULT_THREADS, Hardware, choose_compile, detect_hardware, return_freed_memory
 from training.memory import MEMORY_SHARE, estimate_memory, fit_micro_batch, found_before, with_rows
 from training.run import Run
@@ -39,15 +41,25 @@ AS_FAST = 1.02  # what is faster by less than this is not worth a change, nor it
 
 
 def tuning_file(config: TrainConfig) -> Path:
-    """Where what was found for a run on this machine is kept, named after what it depends on: shape, batch,
+    """Where what was found for a run on this machine is kept, named after what it depends on: shape, vocabulary, batch,
     optimizer and adapters; device, cores and the version of PyTorch."""
     device = pick_device(config.device if config.use_gpu else "cpu")
     keys = ("batch_size", "gradient_accumulation_steps", "activation_checkpointing", "precision", "optimizer")
     adapters = ("lora_rank", "lora_targets") if config.lora_rank else ()
     run = [{key: getattr(config, key) for key in (*keys, *adapters)}, config.model_config(vocab_size=1).to_dict()]
-    of = [device_name(device), os.cpu_count(), torch.__version__, *run]
+    of = [device_name(device), os.cpu_count(), torch.__version__, vocabulary_of(config), *run]
     of += [config.processes] if config.processes > 1 else []
     return FOLDER / f"{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.json"
+
+
+def vocabulary_of(config: TrainConfig) -> int:
+    """How many ids the tokens of a run have; as many as were asked for where the tokens are not made yet."""
+    folder = config.data_dir
+    if config.input and not folder:
+        folder = folder_of_text(config.input, config.tokenizer, config.vocab_size)
+    with contextlib.suppress(UserError, OSError):  # told where the run opens its data
+        return TokenMetadata.read(locate(dataclasses.replace(config, data_dir=folder))[2]).vocab_size
+    return config.vocab_size
 
 
 def use_tuning(config: TrainConfig) -> TrainConfig:
@@ -159,13 +171,13 @@ def seconds_per_sequence(
     hardware: Hardware,
 ) -> float:
     """Of taking sequences forward and backward, `rows` at once; the fastest of those that fit into TRIAL_SECONDS."""
-    inputs, targets = data.batch(0, rows)
+    batch = data.batch(0, rows)
 
     def once() -> float:
         hardware.synchronize()
         began = time.perf_counter()
         with hardware.autocast():
-            loss = step_model(inputs, targets)
+            loss = step_model(*batch)
         loss.backward()
         hardware.synchronize()
         model.zero_grad(set_to_none=True)

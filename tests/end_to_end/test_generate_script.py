@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -17,7 +18,7 @@ import torch
 import generate as script
 from common.checkpoint import save_checkpoint
 from common.errors import CheckpointError, ConfigError
-from generation import terminal
+from generation import decoding, terminal
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import ROOT, with_large_weights
 from tokenizer import CharacterTokenizer
@@ -588,6 +589,8 @@ def test_any_character_will_do_for_bpe(make_checkpoint, rows, tmp_path):
         (["--device", "tpu"], ["--device", "tpu", "cuda"]),
         (["--temperature", "-1", "--top_p", "2", "--top_k", "-3"], ["temperature is -1", "top_p is 2", "top_k is -3"]),
         (["--max_new_tokens", "-1", "--repetition_penalty", "0"], ["max_new_tokens is -1", "repetition_penalty is 0"]),
+        (["--max_new_tokens", str(10**12)], ["max_new_tokens is 1000000000000", "1,000,000"]),
+        (["--num_samples", str(10**9)], ["--num_samples is 1000000000", "1,000,000"]),
         (["--stop", ""], ["stop"]),
         (["--num_samples", "0", "--json", "--stream"], ["--num_samples is 0", "--stream"]),
         (["--interactive", "--json"], ["--interactive", "--json"]),
@@ -619,10 +622,35 @@ def test_prompts_files_that_cannot_be_used(checkpoint, fails, tmp_path):
     (tmp_path / "latin1.txt").write_bytes("café".encode("latin-1"))
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "folder").mkdir()
-    expected = {"absent.txt": "no file", "latin1.txt": "byte 3", "empty.txt": "no prompts", "folder": "directory"}
+    expected = {"absent.txt": "no file", "latin1.txt": "byte 3", "empty.txt": "no prompts", "folder": "is a folder"}
     for name, said in expected.items():
         message = fails(3, "--checkpoint", checkpoint, "--prompts_file", name)
         assert name in message and said in message
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("way", ["--stream", "--no_stream", "--json"])
+def test_text_that_cannot_be_written_is_an_error(checkpoint, capsys, way):
+    with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
+        assert script.main(["--checkpoint", str(checkpoint), "--prompt", "bad", "--max_new_tokens", "2", way]) == 3
+    assert "The disk is full: the output cannot be written" in capsys.readouterr().err
+
+
+def test_many_samples_are_shown_batch_by_batch(checkpoint, rows, run, monkeypatch):
+    """What was made is there when somebody presses Ctrl-C."""
+    flags = ("--checkpoint", checkpoint, "--prompt", "bad", "--max_new_tokens", 2, "--json", "--num_samples", 34)
+    assert [row["seed"] for row in rows(*flags)] == list(range(1337, 1337 + 34))
+    original, calls = decoding.generate, []
+
+    def generate_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return original(*arguments)
+
+    monkeypatch.setattr(decoding, "generate", generate_once)
+    code, out, _ = run(*flags)
+    assert code == 130 and len(out.splitlines()) == decoding.ROWS_AT_ONCE
 
 
 def test_prompts_are_not_waited_for(checkpoint, fails, pipe):

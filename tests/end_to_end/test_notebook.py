@@ -137,11 +137,17 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
     with machine.client.setup_kernel(env=machine.environment):
         assert f"In {machine.project}" in machine.run(1)
         about = machine.run(2)
-        assert "Device " in about and "| T4 | 15.6 GB | fp16 | 32 of 64 | 4 of 32 | about 1.1 |" in about
+        assert (
+            "Device " in about
+            and "Precision  " not in about
+            and "| T4 | 15.6 GB | fp16 | 32 of 64 | 4 of 32 | about 1.1 |" in about
+        )
         assert machine.run(3).count("Checkpoints are copied to") == 1
         assert machine.recorded() == [{"what": "mount", "point": str(machine.content / "drive")}]
         assert "configs/quickstart.json" in machine.run(4)
-        assert "Vocabulary: 300" in machine.run(5) and "is already complete" in machine.run(5)
+        told = machine.run(5)
+        assert "Vocabulary: 300" in told and "Train on it" not in told and "gpt2_small.json" not in told
+        assert "is already complete" in machine.run(5)
         assert "Dry run: no run was written" in machine.run(6) and not run.exists()
         presses = interrupt_once(machine, run)
         with pytest.raises(nbclient.exceptions.CellExecutionError, match="Stopped"):
@@ -173,9 +179,12 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
         steps = [row["step"] for row in read_metrics(run)]
         assert set(range(5, 605, 5)) <= set(steps) and steps == sorted(set(steps))  # and the first of each session
         assert "This run is finished: step 600 of 600" in machine.run(7)
+        assert "<th style='text-align: left'>expected</th>" in told
         assert '<iframe srcdoc="&lt;!DOCTYPE html&gt;' in machine.run(8)
         assert machine.run(9).startswith("What is the capital of France?")
-        assert "bits per byte" in machine.run(10)
+        machine.run(10)
+        tables = [output.data.get("text/markdown", "") for output in machine.steps[9].outputs if "data" in output]
+        assert "| bits per byte |" in "".join(tables)
         assert "logits differ by" in machine.run(11) and "is there already" in machine.run(11)
         run.rename(tmp_path / "elsewhere")
         for step, told in ((11, "There is no"), (12, "run step 11 first")):  # not the older one

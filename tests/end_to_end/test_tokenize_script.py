@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import gzip
 import hashlib
@@ -305,6 +306,19 @@ def test_the_vocabulary_sample_is_spread_over_the_whole_input(tmp_path: Path) ->
     assert (tmp_path / "two" / "bpe_tokenizer.json").exists()
 
 
+def test_a_sample_smaller_than_every_document_is_a_part_of_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text(story(20_000), encoding="utf-8")
+    arguments = ["--input", tmp_path / "text.txt", "--vocab_size", 300]
+    assert run(*arguments, "--vocab_sample_mb", 0.01, "--output_dir", tmp_path / "out") == 0
+    assert read(tmp_path / "out")[0]["vocab_size"] > 259
+    assert "Warning" not in capsys.readouterr().out
+    assert run(*arguments, "--vocab_sample_mb", 0.00001, "--output_dir", tmp_path / "none") == 0
+    assert read(tmp_path / "none")[0]["vocab_size"] == 259
+    assert "the vocabulary holds single bytes alone" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "complaint"),
     [
@@ -462,9 +476,19 @@ def test_a_full_disk_is_said_and_the_work_is_kept(
         patch.setattr(token_folder.TokenWriter, "append", full)
         assert run(*arguments) == 3
     error = capsys.readouterr().err
-    assert "disk is full" in error and "Traceback" not in error
+    assert f"disk is full: {tmp_path / 'out'}" in error and "Traceback" not in error
     assert list(tmp_path.glob("out/*")) == [tmp_path / "out" / ".tokens_bpe.partial"]
     assert run(*arguments) == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+@pytest.mark.parametrize("buffering", [1, -1], ids=["lines", "to the end"])
+def test_output_that_is_lost_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str], buffering: int) -> None:
+    corpus(tmp_path / "text.txt")
+    with open("/dev/full", "w", buffering) as full, contextlib.redirect_stdout(full):
+        assert run("--input", tmp_path / "text.txt", "--output_dir", tmp_path / "out", "--vocab_size", 300) == 0
+    assert capsys.readouterr().err == ""
+    read(tmp_path / "out")
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:

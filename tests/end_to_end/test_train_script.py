@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -19,7 +20,7 @@ import train_colab_mmap
 from common.errors import ConfigError
 from tests.helpers import Killed, columns, generated_text, snapshot
 from tokenize_local_bpe import tokenize
-from training import run_evaluation
+from training import run_evaluation, run_folder
 from training import step as step_module
 from training import summary as summary_module
 from training.records import read_metrics
@@ -406,6 +407,27 @@ def test_running_out_of_memory_is_exit_code_5(train: Callable, tmp_path: Path, m
     assert_refused(train(tmp_path / "run"), 5, "1 x 16 tokens", "--max_seq_len 8")
 
 
+def test_a_disk_that_is_full_from_the_start(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(run_folder, "write_json", full)
+        assert_refused(train(tmp_path / "run"), 4, f"The disk is full: {tmp_path / 'run'} cannot be written", "Free")
+    assert train(tmp_path / "run", max_steps=2).code == 0
+
+
+@pytest.mark.parametrize("sequences", [167, 334])
+def test_a_step_that_takes_more_than_the_text_is_told(
+    train: Callable, short_token_folder: Path, tmp_path: Path, sequences: int
+) -> None:
+    flags = {"gradient_accumulation_steps": 1, "eval_interval": 0, "max_steps": None}
+    result = train(tmp_path, data_dir=short_token_folder, batch_size=sequences, epochs=1, **flags)
+    assert "steps 0 to 1 " in result.out
+    note = "a step takes 334 sequences and the text has 167: each step goes through it 2.0 times"
+    assert (note in result.out) == (sequences == 334)
+
+
 def test_a_bug_of_ours_keeps_its_traceback(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def bug(*_: Any) -> None:
         raise ZeroDivisionError
@@ -487,12 +509,45 @@ def test_names_that_are_not_utf8(train: Callable, tmp_path: Path, monkeypatch: p
         assert result.code == 2 and r"'caf\udce9' is not UTF-8" in result.err
 
 
-def test_tokens_of_another_text_are_not_replaced(train: Callable, token_folder: Path, tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    shutil.copytree(token_folder, precious)
-    (tmp_path / "my.txt").write_text("0 1 2 3 4 5 6 7 8 9. " * 300)
+@pytest.mark.parametrize(
+    "given",
+    ["another name", "same name", "same name and size", "folder", "pattern", "appended", "vocabulary", "characters"],
+)
+def test_tokens_of_another_text_are_not_replaced(train: Callable, tmp_path: Path, given: str) -> None:
+    one, two, precious = tmp_path / "one", tmp_path / "two", tmp_path / "precious"
+    for folder, text in ((one, generated_text(3_000)), (two, generated_text(3_000, seed=1))):
+        folder.mkdir()
+        (folder / "my.txt").write_text(text + ("" if given == "same name and size" else " " * len(str(folder))))
+    (two / "more.txt").write_text("0 1 2 3 4 5 6 7 8 9. " * 300)
+    tokenize([str(one / "my.txt")], precious, vocab_size=300, quiet=True)
     before = snapshot(precious)
-    for tokenizer in ("char", "bpe"):
-        result = train(tmp_path / "run", data_dir=precious, input=tmp_path / "my.txt", tokenizer=tokenizer)
-        assert result.code == 3 and str(precious) in result.err and "my.txt" in result.err
-        assert snapshot(precious) == before
+    if given == "appended":
+        with open(one / "my.txt", "a") as file:
+            file.write(generated_text(1_000, seed=2))
+    texts = {"another name": two / "more.txt", "folder": two, "pattern": two / "*.txt"}
+    texts |= dict.fromkeys(("same name", "same name and size"), two / "my.txt")
+    kinds: dict[str, dict[str, object]] = {"vocabulary": {"vocab_size": 270}, "characters": {"tokenizer": "char"}}
+    flags = {"input": texts.get(given, one / "my.txt"), **kinds.get(given, {"vocab_size": 300})}
+    result = train(tmp_path / "run", data_dir=precious, **flags)
+    assert result.code == 3 and f"{precious} holds bpe tokens of my.txt" in result.err
+    assert str(flags["input"]) in result.err and "another --data_dir" in result.err
+    assert snapshot(precious) == before
+
+
+def test_the_same_tokens_in_a_named_folder_are_continued_with(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again, from another working directory, and with a copy of the text as a new machine has it."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "my.txt").write_text(generated_text(20_000))
+    (tmp_path / "elsewhere" / "my.txt").write_text(generated_text(20_000))
+    flags = {"vocab_size": 280, "eval_interval": 0}
+    for steps, folder, text, tokens in (
+        (6, tmp_path, "my.txt", "tokens"),
+        (8, tmp_path, "my.txt", "tokens"),
+        (10, tmp_path / "elsewhere", "../my.txt", "../tokens"),
+        (12, tmp_path / "elsewhere", "my.txt", "../tokens"),
+    ):
+        monkeypatch.chdir(folder)
+        result = train(tmp_path / "run", max_steps=steps, data_dir=tokens, input=text, **flags)
+        assert result.code == 0 and f"to {steps}" in result.out, result.err

@@ -34,7 +34,9 @@ class ScriptedModel(TransformerLanguageModel):
         super().__init__(ModelConfig(vocab_size, embed_dim=4, num_heads=1, num_layers=1, max_seq_len=128))
         self.script, self.prompt_length = list(script), prompt_length
 
-    def hidden(self, tokens: torch.Tensor, cache: KVCache | None = None) -> torch.Tensor:
+    def hidden(
+        self, tokens: torch.Tensor, cache: KVCache | None = None, starts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """(B, T, 1): the place in the script of what follows each token."""
         first = cache.lengths[0] + 1 - self.prompt_length
         super().hidden(tokens, cache)
@@ -209,6 +211,21 @@ def test_repetition_penalty_counts_the_prompt_and_what_was_generated(characters)
         for penalty in (1.0, 100.0)
     )
     assert (texts(plain), texts(penalized)) == (["aaaaa"], ["defgh"])
+
+
+def test_frequency_and_presence_penalty_count_what_was_generated_alone(characters):
+    """The scores of a, b and c are 1, 0.5 and -0.75; each row has counts of its own, and the prompt none."""
+    model = favour(random_model(len(CHARACTERS)), [])
+    with torch.no_grad():
+        model.head.weight.copy_(torch.tensor([1, 0.5, -0.75, *[-9] * 5])[:, None].expand(-1, 16) / 16)
+    plain = Sampling(max_new_tokens=6, temperature=0)
+    for penalties, expected in (
+        ({}, "aaaaaa"),
+        ({"frequency_penalty": 1.0}, "ababca"),
+        ({"presence_penalty": 1.0}, "abaaaa"),
+        ({"presence_penalty": 0.25, "frequency_penalty": 0.6}, "ababac"),
+    ):
+        assert texts(generate(model, characters, ["aaaa", "b"], changed(plain, **penalties))) == [expected] * 2
 
 
 def favour(model: TransformerLanguageModel, ids: Sequence[int]) -> TransformerLanguageModel:

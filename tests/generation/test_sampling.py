@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generation import sampling as sampling_module
-from generation.sampling import Sampling, choose, penalize_repetition
+from generation.sampling import Sampling, choose, penalize_counts, penalize_repetition
 from tests.generation.helpers import next_token
 
 logit_rows = st.lists(
@@ -138,6 +138,14 @@ def test_repetition_penalty_is_ctrls():
     ]
 
 
+def test_frequency_and_presence_penalty_are_openais():
+    """From each logit: the token's count times the one, and the other where the count is not 0."""
+    logits = torch.tensor([[1.0, -1.0, 5.0, -math.inf], [1.0, -1.0, 5.0, 0.0]])
+    counts = torch.tensor([[0.0, 1.0, 4.0, 0.0], [2.0, 0.0, 0.0, 1.0]])
+    sampling = Sampling(frequency_penalty=0.5, presence_penalty=-2.0)
+    assert penalize_counts(logits, counts, sampling).tolist() == [[1.0, 0.5, 5.0, -math.inf], [2.0, -1.0, 5.0, 1.5]]
+
+
 # Settings
 
 
@@ -154,6 +162,8 @@ def test_repetition_penalty_is_ctrls():
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
         ({"repetition_penalty": 1e-40}, "repetition_penalty is 1e-40"),
         ({"repetition_penalty": math.inf}, "repetition_penalty is inf"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty is 2.1; -2 to 2 is allowed"),
+        ({"presence_penalty": math.nan}, "presence_penalty is nan; -2 to 2 is allowed"),
         ({"seed": -1}, "seed is -1"),
         ({"stop": ("",)}, "empty stop string"),
         ({"stop": ""}, "empty stop string"),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from common.errors import DataError
 from common.lock import holder
 from generate import generate_text, load_model
 from model import TransformerLanguageModel
@@ -64,7 +65,8 @@ def use_tokens(config: TrainConfig) -> None:
 
 def use_metadata(folder: Path, config: TrainConfig) -> None:
     use_tokens(config)
-    require_tokens_of(str(folder), "no file", "char")
+    with contextlib.suppress(DataError):  # it tells of no files
+        require_tokens_of(folder, ["no files"], [], "character")
 
 
 def use_config(path: Path) -> None:

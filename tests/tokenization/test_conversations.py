@@ -184,7 +184,8 @@ def test_a_bad_record_is_named_or_left_out_and_counted(
         ("[]", "There are 0 conversations"),
         ('[{"prompt": "a", "completion": "b"}]', "There are 1 conversations; training needs one at least"),
         ("\n\n", "There are 0 conversations"),
-        (b'{"prompt": "\xff"}', "is not UTF-8 text"),
+        (b'{"prompt": "\xff"}', "> converted.txt`. To go on without such records: --skip_bad_records."),
+        ('{"prompt": "a", "completion": "b"}\n'.encode("utf-16"), "is UTF-16, not UTF-8 text"),
         (b'[{"prompt": "\xff"}]', "is not UTF-8 text"),
     ],
 )

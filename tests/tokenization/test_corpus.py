@@ -69,14 +69,21 @@ def test_documents_are_what_stands_between_separator_lines(text: str, block: int
 def test_long_documents_come_in_pieces(text: str, block: int, separator: str, size: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "PIECE_CHARACTERS", size)
-        patch.setattr(corpus, "LONGEST_PIECE", 2 * size)
         pieces = list(split_documents((text[i : i + block] for i in range(0, len(text), block)), separator))
     joined = [""]
     for piece, ends_document, *_ in pieces:
         joined[-1] += piece
         joined += [""] if ends_document else []
     assert joined == [*split_by_lines(text, separator), ""]
-    assert max((len(piece) for piece, *_ in pieces), default=0) <= 2 * size + block + len(separator) + 2
+    assert max((len(piece) for piece, *_ in pieces), default=0) <= size + 2 * block + len(separator) + 3
+
+
+@pytest.mark.parametrize("unit", ["x", " ", "\n", "\r\n"])
+def test_text_does_not_wait_for_a_place_to_cut_it(unit: str) -> None:
+    """What waits is searched again with each block: 160 MB of line breaks took minutes."""
+    block = (unit * corpus.BLOCK_BYTES)[: corpus.BLOCK_BYTES]
+    lengths = [len(piece) for piece, *_ in split_documents([block] * 8, SEPARATOR)]
+    assert sum(lengths) == 8 * corpus.BLOCK_BYTES and max(lengths) <= corpus.PIECE_CHARACTERS + corpus.BLOCK_BYTES
 
 
 BPE = BPETokenizer.train(
@@ -194,10 +201,52 @@ def test_a_character_cut_off_by_the_end_is_located(tmp_path: Path, position: int
         documents(tmp_path)
 
 
-def test_utf16_is_recognised(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes("text".encode("utf-16"))
-    with pytest.raises(DataError, match="iconv -f UTF-16"):
+@pytest.mark.parametrize("text", ["text\n", "кто там?\n" * 9, "你好 世界。\n" * 9], ids=["Latin", "Cyrillic", "Han"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
+def test_utf16_is_recognised(tmp_path: Path, text: str, encoding: str, name: str) -> None:
+    content = text.encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    named = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
+    way = r"gzip -dc a\.txt\.gz \| iconv -f {} -t UTF-8 >" if name.endswith("gz") else r"iconv -f {} -t UTF-8 a\.\w+ >"
+    with pytest.raises(DataError, match=rf"is {named}, not UTF-8 text.* `{way.format(named)} converted.txt`\.$"):
         documents(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        (b"%PDF-1.7\nall ASCII", "is a PDF, not text.*pdftotext"),
+        (b"PK\x03\x04\x14\0\x06\0\xb5word/document.xml", "is a zip archive, as .docx"),
+        (gzip.compress(b"text"), r"packed with gzip.*ends in \.gz"),
+        (b"name.txt".ljust(512, b"\0") + b"text", "is not text. It holds zero bytes"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "is not text. It holds zero bytes"),
+        (b"JPEG \xff\0" + b"\x80" * 999, "is not UTF-8 text: .* at byte 5 .* It holds zero bytes"),
+    ],
+    ids=["PDF", "docx", "gzip", "tar", "PNG", "JPEG"],
+)
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_other_kinds_of_file_are_not_to_be_converted(tmp_path: Path, name: str, content: bytes, complaint: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=complaint) as refused:
+        documents(tmp_path)
+    assert "iconv" not in str(refused.value)
+
+
+def test_a_stray_zero_is_a_character(tmp_path: Path) -> None:
+    text = "a word \0" + " and more" * 100
+    assert documents(write(tmp_path / "a.txt", text)) == [text]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+def test_a_line_of_json_has_a_longest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    lines = [json.dumps({"text": "x" * 700_000})] * 2
+    path = write(tmp_path / name, "\n".join(lines))
+    assert len(documents(path)) == 2
+    monkeypatch.setattr(corpus, "LONGEST_JSON_LINE", 500_000)
+    path = write(path, "\n".join(['{"text": "short"}', *lines]))
+    with pytest.raises(DataError, match=rf"{name}, line 2 is longer than 500\.0 kB.*several lines"):
+        documents(path)
 
 
 @pytest.mark.parametrize(
@@ -234,7 +283,7 @@ def test_a_long_text_of_jsonl_comes_in_pieces(tmp_path: Path) -> None:
     text = " ".join(random.Random(0).choices(["some", "words", "x" * 50], k=200_000))
     path = write(tmp_path / "a.jsonl", json.dumps({"text": text}) + "\n" + json.dumps({"text": "y" * 3_000_000}))
     assert documents(path) == [text, "y" * 3_000_000]
-    assert max(len(piece.text) for piece in read_pieces(find_sources([str(path)]))) <= corpus.LONGEST_PIECE
+    assert max(len(piece.text) for piece in read_pieces(find_sources([str(path)]))) <= corpus.PIECE_CHARACTERS
 
 
 def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:

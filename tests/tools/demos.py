@@ -99,7 +99,7 @@ class Visitor:
 
     def __init__(self, context: Any, demo: Demo) -> None:
         self.page = context.new_page()
-        self.page.set_default_timeout(20_000)
+        self.page.set_default_timeout(60_000)  # the first one takes a third of that where both cores are busy
         self.complaints: list[str] = []
         self.requests: list[Any] = []
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))

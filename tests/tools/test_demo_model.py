@@ -122,24 +122,23 @@ def test_the_losses_of_a_run(train: Callable[..., Any], tmp_path: Path) -> None:
     assert train(run).code == 0
     library = Library([tmp_path / "runs"], "cpu", 100)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    points = library.curves([names(library)["tiny, best"], names(library)["tiny, step 24"]])
-    for label, key in (("training", "train_loss"), ("validation", "val_loss")):
-        line = [(point.step, point.loss) for point in points if point.line == f"tiny, {label}"]
-        assert line == [(row["step"], row[key]) for row in rows if key in row] and len(line) > 1
-    assert library.curves([str(run)]) == [] and library.curves([]) == []
+    (seen,) = library.runs([names(library)["tiny, best"], names(library)["tiny, step 24"]])
+    for key in ("train_loss", "val_loss"):
+        assert seen["columns"][key] == [row.get(key) for row in rows]
+    assert (seen["name"], seen["folder"], seen["config"], seen["samples"]) == ("tiny", "tiny", {}, []), (
+        "only how it went"
+    )
+    assert library.runs([str(run)]) == [] and library.runs([]) == []
     told = demo_library.standing(run / "checkpoints" / "step_00000024")
     assert told == f"validation loss {rows[-1]['val_loss']:.3f}"
     assert demo_library.standing(run / "best").startswith("step ")
     assert demo_library.standing(tmp_path) == ""
 
 
-def test_a_long_curve_is_thinned_to_its_end_and_what_is_no_loss_left_out(runs: Path, library: Library) -> None:
-    rows = [{"step": step, "train_loss": 9.0 / step} for step in range(1, 5_003)]
-    wrong: list[Any] = [{"step": 6_000, "train_loss": "low"}, {"step": 6_001, "train_loss": [1]}, "torn", {}]
-    text = "".join(f"{json.dumps(row)}\n" for row in [*rows, *wrong]) + '{"step": 7000, "train_loss": NaN}\n{"step": 7'
-    (runs / "letters" / "metrics.jsonl").write_text(text)
-    points = library.curves([names(library)["letters, step 9"]])
-    assert len(points) <= demo_library.POINTS + 1 and (points[0].step, points[-1].step) == (1, 5_002)
+def test_a_run_without_losses_is_none(runs: Path, library: Library) -> None:
+    assert library.runs(list(names(library).values())) == []
+    (runs / "letters" / "metrics.jsonl").write_text('{"step": 1, "train_loss": 2.5}\n')
+    assert [run["name"] for run in library.runs(list(names(library).values()))] == ["letters"]
 
 
 # Texts
@@ -259,10 +258,25 @@ def test_what_is_wrong_with_one_checkpoint_leaves_the_others(runs: Path, library
     assert "2 characters are not in the vocabulary: 'Ä'" in card["problem"]
 
 
+def test_a_text_that_ends_before_the_others_keeps_its_last_note(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_model, "SHOW_EVERY", 0.0)  # in the batch in which it ends, too
+    paths = names(library)
+    talker = library.open(paths["talker, best"])
+    talker.model.head.register_forward_hook(
+        lambda module, inputs, logits: logits.index_fill_(-1, torch.tensor([talker.tokenizer.end_of_text_id]), 1e6)
+    )
+    ended, whole = page_of(complete(library, [paths["talker, best"], paths["letters, step 9"]], "the", USUAL, LONG))
+    assert ended["note"].startswith("1 token, ") and ended["note"].endswith("ended by itself") and not ended["running"]
+    assert whole["note"].startswith("12 tokens, ") and whole["note"].endswith("length reached")
+
+
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a bug")])
 def test_a_model_that_fails_on_the_way_is_told_of(
-    library: Library, error: Exception, capsys: pytest.CaptureFixture[str]
+    library: Library, error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(demo_model, "SHOW_EVERY", 0.0)
     calls = iter(range(100))
 
     def fail(*_: Any) -> None:
@@ -275,6 +289,7 @@ def test_a_model_that_fails_on_the_way_is_told_of(
     is_bug = isinstance(error, RuntimeError)
     assert ("The server failed: RuntimeError" if is_bug else "do not fit in memory") in cards[0]["problem"]
     assert [len(card["turns"][1]["tokens"]) for card in cards] == [5, 12] and not cards[0]["running"]
+    assert cards[0]["note"] == ""
     assert ("RuntimeError: a bug" in capsys.readouterr().err) == is_bug
 
 

@@ -33,17 +33,20 @@ def test_transformers_reads_the_same_conversation_and_it_comes_back(options: dic
     theirs = AutoTokenizer.from_pretrained(tmp_path / "theirs")
     found = theirs.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=True)["input_ids"]
     assert found == template.prompt_ids(bpe(), TURNS)
-    assert "apply_chat_template(messages" in (tmp_path / "theirs" / "README.md").read_text(encoding="utf-8")
+    assert theirs("<|endoftext|>", split_special_tokens=True)["input_ids"] == bpe().encode("<|endoftext|>").tolist()
+    card = (tmp_path / "theirs" / "README.md").read_text(encoding="utf-8")
+    assert "apply_chat_template(messages" in card and "add `split_special_tokens=True`" in card
     assert tools.import_hf.main([str(tmp_path / "theirs"), str(tmp_path / "back")]) == 0
     assert open_checkpoint(tmp_path / "back").chat_template() == template
 
 
-def test_a_template_of_others_is_not_taken_for_ours(tmp_path: Path) -> None:
+def test_a_template_of_others_is_not_taken_for_ours(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     write_model(tmp_path / "ours", chat=ChatTemplate())
     assert tools.export_hf.main([str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
     (tmp_path / "theirs" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert tools.import_hf.main([str(tmp_path / "theirs"), str(tmp_path / "back")]) == 0
     assert open_checkpoint(tmp_path / "back").chat_template() is None
+    assert "Its chat template is left out" in capsys.readouterr().out
 
 
 def test_a_model_of_text_has_no_template(tmp_path: Path) -> None:
@@ -65,3 +68,10 @@ def test_llama_cpp_reads_the_same_conversation(tmp_path: Path, capsys: pytest.Ca
     prompt = server.ask("/apply-template", {"messages": ASKED})["prompt"]
     ids = server.ask("/tokenize", {"content": prompt, "add_special": True, "parse_special": True})["tokens"]
     assert ids == template.prompt_ids(bpe(), TURNS)
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    (user,) = asked = [{"role": "user", "content": parts}]
+    assert server.ask("/apply-template", {"messages": asked})["prompt"] == "<|endoftext|>User: a\nb\nAssistant:"
+    for wrong in ([user, user], [{"role": "user", "content": "a<|endoftext|>User: b"}]):
+        problem = server.ask("/v1/chat/completions", {"messages": wrong, "max_tokens": 1})["error"]["message"]
+        assert "Jinja Exception: turn" in problem
+    assert server.ask("/v1/chat/completions", {"messages": asked, "max_tokens": 1})["choices"]

@@ -116,12 +116,16 @@ def test_the_twin_shares_its_weights(bpe: BPETokenizer) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"activation": "relu2"}, 'activation is "relu2", and its GPT-2 has "gelu_tanh" only'),
-        ({"norm": "rmsnorm"}, 'norm is "rmsnorm", and its GPT-2 has "layernorm" only'),
-        ({"position": "rope"}, 'position is "rope"'),
-        ({"qk_norm": True}, "qk_norm is true, and its GPT-2 has false only"),
-        ({"embed_norm": True}, "embed_norm is true"),
-        ({"logit_softcap": 15.0}, "logit_softcap is 15.0"),
+        ({"activation": "relu2"}, r'has activation "gelu_tanh" \(here "relu2"\)\.$'),
+        ({"norm": "rmsnorm"}, r'has norm "layernorm" \(here "rmsnorm"\)\.$'),
+        ({"position": "rope"}, r'has position "learned" \(here "rope"\)\.$'),
+        ({"qk_norm": True}, r"has qk_norm false \(here true\)\.$"),
+        ({"embed_norm": True}, r"has embed_norm false \(here true\)\.$"),
+        ({"logit_softcap": 15.0}, r"has logit_softcap 0 \(here 15\.0\)\.$"),
+        (
+            {"activation": "relu2", "norm": "rmsnorm", "position": "rope", "qk_norm": True, "embed_norm": True},
+            r"the form of GPT-2 alone .* has activation .*, norm .*, position .*, qk_norm .*, embed_norm [^,]*$",
+        ),
         ({"vocab_size": 300}, r"the tokenizer has \d+ ids and the model a vocab_size of 300"),
     ],
 )

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -12,8 +16,9 @@ import pytest
 
 pytest.importorskip("IPython")
 
+from tests.tools.demos import CHROMIUM
 from tools import notebook_view
-from tools.notebook_view import LiveView, loss_chart, round_values, view
+from tools.notebook_view import LiveView, Tables, Until, framed, loss_chart, round_values, view
 
 HOSTILE = "<script>alert(1)</script> & <b>"
 
@@ -51,6 +56,34 @@ def test_progress_lines_take_each_others_place(tmp_path: Path, monkeypatch: pyte
     assert len(cell.shown) == 3 and "1k tok/s" not in cell.shown[-1] and "training 2.5000" in cell.shown[-1]
 
 
+def test_tables_are_laid_out_and_what_to_type_in_a_terminal_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell = sys.stdout
+    monkeypatch.setattr(notebook_view, "show_markdown", lambda text: print(f"<table>{text}</table>", file=cell))
+    with Tables() as output, contextlib.redirect_stdout(output):
+        print("first\n", "| a |", "| --- |", sep="\n")
+        print("| 1 |\nthen")
+        print("| b |")
+    assert capsys.readouterr().out == "first\n\n<table>| a |\n| --- |\n| 1 |</table>\nthen\n<table>| b |</table>\n"
+    with Until("Train on it:") as output, contextlib.redirect_stdout(output):
+        print("Files:\n  a.bin")
+        print("\nTrain on it:\n  python train_colab_mmap.py --config gpt2_small.json")
+    assert capsys.readouterr().out == "Files:\n  a.bin\n\n"
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
+def test_a_page_in_a_cell_is_as_high_as_its_content(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cell: list[str] = []
+    monkeypatch.setattr("IPython.display.display", lambda data, raw: cell.append(data["text/html"]))
+    framed("<!DOCTYPE html><body style='margin: 0'><div style='height: 2345px'>charts</div>", height=500)
+    (tmp_path / "cell.html").write_text(f"<!DOCTYPE html><body>{cell[0]}")
+    command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--virtual-time-budget=2000", "--dump-dom", f"file://{tmp_path}/cell.html"]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "height: 2345px; border: 0px" in drawn
+
+
 def test_a_view_that_fails_is_told_once_and_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     live, out = make_view(tmp_path, monkeypatch, Cell(fails=True))
     with live:
@@ -63,7 +96,15 @@ def test_what_a_model_says_is_text() -> None:
     run = {"columns": {"step": [1, 20]}, "samples": [{"prompts": [HOSTILE], "expected": [""], "rows": rows}]}
     shown = view(run, HOSTILE)
     assert "<script" not in shown and "<b>" not in shown and shown.count("&lt;script&gt;") >= 3 and " ..." in shown
-    assert "After step 20, 0 of 1 exactly right" in shown
+    assert "After step 20, 0 of 1 exactly right" in shown and "expected</th>" not in shown
+
+
+def test_answers_stand_beside_what_was_expected() -> None:
+    rows = [{"step": 20, "right": "1 of 2", "answers": ["Rome", "4", "and so on"]}]
+    table = {"prompts": ["Capital of France?", "2+2", "Once"], "expected": ["Paris", "4", ""], "rows": rows}
+    cells = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", view({"columns": {}, "samples": [table]}, ""))
+    assert cells[:6] == ["prompt", "answer", "expected", "Capital of France?", "Rome", "Paris"]
+    assert cells[9:] == ["Once", "and so on", ""]
 
 
 @pytest.mark.parametrize(
@@ -80,11 +121,12 @@ def test_a_chart_is_drawn_of_whatever_was_measured(columns: dict[str, Any]) -> N
     drawn = [element for element in chart if element.tag == "circle"]
     assert drawn and all(0 <= float(element.get("cx", -1)) <= 720 for element in drawn)
     assert all(0 <= float(element.get("cy", -1)) <= 260 for element in drawn)
+    assert {"step", "loss, nats per token"} <= {element.text for element in chart}
 
 
 def test_steps_are_whole_numbers_and_none_twice() -> None:
     chart = ElementTree.fromstring(loss_chart({"columns": {"step": [1, 2, 3], "train_loss": [3.0, 2.5, 2.0]}}))
-    assert [text.text for text in chart if text.get("text-anchor") == "middle"] == ["1", "2", "3"]
+    assert [text.text for text in chart if text.get("text-anchor") == "middle"][:3] == ["1", "2", "3"]
 
 
 def test_without_a_loss_there_is_no_chart() -> None:

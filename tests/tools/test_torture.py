@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ROOT
-from tools.torture import Round, Session, Tally, damage, result
+from tools.another_machine import Machine, is_possible
+from tools.torture import Round, Session, Tally, damage, result, wait
 
 
 def torture(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
@@ -59,3 +62,22 @@ def test_damage_changes_the_folder(tmp_path: Path) -> None:
             (folder / name).write_bytes(bytes(range(100)))
         damage(folder, random.Random(seed))
         assert {path.name: path.read_bytes() for path in folder.iterdir()} != dict.fromkeys("ab", bytes(range(100)))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_another_machine_has_a_disk_a_name_and_a_clock_of_its_own(tmp_path: Path) -> None:
+    if not is_possible(tmp_path):
+        pytest.skip("this system forbids namespaces")
+    machine = Machine("another", tmp_path / "there", tmp_path / "here", 300.0)
+    (tmp_path / "here" / "ours").write_text("")
+
+    def look(argv: list[str]) -> int:
+        seen = socket.gethostname(), os.listdir(tmp_path / "here"), time.time() - before > 299
+        os.write(1, repr(seen).encode())  # not print, which pytest has to itself
+        (tmp_path / "here" / "theirs").write_text("")
+        return 0
+
+    session, before = Session(look, [], tmp_path / "log", machine), time.time()
+    assert wait(session.start(), 60) == 0 and session.said() == "('another', [], True)"
+    assert os.listdir(tmp_path / "here") == ["ours"] and os.listdir(tmp_path / "there") == ["theirs"]
+    assert socket.gethostname() != "another"

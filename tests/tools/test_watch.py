@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import http.client
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,12 +20,12 @@ from typing import Any
 import pytest
 
 from tests.helpers import ROOT, run_script
+from tests.tools.contrast import assert_readable
 from tools import watch
 from tools.run_reader import FIELDS, MOST_STRETCHES, RunReader
 from training.records import metrics_line
 
 ATTACK = "</script><script>document.title='hit'</script><img src=x onerror=\"document.title='hit'\">"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 def row(step: int, **more: Any) -> dict[str, Any]:
@@ -184,24 +184,28 @@ def test_the_page_is_one_file_that_runs_its_own_code_alone(run: Path, tmp_path: 
     assert json.loads(data)["runs"][0]["samples"][0]["prompts"] == [ATTACK]
 
 
-def drawn_page(tmp_path: Path) -> tuple[str, str]:
-    """The HTML of page.html and of its main part, as a browser has drawn it."""
-    profile = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
-    command = [str(CHROMIUM), *profile, "--virtual-time-budget=2000", "--dump-dom", f"file://{tmp_path}/page.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    return done.stdout, done.stdout.partition("<main>")[2].partition("</main>")[0]
+@contextlib.contextmanager
+def opened(browser: Any, tmp_path: Path, **options: Any) -> Iterator[Any]:
+    """page.html in the browser; it runs no code but its own and complains of nothing."""
+    page = browser.new_page(**options)
+    complaints: list[str] = []
+    page.on("pageerror", lambda error: complaints.append(str(error)))
+    page.goto(f"file://{tmp_path}/page.html")
+    yield page
+    page.close()
+    assert complaints == []
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_a_browser_draws_it_and_is_not_fooled(run: Path, tmp_path: Path) -> None:
+def test_a_browser_draws_it_and_is_not_fooled(browser: Any, run: Path, tmp_path: Path) -> None:
     other = make_run(run.parent / f"b{ATTACK.replace('/', '')}", learning_rate=3e-3)
     head = f"| step | exactly right | {ATTACK} |\n| expected |  | yes |\n"
     table = f"{head}| 10 | 0 of 1 | <b>{ATTACK} |\n| 20 | 1 of 1 | yes |\n"
     for folder in (run, other):
         (folder / "samples.md").write_text(table)
     write_page(tmp_path, run, other)
-    whole, drawn = drawn_page(tmp_path)
-    assert f"<title>plain, {other.name.replace('<', '&lt;').replace('>', '&gt;')}</title>" in whole
+    with opened(browser, tmp_path) as page:
+        assert page.title() == f"plain, {other.name}"
+        drawn = page.locator("main").inner_html()
     assert "<img" not in drawn and "<b>yes" not in drawn
     titles = re.findall(r"<figure[^>]*>.*?<h2>(.*?)</h2>.*?</figure>", drawn, flags=re.DOTALL)
     hidden = re.findall(r"<figure[^>]*hidden[^>]*><figcaption><h2>(.*?)</h2>", drawn)
@@ -212,14 +216,102 @@ def test_a_browser_draws_it_and_is_not_fooled(run: Path, tmp_path: Path) -> None
     assert loss.count("<circle") == 2 * 2 and "2.9000" in loss
     assert "learning_rate" in drawn and "0.003" in drawn  # what differs
     assert re.search(r"no news for|last report at", drawn) and drawn.count('class="right"') == 2
-    assert re.search(r"<dt>left, about</dt><dd>0:01</dd>", drawn)  # 20 of 40 steps of 50 ms
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
-def test_of_few_steps_each_is_written_once(tmp_path: Path) -> None:
+def test_one_run_is_a_card(browser: Any, run: Path, tmp_path: Path) -> None:
+    write_page(tmp_path, run)
+    with opened(browser, tmp_path) as page:
+        facts = page.locator("#card dl > div").all_inner_texts()
+        assert page.locator("#several").is_hidden() and page.locator("progress").get_attribute("value") == "0.5"
+    assert facts[:2] == ["step\n20 of 40", "training loss\n2.8000"] and "best\n2.9000 at 20" in facts
+    assert "left, about\n0:01" in facts  # 20 steps of 50 ms
+
+
+@pytest.fixture(scope="module")
+def ten_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Their page, too."""
+    folder = tmp_path_factory.mktemp("ten")
+    for i in range(10):
+        run = make_run(folder / "runs" / f"gpt2_small_modern_{i}", learning_rate=i / 1000, num_layers=i)
+        question = "What is the capital of the Republic of Korea?"
+        (run / "samples.md").write_text(f"| step | exactly right | {question} |\n| 20 |  | Indistinguishable {i} |\n")
+    write_page(folder, folder / "runs")
+    return folder
+
+
+def test_ten_runs_are_rows_and_lines_that_can_be_told_apart(browser: Any, ten_runs: Path) -> None:
+    names = sorted(path.name for path in (ten_runs / "runs").iterdir())
+    with opened(browser, ten_runs, viewport={"width": 1280, "height": 900}) as page:
+        rows = page.locator("#overview tbody tr").all_inner_texts()
+        assert [row.split()[:4] for row in rows] == [[name, "20", "of", "40"] for name in names]
+        assert page.locator("#overview").bounding_box()["height"] < 450, "half a screen"
+        chart = page.locator("figure").first
+        legend = chart.locator(".reading").inner_text()
+        assert all(f"{name} training 2.8000 validation 2.9000" in " ".join(legend.split()) for name in names)
+        lines = chart.locator("path[opacity], path[stroke-width='2']")  # of training as measured, of validation
+        drawn = lines.evaluate_all("paths => paths.map(getComputedStyle).map(s => [s.stroke, s.strokeDasharray])")
+        assert len(drawn) == 20 and len({colour for colour, _ in drawn}) == 10
+        assert [dashes == "none" for _, dashes in drawn] == [True, False] * 10
+        page.get_by_label(f"show {names[0]}").uncheck()
+        assert names[0] not in chart.inner_text() and names[1] in chart.inner_text()
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_word_of_a_table_is_broken(browser: Any, ten_runs: Path, width: int) -> None:
+    count_lines = """cells => cells.flatMap((cell) => {
+        const range = document.createRange(), text = cell.lastChild;
+        if (text?.nodeType !== Node.TEXT_NODE) return [];
+        return [...text.data.matchAll(/\\S+/g)].map((word) => {
+            range.setStart(text, word.index);
+            range.setEnd(text, word.index + word[0].length);
+            return [word[0], new Set([...range.getClientRects()].map((box) => box.top)).size];
+        });
+    })"""
+    with opened(browser, ten_runs, viewport={"width": width, "height": 900}) as page:
+        page.locator("summary").click()
+        words = page.locator("th, td").evaluate_all(count_lines)
+        assert {"gpt2_small_modern_9", "Indistinguishable", "num_layers"} <= {word for word, _ in words}
+        assert [word for word, lines in words if lines != 1] == []
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("count", [1, 2], ids=["card", "rows"])
+def test_every_text_can_be_read(browser: Any, ten_runs: Path, tmp_path: Path, scheme: str, count: int) -> None:
+    write_page(tmp_path, *sorted((ten_runs / "runs").iterdir())[:count])
+    with opened(browser, tmp_path, color_scheme=scheme) as page:
+        page.locator("summary").click()
+        page.locator("figure svg").first.press("ArrowLeft")  # the values at a step
+        assert_readable(page, least_texts=100)
+
+
+def test_settings_differ_by_what_was_trained(browser: Any, tmp_path: Path) -> None:
+    """The tokens of all three have one vocabulary of 2,048, whatever their configs say of one to be made."""
+    asked = {"vocab_size": 2048}, {"vocab_size": 32_000}, {"vocab_size": 32_000, "tokenizer": "char"}
+    shapes = {"embed_dim": 64, "ff_dim": 256}, {"embed_dim": 64, "ff_dim": None}, {"embed_dim": 256, "ff_dim": None}
+    for name, of_tokens, shape in zip("abc", asked, shapes, strict=True):
+        more: dict[str, Any] = {"max_steps": 0, "epochs": 4} if name == "c" else {"epochs": 10}
+        more["micro_batch_size"] = 8 if name == "b" else None
+        run = make_run(tmp_path / "runs" / name, **of_tokens, **shape, **more)
+        if name != "a":
+            checkpoint = run / ("checkpoints/step_00000020" if name == "b" else "step_00000020")
+            checkpoint.mkdir(parents=True)
+            trained = {"vocab_size": 2048, "tokenizer_type": "bpe", "embed_dim": 64, "ff_dim": 256}
+            (checkpoint / "config.json").write_text(json.dumps(trained))
+    known = [read(tmp_path / "runs" / name)["config"] for name in "abc"]
+    assert [config.get("vocab_size") for config in known] == [None, 2048, 2048], "one has no checkpoint yet"
+    assert known[2]["epochs"] == 4 and "epochs" not in known[0]
+    write_page(tmp_path, tmp_path / "runs")
+    with opened(browser, tmp_path) as page:
+        told = page.locator("#settings tbody tr").all_inner_texts()
+    assert told == ["max_steps\t40\t40\t0", "micro_batch_size\tnot set\t8\tnot set"]
+
+
+def test_of_few_steps_each_is_written_once(browser: Any, tmp_path: Path) -> None:
     write_page(tmp_path, make_run(tmp_path / "short", steps=3))
-    loss = re.findall(r"<h2>Loss</h2>.*?</svg>", drawn_page(tmp_path)[1], flags=re.DOTALL)[0]
-    assert re.findall(r'<text [^>]*text-anchor="(?:middle|end)"[^>]*>(\d)</text>', loss) == ["1", "2", "3"]
+    with opened(browser, tmp_path) as page:
+        below = page.locator("figure").first.locator("text:not([x='47'])").all_text_contents()
+    assert below == ["1", "2", "3"]
 
 
 def test_watching_needs_neither_torch_nor_a_package_that_training_does_not(run: Path, tmp_path: Path) -> None:
@@ -267,8 +359,9 @@ def test_the_server_tells_what_is_new_and_only_that(server: watch.Server, run: P
 
 def test_the_server_is_for_this_machine_alone(server: watch.Server) -> None:
     assert server.server_address[0] == "127.0.0.1"
-    assert ask(server, "/runs.json", Host="localhost:1")[0] == 200
-    for host in ("evil.example:80", "127.0.0.1.evil:80", ""):
+    for host in ("localhost:1", "127.0.0.1:80", "127.0.0.1", "LocalHost"):  # browsers leave out port 80
+        assert ask(server, "/runs.json", Host=host)[0] == 200
+    for host in ("evil.example:80", "evil.example", "127.0.0.1.evil:80", "127.0.0.1.evil", ""):
         assert ask(server, "/runs.json", Host=host)[0] == 403
     for path in ("/metrics.jsonl", "/../config.json", "/runs.json/"):
         assert ask(server, path)[0] == 404

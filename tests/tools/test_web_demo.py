@@ -16,7 +16,8 @@ import pytest
 
 import generate
 from common.chat import ChatTemplate
-from tests.tools.demos import CHROMIUM, Demo, Visitor, started
+from tests.tools.contrast import assert_readable
+from tests.tools.demos import Demo, Visitor, started
 from tests.tools.helpers import CHARACTERS, write_model
 from tools import web_demo
 
@@ -43,17 +44,6 @@ def demo(models: Path) -> Iterator[Demo]:
     limits = ("--queue", str(WAITING), "--max_tokens", str(ENDLESS), "--timeout", "60")
     with started(models / "server", str(models / "runs"), *limits) as demo:
         yield demo
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium: apt-get install chromium")
-    with playwright.sync_playwright() as player:
-        browser = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +114,13 @@ def test_checkpoints_are_compared_side_by_side(visitor: Visitor, models: Path) -
     assert visitor.cards().get_by_role("heading").all_inner_texts() == ["letters, step 9", "letters, step 8"]
     left, right = (visitor.cards().nth(i).bounding_box() for i in range(2))
     assert left["y"] == right["y"] and left["x"] + left["width"] < right["x"]
+    visitor.choose("letters, step 9", "letters, step 8", "tiny, best")
+    visitor.button("Generate").click()
+    visitor.page.locator(".card").nth(2).wait_for()
+    tops = "cards => cards.map(card => card.getBoundingClientRect().top)"  # of one moment: what is above may grow
+    assert len(set(visitor.page.locator(".card").evaluate_all(tops))) == 1, "three columns"
+    visitor.finished()
+    visitor.choose("letters, step 8")
     visitor.fill(Temperature="0", Seed="")
     visitor.button("Generate").click()
     path = models / "runs" / "letters" / "checkpoints" / "step_00000008"
@@ -226,6 +223,8 @@ def test_a_checkpoint_that_is_deleted_meanwhile(visitor: Visitor, models: Path) 
     assert [len(text) for text in visitor.texts()] == [0, 6], "the other one answers"
     visitor.button("Look again").click()
     visitor.page.locator(".gradio-container").get_by_text("passing, step 1", exact=True).wait_for(state="hidden")
+    visitor.page.get_by_role("alert").filter(has_text="no longer there").wait_for(state="hidden")
+    assert visitor.cards().count() == 1 and [len(text) for text in visitor.texts()] == [6], "that one stays as it is"
 
 
 def test_ten_at_once_get_each_their_own(demo: Demo, browser: Any, models: Path) -> None:
@@ -245,11 +244,14 @@ def test_ten_at_once_get_each_their_own(demo: Demo, browser: Any, models: Path) 
 
 def test_who_comes_to_a_full_queue_is_told_and_the_others_go_on(demo: Demo, context: Any) -> None:
     with Visitor(context, demo) as first, Visitor(context, demo) as waiting, Visitor(context, demo) as late:
+        waiting.fill(Prompt="the", Length="4")
+        waiting.button("Generate").click()
+        waiting.finished()
         for visitor in (first, waiting, late):
             visitor.fill(Prompt="the", Length=str(ENDLESS))
         first.button("Generate").click()
         first.wait_for_tokens(3)
-        waiting.fill(Length="4")
+        waiting.fill(Length="3")
         with waiting.page.expect_response("**/queue/join**"):  # it has its place
             waiting.button("Generate").click()
         (join,) = [request for request in first.requests if "queue/join" in request.url]
@@ -258,6 +260,10 @@ def test_who_comes_to_a_full_queue_is_told_and_the_others_go_on(demo: Demo, cont
             body: JSON.stringify({...body, session_hash: `other${i}`}),
         }).then((answer) => answer.status)))"""
         waiting.page.get_by_text("Waiting for its turn").wait_for()
+        ink = "getComputedStyle(document.querySelector('.turn .token')).color"
+        black = waiting.page.evaluate("getComputedStyle(document.querySelector('.legend .token')).color")
+        assert waiting.page.evaluate(ink) != black, "the text that was there is grey"
+        assert_readable(waiting.page, least_texts=20)
         body = json.loads(join.post_data)
         body["data"] = [value if value != ENDLESS else 2 for value in body["data"]]
         statuses = late.page.evaluate(ask, [join.url, body, WAITING + 2])
@@ -265,9 +271,10 @@ def test_who_comes_to_a_full_queue_is_told_and_the_others_go_on(demo: Demo, cont
         late.button("Generate").click()
         late.page.get_by_text("currently busy").wait_for()
         late.page.get_by_text("This was not taken. Try again in a moment.").wait_for()
-        assert late.count() == 0 and waiting.count() == 0
+        assert late.count() == 0 and waiting.count() == 4
         first.button("Stop").click()
-        assert len(waiting.finished("length reached")[0]) == 4
+        waiting.page.wait_for_function("document.querySelectorAll('.turn .token').length === 3")
+        assert len(waiting.finished("length reached")[0]) == 3 and waiting.page.evaluate(ink) == black
         late.fill(Length="4")
         late.button("Generate").click()
         assert len(late.finished("length reached")[0]) == 4
@@ -305,11 +312,58 @@ def test_a_conversation(visitor: Visitor) -> None:
     page.locator(".turn.user").first.wait_for(state="hidden")
 
 
-def test_the_loss_curve_of_the_run(visitor: Visitor) -> None:
-    visitor.choose("tiny, best")
-    visitor.page.get_by_role("tab", name="Loss curve").click()
-    for line in ("tiny, training", "tiny, validation"):
-        visitor.page.get_by_text(line).wait_for()
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_loss_curve_of_the_run(demo: Demo, browser: Any, width: int) -> None:
+    with Visitor(browser.new_context(viewport={"width": width, "height": 900}), demo) as visitor:
+        page = visitor.page
+        visitor.fill(Temperature="1.5")
+        page.get_by_role("tab", name="Loss curve").click()
+        page.get_by_text("have no losses on record here").wait_for()
+        page.get_by_role("tab", name="Text").click()
+        visitor.choose("tiny, best")
+        page.get_by_role("tab", name="Loss curve").click()
+        legend = page.frame_locator("iframe").locator("figure").first.locator(".reading")
+        assert re.fullmatch(r"training \d\.\d{4} validation \d\.\d{4}", " ".join(legend.inner_text().split()))
+        page.get_by_role("button", name="Settings").wait_for(state="hidden")  # they do nothing here
+        (frame,) = page.frames[1:]
+        frame.wait_for_function("document.documentElement.scrollHeight <= innerHeight")  # nothing is cut off
+        assert frame.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+        page.get_by_role("tab", name="Text").click()
+        temperature = page.get_by_label("Temperature").locator("visible=true").first
+        temperature.wait_for()
+        assert temperature.input_value() == "1.5"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read(demo: Demo, browser: Any, scheme: str) -> None:
+    options = {"viewport": {"width": 1280, "height": 900}, "color_scheme": scheme}
+    with Visitor(browser.new_context(**options), demo) as visitor:
+        page = visitor.page
+        assert_readable(page, least_texts=20)
+        visitor.choose("tiny, best", "letters, step 9", "letters, step 8")
+        visitor.fill(Prompt="the cat", Length="12", Temperature="2")
+        visitor.button("Generate").click()
+        visitor.finished()
+        page.locator(".turn .token:visible").nth(5).click()
+        page.locator(".considered").wait_for()
+        assert_readable(page, least_texts=80)  # the scale has all colours of tokens
+        page.keyboard.press("Escape")
+        visitor.fill(Seed="-1")
+        visitor.button("Generate").click()
+        page.get_by_role("alert").filter(has_text='seed is "-1"').first.wait_for()
+        page.get_by_label("Checkpoints").click()
+        page.get_by_role("option").first.wait_for()
+        assert_readable(page, least_texts=30)
+        page.keyboard.press("Escape")
+        page.get_by_role("tab", name="Loss curve").click()
+        page.frame_locator("iframe").get_by_text("Evaluations").click()
+        assert_readable(page.frames[1], least_texts=50)
+        page.get_by_role("tab", name="Conversation").click()
+        visitor.fill(Seed="3", Length="6", Question="What is it?")
+        visitor.button("Ask").click()
+        visitor.finished()
+        assert_readable(page, least_texts=30)
 
 
 # Without one
@@ -338,7 +392,7 @@ def test_only_names_of_this_machine_are_answered(demo: Demo) -> None:
         assert demo.ask("/", Host=host)[0] == status
 
 
-def test_other_machines_need_a_password(models: Path, tmp_path: Path) -> None:
+def test_other_machines_need_a_password(models: Path, tmp_path: Path, browser: Any) -> None:
     with started(tmp_path / "server", str(models / "runs"), "--host", "0.0.0.0") as demo:
         assert demo.port
         name, password = re.search(r", for user (\w+), password ([0-9a-f]{16});", demo.printed).groups()
@@ -346,6 +400,12 @@ def test_other_machines_need_a_password(models: Path, tmp_path: Path) -> None:
         assert other not in ("127.0.0.1", "localhost", "0.0.0.0")
         assert demo.ask("/config")[0] == 401 and demo.ask("/gradio_api/queue/join", "POST", b"{}")[0] == 401
         assert "letters" not in demo.ask("/")[2]
+        for scheme in ("light", "dark"):
+            page = browser.new_page(color_scheme=scheme)
+            page.goto(demo.url)
+            page.get_by_role("button", name="Login").wait_for()
+            assert_readable(page, least_texts=4)
+            page.close()
         form = {"Content-Type": "application/x-www-form-urlencoded"}
         for wrong in ("", password[:-1], "guest"):
             assert demo.ask("/login", "POST", f"username={name}&password={wrong}".encode(), **form)[0] in (400, 422)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 import safetensors.torch
 import torch
+from torch._inductor.async_compile import AsyncCompile
 
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import CPU
-from training.compilation import cache_name, compile_model
+from training.compilation import cache_name, compile_model, forget_unfinished
 from training.config import COMPILE_MODES
+from training.interruption import Interruption, StopRequested
 from training.records import read_metrics
 
 SHAPE = ModelConfig(11, 8, 2, 1, max_seq_len=4)
@@ -94,6 +100,40 @@ def test_a_compiled_model_has_the_same_loss(capsys: pytest.CaptureFixture) -> No
     assert "Compiled in" in capsys.readouterr().out
 
 
+class Sum(torch.nn.Module):
+    """As little as can be compiled."""
+
+    activation_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (self.weight * tokens).sum()
+
+
+@torch._inductor.config.patch(compile_threads=2)
+def test_a_stop_ends_compiling_at_once_and_the_next_attempt_begins_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a notebook it begins in the same process, where the compiler's threads still hold what was dropped."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, interruption, released = cast(TransformerLanguageModel, Sum()), Interruption(), threading.Event()
+    forget_unfinished()
+    busy = [AsyncCompile.pool().submit(released.wait, 300) for _ in range(2)]  # what is to be compiled has to wait
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCompile, "wait", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        with interruption.awaited(), pytest.raises(StopRequested), interruption.compiling():
+            compile_model(model, COMPILING, example)
+    try:
+        assert "Stopping now." in capfd.readouterr().err
+        assert compile_model(model, COMPILING, example) is not model, capfd.readouterr().out
+        assert not any(thread.done() for thread in busy)
+    finally:
+        released.set()
+
+
 def test_a_compiled_training_compiles_at_its_start_alone_and_learns_the_same(
     tmp_path: Path, train: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,7 +172,7 @@ def test_a_compiled_training_compiles_at_its_start_alone_and_learns_the_same(
 
 def test_compiled_code_that_cannot_be_read_is_compiled_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     model, hardware = TransformerLanguageModel(SHAPE), COMPILING
-    cache = tmp_path / cache_name(model, hardware, example()[0])
+    cache = tmp_path / cache_name(model, hardware, example())
     cache.mkdir()  # reading it is an error of the system, as on a Drive that is gone
     assert compile_model(model, hardware, example, cache_dir=tmp_path) is not model
     printed = capsys.readouterr().out
@@ -143,9 +183,9 @@ def test_compiled_code_is_kept_apart_by_all_that_it_depends_on() -> None:
     """PyTorch's own caches hold the attention kernels no more than ours would by itself."""
     model, names = TransformerLanguageModel(SHAPE), set()
     modes = [dataclasses.replace(COMPILING, compile_mode=mode) for mode in COMPILE_MODES]
-    names |= {cache_name(model, hardware, example()[0]) for hardware in modes}
+    names |= {cache_name(model, hardware, example()) for hardware in modes}
     model.activation_checkpointing = True
-    names.add(cache_name(model, COMPILING, example()[0]))
+    names.add(cache_name(model, COMPILING, example()))
     model.activation_checkpointing = False
     tags = set()
     for enabled in (True, False):
@@ -153,7 +193,7 @@ def test_compiled_code_is_kept_apart_by_all_that_it_depends_on() -> None:
         try:
             compile_model(model, COMPILING, example)
             tags.add(torch.compiler.config.cache_key_tag)
-            names.add(cache_name(model, COMPILING, example()[0]))
+            names.add(cache_name(model, COMPILING, example()))
         finally:
             torch.backends.cuda.enable_flash_sdp(True)
     assert len(tags) == 2 and len(names) == 5
@@ -165,12 +205,12 @@ def test_adapters_compile_to_the_same_numbers_and_are_kept_apart() -> None:
 
     lora = LoRA(2, 16.0, ("attention", "feed_forward"), "base", "0" * 64)
     model, names = TransformerLanguageModel(SHAPE), set()
-    names.add(cache_name(model, COMPILING, example()[0]))
+    names.add(cache_name(model, COMPILING, example()))
     add_adapters(model, lora)
     with torch.no_grad():
         for adapter in adapters_of(model).values():
             adapter.normal_(std=0.3)
-    names.add(cache_name(model, COMPILING, example()[0]))
+    names.add(cache_name(model, COMPILING, example()))
     assert len(names) == 2
     compiled = compile_model(model, COMPILING, example, evaluates=True)
     assert compiled is not model

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 
 import train_colab_mmap
 from common.checkpoint import open_checkpoint
+from common.lora import TARGETS, LoRA, add_adapters
 from generate import load_checkpoint
 from model import IGNORE_INDEX, TransformerLanguageModel
-from tests.helpers import run_script
+from tests.helpers import run_script, with_large_weights
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
 from tokenizer import load_tokenizer
+from training.compilation import compile_model
 from training.config import TrainConfig, parse_config
 from training.data import TokenData
 from training.hardware import detect_hardware
@@ -101,11 +103,13 @@ def test_every_conversation_lies_whole_in_one_window(lengths: list[tuple[int, in
 def test_windows_hold_what_the_template_made(chats: Path) -> None:
     data = open_data(chats)
     tokenizer = load_tokenizer(chats / "bpe_tokenizer.json")
-    inputs, targets = data.batch(0, data.windows)
+    inputs, targets, starts = data.batch(0, data.windows)
     assert inputs.min() >= 0 and inputs.shape == targets.shape == (data.windows, 96)
     shown = {tokenizer.decode(row).rstrip() for row in inputs.tolist()}
     assert any(text.startswith("<|endoftext|>User: Is ") and " is a color.<|endoftext|>" in text for text in shown)
     learned = tokenizer.decode(targets[targets != IGNORE_INDEX].tolist())
+    begun = (inputs == tokenizer.end_of_text_id) & (starts == torch.arange(96))
+    assert begun.sum() >= 180 and begun[:, 0].all() and (starts.diff(dim=1) >= 0).all()
     assert "User" not in learned and learned.count(" is a color.<|endoftext|>") == 180
     whole = open_data(chats, loss_on="all")
     counted = whole.batch(0, whole.windows)[1]
@@ -115,10 +119,48 @@ def test_windows_hold_what_the_template_made(chats: Path) -> None:
 # The loss
 
 
-def reference(model: TransformerLanguageModel, inputs: torch.Tensor, targets: torch.Tensor) -> float:
-    """Mean over the answers' tokens alone, one by one."""
-    losses = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten().clamp(min=0), reduction="none")
-    return losses[targets.flatten() != IGNORE_INDEX].double().mean().item()
+@torch.no_grad()
+def reference(
+    model: TransformerLanguageModel, inputs: torch.Tensor, targets: torch.Tensor, starts: torch.Tensor
+) -> float:
+    """Mean over the answers' tokens, each conversation given to the model alone."""
+    losses = []
+    for row in range(len(inputs)):
+        for start in starts[row].unique():
+            own = starts[row] == start
+            logits, wanted = model(inputs[row, own][None])[0], targets[row, own]
+            losses.append(F.cross_entropy(logits, wanted, ignore_index=IGNORE_INDEX, reduction="none")[wanted >= 0])
+    return torch.cat(losses).double().mean().item()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"position": "rope"},
+        {"position": "rope", "qk_norm": True, "norm": "rmsnorm"},
+        {"lora_rank": 4},
+        {"activation_checkpointing": True},
+        {"compile": "on"},
+    ],
+    ids=str,
+)
+def test_a_conversation_has_the_loss_in_its_window_that_it_has_alone(options: dict[str, Any], chats: Path) -> None:
+    """At generation it stands alone, from position 0 on."""
+    rank = options.pop("lora_rank", 0)
+    config = parse_config(flags(chats, Path("unused"), **options))
+    hardware = detect_hardware(config)
+    data = TokenData.open(config, hardware)
+    torch.manual_seed(1)
+    model = TransformerLanguageModel(config.model_config(data.vocab_size))
+    model.activation_checkpointing = config.activation_checkpointing
+    if rank:
+        add_adapters(model, LoRA(rank, 8.0, TARGETS, "base", "0" * 64))
+    with_large_weights(model)
+    batch = data.batch(0, 6)
+    alone = reference(model, *batch)
+    assert compile_model(model, hardware, lambda: batch)(*batch).item() == pytest.approx(alone, rel=1e-5)
+    assert model(*batch[:2]).item() != pytest.approx(alone, rel=1e-3), "the model is blind to the others anyway"
 
 
 def test_the_loss_is_over_answers_and_does_not_depend_on_slices(chats: Path, tmp_path: Path) -> None:
@@ -135,12 +177,10 @@ def test_the_loss_is_over_answers_and_does_not_depend_on_slices(chats: Path, tmp
     data = open_data(chats)
     torch.manual_seed(config.seed)
     model = TransformerLanguageModel(config.model_config(data.vocab_size))
-    with torch.no_grad():
-        assert rows[6][0]["train_loss"] == pytest.approx(reference(model, *data.batch(0, 6)), rel=1e-4)
+    assert rows[6][0]["train_loss"] == pytest.approx(reference(model, *data.batch(0, 6)), rel=1e-4)
     trained, _ = load_checkpoint(open_checkpoint(tmp_path / "6"), "cpu", torch.float32)
-    inputs, targets = data.validation_batch(0, data.val_windows, data.val_windows)
-    with torch.no_grad():
-        val_loss = reference(trained, inputs, targets)
+    batch = data.validation_batch(0, data.val_windows, data.val_windows)
+    targets, val_loss = batch[1], reference(trained, *batch)
     last = [row for row in rows[6] if "val_loss" in row][-1]
     assert last["val_loss"] == pytest.approx(val_loss, rel=1e-4)
     answers = data.tokenizer.decode(targets[targets != IGNORE_INDEX].tolist()).replace("<|endoftext|>", "")

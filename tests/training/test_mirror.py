@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any, BinaryIO
 
 import pytest
 
-from common.checkpoint import KEEP, open_checkpoint, problems_of
+from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
 from common.files import write_json
 from tests.helpers import flip, snapshot
 from tests.training.helpers import at_step, final_weights, measured, steps_of
@@ -546,16 +545,19 @@ def another_machine(train: Callable, tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
+@pytest.mark.parametrize("clock_is_off", [-200.0, 0.0, 200.0])
 def test_a_mirror_that_another_machine_trains_into_is_refused_with_its_name(
-    train: Callable, another_machine: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    clock_is_off: float, train: Callable, another_machine: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By its signs of life, whatever its clock says."""
     marker = another_machine()
+    write_json(marker, {**json.loads(marker.read_text()), "seen": time.time() + clock_is_off})
     monkeypatch.setattr(claim, "GONE", 20.0)
     before, is_over = snapshot(tmp_path / "run"), threading.Event()
 
     def live() -> None:
-        while not is_over.wait(0.5):
-            write_json(marker, {**json.loads(marker.read_text()), "seen": time.time()})
+        while not is_over.wait(0.2):
+            write_json(marker, {**json.loads(marker.read_text()), "seen": time.time() + clock_is_off})
 
     other = threading.Thread(target=live)
     other.start()
@@ -564,7 +566,7 @@ def test_a_mirror_that_another_machine_trains_into_is_refused_with_its_name(
     finally:
         is_over.set()
         other.join()
-    assert result.code == 4 and "process 1 on another, since 2026-01-01 12:00:00" in result.err
+    assert result.code == 4 and "process 1 on another (started 2026-01-01 12:00:00) trains this run" in result.err
     assert snapshot(tmp_path / "run") == before
 
 
@@ -619,7 +621,8 @@ def test_whoever_was_taken_for_dead_stops_copying(
 
     at_step(monkeypatch, 8, take_over)
     result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
-    assert result.code == 0 and "process 1 on another trains into it now" in result.out
+    assert result.code == 4 and "process 1 on another (started 2026-01-01 12:00:00) took over the copies" in result.err
+    assert "trains this run since" in result.err and steps_of(tmp_path / "run")[0] > 8, "its own state was not saved"
     assert steps_of(tmp_path / "drive" / "run") == [6]
     assert json.loads(marker.read_text())["holder"] == theirs
 
@@ -639,7 +642,8 @@ def test_whoever_is_taken_for_dead_in_a_copy_does_not_publish_it(
     monkeypatch.setattr(mirror_module, "copy_file", taken_over)
     at_step(monkeypatch, 13, lambda: wait_until(lambda: json.loads(marker.read_text()).get("holder") == theirs))
     result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", eval_interval=0)
-    assert result.code == 0 and "process 1 on another trains into it now" in result.out
+    assert result.code == 4 and "process 1 on another (started 2026-01-01 12:00:00) took over the copies" in result.err
+    assert "trains this run since" in result.err and steps_of(tmp_path / "run")[0] > 8, "its own state was not saved"
     assert steps_of(tmp_path / "drive" / "run") == [6]
     assert json.loads(marker.read_text())["holder"] == theirs
     assert not list((tmp_path / "drive" / "run" / "checkpoints").glob(".tmp-*"))
@@ -658,12 +662,10 @@ def test_a_summary_of_a_shorter_run_goes_from_the_mirror_too(
 def test_a_machine_that_was_killed_does_not_keep_the_mirror(
     train: Callable, another_machine: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    marker = another_machine()
-    ahead = {"seen": time.time() + 60}  # by its clock, so that it is waited for however slow this machine is
-    write_json(marker, {**json.loads(marker.read_text()), **ahead})
+    another_machine()
     monkeypatch.setattr(claim, "GONE", 1.0)
     result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=12)
-    assert result.code == 0 and "waiting up to" in result.out
+    assert result.code == 0 and "was in use by process 1 on another" in result.out
     assert steps_of(tmp_path / "drive" / "run") == [12, 6]
 
 
@@ -672,10 +674,157 @@ def test_a_process_of_this_machine_that_is_dead_is_not_waited_for(
 ) -> None:
     marker = another_machine()
     content = json.loads(marker.read_text())
-    content["holder"] |= {"pid": 2**22 + 1, "machine": socket.gethostname()}  # beyond the largest number of a process
+    content["holder"] |= {"pid": 2**22 + 1, "system": claim.system()}  # beyond the largest number of a process
     marker.write_text(json.dumps(content))
     result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=12)
-    assert result.code == 0 and "waiting" not in result.out
+    assert result.code == 0 and "was in use" not in result.out
+
+
+# A session that sleeps, while another machine takes the mirror over, trains and ends
+
+
+@pytest.fixture
+def renames(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Callable[[], None]]:
+    """What to do right before each next rename into the mirror by the first session."""
+    replace, planned = os.replace, list[Callable[[], None]]()
+
+    def replace_later(source: str | Path, target: str | Path) -> None:
+        if planned and Path(target).is_relative_to(tmp_path / "drive") and threading.current_thread().name == "mirror":
+            planned.pop(0)()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_later)
+    return planned
+
+
+def test_a_session_that_slept_writes_nothing_over_a_newer_mirror(
+    copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None, renames: list
+) -> None:
+    """Stopped right before any of its renames: no state is mixed, and it says who took over. The other machine is
+    played by a second mirror, which takes over as a training does, copies a newer state and ends."""
+    older, newer = tmp_path / "older" / "run", tmp_path / "newer" / "run"
+    for folder, kept in ((older, "step_00000018"), (newer, "step_00000024")):
+        shutil.copytree(copy_of, folder)
+        for step in step_folders(folder / "checkpoints"):
+            if step.name != kept:
+                shutil.rmtree(step)
+    shutil.rmtree(older / "best")
+    shutil.copytree(older / "checkpoints" / "step_00000018", older / "best")
+    (older / "metrics.jsonl").write_text('{"step": 18}\n')
+    slept_in, position = 0, 0
+    while True:
+        drive = tmp_path / "drive" / str(position)
+        drive.mkdir(parents=True)
+        first, second = Mirror(older, str(drive)), Mirror(newer, str(drive))
+        taken: list[dict[str, bytes]] = []
+
+        def take_over(second: Mirror = second, taken: list = taken) -> None:
+            second.claim.run_id = "the run"
+            with monkeypatch.context() as patch:  # as the first session's thread does, but for its name
+                patch.setattr(threading.current_thread(), "name", "another machine")
+                second.claim.announce()
+                second.claim.renew()
+                assert second.bring_up_to_date()
+                second.claim.release()
+            taken.append(snapshot(second.dir))
+
+        renames[:] = [*[lambda: None] * position, take_over]
+        first.begin("the run", checkpoint_bytes=1)
+        said = list[str]()
+        first.finish(60, lambda: False, 60, said.append)
+        first.close()
+        if not taken:
+            break  # all its renames were tried
+        slept_in, position = slept_in + 1, position + 1
+        assert snapshot(first.dir) == taken[0]
+        assert steps_of(first.dir) == [24] and snapshot(first.dir / "best") == snapshot(newer / "best")
+        assert first.taken_over is not None and "has trained this run since" in str(first.taken_over)
+        assert not list(first.dir.rglob(".session-*"))
+    assert slept_in >= 8
+
+
+def test_a_run_that_another_machine_has_taken_further_stops_and_continues_from_there(
+    train: Callable,
+    interrupt: Callable,
+    unbroken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mirrors: list[Mirror],
+) -> None:
+    run, drive, elsewhere = tmp_path / "run", tmp_path / "drive", tmp_path / "elsewhere" / "run"
+    interrupt(run, after=8)
+    shutil.copytree(run, elsewhere)
+    assert train(elsewhere).code == 0
+
+    def sleep() -> None:
+        wait_until(lambda: steps_of(drive / "run") == [6] and mirrors[0].is_up_to_date)
+        second = Mirror(elsewhere, str(drive))
+        second.claim.announce()
+        second.claim.run_id = mirrors[0].claim.run_id
+        assert second.bring_up_to_date()
+        second.claim.release()
+
+    at_step(monkeypatch, 8, sleep)
+    result = train(run, checkpoint_dir=drive)
+    assert result.code == 4 and "has trained this run since" in result.err and "Traceback" not in result.err
+    assert steps_of(drive / "run")[0] == 24 and steps_of(run)[0] < 24
+    again = train(run, checkpoint_dir=drive)
+    assert again.code == 0 and f"{drive / 'run' / 'checkpoints' / 'step_00000024'}: step 24" in again.out
+    assert final_weights(run) == final_weights(unbroken) and measured(run) == measured(unbroken)
+    assert snapshot(run / "best") == snapshot(elsewhere / "best")
+
+
+def test_a_mirror_that_is_taken_over_while_it_is_looked_through_is_not_taken_for_damaged(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other machine deletes old checkpoints, which look damaged on the way."""
+    run, drive = tmp_path / "run", tmp_path / "drive"
+    assert train(run, checkpoint_dir=drive, max_steps=6).code == 0
+    shutil.rmtree(run / "checkpoints" / "step_00000006")
+    find = run_module.find_checkpoint
+
+    def find_meanwhile(*args: Any) -> Any:
+        second = Mirror(run, str(drive))
+        second.claim.announce()
+        shutil.rmtree(drive / "run" / "checkpoints" / "step_00000006")
+        return find(*args)
+
+    monkeypatch.setattr(run_module, "find_checkpoint", find_meanwhile)
+    result = train(run, checkpoint_dir=drive, max_steps=12)
+    assert result.code == 4 and "took over the copies" in result.err and "Training   steps" not in result.out
+
+
+@pytest.mark.parametrize("root", ["usb", "usb/copies"])
+@pytest.mark.parametrize("resume", ["auto", "never"])
+def test_a_mount_point_that_is_left_behind_gets_no_copies(
+    root: str, resume: str, train: Callable, tmp_path: Path
+) -> None:
+    """As external disks and network drives leave it; the run folder knows that its copies are elsewhere."""
+    usb, away = tmp_path / "usb", tmp_path / "away"
+    usb.mkdir()
+    flags = {"checkpoint_dir": tmp_path / root, "eval_interval": 0}
+    assert train(tmp_path / "run", **flags, max_steps=3).code == 0
+    usb.rename(away)
+    usb.mkdir()
+    result = train(tmp_path / "run", **flags, max_steps=6, resume=resume)
+    assert result.code == 2 and "Mount it again" in result.err and os.listdir(usb) == []
+    assert steps_of(tmp_path / "run") == [3]
+    usb.rmdir()
+    away.rename(usb)
+    assert train(tmp_path / "run", **flags, max_steps=6).code == 0
+    shutil.rmtree(usb)
+    usb.mkdir()
+    (tmp_path / "run" / "run.json").unlink()  # as the message advises for copies that were deleted
+    assert train(tmp_path / "run", **flags, max_steps=7).code == 0
+    assert steps_of(tmp_path / root / "run")[0] == 7
+
+
+def test_a_new_run_says_that_its_mirror_holds_nothing_yet(train: Callable, tmp_path: Path) -> None:
+    """All that is left to say where neither the run folder nor the disk with its copies is there."""
+    flags = {"checkpoint_dir": tmp_path / "drive", "eval_interval": 0}
+    line = f"Copies     go to {tmp_path / 'drive' / 'run'}. There are none of this run yet"
+    assert line in train(tmp_path / "run", **flags, max_steps=2).out
+    assert "Copies     go" not in train(tmp_path / "run", **flags, max_steps=3).out
 
 
 # One copy

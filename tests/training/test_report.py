@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -84,14 +85,20 @@ def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path,
     assert row["elapsed_seconds"] >= 3600  # the clock of the run goes on where the last session stopped it
 
 
-def test_speed_leaves_out_what_happens_while_paused(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_speed_leaves_out_what_happens_while_paused(
+    fails: bool, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also an evaluation that memory ran out in, after which training goes on."""
     now = [report.timer.interval_started]
     monkeypatch.setattr(timer_module.time, "perf_counter", lambda: now[0])
     for _ in range(4):
         now[0] += 0.5
         report.step_done(100)
-    with report.timer.paused():
+    with contextlib.suppress(MemoryError), report.timer.paused():
         now[0] += 1000.0
+        if fails:
+            raise MemoryError
     row = report.timer.training_row(torch.tensor(1.0), torch.tensor(1.0), 1e-3, flops_per_token=1)
     assert row["ms_per_step"] == pytest.approx(500.0)
     assert row["tokens_per_second"] == pytest.approx(200.0)

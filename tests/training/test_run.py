@@ -32,7 +32,7 @@ from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import ROOT, flip, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
-from training import interruption, run_evaluation, saving
+from training import compilation, interruption, run_evaluation, saving
 from training import step as step_module
 from training import timer as timer_module
 from training.data import TokenData
@@ -279,6 +279,25 @@ def test_a_long_step_is_given_up_and_the_state_before_it_saved(
         result = train(tmp_path / "run")
     assert result.code == 130 and "Interrupted after step 9" in result.out
     assert steps_of(tmp_path / "run")[0] == 9
+    assert train(tmp_path / "run").code == 0
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+    assert measured(tmp_path / "run") == measured(unbroken)
+
+
+def test_a_signal_while_the_model_is_compiled_ends_the_run_at_once(
+    train: Callable, unbroken: Path, interrupt: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compiles(*args: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        pytest.fail("the compiler went on")
+
+    interrupt(tmp_path / "run", after=10)
+    before = steps_of(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation, "compile_model", compiles)
+        result = train(tmp_path / "run")
+    assert result.code == 130 and f"Interrupted after step {before[0]}. The same command continues" in result.out
+    assert "Traceback" not in result.err and steps_of(tmp_path / "run") == before
     assert train(tmp_path / "run").code == 0
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
     assert measured(tmp_path / "run") == measured(unbroken)

@@ -16,7 +16,7 @@ import torch
 
 import train_colab_mmap
 from model import TransformerLanguageModel
-from tests.helpers import CPU, columns
+from tests.helpers import ALPHABET, CPU, columns, generated_text, write_tokens
 from tests.training.helpers import final_weights, measured, steps_of
 from training import hardware as hardware_module
 from training import tuning
@@ -215,6 +215,23 @@ def test_what_was_tuned_is_for_this_shape_and_batch_alone() -> None:
         assert tuning_file(parse_config(change.split())) != tuning_file(config)
     for change in ("--epochs 3", "--output_dir x", "--ff_dim 1024", "--learning_rate 0.1"):
         assert tuning_file(parse_config(change.split())) == tuning_file(config)
+
+
+def test_what_was_tuned_is_for_this_vocabulary_alone(train: Callable, tmp_path: Path) -> None:
+    """The head takes memory and time by it. For tokens that are not made yet, the one that is asked for counts."""
+    text = generated_text(3_000, seed=1)
+    many = write_tokens(tmp_path / "many", text, ALPHABET + "0123456789")
+    assert train(tmp_path / "x", extra=("--tune",), compile="off", cpu_threads=1).code == 0
+    flags = {"compile": "off", "cpu_threads": 1, "max_steps": 2}
+    assert "Tuned" in train(tmp_path / "same", **flags).out
+    assert "Tuned" not in train(tmp_path / "other", data_dir=many, **flags).out
+
+    (tmp_path / "text.txt").write_text(text)
+    flags |= {"data_dir": None, "input": tmp_path / "text.txt", "tokenizer": "char"}
+    assert train(tmp_path / "x", extra=("--tune",), **flags).code == 0
+    assert "Tuned" in train(tmp_path / "same_text", **flags).out
+    asked = [parse_config(["--input", "none.txt", "--vocab_size", size]) for size in ("300", "400")]
+    assert tuning_file(asked[0]) != tuning_file(asked[1])
 
 
 def test_a_run_that_starts_from_other_weights_is_tuned_in_their_shape(
