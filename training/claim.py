@@ -61,6 +61,7 @@ class Claim:
         A session that was killed leaves its name behind: it is dead if it gives no sign of life for a while.
         """
         first = self.read()
+        self.last_known = last_session(first).get("id")
         holder = first.get("holder")
         if not isinstance(holder, dict) or has_ended(holder):
             return
@@ -81,7 +82,6 @@ class Claim:
         """Take a mirror that is free and holds copies, before a checkpoint is looked for there. Raises TakenOver if
         another session does the same now."""
         before = self.read()
-        self.last_known = last_session(before).get("id")
         if before.get("run_dir") == self.run_dir and isinstance(before.get("run_id"), str):
             self.earlier_run_id = before["run_id"]
         if before.get("run_id"):

@@ -76,6 +76,7 @@ def test_the_mirror_is_as_good_as_the_run_to_whoever_generates(train: Callable, 
 def test_a_damaged_local_checkpoint_is_replaced_by_the_mirrors(train: Callable, tmp_path: Path) -> None:
     flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 12}
     assert train(tmp_path / "run", **flags).code == 0
+    assert "is whole and fits" in train(tmp_path / "run", **flags, dry_run="true").out  # on another machine, too
     flip(tmp_path / "run" / "checkpoints" / "step_00000012" / "model.safetensors")
     result = train(tmp_path / "run", **{**flags, "max_steps": 14})
     assert result.code == 0
@@ -722,6 +723,7 @@ def test_a_session_that_slept_writes_nothing_over_a_newer_mirror(
             second.claim.run_id = "the run"
             with monkeypatch.context() as patch:  # as the first session's thread does, but for its name
                 patch.setattr(threading.current_thread(), "name", "another machine")
+                second.claim.require_free()
                 second.claim.announce()
                 second.claim.renew()
                 assert second.bring_up_to_date()
@@ -759,6 +761,7 @@ def test_a_run_that_another_machine_has_taken_further_stops_and_continues_from_t
     def sleep() -> None:
         wait_until(lambda: steps_of(drive / "run") == [6] and mirrors[0].is_up_to_date)
         second = Mirror(elsewhere, str(drive))
+        second.claim.require_free()
         second.claim.announce()
         second.claim.run_id = mirrors[0].claim.run_id
         assert second.bring_up_to_date()
@@ -785,6 +788,7 @@ def test_a_mirror_that_is_taken_over_while_it_is_looked_through_is_not_taken_for
 
     def find_meanwhile(*args: Any) -> Any:
         second = Mirror(run, str(drive))
+        second.claim.require_free()
         second.claim.announce()
         shutil.rmtree(drive / "run" / "checkpoints" / "step_00000006")
         return find(*args)
