@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     import torch
 
     from model import TransformerLanguageModel
-    from training.data import TokenData
-    from training.evaluate import Answer, Prompt
-    from training.hardware import Hardware
-    from training.interruption import Interruption
-    from training.optimizer import Optimizer
-    from training.report import Report
-    from training.run import Run
+    from training.keeping.interruption import Interruption
+    from training.keeping.run import Run
+    from training.machine.hardware import Hardware
+    from training.numbers.data import TokenData
+    from training.numbers.evaluate import Answer, Prompt
+    from training.numbers.optimizer import Optimizer
+    from training.telling.report import Report
 
 
 @script
@@ -48,15 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def train(config: TrainConfig, ends_process: bool) -> int:
     started = time.perf_counter()
-    from training.events import require_tensorboard
-    from training.memory import memory_advice
-    from training.preflight import dry_run
-    from training.processes import on_first, together
-    from training.profile import profile
-    from training.resume import with_given_shape
-    from training.run import Run
-    from training.run_folder import being_trained, require_ours
-    from training.tuning import tune, use_tuning
+    from training.keeping.resume import with_given_shape
+    from training.keeping.run import Run
+    from training.keeping.run_folder import being_trained, require_ours
+    from training.machine.processes import on_first, together
+    from training.planning.memory import memory_advice
+    from training.planning.preflight import dry_run
+    from training.planning.profile import profile
+    from training.planning.tuning import tune, use_tuning
+    from training.telling.events import require_tensorboard
 
     with together(config), FolderLock(being_trained) as lock:
         on_first(lambda: require_ours(config.run_dir, "--output_dir"))
@@ -73,16 +73,17 @@ def train(config: TrainConfig, ends_process: bool) -> int:
 
 def train_run(parts: Parts, lock: FolderLock, ends_process: bool, started: float) -> int:
     """Start or continue the run in its folder, and take it to its end. Returns the exit code."""
-    from training.evaluate import answer_prompts
-    from training.interruption import Interruption
-    from training.memory import memory_advice
-    from training.processes import on_first
-    from training.records import SUMMARY, rewind
-    from training.report import Report
-    from training.run import Run
-    from training.run_folder import write_config
-    from training.summary import write_summary
-    from training.timer import Timer
+    from training.file_names import SUMMARY
+    from training.keeping.interruption import Interruption
+    from training.keeping.run import Run
+    from training.keeping.run_folder import write_config
+    from training.machine.processes import on_first
+    from training.numbers.evaluate import answer_prompts
+    from training.planning.memory import memory_advice
+    from training.telling.records import rewind
+    from training.telling.report import Report
+    from training.telling.summary import write_summary
+    from training.telling.timer import Timer
 
     config, hardware, model, data = parts.config, parts.hardware, parts.model, parts.data
     on_first(lambda: lock.take(config.run_dir))
@@ -141,15 +142,15 @@ def prepare(config: TrainConfig) -> Parts:
     import torch
 
     from model import TransformerLanguageModel
-    from training.adapters import adapt
-    from training.data import TokenData
-    from training.evaluate import check_prompts, read_prompts
-    from training.hardware import detect_hardware
-    from training.memory import memory_advice
-    from training.optimizer import build_optimizer
-    from training.processes import on_first
-    from training.schedule import repetition
-    from training.tuning import choose_micro_batch
+    from training.keeping.adapters import adapt
+    from training.machine.hardware import detect_hardware
+    from training.machine.processes import on_first
+    from training.numbers.data import TokenData
+    from training.numbers.evaluate import check_prompts, read_prompts
+    from training.numbers.optimizer import build_optimizer
+    from training.numbers.schedule import repetition
+    from training.planning.memory import memory_advice
+    from training.planning.tuning import choose_micro_batch
 
     hardware = detect_hardware(config)
     print(hardware.describe())
@@ -179,13 +180,13 @@ def take_steps(
 ) -> list[Answer]:
     """Train to the last step, or until it is asked to stop. Returns the answers of the last evaluation. `started`: the
     time.perf_counter() at which the command began."""
-    from training.compilation import compile_for_run
-    from training.evaluate import evaluated_windows
-    from training.hardware import frozen_garbage
-    from training.interruption import StopRequested
-    from training.run_evaluation import evaluate, evaluate_before
-    from training.schedule import learning_rate
-    from training.step import train_step
+    from training.keeping.interruption import StopRequested
+    from training.keeping.run_evaluation import evaluate, evaluate_before
+    from training.machine.compilation import compile_for_run
+    from training.machine.hardware import frozen_garbage
+    from training.numbers.evaluate import evaluated_windows
+    from training.numbers.schedule import learning_rate
+    from training.numbers.step import train_step
 
     config, model, data, timer = run.config, run.model, run.data, report.timer
     answers: list[Answer] = []
@@ -284,7 +285,7 @@ def tokenize_input(config: TrainConfig) -> TrainConfig:
     Raises DataError if `data_dir` holds other tokens than those of `input`: other runs may need them.
     """
     from tokenize_local_bpe import tokenize
-    from training.resume import own_tokenizer
+    from training.keeping.resume import own_tokenizer
 
     if not config.input:
         return config

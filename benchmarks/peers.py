@@ -58,7 +58,7 @@ def measure(name: str, case: Case, folder: str, device: str, checkout: str | Non
     import torch
 
     from common.machine import pick_device
-    from training.hardware import Hardware
+    from training.machine.hardware import Hardware
 
     target = pick_device(device)
     builders: dict[str, Callable[[Case, str, torch.device], Contestant]] = {

@@ -14,7 +14,7 @@ import model
 from benchmarks.measure import Spread
 from benchmarks.workload import Training, figures, time_steps
 from training.config import parse_config
-from training.hardware import detect_hardware
+from training.machine.hardware import detect_hardware
 
 ROUNDS = 3  # of the time of a measurement, for its spread
 HAS_CHUNKED_LOSS = hasattr(torch.nn, "LinearCrossEntropyOptions")

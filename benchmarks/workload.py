@@ -19,14 +19,14 @@ from model import TransformerLanguageModel
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from train_colab_mmap import prepare
-from training.compilation import compile_model
 from training.config import TrainConfig, parse_config
-from training.data import TokenData
-from training.hardware import Hardware
-from training.memory import estimate_memory, held_memory
-from training.optimizer import Optimizer
-from training.schedule import last_step, learning_rate
-from training.step import train_step
+from training.machine.compilation import compile_model
+from training.machine.hardware import Hardware
+from training.numbers.data import TokenData
+from training.numbers.optimizer import Optimizer
+from training.numbers.schedule import last_step, learning_rate
+from training.numbers.step import train_step
+from training.planning.memory import estimate_memory, held_memory
 
 BLOCK_TOKENS = 8_000_003  # random ids drawn once and repeated; a prime, so that windows of one epoch differ
 WARM_UP_SHARE = 0.2  # of the time of a measurement goes before it, not counted

@@ -16,13 +16,16 @@ import torch
 
 from model import TransformerLanguageModel
 from tokenizer import CharacterTokenizer
-from training.hardware import Hardware
+from training.machine.hardware import Hardware
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)  # of no kind in particular
 ROOT = Path(__file__).resolve().parents[1]
 # Named, for an environment may lie in the checkout too.
-FOLDERS = ("common", "tokenization", "training", "generation", "examples", "benchmarks", "tools")
-SOURCES = sorted([*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))])
+ROOMS = (
+    "common", "tokenization", "training", "generation", "exchange", "serving", "tools", "benchmarks", "examples",
+    "notebooks", "docs",
+)  # fmt: skip
+SOURCES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,|\n"
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "big", "red", "dog", "ran", "over", "that", "hill")
 

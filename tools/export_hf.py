@@ -26,10 +26,10 @@ from common.errors import CheckpointError, ConfigError, script
 from common.flags import Parser, add_debug
 
 if TYPE_CHECKING:
+    from exchange.gguf_form import Agreement
+    from exchange.hf_folder import Difference
     from model import TransformerLanguageModel
     from tokenizer import Tokenizer
-    from tools.gguf_form import Agreement
-    from tools.hf_folder import Difference
 
 PROOF_SECONDS = 600
 GGUF_TEXT = "Once upon a time there was a king who asked: What is the capital of France?\n\nNobody knew, but 3 of 4.\n"
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     out = Path(arguments.out)
     if arguments.push:
-        from tools.push_hub import require_push
+        from exchange.push_hub import require_push
 
         require_push(arguments.push)
     if arguments.gguf:  # what cannot be written is said before anything is
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.gguf:
         export_gguf(arguments.checkpoint, Path(arguments.gguf))
     if arguments.push:
-        from tools.push_hub import push
+        from exchange.push_hub import push
 
         print(f"\n{push(out, arguments.push, public=arguments.public)}")
     return 0
@@ -84,7 +84,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def loaded(path: str | Path) -> tuple[TransformerLanguageModel, Tokenizer]:
     from common.checkpoint import open_checkpoint
-    from tools.hf_folder import load_in_fp32
+    from exchange.hf_folder import load_in_fp32
 
     return load_in_fp32(open_checkpoint(path))
 
@@ -92,8 +92,8 @@ def loaded(path: str | Path) -> tuple[TransformerLanguageModel, Tokenizer]:
 def require_gguf_of(path: str | Path, file: Path) -> None:
     """Raises ConfigError if the model cannot be written for llama.cpp, or something lies at `file`."""
     from common.checkpoint import open_checkpoint
+    from exchange.gguf_form import require_gguf
     from tokenizer import load_tokenizer
-    from tools.gguf_form import require_gguf
 
     if file.exists():
         raise ConfigError(f"--gguf {file} is already there. Name a file that is not.")
@@ -105,9 +105,9 @@ def export_gguf(path: str | Path, file: Path) -> None:
     """Write the file, prove it with llama.cpp where that is installed, and say what to type. One that is not the model
     is deleted. Raises what `write_gguf` and `prove` raise."""
     from common.checkpoint import open_checkpoint
-    from tools.gguf_form import INSTALL, llama_command, modelfile, ollama_commands, tanh_difference, write_gguf
-    from tools.hf_folder import load_in_fp32
-    from tools.hf_tokenizer import hf_special_tokens
+    from exchange.gguf_form import INSTALL, llama_command, modelfile, ollama_commands, tanh_difference, write_gguf
+    from exchange.hf_folder import load_in_fp32
+    from exchange.hf_tokenizer import hf_special_tokens
 
     checkpoint = open_checkpoint(path)
     model, tokenizer = load_in_fp32(checkpoint)
@@ -159,7 +159,7 @@ def prove(path: str | Path, file: Path) -> Agreement | None:
 
 
 def send_proof(sender: Connection, path: str, file: str) -> None:
-    from tools.gguf_form import verify_gguf
+    from exchange.gguf_form import verify_gguf
 
     try:
         sender.send(verify_gguf(file, *loaded(path), [GGUF_TEXT]))
@@ -178,8 +178,8 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> Difference:
     from common.checkpoint import open_checkpoint
     from common.files import json_bytes
     from common.tensors import safetensors_pieces, write_verified
-    from tools.hf_card import model_card
-    from tools.hf_folder import (
+    from exchange.hf_card import model_card
+    from exchange.hf_folder import (
         largest_difference,
         least_likely,
         load_in_fp32,
@@ -189,8 +189,8 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> Difference:
         require_same_tokens,
         require_transformers,
     )
-    from tools.hf_form import FormError, hf_kind, to_hf, with_rows
-    from tools.hf_tokenizer import (
+    from exchange.hf_form import FormError, hf_kind, to_hf, with_rows
+    from exchange.hf_tokenizer import (
         hf_generation_config,
         hf_special_ids,
         hf_special_tokens,
@@ -207,7 +207,7 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> Difference:
     except FormError as problem:
         raise CheckpointError(f"{checkpoint.path} cannot be exported: {problem}.") from None
     if (lora := checkpoint.lora()) is not None:
-        from tools.hf_adapter import export_adapters
+        from exchange.hf_adapter import export_adapters
 
         return export_adapters(checkpoint, lora, out, base)
     if base is not None:

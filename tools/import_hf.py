@@ -22,9 +22,9 @@ from common.errors import CheckpointError, DataError, script
 from common.flags import Parser, add_debug
 
 if TYPE_CHECKING:
+    from exchange.hf_folder import Difference
+    from exchange.hf_form import Tensors
     from model import ModelConfig
-    from tools.hf_folder import Difference
-    from tools.hf_form import Tensors
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # What is asked for of a repository on the hub; what else may lie there (other frameworks' weights) is left there.
@@ -39,7 +39,7 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     from common.checkpoint import open_checkpoint
-    from tools.hf_folder import require_new, require_transformers
+    from exchange.hf_folder import require_new, require_transformers
 
     out = Path(arguments.out)
     require_transformers()
@@ -103,8 +103,7 @@ def import_folder(folder: Path, out: Path) -> tuple[Difference, int]:
     from common.checkpoint import WEIGHTS_FILES, stored_config, stored_weights, write_files
     from common.files import json_bytes, read_json
     from common.tensors import safetensors_pieces
-    from model import TransformerLanguageModel
-    from tools.hf_folder import (
+    from exchange.hf_folder import (
         build_theirs,
         largest_difference,
         load_their_tokenizer,
@@ -112,8 +111,9 @@ def import_folder(folder: Path, out: Path) -> tuple[Difference, int]:
         require_fitting,
         require_new,
     )
-    from tools.hf_form import FormError, from_hf, their_names
-    from tools.hf_tokenizer import chat_template_of, import_tokenizer, require_same_ids
+    from exchange.hf_form import FormError, from_hf, their_names
+    from exchange.hf_tokenizer import chat_template_of, import_tokenizer, require_same_ids
+    from model import TransformerLanguageModel
 
     require_new(out)
     if not folder.is_dir():

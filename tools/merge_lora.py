@@ -21,8 +21,8 @@ from common.flags import Parser, add_debug
 
 if TYPE_CHECKING:
     from common.checkpoint import Checkpoint
+    from exchange.hf_folder import Difference
     from model import TransformerLanguageModel
-    from tools.hf_folder import Difference
 
 
 @script
@@ -61,7 +61,7 @@ def merge_checkpoint(path: str | Path, out: Path) -> Difference:
     from common.checkpoint import WEIGHTS_FILES, open_checkpoint, stored_config, stored_weights, write_files
     from common.files import json_bytes
     from common.tensors import safetensors_pieces
-    from tools.hf_folder import largest_difference, load_in_fp32, new_folder, require_new
+    from exchange.hf_folder import largest_difference, load_in_fp32, new_folder, require_new
 
     require_new(out)
     checkpoint = open_checkpoint(path)

@@ -31,11 +31,11 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from common.errors import ConfigError, script
 from common.flags import Parser
-from tools.serving import add_flags, check_flags, listen, load_served, own_address
+from serving.server import add_flags, check_flags, listen, load_served, own_address
 
 if TYPE_CHECKING:
-    from tools.generation_queue import GenerationQueue
-    from tools.openai_form import Served
+    from serving.generation_queue import GenerationQueue
+    from serving.openai_form import Served
 
 PACKAGES = ("starlette", "uvicorn")
 # The environment's, not a flag: every user of a machine may read the command lines of its processes.
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     key = os.environ.get(KEY_VARIABLE) or None
     with listen_for(arguments, key) as listener:  # what is wrong is said before the model is read
         from common.checkpoint import newest_run
-        from tools.generation_queue import GenerationQueue
+        from serving.generation_queue import GenerationQueue
 
         served = load_served(arguments.checkpoint or newest_run(), arguments.device, arguments.max_tokens)
         queue = GenerationQueue(served, arguments.queue, arguments.timeout)
@@ -157,7 +157,7 @@ async def serve(queue: GenerationQueue, listener: socket.socket, key: str | None
     when it is done."""
     import uvicorn
 
-    from tools.openai_app import make_app
+    from serving.openai_app import make_app
 
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it tells of each client that is gone
     config = uvicorn.Config(

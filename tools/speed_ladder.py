@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tools.rungs import BLOG_SECONDS, BLOG_STEP, BLOG_VOCABULARY, NAMES, Rung, climb, left_out
+from benchmarks.rungs import BLOG_SECONDS, BLOG_STEP, BLOG_VOCABULARY, NAMES, Rung, climb, left_out
 
 if TYPE_CHECKING:
     from training.config import TrainConfig
-    from training.hardware import Hardware
+    from training.machine.hardware import Hardware
 
 STEP_SECONDS = 6.0  # that a step of the baseline may take on a CPU
 SYNTHETIC_TOKENS = 100_000_000  # 200 MB, far beyond a CPU's caches
@@ -62,7 +62,7 @@ def baseline_memory(config: TrainConfig, vocab_size: int, hardware: Hardware) ->
     import torch
 
     from model import TransformerLanguageModel
-    from training.memory import estimate_memory
+    from training.planning.memory import estimate_memory
 
     with torch.device("meta"):
         model = TransformerLanguageModel(config.model_config(vocab_size))
@@ -73,7 +73,7 @@ def baseline_memory(config: TrainConfig, vocab_size: int, hardware: Hardware) ->
 
 def fit_memory(config: TrainConfig, vocab_size: int, hardware: Hardware) -> TrainConfig:
     """Halve the sequences of a step until the baseline, the rung that needs most, is expected to fit."""
-    from training.memory import MEMORY_SHARE
+    from training.planning.memory import MEMORY_SHARE
 
     if hardware.memory_bytes is None:
         return config
@@ -287,8 +287,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     from common.formatting import si
     from tokenization.metadata import TokenMetadata
-    from training.data import locate
-    from training.hardware import detect_hardware
+    from training.machine.hardware import detect_hardware
+    from training.numbers.data import locate
 
     hardware = detect_hardware(config)
     output = Path(config.output_dir or "runs/speed_ladder")

@@ -25,7 +25,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from common.errors import ConfigError, UserError, script
 from common.flags import Parser
-from tools.serving import OWN_HOSTS, add_flags, check_flags, listen, own_address
+from serving.server import OWN_HOSTS, add_flags, check_flags, listen, own_address
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -45,8 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         gradio.close_all(verbose=False)  # the page that this cell opened before
     with listen(arguments.host, arguments.port) as listener:
         address, port = listener.getsockname()[:2]  # free a moment ago, as it is when the page takes it
-    from tools.demo_library import Library
-    from tools.demo_model import no_checkpoints
+    from serving.demo_library import Library
+    from serving.demo_model import no_checkpoints
 
     library = Library([Path(place) for place in arguments.places], arguments.device, arguments.max_tokens)
     found = library.find()
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise no_checkpoints(library.places)
     with contextlib.suppress(UserError):  # what is wrong with it is said on the page
         library.open(str(found[0].path))  # with which the page begins
-    from tools.demo_page import make_page
+    from serving.demo_page import make_page
 
     is_local = ipaddress.ip_address(address).is_loopback and not arguments.share
     password = "" if is_local else secrets.token_hex(8)  # a double click takes it whole
@@ -91,7 +91,7 @@ def launch(page: Any, address: str, port: int, password: str, share: bool) -> No
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-    from tools.demo_page import style, theme
+    from serving.demo_page import style, theme
 
     # As in openai_app.make_app; Colab calls this machine by names of its own.
     hosts = [] if password or gradio.utils.colab_check() else [Middleware(TrustedHostMiddleware, [*OWN_HOSTS, address])]

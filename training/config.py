@@ -22,6 +22,7 @@ from training.contradictions import contradictions
 from training.conversion import convert, kind_of
 
 if TYPE_CHECKING:
+    from common.lora import LoRA
     from model import ModelConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -249,6 +250,12 @@ class TrainConfig:
         from model import ModelConfig
 
         return ModelConfig(vocab_size, **{key: getattr(self, key) for key in MODEL_KEYS})
+
+    def lora(self, base: str = "any", base_sha256: str = "0" * 64) -> LoRA:
+        """The adapters that are asked for; without a base for where sizes alone count."""
+        from common.lora import LoRA
+
+        return LoRA(self.lora_rank, self.lora_alpha, tuple(self.lora_targets.split(",")), base, base_sha256)
 
 
 SCHEMA = {f.name: f for f in dataclasses.fields(TrainConfig) if f.metadata}

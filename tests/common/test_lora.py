@@ -18,7 +18,7 @@ from common.files import sha256_file
 from common.lora import TARGETS, AdaptedLinear, LoRA, adapters_of, add_adapters, find_base, load_adapters, merge
 from model import TransformerLanguageModel
 from tests.hostile.readers import seal
-from tests.tools.helpers import MODERN, bpe, random_model, write_adapters, write_model
+from tests.models import MODERN, bpe, random_model, write_adapters, write_model
 
 ALL = tuple(TARGETS)
 FORMS = {"gpt2": {}, "tied": {"tie_embeddings": True}, "modern": {**MODERN, "activation": "relu2"}}

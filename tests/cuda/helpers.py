@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.workload import Training
-from training.records import read_metrics
+from training.telling.records import read_metrics
 
 DEVICE = "cuda"
 SHAPE = ["--num_layers", "2", "--embed_dim", "64", "--num_heads", "2", "--max_seq_len", "32", "--batch_size", "8"]

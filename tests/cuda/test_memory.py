@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.workload import Training, write_random_tokens
 from tests.cuda.helpers import DEVICE, ON_GPU, losses_of, memory_limit, opened
-from training.memory import estimate_memory
-from training.records import read_metrics
+from training.planning.memory import estimate_memory
+from training.telling.records import read_metrics
 
 pytestmark = pytest.mark.cuda
 

@@ -20,8 +20,8 @@ from generation import cuda_graph
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, losses_of
 from tests.helpers import ROOT
-from training.profile import PARTS
-from training.records import read_metrics
+from training.planning.profile import PARTS
+from training.telling.records import read_metrics
 
 pytestmark = pytest.mark.cuda
 

@@ -15,8 +15,8 @@ from benchmarks import workload
 from benchmarks.workload import Training
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, opened
-from training.evaluate import validation_loss
-from training.step import StepResult, train_step
+from training.numbers.evaluate import validation_loss
+from training.numbers.step import StepResult, train_step
 
 pytestmark = pytest.mark.cuda
 

@@ -30,9 +30,9 @@ from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import CPU, ROOT, generated_text, run_script, snapshot, write_tokens
 from tests.training.helpers import final_weights, measured
 from training.config import TrainConfig, parse_config
-from training.data import TokenData
-from training.hardware import detect_hardware
-from training.memory import memory_by_process
+from training.machine.hardware import detect_hardware
+from training.numbers.data import TokenData
+from training.planning.memory import memory_by_process
 
 DOCUMENT = (ROOT / "docs" / "challenges.md").read_text(encoding="utf-8")
 SHORT = ("--device", "cpu", "--max_new_tokens", "20", "--temperature", "0")

@@ -24,7 +24,7 @@ from tests.end_to_end.commands import (
     run,
 )
 from tests.helpers import ROOT, generated_text
-from tests.tools.helpers import write_model
+from tests.models import write_model
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")

@@ -13,9 +13,9 @@ import tools.export_hf
 from tests.end_to_end import commands as documents
 from tests.end_to_end.commands import SCRIPTS, run
 from tests.helpers import ROOT
-from tests.tools import demos
-from tests.tools.helpers import write_model
-from tests.tools.servers import started
+from tests.models import write_model
+from tests.serving import demos
+from tests.serving.servers import started
 
 README, CONTRIBUTING, SERVING, ELSEWHERE = (
     (ROOT / page).read_text(encoding="utf-8")
@@ -134,6 +134,6 @@ def test_the_map_names_every_file_of_the_wings() -> None:
         for name in re.findall(r"[\w/]+\.py", line):
             folder = f"{Path(name).parent}/" if "/" in name else folder
             named.add(f"{folder}{Path(name).name}")
-    wings = [path for wing in ("tokenization", "training", "generation") for path in (ROOT / wing).glob("[a-z]*.py")]
+    wings = [path for wing in ("tokenization", "training", "generation") for path in (ROOT / wing).rglob("[a-z]*.py")]
     files = {path.relative_to(ROOT).as_posix() for path in [*wings, *ROOT.glob("*.py")]}
     assert named == files

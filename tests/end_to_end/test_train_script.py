@@ -20,10 +20,10 @@ import train_colab_mmap
 from common.errors import ConfigError
 from tests.helpers import Killed, columns, generated_text, snapshot
 from tokenize_local_bpe import tokenize
-from training import run_evaluation, run_folder
-from training import step as step_module
-from training import summary as summary_module
-from training.records import read_metrics
+from training.keeping import run_evaluation, run_folder
+from training.numbers import step as step_module
+from training.telling import summary as summary_module
+from training.telling.records import read_metrics
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ALWAYS = {"step", "epoch", "tokens"}

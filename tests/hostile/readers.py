@@ -20,16 +20,16 @@ from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, write_tokens
 from tokenization.token_folder import require_tokens_of
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
-from training.adapters import adapt
 from training.config import TrainConfig, parse_config
-from training.data import TokenData
-from training.evaluate import bits_per_byte, check_prompts, read_prompts
-from training.optimizer import build_optimizer
-from training.run import Run
-from training.run_folder import require_ours
-from training.schedule import learning_rate
-from training.step import train_step
-from training.tuning import use_tuning
+from training.keeping.adapters import adapt
+from training.keeping.run import Run
+from training.keeping.run_folder import require_ours
+from training.numbers.data import TokenData
+from training.numbers.evaluate import bits_per_byte, check_prompts, read_prompts
+from training.numbers.optimizer import build_optimizer
+from training.numbers.schedule import learning_rate
+from training.numbers.step import train_step
+from training.planning.tuning import use_tuning
 
 TEXT = "the cat sat on a mat.\n"
 

@@ -24,8 +24,8 @@ from tests.conftest import Result
 from tests.helpers import ROOT, snapshot
 from tests.hostile.mutations import DEEP
 from tests.hostile.readers import Training, blogs_form, seal, use_model, use_tokens
-from training.optimizer import apply_hyperparameters, build_optimizer
-from training.schedule import learning_rate
+from training.numbers.optimizer import apply_hyperparameters, build_optimizer
+from training.numbers.schedule import learning_rate
 
 
 @pytest.fixture

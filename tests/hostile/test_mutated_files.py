@@ -33,8 +33,8 @@ from tests.hostile.readers import (
     write_bpe_tokenizer,
 )
 from tokenizer import TokenizerError, load_tokenizer
-from training.run_folder import write_config
-from training.tuning import keep, tuning_file
+from training.keeping.run_folder import write_config
+from training.planning.tuning import keep, tuning_file
 
 KINDS = (
     "metadata", "config", "a run's config", "character tokenizer", "BPE tokenizer", "tokens", "packed tokens",

@@ -16,17 +16,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks import measure
+from benchmarks import measure, rungs
+from benchmarks.rungs import NAMES, Rung
 from common import machine as machine_module
 from common.errors import ConfigError, DataError, UserError
 from common.machine import has_fast_bf16
 from tests.forked import fork_what_is_measured
 from tests.helpers import CPU, ROOT, columns
-from tools import rungs, speed_ladder
-from tools.rungs import NAMES, Rung
+from tools import speed_ladder
 from training.config import SCHEMA, TrainConfig
-from training.data import TokenData
-from training.hardware import Hardware
+from training.machine.hardware import Hardware
+from training.numbers.data import TokenData
 
 TINY = ("--num_layers", "1", "--embed_dim", "16", "--num_heads", "2", "--max_seq_len", "16", "--device", "cpu")
 CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32, device="cpu")

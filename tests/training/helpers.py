@@ -11,9 +11,9 @@ import torch
 
 from common.checkpoint import step_folders
 from tests.helpers import Killed
-from training import step as step_module
-from training.records import read_metrics
-from training.saving import Saver
+from training.keeping.saving import Saver
+from training.numbers import step as step_module
+from training.telling.records import read_metrics
 
 TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # what differs between two runs
 

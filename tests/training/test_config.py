@@ -357,7 +357,7 @@ def test_every_key_is_used(key: str) -> None:
     config_source = (ROOT / "training" / "config.py").read_text(encoding="utf-8")
     reads = [rf"\b(config|c)\.{key}\b", rf"[\"'](--)?{key}[\"']"]
     listed_only = re.compile(r"^UNREPORTED = \(.*?^\)", re.MULTILINE | re.DOTALL)  # naming a key is no use of it
-    elsewhere = [path for path in [*ROOT.glob("*.py"), *(ROOT / "training").glob("*.py")] if path.name != "config.py"]
+    elsewhere = [path for path in [*ROOT.glob("*.py"), *(ROOT / "training").rglob("*.py")] if path.name != "config.py"]
     sources = [listed_only.sub("", path.read_text(encoding="utf-8")) for path in elsewhere]
     used = any(re.search(pattern, text) for pattern in reads for text in sources)
     after_fields = config_source.partition("def run_dir")[2]

@@ -1,0 +1,173 @@
+"""The rungs of `speed_ladder.py`: the trainer's own step, and what its pieces improve on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import functools
+import io
+import math
+import os
+import time
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from training.config import TrainConfig
+    from training.numbers.data import TokenData
+
+WARM_UP_STEPS = 2  # the first uses every kernel first, the second takes its memory
+
+
+class Rung(enum.IntEnum):
+    """Each has what those before it have."""
+
+    BASELINE = 0  # memory map, a Python loop over rows, fp32, eager, the score matrix in memory, AdamW by the parameter
+    RAM = 1
+    VECTORIZED = 2
+    COMPILE = 3
+    MIXED = 4
+    FLASH = 5
+    OURS = 6  # the trainer as it is
+
+
+NAMES = {
+    Rung.BASELINE: "baseline",
+    Rung.RAM: "+ tokens in RAM",
+    Rung.VECTORIZED: "+ vectorized batches",
+    Rung.COMPILE: "+ torch.compile",
+    Rung.MIXED: "+ mixed precision",
+    Rung.FLASH: "+ flash attention",
+    Rung.OURS: "this trainer",
+}
+
+# Seconds a step that the blog tells of its A100, for GPT-2 small and 64 x 512 tokens: 1.6, 0.8, 0.5, 0.35, 0.225, 0.1.
+# Each stands at the technique whose place it has in that order.
+BLOG_SECONDS = {
+    Rung.BASELINE: 1.6,
+    Rung.RAM: 0.8,
+    Rung.VECTORIZED: 0.5,
+    Rung.COMPILE: 0.35,
+    Rung.MIXED: 0.225,
+    Rung.FLASH: 0.1,
+}
+BLOG_STEP = {"num_layers": 12, "embed_dim": 768, "max_seq_len": 512, "sequences_per_step": 64}
+BLOG_VOCABULARY = 32_000
+
+
+def materialized_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+) -> torch.Tensor:
+    """Attention as it is written in a textbook, with every score in memory. q, k, v: (B, H, T, D) -> (B, H, T, D)."""
+    import torch
+    import torch.nn.functional as F
+
+    assert is_causal and attn_mask is None, "training needs no other mask"
+    T = q.size(-2)
+    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, T)
+    weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
+    return F.dropout(weights, dropout_p) @ v
+
+
+def gather_row_by_row(data: TokenData, starts: np.ndarray) -> torch.Tensor:
+    """`TokenData.gather` with a Python loop: a read for each row. (rows, T + 1), as stored."""
+    import torch
+
+    return torch.stack([data.tokens[start : start + data.seq_len + 1] for start in starts.tolist()])
+
+
+def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
+    """Measure one rung in this process: mean seconds of `steps` steps after two that are not counted.
+
+    `losses` are those of the first and the last step. Raises SystemExit if the rung is torch.compile and it fails.
+    """
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(config.run_dir / "compiled")  # empty at first: compiling is timed
+    import torch
+    import torch.nn.functional as F
+
+    import training.machine.hardware
+    from model import TransformerLanguageModel
+    from training.machine.compilation import compile_model
+    from training.machine.hardware import detect_hardware
+    from training.numbers.data import TokenData
+    from training.numbers.optimizer import build_optimizer
+    from training.numbers.step import train_step
+
+    if rung < Rung.OURS:
+        training.machine.hardware.keep_freed_memory = lambda: None  # in this process alone, like the attention below
+    hardware = detect_hardware(config)
+    if rung < Rung.OURS:
+        precision = mixed_precision(hardware.device) if rung >= Rung.MIXED else "fp32"
+        hardware = dataclasses.replace(hardware, precision=precision, compiles=rung >= Rung.COMPILE)
+        config = dataclasses.replace(config, placement="ram" if rung >= Rung.RAM else "mmap")
+        torch.set_float32_matmul_precision("highest")
+    if rung < Rung.FLASH:
+        F.scaled_dot_product_attention = cast(Any, materialized_attention)  # as textbooks have it
+    data = TokenData.open(config, hardware)
+    if rung < Rung.OURS:
+        data.reader = None  # nothing is read ahead
+    if rung < Rung.VECTORIZED:
+        cast(Any, data).gather = functools.partial(gather_row_by_row, data)
+
+    torch.manual_seed(config.seed)
+    model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
+    model.activation_checkpointing = config.activation_checkpointing
+    optimizer = build_optimizer(model, config)
+    if rung < Rung.OURS:
+        groups = [{"params": group["params"]} for group in optimizer.param_groups]
+        optimizer = torch.optim.AdamW(groups, foreach=False, fused=False)
+    scaler = hardware.grad_scaler()
+    told, started = io.StringIO(), time.perf_counter()
+    with contextlib.redirect_stdout(told):
+        step_model = compile_model(model, hardware, lambda: data.batch(0, config.rows_at_once))
+    hardware.synchronize()
+    compiled = step_model is not model
+    compile_seconds = time.perf_counter() - started if compiled else None
+    if rung == Rung.COMPILE and not compiled:
+        said = told.getvalue().strip()
+        raise SystemExit(said if "failed" in said else "torch.compile is switched off (TORCHDYNAMO_DISABLE)")
+
+    losses = []
+    for step in range(WARM_UP_STEPS + steps):
+        seen = step * config.sequences_per_step
+        result = train_step(step_model, optimizer, scaler, data, step, seen, config.learning_rate, config, hardware)
+        losses.append(result.loss if rung == Rung.OURS else result.loss.item())
+        if step == WARM_UP_STEPS - 1:
+            hardware.synchronize()
+            started = time.perf_counter()
+    hardware.synchronize()
+    seconds = (time.perf_counter() - started) / steps
+    return {
+        "seconds": seconds,
+        "compile_seconds": compile_seconds,
+        "peak_memory": hardware.peak_memory(),
+        "losses": [float(losses[0]), float(losses[-1])],
+        "precision": hardware.precision,
+        "compiled": compiled,
+        "tokens": data.placement,
+    }
+
+
+def mixed_precision(device: torch.device) -> str:
+    """What the machine has units for; measured also where the trainer would not choose it."""
+    from common.machine import has_fast_bf16
+
+    if has_fast_bf16(device):
+        return "bf16"
+    return "fp16" if device.type == "cuda" else "fp32"
+
+
+def left_out(device: torch.device) -> dict[str, str]:
+    """The rungs for units that this machine lacks, by name, each with the reason."""
+    if mixed_precision(device) != "fp32":
+        return {}
+    return {NAMES[Rung.MIXED]: "this CPU has neither AMX nor AVX512-BF16, without which a step in bf16 takes minutes"}

@@ -1,0 +1,1 @@
+"""The documents, and the scripts that write or check parts of them."""

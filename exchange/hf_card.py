@@ -1,0 +1,265 @@
+"""README.md of an exported model: what it is, what it was trained on and how far, and how to use it.
+
+Told is what the checkpoint and the run folder around it say. No path and no name of a file goes into it: the card is
+for others to read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from common.checkpoint import Checkpoint
+from common.errors import CheckpointError
+from common.formatting import cell, table_row
+from common.lora import LoRA
+from exchange.hf_form import CLASSES, hf_kind
+from model import ModelConfig
+from tokenizer import END_OF_TEXT, Tokenizer
+from training.file_names import CONFIG, SAMPLES
+from training.telling.records import read_metrics
+
+RECIPE = (
+    "optimizer", "learning_rate", "muon_learning_rate", "min_lr", "use_lr_scheduler", "warmup_steps", "cooldown",
+    "weight_decay", "grad_clip", "batch_size", "gradient_accumulation_steps", "dropout", "seed",
+)  # fmt: skip
+
+
+def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tokenizer: Tokenizer, name: str) -> str:
+    state = known_state(checkpoint)
+    run_dir = run_of(checkpoint.path)
+    kind = hf_kind(config)
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        f"tags: [{kind}{', trained-from-scratch' * is_from_scratch(state)}]",
+        "---",
+        "",
+        f"# {cell(name)}",
+        "",
+        f"A language model of {parameters:,} parameters ({CLASSES[kind]}).",
+        "",
+        "## How to use it",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"path = {json.dumps(name)}  # this folder, or its name on the hub",
+        "tokenizer = AutoTokenizer.from_pretrained(path)",
+        "model = AutoModelForCausalLM.from_pretrained(path)",
+        *asking(checkpoint.chat_template() is not None, json.dumps(example_prompt(run_dir, tokenizer))),
+        "outputs = model.generate(**inputs)  # as far as the model reads; max_length=100 ends it earlier",
+        "print(tokenizer.decode(outputs[0]))",
+        "```",
+        "",
+        *reading(checkpoint, config, tokenizer),
+        "",
+        "## What it is",
+        "",
+        *table(
+            {
+                "layers x width, heads": f"{config.num_layers} x {config.embed_dim}, {config.num_heads}",
+                "feed-forward": f"{config.ff_dim:,}, {config.activation}",
+                "context": f"{config.max_seq_len:,} tokens",
+                "vocabulary": f"{tokenizer.vocab_size:,} ({tokenizer.kind})",
+                "norm, positions": f"{config.norm}, {config.position}",
+            }
+        ),
+        *training_sections(checkpoint),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+OF_CHARACTERS = (
+    "Every token is a character. One that the model was not trained on becomes `<|unk|>`, which it reads as the",
+    "character that it expects least; `<|pad|>` fills batches. Neither is generated.",
+)
+OF_TEXT = (
+    f"`{END_OF_TEXT}` written in a text is read as these characters. Where you mean the token that ends a text, use",
+    "its id, `tokenizer.eos_token_id`.",
+)
+OF_CONVERSATIONS = (
+    f"`apply_chat_template` refuses a turn with `{END_OF_TEXT}` in it, which would be read as the end of an answer.",
+    "`tokenizer(text)` does not: for text that others wrote, add `split_special_tokens=True`.",
+)
+MERGING_TIED = (
+    "The head and the token embedding are one tensor, and so are their adapters: `merge_and_unload` of peft would add",
+    "them to it twice. Use the model as it is, or one that was merged before it was exported.",
+    "",
+)
+
+
+def adapter_card(
+    checkpoint: Checkpoint, lora: LoRA, config: ModelConfig, tokenizer: Tokenizer, name: str, base: str
+) -> str:
+    """Of adapters that peft opens on a model whose folder is called `base`."""
+    prompt = json.dumps(example_prompt(run_of(checkpoint.path), tokenizer))
+    lines = [
+        "---",
+        "library_name: peft",
+        "pipeline_tag: text-generation",
+        "tags: [lora]",
+        "---",
+        "",
+        f"# {cell(name)}",
+        "",
+        f"LoRA adapters for {cell(base)}.",
+        "",
+        "## How to use them",
+        "",
+        "```python",
+        "from peft import PeftModel",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)})  # its folder, or its name on the hub",
+        f"path = {json.dumps(name)}  # this folder, or its name on the hub",
+        "model = PeftModel.from_pretrained(base, path)",
+        "tokenizer = AutoTokenizer.from_pretrained(path)",
+        *asking(checkpoint.chat_template() is not None, prompt),
+        "outputs = model.generate(**inputs)  # as far as the model reads; max_length=100 ends it earlier",
+        "print(tokenizer.decode(outputs[0]))",
+        "```",
+        "",
+        *reading(checkpoint, config, tokenizer),
+        "",
+        *(MERGING_TIED if config.tie_embeddings and lora.end_modules else ()),
+        "## What they are",
+        "",
+        *table({"rank, alpha": f"{lora.rank}, {lora.alpha:g}", "of": ", ".join(lora.end_modules + lora.block_modules)}),
+        *training_sections(checkpoint),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def reading(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer) -> list[str]:
+    """What it makes of a text."""
+    lines = [f"It reads {config.max_seq_len:,} tokens at most, its answer included."]
+    if tokenizer.kind == "character":
+        return [*lines, *OF_CHARACTERS]
+    if tokenizer.end_of_text_id is None:
+        return lines
+    return [*lines, *(OF_TEXT if checkpoint.chat_template() is None else OF_CONVERSATIONS)]
+
+
+def known_state(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Of the training; nothing where none was kept."""
+    if (checkpoint.path / "training_state.json").exists():
+        with contextlib.suppress(CheckpointError):
+            return checkpoint.training_state()
+    return {}
+
+
+def training_sections(checkpoint: Checkpoint) -> list[str]:
+    """What it was trained on, how, and what it says, as far as that is known; the licence."""
+    state, run_dir = known_state(checkpoint), run_of(checkpoint.path)
+    step = state.get("step") if type(state.get("step")) is int else None
+    lines = []
+    if state:
+        lines += ["", "## What it was trained on", "", *table(training_facts(state, step, run_dir))]
+        given = state.get("config")
+        given = given if isinstance(given, dict) else {}
+        recipe = {key: given[key] for key in RECIPE if is_plain(given.get(key))}
+        if recipe.get("optimizer") == "adamw":
+            recipe.pop("muon_learning_rate", None)
+        if recipe:
+            lines += ["", "## Recipe", "", *table(recipe)]
+    if samples := sample_rows(run_dir, step):
+        lines += ["", "## Samples", "", f"At step {step:,}:" if step else "", ""]
+        lines += [table_row(["prompt", "answer"]), table_row(["---"] * 2), *map(table_row, samples)]
+    lines += [
+        "",
+        "## Licence",
+        "",
+        "The code it was trained with is under the MIT licence. What holds for these weights depends on the text they "
+        "were trained on too, and is for whoever publishes them to say here.",
+    ]
+    return lines
+
+
+def asking(is_chat: bool, prompt: str) -> list[str]:
+    """Lines of Python that make `inputs` of a prompt, a JSON string."""
+    if not is_chat:
+        return [f'inputs = tokenizer({prompt}, return_tensors="pt")']
+    return [
+        f'messages = [{{"role": "user", "content": {prompt}}}]',
+        'form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}',
+        "inputs = tokenizer.apply_chat_template(messages, **form)",
+    ]
+
+
+def table(facts: dict[str, Any]) -> list[str]:
+    return ["| | |", "|---|---|", *(table_row([key, cell(str(value))]) for key, value in facts.items())]
+
+
+def is_from_scratch(state: dict[str, Any]) -> bool:
+    """Not known of weights that came without a state of their training."""
+    return "step" in state and not state.get("initialized_from")
+
+
+def is_plain(value: Any) -> bool:
+    return type(value) in (int, float, bool) or (isinstance(value, str) and len(value) < 40)
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder that a checkpoint lies in: runs/x/best, runs/x/checkpoints/step_00000100."""
+    parent = checkpoint.resolve().parent
+    run_dir = parent.parent if parent.name == "checkpoints" else parent
+    return run_dir if (run_dir / CONFIG).exists() else None
+
+
+def training_facts(state: dict[str, Any], step: int | None, run_dir: Path | None) -> dict[str, str]:
+    data = state.get("data")
+    data = data if isinstance(data, dict) else {}
+    facts = {}
+    if state.get("initialized_from"):
+        facts["started from"] = "the weights of another model"
+    if type(data.get("train_tokens")) is int:
+        facts["training text"] = f"{data['train_tokens']:,} tokens"
+    if isinstance(data.get("tokens_sha256"), str):
+        facts["SHA-256 of the tokens"] = data["tokens_sha256"][:64]
+    if step is not None:
+        facts["steps"] = f"{step:,}"
+    if type(state.get("tokens")) is int:
+        facts["tokens seen"] = f"{state['tokens']:,}"
+    if run_dir is None or step is None:
+        return facts
+    rows = [row for row in read_metrics(run_dir) if row["step"] <= step]
+    for key, said in (
+        ("train_loss", "training loss"),
+        ("val_loss", "validation loss"),
+        ("val_bits_per_byte", "validation bits per byte"),
+    ):
+        measured = [row for row in rows if type(row.get(key)) in (int, float)]
+        if measured:
+            facts[said] = f"{measured[-1][key]:.4f} (at step {measured[-1]['step']:,})"
+    return facts
+
+
+def sample_rows(run_dir: Path | None, step: int | None) -> list[list[str]]:
+    """[prompt, answer] of the last row of samples.md up to a step; its cells are made for a table already."""
+    path = run_dir / SAMPLES if run_dir is not None else None
+    if path is None or not path.exists() or step is None:
+        return []
+    header: list[str] = []
+    samples: list[list[str]] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        cells = [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if cells[:2] == ["step", "exactly right"]:
+            header = cells
+        elif len(cells) == len(header) > 2 and cells[0].isdigit() and int(cells[0]) <= step:
+            samples = [[prompt, answer] for prompt, answer in zip(header[2:], cells[2:], strict=True)]
+    return samples
+
+
+def example_prompt(run_dir: Path | None, tokenizer: Tokenizer) -> str:
+    """A prompt the model was asked in its training, else a word or a character that it can read."""
+    prompts = [prompt.replace("\\|", "|") for prompt, _ in sample_rows(run_dir, 2**31)]
+    for prompt in [*prompts, "Once upon a time", "the"]:
+        with contextlib.suppress(ValueError):  # a character that the vocabulary lacks
+            tokenizer.encode(prompt)
+            return prompt
+    return tokenizer.decode([0])

@@ -1,0 +1,1 @@
+"""What the cells of train_in_colab.ipynb call."""

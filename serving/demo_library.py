@@ -1,0 +1,135 @@
+"""The checkpoints that the demo finds, the models of those that were asked last, and how their runs went."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.checkpoint import Checkpoint, step_folders
+from common.errors import CheckpointError, UserError
+from common.publishing import STEP_NAME
+from serving.openai_form import Served
+from serving.server import load_served, run_folder
+from serving.watch_page import named
+from training.telling.records import read_metrics
+from training.telling.run_reader import RunReader
+
+MOST_COMPARED = 4  # checkpoints on one prompt, and models that are kept in memory
+WEIGHTS = ("manifest.json", "pytorch_model.bin")  # of which a whole checkpoint, ours or the blog's, has one
+
+
+class Found(NamedTuple):
+    """A checkpoint folder that is there, the name it goes by, and whether it was trained on conversations."""
+
+    path: Path
+    name: str
+    answers: bool
+
+
+class Library:
+    """The checkpoints below some folders, and the models of those that were used last."""
+
+    def __init__(self, places: Sequence[Path], device: str, max_tokens: int) -> None:
+        self.places, self.device, self.max_tokens = places, device, max_tokens
+        self.loaded: OrderedDict[Path, tuple[tuple[int, int], Served]] = OrderedDict()
+
+    def find(self) -> list[Found]:
+        """What there is now, the run that was written last first."""
+        found = list(dict.fromkeys(path for place in self.places for path in checkpoints_below(place)))
+        runs: dict[Path, list[Path]] = {}
+        for path in found:
+            runs.setdefault(run_folder(path), []).append(path)
+        newest_first = sorted(runs.values(), key=lambda paths: max(map(written, paths)), reverse=True)
+        return [Found(path, name_of(path), is_chat(path)) for paths in newest_first for path in paths]
+
+    def open(self, name: str) -> Served:
+        """The model of the checkpoint folder `name`, from memory where it is the one that was read before.
+
+        Raises CheckpointError for a folder that is not among those that are found, whatever it may be, and what
+        `load_served` raises.
+        """
+        found = {str(found.path): found.path for found in self.find()}
+        if name not in found:
+            raise CheckpointError(f"The checkpoint {name:.200} is no longer there; choose another.")
+        path = found[name]
+        status = (path / "config.json").stat()
+        identity = (status.st_ino, status.st_mtime_ns)  # best/ is replaced by another while a training goes on
+        before = self.loaded.pop(path, None)
+        if before is None or before[0] != identity:
+            before = None  # its memory is free before that of the next is taken
+            while len(self.loaded) >= MOST_COMPARED:
+                self.loaded.popitem(last=False)
+            before = identity, load_served(path, self.device, self.max_tokens)
+        self.loaded[path] = before
+        return before[1]
+
+    def runs(self, names: Sequence[str]) -> list[dict[str, Any]]:
+        """How the runs of these checkpoints went, as the page of tools/watch.py takes it; those that have reported.
+
+        Without what is in their settings and samples: folders and prompts are not for everybody who is let in.
+        """
+        there = [found.path for found in self.find() if str(found.path) in names]
+        read = [RunReader(folder, name).read() for folder, name in named(list(map(run_folder, there))).items()]
+        return [run | {"folder": run["name"], "config": {}, "samples": []} for run in read if run["columns"]]
+
+
+def checkpoints_below(place: Path) -> Iterator[Path]:
+    """The checkpoint `place`, or those of the run that it is, or of the runs and checkpoints in it; each run's newest
+    first."""
+    if is_checkpoint(place):
+        yield place
+        return
+    for folder in [place, *sorted(path for path in place.glob("*") if path.is_dir())]:
+        if folder != place and is_checkpoint(folder) and run_folder(folder) == folder.resolve():
+            yield folder
+        elif (folder / "checkpoints").is_dir() or step_folders(folder):
+            candidates = [*step_folders(folder / "checkpoints", folder), folder / "best"]
+            yield from (path for path in candidates if is_checkpoint(path))
+
+
+def is_checkpoint(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in WEIGHTS) and (folder / "config.json").is_file()
+
+
+def written(checkpoint: Path) -> float:
+    try:
+        return (checkpoint / "config.json").stat().st_mtime
+    except OSError:  # deleted in the meantime
+        return 0.0
+
+
+def is_chat(checkpoint: Path) -> bool:
+    """False too for one whose config.json is not usable: what is wrong with it is said when it is asked."""
+    try:
+        return Checkpoint(checkpoint).chat_template() is not None
+    except UserError:
+        return False
+
+
+def name_of(checkpoint: Path) -> str:
+    run = run_folder(checkpoint)
+    if run == checkpoint.resolve():
+        return run.name
+    step = STEP_NAME.fullmatch(checkpoint.name)
+    return f"{run.name}, step {int(step[1]):,}" if step else f"{run.name}, {checkpoint.name}"
+
+
+def standing(checkpoint: Path) -> str:
+    """What its name does not say of how far its training was and how good, as far as its folder and its run tell."""
+    try:
+        step = Checkpoint(checkpoint).training_state().get("step")
+    except UserError:
+        return ""
+    if not isinstance(step, int) or not step:
+        return ""
+    rows = [row for row in read_metrics(run_folder(checkpoint)) if row["step"] == step and is_number(row, "val_loss")]
+    told = [] if STEP_NAME.fullmatch(checkpoint.name) else [f"step {step:,}"]
+    return ", ".join([*told, *(f"validation loss {row['val_loss']:.3f}" for row in rows[-1:])])
+
+
+def is_number(row: dict[str, object], key: str) -> bool:
+    value = row.get(key)
+    return isinstance(value, int | float) and math.isfinite(value)

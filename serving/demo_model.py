@@ -1,0 +1,241 @@
+"""What the demo shows: prompts and conversations with what models make of them, token by token.
+
+It is told as events, in batches, each of which goes to the page once:
+
+    {"cards": [{"title", "detail"}, ...]}   begin anew, with a card for each checkpoint
+    {"card": 0, "turn": "prompt", "text"}   a text that was typed, "prompt" or "user"; or with "model" one that begins
+    {"card": 0, "token": [...]}             see `token_entry`
+    {"card": 0, "note": "..."}              in place of the note before
+    {"card": 0, "problem": "..."}
+    {"card": 0, "running": true}
+
+Everything here is plain Python; demo_page.py puts it on a page.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from common.chat import Message
+from common.errors import CheckpointError
+from generation.inspection import Chosen, inspect, token_label
+from generation.sampling import Sampling
+from serving.demo_library import MOST_COMPARED, Library, standing
+from serving.openai_form import Parameters, RequestError, Served, chat_ids, explain, read_sampling, text_ids
+from tokenizer import Tokenizer, valid_unicode
+
+LONGEST_PROMPT = 20_000  # characters; several times what these models read
+SHOW_EVERY = 0.05  # seconds between two batches of events
+END = "end of text"
+
+Event = dict[str, Any]
+
+
+@dataclass
+class Turn:
+    who: str  # "prompt", "user" or "model"
+    text: str = ""
+    tokens: list[list[Any]] = field(default_factory=list)  # of a model
+
+    def events(self) -> list[Event]:
+        return [
+            {"turn": self.who, "text": "" if self.tokens else self.text},
+            *({"token": token} for token in self.tokens),
+        ]
+
+
+@dataclass
+class Card:
+    """One checkpoint and its text."""
+
+    index: int
+    turns: list[Turn] = field(default_factory=list)
+    fresh: list[Event] = field(default_factory=list)  # that the page was not told yet
+    writing: Iterator[None] | None = None  # while it writes
+    note: str = ""  # while it writes
+    remark: str = ""  # after any other note
+
+    def tell(self, **what: Any) -> None:
+        self.fresh.append({"card": self.index, **what})
+
+    def take(self) -> list[Event]:
+        fresh, self.fresh = self.fresh, []
+        return fresh
+
+    def fail(self, problem: Exception) -> None:
+        is_users = getattr(problem, "exit_code", None) is not None
+        self.end("")
+        self.tell(problem=str(problem if is_users else explain(problem)))
+
+    def end(self, note: str) -> None:
+        self.writing = None
+        self.tell(note=note + self.remark if note else "")
+        self.tell(running=False)
+
+    def begin(self, turn: Turn, served: Served, ids: list[int], sampling: Sampling) -> None:
+        """Show the turn, and get ready to write what follows the `ids`."""
+        for added in (turn, Turn("model")):
+            self.turns.append(added)
+            self.fresh += [{"card": self.index, **event} for event in added.events()]
+        self.tell(running=True)
+        self.writing = self.write(served, ids, sampling)
+
+    def write(self, served: Served, ids: list[int], sampling: Sampling) -> Iterator[None]:
+        turn, started, how = self.turns[-1], time.perf_counter(), "length reached"
+        is_answer = self.turns[-2].who == "user"
+        for count, chosen in enumerate(inspect(served.model, served.tokenizer, ids, sampling), 1):
+            entry = token_entry(chosen, served.tokenizer)
+            if is_answer and not turn.text:  # the space between a label and an answer
+                entry[0] = entry[0].lstrip()
+            turn.tokens.append(entry)
+            turn.text += entry[0]
+            self.tell(token=entry)
+            speed = f"{count / max(time.perf_counter() - started, 1e-9):,.0f} tokens/s"
+            self.note = f"{count:,} token{'s' * (count > 1)}, {speed}, seed {sampling.seed}"
+            if chosen.token == served.tokenizer.end_of_text_id:
+                how = "ended by itself"
+            yield
+        self.end(f"{self.note}, {how}")
+
+    def go_on(self) -> None:
+        """One token more, or the end."""
+        try:
+            if self.writing is not None:
+                next(self.writing, None)
+        except Exception as problem:
+            self.fail(problem)
+
+
+def token_entry(chosen: Chosen, tokenizer: Tokenizer) -> list[Any]:
+    """[text, label, probability, rank, [[label, probability], ...] of the likeliest]"""
+
+    def label(token: int) -> str:
+        return END if token == tokenizer.end_of_text_id else token_label(tokenizer, token)
+
+    likeliest = [[label(token), round(probability, 6)] for token, probability in chosen.likeliest]
+    return [chosen.text, label(chosen.token), round(chosen.probability, 6), chosen.rank, likeliest]
+
+
+def complete(
+    library: Library, names: Sequence[str], prompt: str, given: Mapping[str, Any], seconds: float
+) -> Iterator[list[Event]]:
+    """What each of the checkpoints makes of one prompt, a token of each in turn.
+
+    `given` are parameters as tools/serve.py takes them. A model of conversations is asked the prompt as a question.
+    What cannot be done stands in the card that it is about. Who asks for no more stops the models.
+    """
+    if why := refusal(names, prompt):
+        yield [{"cards": [{}]}, {"card": 0, "problem": why}]
+        return
+    yield [opening(library, names)]
+    given = with_seed(given)
+    cards = [Card(index) for index in range(len(names))]
+    for name, card in zip(names, cards, strict=True):
+        card.tell(note="Reading the checkpoint")
+        yield card.take()
+        try:
+            served = library.open(name)
+            sampling = read_sampling(Parameters(given), served)
+            if served.chat is None:
+                card.begin(Turn("prompt", prompt), served, text_ids(prompt, served), sampling)
+            else:
+                ids = chat_ids([Message("user", asked(prompt))], sampling, served)
+                card.begin(Turn("user", prompt), served, ids, sampling)
+        except Exception as problem:
+            card.fail(problem)
+    yield from stream(cards, seconds)
+
+
+def converse(
+    library: Library, name: str | None, history: list[Turn], question: str, given: Mapping[str, Any], seconds: float
+) -> Iterator[tuple[list[Event], list[Turn]]]:
+    """The answer to a question as it comes, after the `history`: events, and the turns that are the next history.
+
+    What was not answered is no part of it. A question that cannot be asked leaves the turns as they were.
+    """
+    pairs = zip(history[::2], history[1::2], strict=True)
+    card = Card(0, [turn for pair in pairs if pair[1].text.strip() for turn in pair])
+    begun = opening(library, [name]) if name else {"cards": [{}]}
+    card.fresh = [begun, *({"card": 0, **event} for turn in card.turns for event in turn.events())]
+    card.tell(note="Reading the checkpoint")
+    yield card.take(), card.turns
+    try:
+        if why := refusal([name] if name else [], question):
+            raise RequestError(why)
+        served = library.open(str(name))
+        sampling = read_sampling(Parameters(with_seed(given)), served)
+        messages = [Message("assistant" if turn.who == "model" else "user", turn.text) for turn in card.turns]
+        messages.append(Message("user", asked(question)))
+        ids = chat_ids(messages, sampling, served)
+        assert served.chat is not None
+        if len(ids) < len(served.chat.prompt_ids(served.tokenizer, messages)):
+            card.remark = ". There is no room for all that was said: it forgot the oldest turns."
+        card.begin(Turn("user", question), served, ids, sampling)
+    except Exception as problem:
+        card.fail(problem)
+    for events in stream([card], seconds):
+        yield events, card.turns
+
+
+def stream(cards: list[Card], seconds: float) -> Iterator[list[Event]]:
+    """What comes while the cards write, in turn, for so many seconds at most."""
+    started = shown = time.monotonic()
+    while any(card.writing for card in cards):
+        for card in cards:
+            card.go_on()
+        running = [card for card in cards if card.writing is not None]  # the note of one that has ended is its last
+        now = time.monotonic()
+        if now - started >= seconds:
+            for card in running:
+                card.end(f"{card.note}, ended after {seconds:g} s")
+        elif now - shown >= SHOW_EVERY:
+            for card in running:
+                card.tell(note=card.note)
+            yield [event for card in cards for event in card.take()]
+            shown = time.monotonic()
+    yield [event for card in cards for event in card.take()]
+
+
+def opening(library: Library, names: Sequence[str]) -> Event:
+    found = {str(found.path): found for found in library.find()}
+    cards = [
+        {"title": found[name].name, "detail": standing(found[name].path)} if name in found else {} for name in names
+    ]
+    return {"cards": cards}
+
+
+def refusal(names: Sequence[str], prompt: str) -> str:
+    """Why nobody is asked; "" if they are."""
+    if not names:
+        return "Choose a checkpoint."
+    if len(names) > MOST_COMPARED:
+        return f"{len(names)} checkpoints are chosen; {MOST_COMPARED} at most."
+    if len(prompt) > LONGEST_PROMPT:
+        return f"The text has {len(prompt):,} characters; {LONGEST_PROMPT:,} at most."
+    return ""
+
+
+def asked(question: str) -> str:
+    """Raises RequestError for nothing."""
+    if not question.strip():
+        raise RequestError("This model answers: type a question.")
+    return valid_unicode(question)
+
+
+def with_seed(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The seed is what was typed; where that is nothing, the same one for all that are compared."""
+    seed = str(given.get("seed") or "").strip()
+    return {**given, "seed": int(seed) if seed.isdecimal() else seed or random.randrange(2**31)}
+
+
+def no_checkpoints(places: Sequence[Path]) -> CheckpointError:
+    named = ", ".join(f"{place}/" for place in places)
+    return CheckpointError(
+        f"There is no trained model in {named}. Train one first, for instance: python train_colab_mmap.py --config "
+        "quickstart.json; or name a checkpoint or run folder."
+    )

@@ -1,0 +1,194 @@
+"""The page of the demo, made with Gradio: what stands where, and which function answers what."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gradio as gr
+
+from generation.sampling import Sampling
+from serving.demo_library import MOST_COMPARED, Library
+from serving.demo_model import LONGEST_PROMPT, Event, Turn, complete, converse
+from serving.watch_page import page as watch_page
+
+FILES = Path(__file__).resolve().parent
+TEMPLATE = """
+<div class="legend" hidden>
+  <label class="colours"><input type="checkbox" checked> How likely the model thought each token:</label>
+  <span class="scale"><span class="token">over 50 %</span><span class="token surprise-1">over 20 %</span
+    ><span class="token surprise-2">over 5 %</span><span class="token surprise-3">over 1 %</span
+    ><span class="token surprise-4">over 0.1 %</span><span class="token surprise-5">less</span></span>
+  <span>Choose a token to see what else it considered.</span>
+</div>
+<div class="cards"></div>
+<div class="considered" role="dialog" aria-label="What the model considered" hidden>
+  <div class="top"><span class="which"></span><span class="how"></span><button aria-label="Close">&times;</button></div>
+  <table><tbody></tbody></table>
+  <p class="caption">The model's own probabilities, before temperature, top-k, top-p and penalty.</p>
+</div>
+"""
+# JavaScript of a frame that is always as high as what is in it.
+FIT = "new ResizeObserver(([{ target }]) => { this.height = target.offsetHeight; }).observe(this.contentDocument.body)"
+SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+
+
+def theme() -> Any:
+    """With the fonts that are there: none is fetched."""
+    text, code = ["system-ui", "sans-serif"], ["ui-monospace", "Consolas", "monospace"]
+    ours = gr.themes.Default(primary_hue="indigo", secondary_hue="indigo", font=text, font_mono=code)
+    # Gradio's own are too faint to be read by all.
+    return ours.set(
+        color_accent="*primary_600",
+        button_primary_background_fill="*primary_600",
+        button_primary_background_fill_hover="*primary_700",
+        body_text_color_subdued="*neutral_500",
+        input_placeholder_color="*neutral_500",
+        input_placeholder_color_dark="*neutral_400",
+    )
+
+
+def style() -> str:
+    return (FILES / "demo_page.css").read_text(encoding="utf-8")
+
+
+def make_page(library: Library, queue: int, seconds: float) -> Any:
+    """The page, a `gradio.Blocks` that is not launched: one text is made at a time, `queue` requests wait, and after so
+    many `seconds` a text ends where it is."""
+
+    def choices() -> list[tuple[str, str]]:
+        return [(found.name, str(found.path)) for found in library.find()]
+
+    def answerers() -> list[tuple[str, str]]:
+        return [(found.name, str(found.path)) for found in library.find() if found.answers]
+
+    def look_again(chosen: list[str], answerer: str | None) -> tuple[Any, Any, Any]:
+        """What is chosen stays, for meanwhile it may be another, unless it is gone."""
+        there, answering = choices(), answerers()
+        paths, answering_paths = [path for _, path in there], [path for _, path in answering]
+        kept = [path for path in chosen or [] if path in paths]
+        chooses = {} if kept and kept == chosen else {"value": kept or paths[:1]}
+        asks = {} if answerer in answering_paths else {"value": next(iter(answering_paths), None)}
+        return (
+            gr.update(choices=there, **chooses),
+            gr.update(choices=answering, **asks),
+            gr.update(visible=bool(answering)),
+        )
+
+    def continue_text(chosen: list[str], prompt: str, *settings: Any) -> Iterator[str]:
+        given = dict(zip(SETTINGS, settings, strict=True))
+        log = ""
+        for events in complete(library, chosen or [], prompt or "", given, seconds):
+            log += lines(events)
+            yield log
+
+    def answer(name: str | None, history: list[Turn], question: str, *settings: Any) -> Iterator[tuple[Any, Any, Any]]:
+        given = dict(zip(SETTINGS, settings, strict=True))
+        log = ""
+        for i, (events, turns) in enumerate(converse(library, name, history, question or "", given, seconds)):
+            log += lines(events)
+            # Taken out of its box at once, for later the next one may have been begun there.
+            was_asked = i == 1 and not any("problem" in event for event in events)
+            yield log, turns, "" if was_asked else gr.skip()
+
+    def draw(chosen: list[str]) -> str:
+        runs = library.runs(chosen or [])
+        if not runs:
+            return "<p>The runs of the chosen checkpoints have no losses on record here.</p>"
+        return f'<iframe title="Losses" onload="{FIT}" srcdoc="{html.escape(watch_page(runs).decode())}"></iframe>'
+
+    with gr.Blocks(title="Try the model", analytics_enabled=False) as page:
+        with gr.Row(elem_classes="demo-title"):
+            gr.Markdown("## Try the model")
+            again = gr.Button("Look again", size="sm", scale=0, min_width=110)
+        with gr.Row():
+            with gr.Column(scale=3, min_width=320):
+                with gr.Tab("Text") as texting:
+                    models = gr.Dropdown(
+                        choices(),
+                        value=[path for _, path in choices()[:1]],
+                        label=f"Checkpoints, up to {MOST_COMPARED} side by side",
+                        multiselect=True,
+                        max_choices=MOST_COMPARED,
+                    )
+                    prompt = gr.Textbox(label="Prompt (Shift+Enter generates)", lines=3, max_length=LONGEST_PROMPT)
+                    with gr.Row():
+                        go = gr.Button("Generate", variant="primary", scale=2, min_width=120)
+                        stop = gr.Button("Stop", min_width=80)
+                    texts = tokens_view()
+                with gr.Tab("Conversation", visible=bool(answerers())) as conversation:
+                    answerer = gr.Dropdown(
+                        answerers(), value=next((path for _, path in answerers()), None), label="Checkpoint"
+                    )
+                    dialogue = tokens_view()
+                    question = gr.Textbox(label="Question", lines=1, max_lines=8, max_length=LONGEST_PROMPT)
+                    with gr.Row():
+                        send = gr.Button("Ask", variant="primary", scale=2, min_width=100)
+                        halt = gr.Button("Stop", min_width=80)
+                        reset = gr.Button("Clear", min_width=80)
+                with gr.Tab("Loss curve") as training:
+                    plot = gr.HTML(elem_classes=["losses"], padding=False, apply_default_css=False)
+            with gr.Column(scale=1, min_width=260) as beside, gr.Accordion("Settings"):
+                most = library.max_tokens
+                settings = [
+                    gr.Slider(1, most, min(Sampling.max_new_tokens, most), step=1, label="Length"),
+                    gr.Slider(0, 2, Sampling.temperature, step=0.05, label="Temperature"),
+                    gr.Slider(0, 200, Sampling.top_k, step=1, label="Top-k (0: off)"),
+                    gr.Slider(0.01, 1, Sampling.top_p, step=0.01, label="Top-p (1: off)"),
+                    gr.Slider(1, 2, Sampling.repetition_penalty, step=0.05, label="Repetition penalty"),
+                    gr.Textbox(label="Seed", placeholder="another each time", max_length=20),
+                ]
+        history = gr.State([])
+        own = {"api_visibility": "private", "show_progress": "hidden"}  # Gradio's would lie over the text
+        turn = own | {"concurrency_id": "model", "concurrency_limit": 1, "js": told("waiting")}
+        aside = own | {"queue": False}
+        writing = gr.on([go.click, prompt.submit], continue_text, [models, prompt, *settings], texts, **turn)
+        talking = gr.on(
+            [send.click, question.submit],
+            answer,
+            [answerer, history, question, *settings],
+            [dialogue, history, question],
+            **turn,
+        )
+        for event, button in ((writing, stop), (talking, halt)):
+            button.click(None, js=told("stopped"), cancels=[event], **aside)
+            event.failure(None, js=told("refused"), **aside)
+        reset.click(lambda: ("", []), None, [dialogue, history], cancels=[talking], **aside)
+        gr.on([page.load, again.click], look_again, [models, answerer], [models, answerer, conversation], **aside)
+        gr.on([training.select, models.change], draw, models, plot, **aside)
+        training.select(lambda: gr.update(visible=False), None, beside, **aside)  # the settings do nothing there
+        gr.on([texting.select, conversation.select], lambda: gr.update(visible=True), None, beside, **aside)
+        gr.on([models.change, answerer.change], None, js=told("chosen"), **aside)
+    page.queue(max_size=queue, default_concurrency_limit=1, api_open=False)
+    # How often it looks whether somebody asks: its own thousand times take 5 % of a core from a training beside it.
+    page._queue.sleep_when_free = page._queue.progress_update_sleep_when_free = 0.02
+    return page
+
+
+def lines(events: list[Event]) -> str:
+    """Events as the page reads them: text that only grows, of which Gradio sends what is new, and that has no `<`, for
+    nothing in it is a tag."""
+    return "".join(json.dumps(event).replace("<", "\\u003c") + "\n" for event in events)
+
+
+def told(what: str) -> str:
+    """JavaScript by which the texts in sight learn what becomes of a request before its first event, or in place of its
+    last."""
+    tell = f"view.dispatchEvent(new CustomEvent('request', {{detail: '{what}'}}))"
+    return (
+        f"(...inputs) => {{ document.querySelectorAll('.tokens .tokens').forEach((view) => {tell}); return inputs; }}"
+    )
+
+
+def tokens_view() -> Any:
+    script = (FILES / "demo_tokens.js").read_text(encoding="utf-8")
+    return gr.HTML(
+        "",
+        html_template=TEMPLATE,
+        js_on_load=script,
+        elem_classes=["tokens"],
+        apply_default_css=False,
+    )

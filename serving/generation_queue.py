@@ -1,0 +1,137 @@
+"""One generation at a time, in a thread of its own, and the requests that wait for it, up to a bound."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from generation.decoding import Completion, generate
+from generation.likelihood import Likelihoods
+from serving.openai_form import Question, RequestError, Served
+
+GRACE = 5.0  # seconds beyond its time in which a request's last token is made and its answer is sent
+GRACE_AT_END = 1.0  # where the server ends
+
+
+class Abandoned(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Job:
+    """A generation, from its place in the queue to its last token. Its text comes out of `pieces` as it is made."""
+
+    def __init__(self, question: Question, deadline: float) -> None:
+        self.question, self.deadline = question, deadline
+        self.likelihoods = None if question.logprobs is None else Likelihoods(question.logprobs, question.echo)
+        self.abandoned = threading.Event()
+        self.began = False
+        self.fresh: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()  # None: there is no more
+        self.task: asyncio.Task[list[Completion]]
+
+    def abandon(self) -> None:
+        """It ends within a token, or does not begin."""
+        self.abandoned.set()
+        if not self.began:
+            self.task.cancel()
+
+    async def pieces(self) -> AsyncIterator[tuple[int, str]]:
+        """(index of the text, what comes next of it)."""
+        while (piece := await self.fresh.get()) is not None:
+            yield piece
+
+    async def completions(self) -> list[Completion]:
+        """Raises RequestError if its time was up before it began, Abandoned if that happened."""
+        await asyncio.wait([self.task])
+        if self.task.cancelled():
+            raise Abandoned
+        return self.task.result()
+
+
+class GenerationQueue:
+    """Who may begin, who waits, who is refused. Its methods belong to one event loop.
+
+    A request has `seconds` from its arrival. A text that is not finished then ends where it is; a request whose turn
+    has not come is told so.
+    """
+
+    def __init__(self, served: Served, waiting: int, seconds: float) -> None:
+        self.served, self.seconds = served, seconds
+        self.places = 1 + waiting
+        self.turn = asyncio.Lock()  # first come, first served
+        self.thread = ThreadPoolExecutor(1, "generate")
+        self.stopping = threading.Event()
+        self.limits: set[asyncio.Timeout] = set()
+
+    @contextlib.contextmanager
+    def place(self) -> Iterator[None]:
+        """Held from before a request is read, so that no more than so many lie in memory. Raises RequestError."""
+        if self.stopping.is_set():
+            raise ending()
+        if not self.places:
+            message = "Too many requests are waiting; try again in a moment."
+            raise RequestError(message, status=429, code="rate_limit_exceeded")
+        self.places -= 1
+        try:
+            yield
+        finally:
+            self.places += 1
+
+    @contextlib.asynccontextmanager
+    async def time_limit(self, deadline: float) -> AsyncIterator[None]:
+        """Raises TimeoutError inside when a request that arrived in time should have been answered, or the server is
+        about to end."""
+        async with asyncio.timeout_at(deadline + GRACE) as limit:  # the event loop's clock is time.monotonic
+            self.limits.add(limit)
+            try:
+                yield
+            finally:
+                self.limits.remove(limit)
+
+    def start(self, question: Question, deadline: float, give_back: Callable[[], None]) -> Job:
+        """`give_back` is called once the job no longer takes up the thread or the queue."""
+        job = Job(question, deadline)
+        job.task = asyncio.create_task(self.run(job))
+
+        def over(task: asyncio.Task[list[Completion]]) -> None:
+            give_back()
+            job.fresh.put_nowait(None)
+
+        job.task.add_done_callback(over)
+        return job
+
+    async def run(self, job: Job) -> list[Completion]:
+        loop = asyncio.get_running_loop()
+        model, tokenizer, question = self.served.model, self.served.tokenizer, job.question
+
+        def on_text(index: int, piece: str) -> None:
+            if piece:
+                loop.call_soon_threadsafe(job.fresh.put_nowait, (index, piece))
+
+        def go_on() -> bool:
+            return not (job.abandoned.is_set() or self.stopping.is_set() or time.monotonic() >= job.deadline)
+
+        async with self.turn:
+            if self.stopping.is_set():
+                raise ending()
+            if time.monotonic() >= job.deadline:
+                message = f"The request waited {self.seconds:g} s for its turn; try again when less is asked."
+                raise RequestError(message, status=503, code="timeout")
+            job.began = True
+            work = functools.partial(generate, on_text=on_text, go_on=go_on, told=job.likelihoods)
+            return await loop.run_in_executor(self.thread, work, model, tokenizer, question.prompts, question.sampling)
+
+    def stop(self) -> None:
+        """What is under way ends within a token, what waits is refused, and nothing takes longer than it must."""
+        self.stopping.set()
+        soon = time.monotonic() + GRACE_AT_END
+        for limit in self.limits:
+            limit.reschedule(min(soon, limit.when() or soon))
+
+
+def ending() -> RequestError:
+    return RequestError("The server is about to end.", status=503)

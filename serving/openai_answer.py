@@ -1,0 +1,178 @@
+"""Text in the form of OpenAI's completions and chat completions, whole or in the parts of a stream."""
+
+from __future__ import annotations
+
+import math
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from generation.decoding import Completion
+from generation.likelihood import Likelihood, Likelihoods
+from serving.openai_form import Question, Served
+from tokenizer import Tokenizer
+
+
+class Answer:
+    """Each text is told once: `whole`, or as `opening`, a `piece` for each of its pieces, and `closing`."""
+
+    def __init__(self, question: Question, served: Served, likelihoods: Likelihoods | None) -> None:
+        """`likelihoods` grow with the texts; None: they were not asked for."""
+        self.question, self.served, self.likelihoods = question, served, likelihoods
+        self.id, self.created = uuid.uuid4().hex, int(time.time())
+        self.places = [TokenPlaces(served.tokenizer, len(text)) for text in question.asked]
+        self.lengths = [0] * len(question.prompts)  # characters of each text that were told
+        # The space before an answer in a conversation is left out.
+        self.begun = [not question.is_chat] * len(question.prompts)
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        choices = []
+        for i, completion in enumerate(completions):
+            tokens = [*self.echoed_tokens(i), *self.tokens(i, len(completion.text))]
+            said: dict[str, Any]
+            if self.question.is_chat:
+                said = {"message": {"role": "assistant", "content": completion.text.lstrip(), "refusal": None}}
+            else:
+                said = {"text": self.echo(i) + completion.text}
+            choices.append(self.choice(i, said, tokens, completion))
+        return self.envelope(choices, "") | {"usage": self.usage(completions)}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """What a stream begins with."""
+        texts = range(len(self.question.prompts))
+        if self.question.is_chat:
+            said = {"delta": {"role": "assistant", "content": ""}}
+            return [self.part([self.choice(i, said)]) for i in texts]
+        return [
+            self.part([self.choice(i, {"text": self.echo(i)}, self.echoed_tokens(i))]) for i in texts if self.echo(i)
+        ]
+
+    def piece(self, index: int, text: str) -> list[dict[str, Any]]:
+        """What comes next of a text."""
+        self.lengths[index] += len(text)
+        if not self.begun[index]:
+            text = text.lstrip()
+        if not text:
+            return []
+        self.begun[index] = True
+        said = {"delta": {"content": text}} if self.question.is_chat else {"text": text}
+        return [self.part([self.choice(index, said, self.tokens(index, self.lengths[index]))])]
+
+    def closing(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+        nothing: dict[str, Any] = {"delta": {}} if self.question.is_chat else {"text": ""}
+        parts = [
+            self.part([self.choice(i, nothing, self.tokens(i, len(completion.text)), completion)])
+            for i, completion in enumerate(completions)
+        ]
+        if self.question.include_usage:
+            parts.append(self.part([]) | {"usage": self.usage(completions)})
+        return parts
+
+    def part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self.envelope(choices, ".chunk") | ({"usage": None} if self.question.include_usage else {})
+
+    def envelope(self, choices: list[dict[str, Any]], suffix: str) -> dict[str, Any]:
+        is_chat = self.question.is_chat
+        return {
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{self.id}",
+            "object": f"chat.completion{suffix}" if is_chat else "text_completion",
+            "created": self.created,
+            "model": self.served.name,
+            "choices": choices,
+        }
+
+    def choice(
+        self,
+        index: int,
+        said: dict[str, Any],
+        tokens: Sequence[PlacedToken] = (),
+        completion: Completion | None = None,
+    ) -> dict[str, Any]:
+        form = chat_logprobs if self.question.is_chat else logprobs
+        told = None if self.likelihoods is None else form(tokens, self.served.tokenizer)
+        reason = None if completion is None else "stop" if completion.ended else "length"
+        return {"index": index, **said, "logprobs": told, "finish_reason": reason}
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
+        made = sum(completion.tokens for completion in completions)
+        asked = self.question.prompt_tokens
+        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+
+    def echo(self, index: int) -> str:
+        return self.question.asked[index] if self.question.echo else ""
+
+    def echoed_tokens(self, index: int) -> list[PlacedToken]:
+        if self.likelihoods is None or not self.echo(index):  # a prompt of nothing is the token that stands for it
+            return []
+        return TokenPlaces(self.served.tokenizer).take(self.likelihoods.prompts[index])
+
+    def tokens(self, index: int, length: int) -> list[PlacedToken]:
+        """Those within the first `length` characters of a text, as far as they were not told yet."""
+        return [] if self.likelihoods is None else self.places[index].take(self.likelihoods.texts[index], length)
+
+
+class PlacedToken(NamedTuple):
+    likelihood: Likelihood
+    offset: int  # characters before it
+
+
+class TokenPlaces:
+    """Where the tokens of a text begin in it, of which `offset` characters come before them."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        self.decoder = tokenizer.decoder()
+        self.offset = offset
+        self.length = 0  # of the text of the tokens that were taken, but for a character that they leave unfinished
+        self.taken = 0
+
+    def take(self, tokens: Sequence[Likelihood], length: float = math.inf) -> list[PlacedToken]:
+        """Those that begin within the first `length` characters of the text and were not taken yet."""
+        placed = []
+        while self.taken < len(tokens) and self.length < length:
+            token = tokens[self.taken]
+            placed.append(PlacedToken(token, self.offset + self.length))
+            self.length += len(self.decoder.push([token.token]))
+            self.taken += 1
+        return placed
+
+
+def logprobs(tokens: Sequence[PlacedToken], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The form of completions. A token itself is among the likeliest in its place, beside as many as were asked for."""
+
+    def name(token: int) -> str:
+        return token_name(tokenizer.token_bytes(token), "bytes:")
+
+    def likeliest(said: Likelihood) -> dict[str, float] | None:
+        if said.logprob is None:
+            return None
+        return {name(token): logprob for token, logprob in [*said.likeliest, (said.token, said.logprob)]}
+
+    return {
+        "tokens": [name(said.token) for said, _ in tokens],
+        "token_logprobs": [said.logprob for said, _ in tokens],
+        "top_logprobs": [likeliest(said) for said, _ in tokens],
+        "text_offset": [offset for _, offset in tokens],
+    }
+
+
+def chat_logprobs(tokens: Sequence[PlacedToken], tokenizer: Tokenizer) -> dict[str, Any]:
+    """The form of chat completions."""
+
+    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token)
+        return {"token": token_name(data), "logprob": logprob, "bytes": list(data)}
+
+    content = [
+        entry(said.token, said.logprob) | {"top_logprobs": [entry(*likely) for likely in said.likeliest]}
+        for said, _ in tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def token_name(data: bytes, prefix: str = "") -> str:
+    """A token as text; a part of a character as OpenAI writes its bytes: \\xe2\\x82."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in data)

@@ -1,0 +1,321 @@
+"""An exported folder is opened by transformers with nothing else known, and computes what the checkpoint computes."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import importlib.util
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import exchange.hf_form
+import tools.export_hf
+from common.checkpoint import open_checkpoint
+from common.errors import CheckpointError
+from exchange.hf_folder import build_theirs, largest_difference
+from exchange.hf_form import FormError, from_hf, to_hf
+from generation.decoding import generate
+from generation.sampling import Sampling
+from model import ModelConfig
+from tests.models import CHARACTERS, MODERN, bpe, random_model, write_model
+from tokenizer import CharacterTokenizer
+from tokenizer_bpe import PROBE, BPETokenizer
+from tools.export_hf import main
+
+needs_transformers = pytest.mark.extras("transformers")
+FORMS = {
+    "gpt2": {},
+    "no biases, tied, relu2": {"bias": False, "tie_embeddings": True, "activation": "relu2"},
+    "tanh, narrow": {"activation": "gelu_tanh", "ff_dim": 40, "dropout": 0.1},
+    "modern": {**MODERN, "activation": "relu2"},
+    "modern, softcap, tied, gelu": {**MODERN, "logit_softcap": 3.0, "tie_embeddings": True},
+}
+REFUSED = {
+    "logit_softcap 30.0": {"logit_softcap": 30.0},
+    "norm 'rmsnorm'": {"norm": "rmsnorm"},
+    "embed_norm True": {"embed_norm": True},
+    "qk_norm True": {"qk_norm": True},
+    "bias True": {**MODERN, "bias": True},
+    "embed_norm False": {**MODERN, "embed_norm": False},
+    "norm 'layernorm'": {"position": "rope", "qk_norm": True, "embed_norm": True, "bias": False},
+    "qk_norm False": {**MODERN, "qk_norm": False},
+}
+
+
+def left_behind(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@needs_transformers
+@pytest.mark.parametrize("tokenizer", [bpe(), CHARACTERS], ids=["bpe", "characters"])
+@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
+def test_transformers_opens_it_and_computes_the_same(
+    options: dict, tokenizer: BPETokenizer | CharacterTokenizer, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = write_model(tmp_path / "best", tokenizer, **options)
+    out = tmp_path / "exported"
+    assert main([str(tmp_path / "best"), str(out)]) == 0
+    said = capsys.readouterr().out
+    assert float(re.search(r"logits differ by (\S+) at most", said)[1]) <= 1e-4
+
+    theirs = AutoModelForCausalLM.from_pretrained(out)
+    their_tokenizer = AutoTokenizer.from_pretrained(out)
+    text = "the cat sat on a mat.\nit" if tokenizer.kind == "character" else "the cat sat\r\n\0on 'it' — 猫 😀"
+    ids = tokenizer.encode(text)
+    assert their_tokenizer(text)["input_ids"] == ids.tolist()
+    assert their_tokenizer.decode(ids) == text
+    tokens = torch.from_numpy(np.resize(ids, (2, 24)).astype(np.int64))
+    with torch.inference_mode():
+        logits = model(tokens)
+        assert logits.abs().max() > 1  # there is something to compare
+        torch.testing.assert_close(theirs(tokens).logits[..., : tokenizer.vocab_size], logits, atol=1e-4, rtol=0)
+    assert theirs.num_parameters() >= model.num_parameters()  # zeros for biases
+    assert not (theirs.generation_config.eos_token_id is None) ^ (tokenizer.kind == "character")
+
+
+@needs_transformers
+def test_it_generates_the_same_text(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = write_model(tmp_path / "best", CHARACTERS, **FORMS["modern"])
+    assert main([str(tmp_path / "best"), str(tmp_path / "out")]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    made = theirs.generate(**tokenizer("the cat", return_tensors="pt"), max_new_tokens=15, do_sample=False)
+    ours = generate(model, CHARACTERS, ["the cat"], Sampling(max_new_tokens=15, temperature=0.0))[0].text
+    assert tokenizer.decode(made[0]) == "the cat" + ours
+
+
+@needs_transformers
+@pytest.mark.parametrize("tokenizer", [bpe(), CHARACTERS], ids=["bpe", "characters"])
+def test_the_blogs_checkpoints(tokenizer: BPETokenizer | CharacterTokenizer, tmp_path: Path) -> None:
+    model = random_model(tokenizer.vocab_size)
+    state = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    for layer in range(2):
+        state[f"_orig_mod.blocks.{layer}.attention.causal_mask"] = torch.ones(24, 24).tril()
+    folder = tmp_path / "blog"
+    folder.mkdir()
+    torch.save(state, folder / "pytorch_model.bin")
+    keys = ("vocab_size", "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len", "dropout")
+    config = {"model_type": "gpt2", "architecture": "decoder-only", **{key: getattr(model.config, key) for key in keys}}
+    (folder / "config.json").write_text(json.dumps(config))
+    name = "bpe_tokenizer.json" if tokenizer.kind == "bpe" else "tokenizer.json"
+    tokenizer.save(folder / name)
+    assert main([str(folder), str(tmp_path / "out")]) == 0
+
+
+@needs_transformers
+def test_the_card_tells_of_the_run_and_of_nobodys_folders(
+    tmp_path: Path, train: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the cat"}\n{"prompt": "a big", "answer": "red dog"}\n')
+    run = tmp_path / "run"
+    assert train(run, eval_prompts=prompts).code == 0
+    capsys.readouterr()
+    for number, checkpoint in enumerate((run, run / "best")):
+        out = tmp_path / f"out{number}"
+        assert main([str(checkpoint), str(out)]) == 0, capsys.readouterr().err
+        card = (out / "README.md").read_text(encoding="utf-8")
+        assert str(tmp_path) not in card
+        for words in (
+            "pipeline_tag: text-generation",
+            "trained-from-scratch]",
+            "MIT licence",
+            "| the cat | ",
+            "| learning_rate | 0.005 |",
+        ):
+            assert words in card
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        step = open_checkpoint(checkpoint).training_state()["step"]
+        (row,) = [row for row in rows if row["step"] == step and "val_loss" in row]
+        assert f"| validation loss | {row['val_loss']:.4f} (at step {step}) |" in card
+        code = re.search(r"```python\n(.*?)```", card, flags=re.DOTALL)[1]
+        exec(compile(code.replace(f'"out{number}"', repr(str(out))), "card", "exec"), {})  # noqa: S102
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_no_class_can_express_is_refused_by_its_name(named: str) -> None:
+    config = random_model(40, **REFUSED[named]).config
+    with pytest.raises(FormError, match=f"cannot have {named} "):
+        to_hf(config, {})
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> ModelConfig:
+    head_dim, heads = 2 * draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    options = {
+        "vocab_size": draw(st.integers(1, 9)),
+        "embed_dim": head_dim * heads,
+        "num_heads": heads,
+        "num_layers": draw(st.integers(1, 3)),
+        "ff_dim": draw(st.integers(1, 9)),
+        "max_seq_len": draw(st.integers(1, 9)),
+        "tie_embeddings": draw(st.booleans()),
+        "activation": draw(st.sampled_from(["gelu", "gelu_tanh", "relu2"])),
+    }
+    if draw(st.booleans()):
+        return ModelConfig(**options, **MODERN, logit_softcap=draw(st.sampled_from([0.0, 15.0, 0.5])))
+    return ModelConfig(**options, bias=draw(st.booleans()))
+
+
+@given(shapes())
+@settings(max_examples=60)
+def test_there_and_back_again_not_a_bit_changes(config: ModelConfig) -> None:
+    state = random_model(**config.to_dict()).state_dict()
+    if config.tie_embeddings:
+        del state["head.weight"]
+    hf_config, tensors = to_hf(config, state)
+    back, state_back = from_hf(json.loads(json.dumps(hf_config)), tensors)
+    gpt2 = config.position == "learned"
+    assert back == (dataclasses.replace(config, bias=True) if gpt2 else config)
+    added = {name for name in state_back if name not in state}
+    assert state.keys() <= state_back.keys() and all(torch.equal(state[name], state_back[name]) for name in state)
+    assert not added or not config.bias
+    assert all(name.endswith("bias") and not state_back[name].any() for name in added)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("damage", "code", "words"),
+    [
+        ("option", 4, "cannot be exported: .*qk_norm True"),
+        ("not empty", 2, "already there"),
+        ("a file", 2, "already there"),
+        ("no checkpoint", 4, "no checkpoint folder"),
+        ("altered", 4, "was altered"),
+        ("tokenizer of another model", 3, "the tokenizer of another model"),
+        ("full disk", 4, "could not be written: No space left"),
+        ("other logits", 4, "computes other logits"),
+        ("other ids", 3, "reads the tokenizer otherwise"),
+        ("no transformers", 2, r"pip install -r requirements-extras\.txt"),
+        ("one word", 2, "required: OUT"),
+    ],
+)
+def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
+    damage: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    folder, out = tmp_path / "best", tmp_path / "place" / "out"
+    write_model(folder, **({"qk_norm": True} if damage == "option" else FORMS["modern"]))
+    out.parent.mkdir()
+    arguments = [str(folder), str(out)]
+    if damage == "not empty":
+        out.mkdir()
+        (out / "mine.txt").write_text("mine")
+    elif damage == "a file":
+        out.write_text("mine")
+    elif damage == "no checkpoint":
+        shutil.rmtree(folder)
+    elif damage == "altered":
+        (folder / "config.json").write_text((folder / "config.json").read_text().replace("24", "25"))
+    elif damage == "tokenizer of another model":
+        (folder / "manifest.json").unlink()
+        torch.save(open_weights(folder), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+        BPETokenizer.train([PROBE], vocab_size=400).save(folder / "tokenizer.json")
+    elif damage == "full disk":
+        monkeypatch.setattr("common.tensors.write_verified", full_disk)
+    elif damage == "other logits":
+        monkeypatch.setattr(exchange.hf_form, "swap_halves", lambda weight, heads: weight)
+    elif damage == "other ids":
+        other = BPETokenizer.train([PROBE], vocab_size=290)
+        monkeypatch.setattr("exchange.hf_tokenizer.hf_tokenizer_json", lambda _: other.to_json().encode())
+    elif damage == "no transformers":
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    elif damage == "one word":
+        del arguments[1]
+    before = left_behind(out.parent)
+    assert main(arguments) == code
+    err = capsys.readouterr().err
+    assert re.search(words, err) and err.startswith("error: ") and "Traceback" not in err, err
+    assert left_behind(out.parent) == before
+
+
+def open_weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def full_disk(path: Path, content: object) -> str:
+    path.write_bytes(b"cut sho")
+    raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+
+@needs_transformers
+@pytest.mark.parametrize("form", ["tanh, narrow", "modern"])
+def test_rounding_of_large_logits_is_told_from_a_fault(form: str) -> None:
+    """A head that makes them a thousand times as large: fp32 differs by more than 1e-4 then, fp64 does not."""
+    model = random_model(300, **FORMS[form])
+    with torch.no_grad():
+        model.head.weight *= 1000
+    config, tensors = to_hf(model.config, model.state_dict())
+    difference = largest_difference(model, build_theirs(config, tensors, tied=False), bpe())
+    assert difference.in_single > 1e-4 and "rounding: they reach" in str(difference)
+    name = "transformer.h.0.mlp.c_fc.bias" if form != "modern" else "model.layers.0.self_attn.k_proj.weight"
+    tensors[name] = tensors[name].clone()
+    tensors[name][0] += 1e-3
+    with pytest.raises(CheckpointError, match="computes other logits"):
+        largest_difference(model, build_theirs(config, tensors, tied=False), bpe())
+
+
+# llama.cpp, and the hub
+
+
+@pytest.mark.extras("gguf")
+def test_a_file_for_llama_cpp_is_written_proven_and_explained(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_model(tmp_path / "best")
+    file = tmp_path / "x.gguf"
+    command = [str(tmp_path / "best"), str(tmp_path / "out"), "--gguf", str(file)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert file.read_bytes()[:4] == b"GGUF" and "llama-completion -m" in said and "ollama create x" in said
+    assert "same token ids" in said or "Not proven" in said
+    assert "approximates GELU by tanh" in said
+    assert main([command[0], str(tmp_path / "again"), *command[2:]]) == 2 and not (tmp_path / "again").exists()
+
+
+@pytest.mark.extras("gguf")
+def test_a_file_that_is_not_proven_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def prove(path: object, file: Path) -> None:
+        assert file.exists()
+        raise CheckpointError(f"llama.cpp crashed on {file}.")
+
+    monkeypatch.setattr(tools.export_hf, "prove", prove)
+    write_model(tmp_path / "best")
+    assert main([str(tmp_path / "best"), str(tmp_path / "out"), "--gguf", str(tmp_path / "x.gguf")]) == 4
+    assert "crashed" in capsys.readouterr().err and not (tmp_path / "x.gguf").exists()
+
+
+def test_a_modern_model_for_llama_cpp_is_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    write_model(tmp_path / "best", **MODERN)
+    assert main([str(tmp_path / "best"), str(tmp_path / "out"), "--gguf", str(tmp_path / "x.gguf")]) == 2
+    assert "llama.cpp cannot run this model" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best"]
+
+
+def test_a_push_without_a_name_or_a_token_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no_token"))
+    write_model(tmp_path / "best")
+    for flags in (["--push", "no slash"], ["--public"]):
+        assert main([str(tmp_path / "best"), str(tmp_path / "out"), *flags]) == 2
+    assert not (tmp_path / "out").exists() and capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""An exported folder in transformers' text generation, with nothing said but the folder's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.models import CHARACTERS, MODERN, TINY, bpe, write_model
+from tokenizer import CharacterTokenizer, Tokenizer
+from tokenizer_bpe import SPECIAL_TOKENS
+from tools.export_hf import main
+
+pytestmark = pytest.mark.extras("transformers")
+FORMS = pytest.mark.parametrize("options", [{}, {**MODERN, "tie_embeddings": True}], ids=["gpt2", "modern"])
+CONTEXT = TINY["max_seq_len"]
+
+
+def exported(folder: Path, tokenizer: Tokenizer, **options: Any) -> Path:
+    write_model(folder / "ours", tokenizer, **options)
+    assert main([str(folder / "ours"), str(folder / "theirs")]) == 0
+    return folder / "theirs"
+
+
+@pytest.mark.parametrize("tokenizer", [bpe(), CHARACTERS], ids=["bpe", "characters"])
+@FORMS
+def test_text_ends_at_the_context_alone_and_in_a_batch(options: dict, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from transformers import pipeline
+
+    pipe = pipeline("text-generation", str(exported(tmp_path, tokenizer, **options)))
+    prompts = ["the cat sat", "a"]
+    how = {"do_sample": False, "return_tensors": True}
+    alone = [pipe(prompt, **how)[0]["generated_token_ids"] for prompt in prompts]
+    together = [answer[0]["generated_token_ids"] for answer in pipe(prompts, batch_size=2, **how)]
+    assert [len(ids) for ids in [*alone, *together]] == [CONTEXT] * 4
+    padding = len(tokenizer.encode(prompts[0])) - len(tokenizer.encode(prompts[1]))
+    assert padding > 0 and together[0] == alone[0]
+    assert together[1] == [pipe.tokenizer.pad_token_id] * padding + alone[1][: CONTEXT - padding]
+    with pytest.raises(ValueError, match="`max_length` is set to 24"):
+        pipe("the cat sat " * 10)
+
+
+@FORMS
+def test_an_unknown_character_has_a_token_and_the_model_has_its_rows(options: dict, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = exported(tmp_path, CHARACTERS, **options)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    size = CHARACTERS.vocab_size
+    assert (tokenizer.pad_token_id, tokenizer.unk_token_id, model.config.vocab_size) == (size, size + 1, size + 2)
+    ids = tokenizer("cat A")["input_ids"]
+    assert ids == [*CHARACTERS.encode("cat ").tolist(), tokenizer.unk_token_id]
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids])).logits[0]
+    least = logits[:, size]
+    assert torch.equal(least, logits[:, size + 1]) and any(torch.equal(least, logits[:, i]) for i in range(size))
+    assert "One that the model was not trained on becomes `<|unk|>`" in (folder / "README.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("tokenizer", [bpe(), CHARACTERS], ids=["bpe", "characters"])
+def test_special_tokens_are_never_generated(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """They are what a model with these weights would say, and then the id 5."""
+    from transformers import AutoModelForCausalLM
+
+    folder = exported(tmp_path, tokenizer)
+    pad, unknown = json.loads((folder / "generation_config.json").read_text())["suppress_tokens"]
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.transformer.ln_f.weight.zero_()  # so that the logits are the same after every token
+        model.lm_head.weight[[pad, unknown]] = 2 * model.transformer.ln_f.bias
+        model.lm_head.weight[5] = model.transformer.ln_f.bias
+        made = model.generate(torch.tensor([[6]]), do_sample=False)
+        assert {*model(made).logits[0, -1].topk(2).indices.tolist()} == {pad, unknown}
+    assert made[0].tolist() == [6, *[5] * (CONTEXT - 1)]
+
+
+@pytest.mark.parametrize(
+    "tokenizer", [bpe(), CharacterTokenizer.from_characters("<|>endofxtpaukthc ")], ids=["bpe", "characters"]
+)
+def test_no_text_can_forge_a_special_token(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = exported(tmp_path, tokenizer)
+    theirs = AutoTokenizer.from_pretrained(folder)
+    pieces = st.lists(st.sampled_from([*SPECIAL_TOKENS, "<|", "endoftext", "|>", "the cat", " "]), max_size=4)
+
+    @given(pieces)
+    def same_ids(pieces: list[str]) -> None:
+        assert theirs("".join(pieces))["input_ids"] == tokenizer.encode("".join(pieces)).tolist()
+
+    same_ids()
+    card = (folder / "README.md").read_text("utf-8")
+    assert ("`<|endoftext|>` written in a text is read as these characters" in card) == (tokenizer.kind == "bpe")

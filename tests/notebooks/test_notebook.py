@@ -1,0 +1,340 @@
+"""The notebook as a stranger runs it, from top to bottom, in a kernel: in a Colab of our own making, whose Drive
+outlives its machine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shlex
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train_colab_mmap
+from common.chat import ChatTemplate
+from tests.helpers import ROOT, generated_text
+from tests.models import write_model
+from training.config import parse_config
+from training.numbers.evaluate import read_prompts
+from training.telling.records import read_metrics
+
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+nbformat = pytest.importorskip("nbformat")
+
+NOTEBOOK = ROOT / "notebooks" / "train_in_colab.ipynb"
+# What the form fields of the cells are set to, for a model that trains in seconds.
+SHORT = {
+    "max_steps": 600,
+    "vocab_size": 300,
+    "max_new_tokens": 10,
+    "more_flags": "--device cpu --num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 16 --batch_size 8 "
+    "--warmup_steps 1 --eval_interval 300 --eval_batches 1 --log_interval 5",
+}
+COLAB = """
+import json, pathlib, sys
+
+def record(what, **more):
+    with open({log!r}, "a") as file:
+        file.write(json.dumps({{"what": what, **more}}) + "\\n")
+
+class drive:
+    @staticmethod
+    def mount(point):
+        point = pathlib.Path(point)
+        assert not any(point.glob("*")), "Mountpoint must not already contain files"
+        point.parent.mkdir(parents=True, exist_ok=True)
+        point.symlink_to({drive!r})
+        record("mount", point=str(point))
+
+class files:
+    @staticmethod
+    def download(name):
+        record("download", name=name, size=pathlib.Path(name).stat().st_size)
+
+sys.modules["google.colab.drive"], sys.modules["google.colab.files"] = drive, files
+"""
+
+
+class Machine:
+    """A machine of our Colab: a project, a kernel, and a Drive that is not mounted yet."""
+
+    def __init__(self, folder: Path, drive: Path, fields: dict[str, Any]):
+        self.project, self.content, self.log = folder / "content" / "gpt2", folder / "content", folder / "log"
+        self.project.mkdir(parents=True)
+        for path in ROOT.iterdir():  # what the notebook writes is not to lie in the checkout
+            if not path.name.startswith(".") and path.name not in ("runs", "datasets_cache", "exported"):
+                (self.project / path.name).symlink_to(path)
+        package = folder / "packages" / "google" / "colab"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(COLAB.format(log=str(self.log), drive=str(drive)))
+        self.notebook = nbformat.read(NOTEBOOK, as_version=4)
+        for cell in self.notebook.cells:
+            cell.source = cell.source.replace("/content/", f"{self.content}/")
+            for name, value in fields.items():
+                cell.source = re.sub(rf"(?m)^{name} = .*?(?=  # @param)", f"{name} = {value!r}", cell.source)
+        self.steps = [cell for cell in self.notebook.cells if cell.cell_type == "code"]
+        resources = {"metadata": {"path": str(self.project)}}
+        self.client = nbclient.NotebookClient(self.notebook, timeout=240, kernel_name="python3", resources=resources)
+        names = ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR")
+        own = {name: str(folder / name.lower()) for name in names}
+        self.environment = os.environ | own | {"PYTHONPATH": str(folder / "packages")}
+        del self.environment["PYTEST_CURRENT_TEST"]  # by which a kernel knows a test, and shows less
+
+    def run(self, step: int) -> str:
+        """Run a cell, and return what it shows."""
+        cell = self.steps[step - 1]
+        try:
+            self.client.execute_cell(cell, self.notebook.cells.index(cell))
+        finally:
+            assert "Traceback" not in shown(cell), shown(cell)
+        return shown(cell)
+
+    def recorded(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()] if self.log.exists() else []
+
+
+def shown(cell: Any) -> str:
+    """What stands below a cell, an output after the other."""
+    parts = []
+    for output in cell.outputs:
+        data = output.get("data", {})
+        forms = (output.get("text"), data.get("text/html"), data.get("text/markdown"), output.get("evalue"))
+        parts.append(next(filter(None, forms), ""))
+    return "\n".join(parts)
+
+
+@pytest.fixture
+def drive(tmp_path: Path) -> Path:
+    (tmp_path / "drive" / "MyDrive").mkdir(parents=True)
+    return tmp_path / "drive"
+
+
+def interrupt_once(machine: Machine, run: Path) -> threading.Thread:
+    """Press the stop button, once, when the training has reported."""
+
+    def press() -> None:
+        while not read_metrics(run):
+            time.sleep(0.02)
+        asyncio.run(machine.client.km.interrupt_kernel())
+
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive: Path) -> None:
+    machine = Machine(tmp_path / "first", drive, SHORT)
+    run = machine.project / "runs" / "quickstart"
+    with machine.client.setup_kernel(env=machine.environment):
+        assert f"In {machine.project}" in machine.run(1)
+        about = machine.run(2)
+        assert (
+            "Device " in about
+            and "Precision  " not in about
+            and "| T4 | 15.6 GB | fp16 | 32 of 64 | 4 of 32 | about 1.1 |" in about
+        )
+        assert machine.run(3).count("Checkpoints are copied to") == 1
+        assert machine.recorded() == [{"what": "mount", "point": str(machine.content / "drive")}]
+        assert "configs/quickstart.json" in machine.run(4)
+        told = machine.run(5)
+        assert "Vocabulary: 300" in told and "Train on it" not in told and "gpt2_small.json" not in told
+        assert "is already complete" in machine.run(5)
+        assert "Dry run: no run was written" in machine.run(6) and not run.exists()
+        presses = interrupt_once(machine, run)
+        with pytest.raises(nbclient.exceptions.CellExecutionError, match="Stopped"):
+            machine.run(7)
+        presses.join()
+        text = shown(machine.steps[6])
+        stopped = int(re.findall(r"Interrupted after step (\d+)", text)[0])
+        assert (
+            stopped < 600
+            and "run this cell again to go on" in text
+            and re.search("Stopping (after this step|now)", text)
+        )
+        assert "/600, loss" not in text and "\r" not in text  # progress lines take each other's place
+        assert "<svg" in text and re.search(r"training \d\.\d{4}", text)
+
+    saved = Path("MyDrive") / "gpt2" / "checkpoints" / "quickstart" / "checkpoints" / f"step_{stopped:08d}"
+    assert (drive / saved / "manifest.json").exists()
+    shutil.rmtree(tmp_path / "first" / "content")
+    machine = Machine(tmp_path / "second", drive, {**SHORT, "vocab_size": 512, "download": True})
+    run, saved = machine.project / "runs" / "quickstart", machine.content / "drive" / saved
+    with machine.client.setup_kernel(env=machine.environment):
+        for step in range(1, 6):
+            told = machine.run(step)
+        assert f"--tokenizer_file {saved}/tokenizer.json" in told  # whatever the field says
+        machine.run(6)
+        told = machine.run(7)
+        assert f"Continuing from {saved}: step {stopped}" in told
+        assert "exactly right" in told and "What is the capital of Egypt?" in told  # the newest answers
+        steps = [row["step"] for row in read_metrics(run)]
+        assert set(range(5, 605, 5)) <= set(steps) and steps == sorted(set(steps))  # and the first of each session
+        assert "This run is finished: step 600 of 600" in machine.run(7)
+        assert "<th style='text-align: left'>expected</th>" in told
+        assert '<iframe srcdoc="&lt;!DOCTYPE html&gt;' in machine.run(8)
+        assert machine.run(9).startswith("What is the capital of France?")
+        machine.run(10)
+        tables = [output.data.get("text/markdown", "") for output in machine.steps[9].outputs if "data" in output]
+        assert "| bits per byte |" in "".join(tables)
+        assert "logits differ by" in machine.run(11) and "is there already" in machine.run(11)
+        run.rename(tmp_path / "elsewhere")
+        for step, told in ((11, "There is no"), (12, "run step 11 first")):  # not the older one
+            with pytest.raises(nbclient.exceptions.CellExecutionError, match=told):
+                machine.run(step)
+        (tmp_path / "elsewhere").rename(run)
+        machine.run(11)
+        machine.run(12)
+        (download,) = [entry for entry in machine.recorded() if entry["what"] == "download"]
+        assert Path(download["name"]).name == "quickstart_step_00000600.zip" and download["size"] > 10_000
+
+
+def test_a_wrong_address_ends_in_a_sentence(tmp_path: Path, drive: Path) -> None:
+    machine = Machine(tmp_path / "first", drive, {"REPOSITORY": str(tmp_path / "nothing")})
+    shutil.rmtree(machine.project)
+    machine.project.mkdir()
+    with (
+        machine.client.setup_kernel(env=machine.environment),
+        pytest.raises(nbclient.exceptions.CellExecutionError, match="Put the address of your copy into REPOSITORY"),
+    ):
+        machine.run(1)
+    assert "requirements.txt" not in shown(machine.steps[0])
+
+
+def test_the_committed_notebook_has_not_been_run() -> None:
+    """Outputs that nobody can check again would be believed. Forms have to be such, for Colab to show them."""
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            assert cell.outputs == [] and cell.execution_count is None
+            assert re.match(r"# @title \d+\. ", cell.source) and cell.metadata["cellView"] == "form"
+            assert all(json.loads(form) for form in re.findall(r"# @param (.*)", cell.source))
+
+
+@pytest.fixture
+def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+
+
+def test_outside_colab(outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from notebooks import notebook
+
+    assert notebook.mount_drive(str(outside / "drive"), "MyDrive/gpt2") is None
+    assert not (outside / "drive").exists() and "This is not Colab" in capsys.readouterr().out
+    with pytest.raises(notebook.Stopped, match="Only Colab uploads"):
+        notebook.get_text("upload", "", None)
+    with pytest.raises(notebook.Stopped, match=r"no file or folder \(none was named\)"):
+        notebook.get_text("path", "", None)
+    Path("mine.txt").write_text("a text\n")
+    text = notebook.get_text("path", "mine.txt", None)
+    with pytest.raises(notebook.Stopped, match="quickstart is for the built-in text"):
+        notebook.choose_config("quickstart", text, "path")
+    assert notebook.choose_config("medium", text, "path") == "medium"
+    Path("mine.txt").write_text("")
+    with pytest.raises(notebook.Stopped, match=r"mine\.txt is empty"):
+        notebook.get_text("path", "mine.txt", None)
+    with pytest.raises(notebook.Stopped, match="There is no checkpoint folder"):
+        notebook.talk("hello", Path("runs/none"))
+    with pytest.raises(notebook.Stopped, match="temperature is -1"):
+        notebook.talk("hello", Path("runs/none"), temperature=-1)
+    with pytest.raises(notebook.Stopped, match="ended with exit code 3"):
+        notebook.tokenize(Path("none.txt"), Path("tokens"), 300, "small", Path("runs/none"), None)
+    with pytest.raises(notebook.Stopped, match="'nobody' is no repository"):
+        notebook.push(Path("exported"), "nobody", public=False)
+    assert notebook.training_flags("small", Path("t"), Path("r"), None, "--seed 3", max_steps=0, max_hours=1.5) == [
+        "--config", "small.json", "--data_dir", "t", "--output_dir", "r", "--max_hours", "1.5", "--seed", "3",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("size", "config"),
+    [(10_000_000, "small_modern"), (10_000_001, "medium_modern"), (30_000_001, "large"), (300_000_001, "gpt2_small")],
+)
+def test_the_size_of_the_text_chooses_the_config(
+    outside: Path, monkeypatch: pytest.MonkeyPatch, size: int, config: str
+) -> None:
+    from notebooks import notebook
+
+    text = Path("mine.txt")
+    with text.open("wb") as file:
+        file.truncate(size)  # no block of it is written
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert notebook.choose_config("auto", text, "path") == config
+
+
+def test_the_length_is_said_once(outside: Path) -> None:
+    from notebooks import notebook
+
+    for config, lengths, said in (
+        ("small", {"epochs": 4, "max_steps": 0}, ["--epochs", "4"]),
+        ("small", {"epochs": 4, "max_steps": 9}, ["--max_steps", "9"]),
+        ("quickstart", {"epochs": 4, "max_steps": 0, "eval_interval": 100}, []),
+        ("small", {"epochs": 0, "max_steps": 0}, []),
+    ):
+        flags = notebook.training_flags(config, Path("t"), Path("r"), None, **lengths)
+        assert flags[6:] == said
+        parse_config(flags)
+
+
+def test_own_text_is_sampled_while_it_trains(outside: Path) -> None:
+    from notebooks import notebook
+
+    flags = notebook.training_flags("small", Path("t"), Path("r"), None, "", " Once upon a time |Wie heißt | ")
+    assert flags[-2:] == ["--eval_prompts", str(Path("t/sample_prompts.jsonl"))]
+    assert [prompt.text for prompt in read_prompts(flags[-1])] == ["Once upon a time", "Wie heißt"]
+    for config, prompts in (("small", " | "), ("quickstart", "Once")):
+        assert "--eval_prompts" not in notebook.training_flags(config, Path("t"), Path("r"), None, "", prompts)
+
+
+def test_a_second_text_is_told_to_take_a_name_of_its_own(outside: Path) -> None:
+    from notebooks import notebook
+
+    run, (first, second) = Path("runs/mine"), (Path("first"), Path("second"))
+    for seed, text in enumerate((first, second)):
+        text.with_suffix(".txt").write_text(generated_text(3_000, seed))
+    notebook.tokenize(Path("first.txt"), first, 300, "small", run, None)
+    flags = shlex.split(SHORT["more_flags"])
+    assert train_colab_mmap.main(["--data_dir", "first", "--output_dir", str(run), *flags, "--max_steps", "1"]) == 0
+    notebook.tokenize(Path("first.txt"), first, 0, "small", run, None)  # to go on with it
+    with pytest.raises(notebook.Stopped, match=r"trained on another text than second\.txt\. In step 4 .* run_name"):
+        notebook.tokenize(Path("second.txt"), second, 0, "small", run, None)
+    notebook.tokenize(Path("second.txt"), second, 300, "small", Path("runs/another"), None)
+
+
+def test_without_gguf_the_folder_is_exported(
+    outside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from exchange import gguf_form
+    from notebooks import notebook
+
+    monkeypatch.setattr(gguf_form.importlib.util, "find_spec", lambda name: None)
+    write_model(Path("runs/mine/checkpoints/step_00000007"))
+    out = Path("exported/mine_step_00000007")
+    out.mkdir(parents=True)
+    assert notebook.export(Path("runs/mine"), gguf=True) == out
+    assert f"There is no {out}.gguf. Writing a GGUF file needs the package gguf: pip" in capsys.readouterr().out
+
+
+def test_a_conversation_goes_on_until_a_new_one_is_asked_for(outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from notebooks import notebook
+
+    write_model(Path("runs/talker/checkpoints/step_00000007"), chat=ChatTemplate(), max_seq_len=128)
+    said = []
+    for is_new in (False, False, True):
+        notebook.talk("What is it?", Path("runs/talker"), is_new, temperature=0, max_new_tokens=20)
+        loaded = notebook.LOADED
+        assert loaded is not None and loaded.conversation is not None
+        said.append(len(loaded.conversation.turns))
+    assert said == [2, 4, 2] and capsys.readouterr().out.count("> What is it?\n") == 3
+    notebook.forget_model()
+    assert notebook.LOADED is None

@@ -1,0 +1,374 @@
+"""What the demo shows, without its page: checkpoints that are found, texts side by side, conversations, loss curves."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import generate
+from common.chat import ChatTemplate, Message
+from common.errors import CheckpointError
+from generation.decoding import generate as complete_rows
+from generation.sampling import Sampling
+from generation.terminal import room_for_prompt
+from serving import demo_library, demo_model
+from serving.demo_library import Library
+from serving.demo_model import END, Turn, complete, converse
+from tests.models import CHARACTERS, write_adapters, write_model
+
+USUAL = {"max_tokens": 12, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.0, "seed": "7"}
+LONG = 60.0  # seconds, more than any text here takes
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Two runs, one of conversations, written in this order."""
+    for step in (8, 9):
+        write_model(tmp_path / "runs" / "letters" / "checkpoints" / f"step_{step:08}", CHARACTERS, std=step / 50)
+    write_model(tmp_path / "runs" / "talker" / "best", chat=ChatTemplate(), max_seq_len=128)
+    write_model(tmp_path / "runs" / "talker" / "checkpoints" / "step_00012000", chat=ChatTemplate(), max_seq_len=128)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def library(runs: Path) -> Library:
+    return Library([runs], "cpu", max_tokens=100)
+
+
+def names(library: Library) -> dict[str, str]:
+    """The path of each checkpoint by the name it goes by."""
+    return {found.name: str(found.path) for found in library.find()}
+
+
+def page_of(batches: Iterable[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The cards that a page shows after these events."""
+    cards: list[dict[str, Any]] = []
+    for event in (event for batch in batches for event in batch):
+        assert event == json.loads(json.dumps(event))
+        if "cards" in event:
+            cards = [card | {"turns": [], "running": False} for card in event["cards"]]
+            continue
+        card = cards[event["card"]]
+        if "turn" in event:
+            card["turns"].append({"who": event["turn"], "text": event["text"], "tokens": []})
+        elif "token" in event:
+            card["turns"][-1]["tokens"].append(event["token"])
+            card["turns"][-1]["text"] += event["token"][0]
+        else:
+            card.update({name: value for name, value in event.items() if name != "card"})
+    return cards
+
+
+# What is found
+
+
+def test_checkpoints_are_found_wherever_the_place_is(runs: Path, library: Library) -> None:
+    there = ["talker, step 12,000", "talker, best", "letters, step 9", "letters, step 8"]
+    assert [found.name for found in library.find()] == there, "the newest run, and in it the newest checkpoint"
+    assert [found.answers for found in library.find()] == [True, True, False, False]
+
+    def found(*places: str) -> list[str]:
+        return [found.name for found in Library([runs / place for place in places], "cpu", 1).find()]
+
+    assert found("letters") == there[2:] and found("letters/checkpoints/step_00000008") == there[3:]
+    assert sorted(found("talker/best", "letters", "talker")) == sorted(there), "none twice"
+    assert found("none") == [] and found("letters/checkpoints/step_00000008/model.safetensors") == []
+    shutil.copytree(runs / "talker" / "best", runs / "gpt2")
+    assert "gpt2" in [found.name for found in library.find()], "one that is no run's"
+    (runs / "letters" / "checkpoints" / "step_00000009" / "manifest.json").unlink()
+    (runs / "gpt2" / "config.json").write_text("[")
+    assert set(names(library)) == {*there, "gpt2"} - {"letters, step 9"}, "half a checkpoint is none"
+
+
+def test_a_model_is_read_once_and_again_when_its_folder_is_another(runs: Path, library: Library) -> None:
+    best = names(library)["talker, best"]
+    first = library.open(best)
+    assert library.open(best) is first and first.chat == ChatTemplate()
+    write_model(runs / "talker" / "best", chat=ChatTemplate(), max_seq_len=64)
+    assert library.open(best).model.config.max_seq_len == 64
+
+
+def test_few_models_are_kept(runs: Path, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo_library, "MOST_COMPARED", 2)
+    paths = list(names(library).values())
+    first, second = library.open(paths[0]), library.open(paths[1])
+    assert library.open(paths[0]) is first
+    library.open(paths[2])
+    assert library.open(paths[0]) is first and library.open(paths[1]) is not second
+
+
+def test_nothing_is_opened_that_is_not_found(runs: Path, library: Library, tmp_path: Path) -> None:
+    write_model(tmp_path / "elsewhere", CHARACTERS)
+    for name in (str(tmp_path / "elsewhere"), str(runs / "letters"), f"{runs}/../elsewhere", "", "\0", "x" * 9999):
+        with pytest.raises(CheckpointError, match="no longer there; choose another"):
+            library.open(name)
+
+
+def test_adapters_are_shown_as_the_models_that_they_make(tmp_path: Path) -> None:
+    write_adapters(tmp_path / "runs" / "lora" / "checkpoints" / "step_00000001", tmp_path / "base", CHARACTERS)
+    library = Library([tmp_path / "runs"], "cpu", 100)
+    (card,) = page_of(complete(library, list(names(library).values()), "the cat", USUAL, LONG))
+    assert len(card["turns"][1]["tokens"]) == 12 and card["title"] == "lora, step 1"
+
+
+def test_the_losses_of_a_run(train: Callable[..., Any], tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "tiny"
+    assert train(run).code == 0
+    library = Library([tmp_path / "runs"], "cpu", 100)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (seen,) = library.runs([names(library)["tiny, best"], names(library)["tiny, step 24"]])
+    for key in ("train_loss", "val_loss"):
+        assert seen["columns"][key] == [row.get(key) for row in rows]
+    assert (seen["name"], seen["folder"], seen["config"], seen["samples"]) == ("tiny", "tiny", {}, []), (
+        "only how it went"
+    )
+    assert library.runs([str(run)]) == [] and library.runs([]) == []
+    told = demo_library.standing(run / "checkpoints" / "step_00000024")
+    assert told == f"validation loss {rows[-1]['val_loss']:.3f}"
+    assert demo_library.standing(run / "best").startswith("step ")
+    assert demo_library.standing(tmp_path) == ""
+
+
+def test_a_run_without_losses_is_none(runs: Path, library: Library) -> None:
+    assert library.runs(list(names(library).values())) == []
+    (runs / "letters" / "metrics.jsonl").write_text('{"step": 1, "train_loss": 2.5}\n')
+    assert [run["name"] for run in library.runs(list(names(library).values()))] == ["letters"]
+
+
+# Texts
+
+
+@pytest.mark.parametrize("changes", [{}, {"temperature": 0}, {"top_k": 5, "top_p": 1, "repetition_penalty": 1.5}])
+def test_texts_are_those_of_generate_side_by_side(library: Library, changes: dict[str, Any]) -> None:
+    paths = names(library)
+    chosen = [paths["letters, step 9"], paths["letters, step 8"]]
+    cards = page_of(complete(library, chosen, "the cat", USUAL | changes, LONG))
+    sampling = {name: value for name, value in (USUAL | changes | {"seed": 7}).items() if name != "max_tokens"}
+    for card, path in zip(cards, chosen, strict=True):
+        model, tokenizer = generate.load_model(path, "cpu")
+        assert "the cat" + card["turns"][1]["text"] == generate.generate_text(
+            model, tokenizer, "the cat", 12, **sampling
+        )
+        assert card["turns"][0] == {"who": "prompt", "text": "the cat", "tokens": []}
+        assert card["note"].startswith("12 tokens, ") and card["note"].endswith("seed 7, length reached")
+        assert "problem" not in card and not card["running"]
+    assert [card["title"] for card in cards] == ["letters, step 9", "letters, step 8"]
+    assert cards[0]["turns"] != cards[1]["turns"]
+
+
+def test_each_token_tells_what_the_model_thought(library: Library) -> None:
+    (card,) = page_of(complete(library, [names(library)["letters, step 9"]], "the", USUAL | {"temperature": 2}, LONG))
+    for text, label, probability, rank, likeliest in card["turns"][1]["tokens"]:
+        assert text == label and 0 < probability < 1
+        shares = [share for _, share in likeliest]
+        assert len(likeliest) == 8 and shares == sorted(shares, reverse=True)
+        if rank <= len(likeliest):
+            assert likeliest[rank - 1] == [label, probability]
+
+
+def test_without_a_seed_texts_differ_from_time_to_time_and_not_from_card_to_card(runs: Path, library: Library) -> None:
+    path = names(library)["letters, step 9"]
+    seeds = set()
+    for given in ("", None, "  "):
+        cards = page_of(complete(library, [path, path], "the", USUAL | {"seed": given}, LONG))
+        assert cards[0]["turns"] == cards[1]["turns"]
+        seeds.add(cards[0]["note"].partition("seed")[2])
+    assert len(seeds) == 3
+
+
+def test_a_model_of_conversations_is_asked_the_prompt(library: Library) -> None:
+    path = names(library)["talker, best"]
+    (card,) = page_of(complete(library, [path], "What is it?", USUAL, LONG))
+    assert card["turns"][0] == {"who": "user", "text": "What is it?", "tokens": []}
+    model, tokenizer = generate.load_model(path, "cpu")
+    ids = ChatTemplate().prompt_ids(tokenizer, [Message("user", "What is it?")])
+    (expected,) = complete_rows(model, tokenizer, [ids], Sampling(12, seed=7))
+    assert card["turns"][1]["text"] == expected.text.lstrip()
+    (card,) = page_of(complete(library, [path], " \n", USUAL, LONG))
+    assert card["problem"] == "This model answers: type a question." and card["turns"] == []
+
+
+def test_a_text_may_begin_with_nothing_and_the_end_is_a_token(library: Library) -> None:
+    (card,) = page_of(complete(library, [names(library)["letters, step 9"]], "", USUAL, LONG))
+    assert len(card["turns"][1]["tokens"]) == 12
+    talker = library.open(names(library)["talker, best"])
+
+    def certain(module: Any, inputs: Any, logits: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(logits).index_fill_(-1, torch.tensor([talker.tokenizer.end_of_text_id]), 50.0)
+
+    talker.model.head.register_forward_hook(certain)
+    (card,) = page_of(complete(library, [names(library)["talker, best"]], "Why?", USUAL, LONG))
+    assert card["turns"][1]["tokens"][-1][:2] == ["", END] and card["note"].endswith("seed 7, ended by itself")
+    assert card["turns"][1]["text"] == ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"max_tokens": 101}, "max_tokens is 101; a whole number from 1 to 100 is needed."),
+        ({"max_tokens": 10**9}, "from 1 to 100"),
+        ({"max_tokens": None, "temperature": -1}, "temperature is -1.0; 0 (greedy) or more"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": "hot"}, 'temperature is "hot"; a number is needed'),
+        ({"top_k": 0.5}, "top_k is 0.5; a whole number"),
+        ({"top_p": 0}, "top_p is 0.0; more than 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0.0; 0.01 to 100"),
+        ({"seed": "seven"}, 'seed is "seven"; a whole number from 0 on is needed.'),
+        ({"seed": "-1"}, 'seed is "-1"'),
+    ],
+)
+def test_what_is_out_of_range_is_said_whatever_the_page_allows(
+    library: Library, changes: dict[str, Any], said: str
+) -> None:
+    (card,) = page_of(complete(library, [names(library)["letters, step 9"]], "the", USUAL | changes, LONG))
+    assert said in card["problem"] and card["turns"] == [] and not card["running"] and card["note"] == ""
+
+
+def test_too_much_is_refused(library: Library) -> None:
+    path = names(library)["letters, step 9"]
+    for chosen, prompt, said in (
+        ([], "the", "Choose a checkpoint."),
+        ([path] * 5, "the", "5 checkpoints are chosen; 4 at most."),
+        ([path], "x" * 20_001, "The text has 20,001 characters; 20,000 at most."),
+    ):
+        (card,) = page_of(complete(library, chosen, prompt, USUAL, LONG))
+        assert card["problem"] == said
+    (card,) = page_of(complete(library, [path], "the cat " * 2_500, USUAL, LONG))
+    assert len(card["turns"][1]["tokens"]) == 12, "far more than the context"
+
+
+def test_what_is_wrong_with_one_checkpoint_leaves_the_others(runs: Path, library: Library) -> None:
+    paths = names(library)
+    chosen = [paths[name] for name in ("letters, step 8", "talker, best", "letters, step 9")]
+    library.open(chosen[0])
+    shutil.rmtree(chosen[0])
+    weights = Path(chosen[1]) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    gone, damaged, whole = page_of(complete(library, chosen, "the cat", USUAL, LONG))
+    assert gone["problem"] == f"The checkpoint {chosen[0]} is no longer there; choose another."
+    assert "is damaged: model.safetensors has" in damaged["problem"] and damaged["title"] == "talker, best"
+    assert len(whole["turns"][1]["tokens"]) == 12
+    (card,) = page_of(complete(library, chosen[2:], "ÄÖ", USUAL, LONG))
+    assert "2 characters are not in the vocabulary: 'Ä'" in card["problem"]
+
+
+def test_a_text_that_ends_before_the_others_keeps_its_last_note(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_model, "SHOW_EVERY", 0.0)  # in the batch in which it ends, too
+    paths = names(library)
+    talker = library.open(paths["talker, best"])
+    talker.model.head.register_forward_hook(
+        lambda module, inputs, logits: logits.index_fill_(-1, torch.tensor([talker.tokenizer.end_of_text_id]), 1e6)
+    )
+    ended, whole = page_of(complete(library, [paths["talker, best"], paths["letters, step 9"]], "the", USUAL, LONG))
+    assert ended["note"].startswith("1 token, ") and ended["note"].endswith("ended by itself") and not ended["running"]
+    assert whole["note"].startswith("12 tokens, ") and whole["note"].endswith("length reached")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a bug")])
+def test_a_model_that_fails_on_the_way_is_told_of(
+    library: Library, error: Exception, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo_model, "SHOW_EVERY", 0.0)
+    calls = iter(range(100))
+
+    def fail(*_: Any) -> None:
+        if next(calls) == 5:
+            raise error
+
+    paths = names(library)
+    library.open(paths["letters, step 9"]).model.ln_f.register_forward_pre_hook(fail)
+    cards = page_of(complete(library, [paths["letters, step 9"], paths["letters, step 8"]], "the", USUAL, LONG))
+    is_bug = isinstance(error, RuntimeError)
+    assert ("The server failed: RuntimeError" if is_bug else "do not fit in memory") in cards[0]["problem"]
+    assert [len(card["turns"][1]["tokens"]) for card in cards] == [5, 12] and not cards[0]["running"]
+    assert cards[0]["note"] == ""
+    assert ("RuntimeError: a bug" in capsys.readouterr().err) == is_bug
+
+
+def test_a_text_ends_when_its_time_is_up_or_nobody_asks_for_more(library: Library) -> None:
+    path = names(library)["letters, step 9"]
+    endless = Library(library.places, "cpu", 10**6)
+    (card,) = page_of(complete(endless, [path], "the", USUAL | {"max_tokens": 10**6}, 0.3))
+    assert card["note"].endswith("ended after 0.3 s") and len(card["turns"][1]["tokens"]) > 3 and not card["running"]
+    passes = []
+    endless.open(path).model.ln_f.register_forward_pre_hook(lambda *_: passes.append(1))
+    batches = complete(endless, [path], "the", USUAL | {"max_tokens": 10**6}, LONG)
+    shown = [next(batches) for _ in range(6)]
+    batches.close()  # as the page does when it is stopped
+    made = len(passes)
+    assert page_of(shown)[0]["running"] and 0 < made < 10**5
+
+
+# Conversations
+
+
+def talk(library: Library, history: list[Turn], question: str, **changes: Any) -> tuple[dict[str, Any], list[Turn]]:
+    name = names(library)["talker, best"]
+    batches, turns = zip(*converse(library, name, history, question, USUAL | changes, LONG), strict=True)
+    (card,) = page_of(batches)
+    assert [(turn.who, turn.text, turn.tokens) for turn in turns[-1]] == [
+        (turn["who"], turn["text"], turn["tokens"]) for turn in card["turns"]
+    ]
+    return card, turns[-1]
+
+
+def test_a_conversation_is_the_template_and_what_follows(library: Library) -> None:
+    first, history = talk(library, [], "What is it?")
+    assert [turn["who"] for turn in first["turns"]] == ["user", "model"]
+    second, history = talk(library, history, "And that?")
+    assert second["turns"][:2] == first["turns"] and len(history) == 4
+    served = library.open(names(library)["talker, best"])
+    sampling = Sampling(12, seed=7)
+    said = [
+        Message("user", "What is it?"),
+        Message("assistant", first["turns"][1]["text"]),
+        Message("user", "And that?"),
+    ]
+    ids = ChatTemplate().prompt_ids(served.tokenizer, said, room_for_prompt(served.model, sampling))
+    (expected,) = complete_rows(served.model, served.tokenizer, [ids], sampling)
+    assert second["turns"][3]["text"] == expected.text.lstrip()
+
+
+def test_what_was_not_answered_is_no_part_of_a_conversation(library: Library) -> None:
+    history = [Turn("user", "What?"), Turn("model", "A cat."), Turn("user", "Why?"), Turn("model", " ")]
+    card, _ = talk(library, history, "Who?")
+    assert [turn["text"] for turn in card["turns"]][:3] == ["What?", "A cat.", "Who?"]
+
+
+def test_a_question_that_cannot_be_asked_leaves_the_conversation_as_it_was(library: Library) -> None:
+    before = [Turn("user", "What?"), Turn("model", "A cat.")]
+    for question, changes, said in (
+        ("", {}, "type a question"),
+        ("x" * 20_001, {}, "20,001 characters"),
+        ("why " * 400, {}, "The last question makes"),
+        ("Why?", {"top_p": 3}, "top_p is 3.0"),
+    ):
+        card, history = talk(library, before, question, **changes)
+        assert said in card["problem"] and history == before and card["note"] == ""
+    letters = names(library)["letters, step 9"]
+    for name, said in ((letters, "was not trained on conversations"), (None, "Choose a checkpoint.")):
+        (card,) = page_of([events for events, _ in converse(library, name, [], "Why?", USUAL, LONG)])
+        assert said in card["problem"]
+
+
+def test_that_it_forgets_is_said(library: Library) -> None:
+    history: list[Turn] = []
+    for i in range(6):  # 128 tokens hold two or three of them
+        history += [Turn("user", f"What is the cat number {i}?"), Turn("model", "the cat sat on a mat and saw one.")]
+    card, _ = talk(library, history, "Why?")
+    assert card["note"].endswith("length reached. There is no room for all that was said: it forgot the oldest turns.")
+    assert len(card["turns"]) == 14, "the page shows them still"
+
+
+def test_where_there_is_nothing_the_message_says_what_to_type() -> None:
+    assert "There is no trained model in runs/, a/. Train one" in str(
+        demo_model.no_checkpoints([Path("runs"), Path("a")])
+    )

@@ -1,0 +1,439 @@
+"""The page of `tools/web_demo.py` as people use it, in a real browser, and its server as nobody should."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import generate
+from common.chat import ChatTemplate
+from tests.models import CHARACTERS, write_model
+from tests.serving.contrast import assert_readable
+from tests.serving.demos import Demo, Visitor, started
+from tools import web_demo
+
+pytestmark = pytest.mark.extras("gradio")
+ENDLESS = 100_000  # tokens, which take minutes; a model of characters never ends by itself
+WAITING = 10
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., Any]) -> Path:
+    """A run that was trained, a model of conversations and last, so that the page begins with it, one of characters at
+    two steps."""
+    folder = tmp_path_factory.mktemp("demo")
+    assert train(folder / "runs" / "tiny").code == 0
+    chat = ChatTemplate()
+    write_model(folder / "runs" / "talker" / "checkpoints" / "step_00000001", chat=chat, max_seq_len=128)
+    for step in (8, 9):
+        write_model(folder / "runs" / "letters" / "checkpoints" / f"step_{step:08}", CHARACTERS, std=step / 40)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def demo(models: Path) -> Iterator[Demo]:
+    limits = ("--queue", str(WAITING), "--max_tokens", str(ENDLESS), "--timeout", "60")
+    with started(models / "server", str(models / "runs"), *limits) as demo:
+        yield demo
+
+
+@pytest.fixture(scope="module")
+def context(browser: Any) -> Any:
+    """Who has been there before loads the page faster; each page is a session of its own all the same."""
+    return browser.new_context(viewport={"width": 1280, "height": 900})
+
+
+@pytest.fixture
+def visitor(demo: Demo, context: Any) -> Iterator[Visitor]:
+    with Visitor(context, demo) as visitor:
+        yield visitor
+
+
+def expected(models: Path, step: int, prompt: str, tokens: int, seed: int) -> str:
+    """What generate.py makes of it."""
+    path = models / "runs" / "letters" / "checkpoints" / f"step_{step:08}"
+    model, tokenizer = generate.load_model(path, "cpu")
+    text = generate.generate_text(model, tokenizer, prompt, tokens, seed=seed)
+    return text.removeprefix(prompt)
+
+
+# In a browser
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"color_scheme": "dark"}, {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True}],
+    ids=["desktop", "dark", "phone"],
+)
+def test_the_page_loads_alone_and_fits(demo: Demo, browser: Any, options: dict[str, Any]) -> None:
+    with Visitor(browser.new_context(**options), demo) as visitor:
+        page = visitor.page
+        assert page.title() == "Try the model"
+        visitor.fill(Prompt="the cat", Length="60")
+        visitor.button("Generate").click()
+        visitor.finished()
+        page.locator(".turn .token:visible").nth(40).click()
+        assert page.locator(".considered").is_visible()
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+        red, green, blue = page.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
+        assert (red + green + blue < 200) == (options.get("color_scheme") == "dark")
+        hosts = {re.match(r"(?:https?|wss?)://([^/:]+)", request.url)[1] for request in visitor.requests}
+        assert hosts == {"127.0.0.1"}, "nothing is fetched from elsewhere"
+
+
+def test_text_streams_and_stops(visitor: Visitor, models: Path) -> None:
+    visitor.fill(Prompt="the", Length=str(ENDLESS), Seed="3")
+    visitor.button("Generate").click()
+    visitor.wait_for_tokens(5)
+    visitor.page.locator(".turn .token").nth(2).click()  # its table stays open while more comes
+    visitor.wait_for_tokens(visitor.count() + 20)
+    assert visitor.page.locator(".considered").is_visible() and visitor.page.locator(".card.running").count() == 1
+    visitor.button("Stop").click()
+    visitor.page.locator(".card.stopped").wait_for()
+    (text,) = visitor.finished("seed 3")
+    assert expected(models, 9, "the", len(text), 3) == text
+    visitor.fill(Length="7")
+    visitor.button("Generate").click()
+    assert visitor.finished("length reached") == [expected(models, 9, "the", 7, 3)], "at once: nothing goes on unseen"
+
+
+def test_checkpoints_are_compared_side_by_side(visitor: Visitor, models: Path) -> None:
+    visitor.choose("letters, step 9", "letters, step 8")
+    visitor.fill(Prompt="the cat", Length="30", Seed="5")
+    visitor.button("Generate").click()
+    assert visitor.finished() == [expected(models, step, "the cat", 30, 5) for step in (9, 8)]
+    assert visitor.cards().get_by_role("heading").all_inner_texts() == ["letters, step 9", "letters, step 8"]
+    left, right = (visitor.cards().nth(i).bounding_box() for i in range(2))
+    assert left["y"] == right["y"] and left["x"] + left["width"] < right["x"]
+    visitor.choose("letters, step 9", "letters, step 8", "tiny, best")
+    visitor.button("Generate").click()
+    visitor.page.locator(".card").nth(2).wait_for()
+    tops = "cards => cards.map(card => card.getBoundingClientRect().top)"  # of one moment: what is above may grow
+    assert len(set(visitor.page.locator(".card").evaluate_all(tops))) == 1, "three columns"
+    visitor.finished()
+    visitor.choose("letters, step 8")
+    visitor.fill(Temperature="0", Seed="")
+    visitor.button("Generate").click()
+    path = models / "runs" / "letters" / "checkpoints" / "step_00000008"
+    greedy = generate.generate_text(*generate.load_model(path, "cpu"), "the cat", 30, temperature=0)
+    visitor.page.wait_for_function(
+        "text => document.body.textContent.includes(text)", arg=greedy.removeprefix("the cat")
+    )
+
+
+def test_everything_can_be_done_by_keyboard(visitor: Visitor) -> None:
+    page, keys = visitor.page, visitor.page.keyboard
+    page.get_by_label("Prompt").focus()
+    keys.type("the dog")
+    keys.press("Shift+Enter")
+    visitor.finished()
+    for _ in range(9):  # past the buttons and the switch of the colours
+        keys.press("Tab")
+        if page.evaluate("document.activeElement.matches('.turn .token')"):
+            break
+    table = page.locator(".considered")
+    assert table.is_hidden()
+    keys.press("Enter")
+    first = table.inner_text()
+    assert table.get_by_role("row").count() in (8, 9) and table.locator(".chosen").count() == 1
+    keys.press("ArrowRight")
+    assert table.inner_text() != first and page.evaluate("document.activeElement.matches('.token.active')")
+    keys.press("ArrowLeft")
+    assert table.inner_text() == first
+    keys.press("Escape")
+    assert table.is_hidden() and page.evaluate("document.activeElement.matches('.turn .token')")
+    page.get_by_label("How likely").press("Space")
+    colours = (
+        "new Set([...document.querySelectorAll('.turn .token')].map(e => getComputedStyle(e).backgroundColor)).size"
+    )
+    assert page.evaluate(colours) == 1
+    page.get_by_label("How likely").press("Space")
+    assert page.evaluate(colours) > 1
+
+
+def test_no_prompt_and_a_huge_one(visitor: Visitor) -> None:
+    page = visitor.page
+    visitor.fill(Length="5")
+    visitor.button("Generate").click()
+    assert len(visitor.finished()[0]) == 5, "a text from nothing"
+    visitor.fill(Prompt="the cat " * 500_000)
+    assert len(page.get_by_label("Prompt").input_value()) == 20_000
+    visitor.button("Generate").click()
+    page.locator(".turn.prompt", has_text="the cat").wait_for()
+    assert len(visitor.finished("length reached")[0]) == 5, "of which the end counts"
+    page.get_by_role("button", name="Remove").click()
+    visitor.button("Generate").click()
+    page.get_by_role("alert").filter(has_text="Choose a checkpoint.").wait_for()
+
+
+def test_the_server_has_limits_of_its_own(visitor: Visitor) -> None:
+    """What the page would not send is refused all the same."""
+    visitor.fill(Prompt="the", Length="5")
+    visitor.button("Generate").click()
+    visitor.finished()
+    (join,) = [request for request in visitor.requests if "queue/join" in request.url]
+    ask = """async ([url, body]) => {
+        await fetch(url, {method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body)});
+        return (await fetch(url.replace(/join.*/, `data?session_hash=${body.session_hash}`))).text();
+    }"""
+    body = json.loads(join.post_data)
+    for place, value, said in (
+        (1, "the cat " * 50_000, "The text has 400,000 characters; 20,000 at most."),
+        (2, 10**9, "1000000000"),
+        (3, -1, "-1"),
+        (0, ["/etc"], "not in the list of choices"),
+        (0, ["/etc"] * 5, "4"),
+    ):
+        changed = [value if i == place else kept for i, kept in enumerate(body["data"])]
+        answer = visitor.page.evaluate(ask, [join.url, body | {"data": changed, "session_hash": f"hostile{place}"}])
+        assert said in answer and '\\"token\\"' not in answer, answer[:2_000]
+
+
+def test_text_is_never_html(visitor: Visitor) -> None:
+    tag = "<img src=x onerror=alert(1)><b>bold</b><script>alert(2)</script> ${1+1} {{value}}"
+    visitor.choose("talker, step 1")
+    visitor.fill(Prompt=tag, Length="3")
+    visitor.button("Generate").click()
+    visitor.finished()
+    assert visitor.page.locator(".turn.user").inner_text() == tag
+    assert visitor.page.locator(".turn b, .turn img, .turn script").count() == 0
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile(visitor: Visitor, models: Path) -> None:
+    run = models / "runs" / "passing" / "checkpoints"
+    shutil.copytree(models / "runs" / "letters" / "checkpoints" / "step_00000009", run / "step_00000001")
+    visitor.button("Look again").click()
+    visitor.choose("letters, step 9")  # until the new one is in the list
+    visitor.page.wait_for_timeout(300)
+    visitor.choose("passing, step 1", "letters, step 9")
+    shutil.rmtree(run.parent)
+    visitor.fill(Prompt="the", Length="6")
+    visitor.button("Generate").click()
+    visitor.page.get_by_role("alert").filter(has_text="no longer there; choose another").wait_for()
+    visitor.page.locator(".note", has_text="length reached").wait_for()
+    assert [len(text) for text in visitor.texts()] == [0, 6], "the other one answers"
+    visitor.button("Look again").click()
+    visitor.page.locator(".gradio-container").get_by_text("passing, step 1", exact=True).wait_for(state="hidden")
+    visitor.page.get_by_role("alert").filter(has_text="no longer there").wait_for(state="hidden")
+    assert visitor.cards().count() == 1 and [len(text) for text in visitor.texts()] == [6], "that one stays as it is"
+
+
+def test_ten_at_once_get_each_their_own(demo: Demo, browser: Any, models: Path) -> None:
+    with contextlib.ExitStack() as stack:
+        # A browser opens six connections to a server at most, and a page keeps one or two.
+        contexts = [browser.new_context() for _ in range(4)]
+        visitors = [stack.enter_context(Visitor(contexts[i % 4], demo)) for i in range(10)]
+        for seed, visitor in enumerate(visitors):
+            visitor.fill(Prompt="the", Length="40", Seed=str(seed))
+        for visitor in visitors:
+            visitor.page.evaluate(
+                "[...document.querySelectorAll('button')].find(b => b.innerText === 'Generate').click()"
+            )
+        texts = [visitor.finished()[0] for visitor in visitors]
+    assert texts == [expected(models, 9, "the", 40, seed) for seed in range(10)] and len(set(texts)) == 10
+
+
+def test_who_comes_to_a_full_queue_is_told_and_the_others_go_on(demo: Demo, context: Any) -> None:
+    with Visitor(context, demo) as first, Visitor(context, demo) as waiting, Visitor(context, demo) as late:
+        waiting.fill(Prompt="the", Length="4")
+        waiting.button("Generate").click()
+        waiting.finished()
+        for visitor in (first, waiting, late):
+            visitor.fill(Prompt="the", Length=str(ENDLESS))
+        first.button("Generate").click()
+        first.wait_for_tokens(3)
+        waiting.fill(Length="3")
+        with waiting.page.expect_response("**/queue/join**"):  # it has its place
+            waiting.button("Generate").click()
+        (join,) = [request for request in first.requests if "queue/join" in request.url]
+        ask = """([url, body, places]) => Promise.all([...Array(places).keys()].map((i) => fetch(url, {
+            method: "POST", headers: {"Content-Type": "application/json"}, credentials: "include",
+            body: JSON.stringify({...body, session_hash: `other${i}`}),
+        }).then((answer) => answer.status)))"""
+        waiting.page.get_by_text("Waiting for its turn").wait_for()
+        ink = "getComputedStyle(document.querySelector('.turn .token')).color"
+        black = waiting.page.evaluate("getComputedStyle(document.querySelector('.legend .token')).color")
+        assert waiting.page.evaluate(ink) != black, "the text that was there is grey"
+        assert_readable(waiting.page, least_texts=20)
+        body = json.loads(join.post_data)
+        body["data"] = [value if value != ENDLESS else 2 for value in body["data"]]
+        statuses = late.page.evaluate(ask, [join.url, body, WAITING + 2])
+        assert sorted(set(statuses)) == [200, 503] and statuses.count(200) == WAITING - 1
+        late.button("Generate").click()
+        late.page.get_by_text("currently busy").wait_for()
+        late.page.get_by_text("This was not taken. Try again in a moment.").wait_for()
+        assert late.count() == 0 and waiting.count() == 4
+        first.button("Stop").click()
+        waiting.page.wait_for_function("document.querySelectorAll('.turn .token').length === 3")
+        assert len(waiting.finished("length reached")[0]) == 3 and waiting.page.evaluate(ink) == black
+        late.fill(Length="4")
+        late.button("Generate").click()
+        assert len(late.finished("length reached")[0]) == 4
+
+
+def test_a_visitor_who_leaves_makes_room(demo: Demo, context: Any, visitor: Visitor) -> None:
+    with Visitor(context, demo) as other:
+        other.fill(Prompt="the", Length=str(ENDLESS))
+        other.button("Generate").click()
+        other.wait_for_tokens(3)
+    visitor.fill(Prompt="the", Length="4")
+    visitor.button("Generate").click()
+    assert len(visitor.finished()[0]) == 4
+
+
+def test_a_conversation(visitor: Visitor) -> None:
+    page = visitor.page
+    page.get_by_role("tab", name="Conversation").click()
+    visitor.fill(Length="6", Seed="3")  # with which the first answer does not end before it begins
+    box = page.get_by_label("Question")
+    for number, question in enumerate(("What is it?", "And that?"), 1):
+        box.fill(question)
+        box.press("Enter")
+        page.locator(".note:visible", has_text="seed").wait_for()
+        page.wait_for_function("n => document.querySelectorAll('.turn.user').length === n", arg=number)
+        visitor.finished()
+        assert box.input_value() == ""
+    assert page.locator(".turn.user").all_inner_texts() == ["What is it?", "And that?"]
+    assert page.locator(".turn.model").count() == 2
+    page.locator(".turn.model").nth(1).locator(".token").first.click()
+    assert page.locator(".considered:visible .chosen").count() == 1
+    box.press("Enter")
+    page.get_by_role("alert").filter(has_text="type a question").wait_for()
+    visitor.button("Clear").click()
+    page.locator(".turn.user").first.wait_for(state="hidden")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_loss_curve_of_the_run(demo: Demo, browser: Any, width: int) -> None:
+    with Visitor(browser.new_context(viewport={"width": width, "height": 900}), demo) as visitor:
+        page = visitor.page
+        visitor.fill(Temperature="1.5")
+        page.get_by_role("tab", name="Loss curve").click()
+        page.get_by_text("have no losses on record here").wait_for()
+        page.get_by_role("tab", name="Text").click()
+        visitor.choose("tiny, best")
+        page.get_by_role("tab", name="Loss curve").click()
+        legend = page.frame_locator("iframe").locator("figure").first.locator(".reading")
+        assert re.fullmatch(r"training \d\.\d{4} validation \d\.\d{4}", " ".join(legend.inner_text().split()))
+        page.get_by_role("button", name="Settings").wait_for(state="hidden")  # they do nothing here
+        (frame,) = page.frames[1:]
+        frame.wait_for_function("document.documentElement.scrollHeight <= innerHeight")  # nothing is cut off
+        assert frame.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
+        page.get_by_role("tab", name="Text").click()
+        temperature = page.get_by_label("Temperature").locator("visible=true").first
+        temperature.wait_for()
+        assert temperature.input_value() == "1.5"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_can_be_read(demo: Demo, browser: Any, scheme: str) -> None:
+    options = {"viewport": {"width": 1280, "height": 900}, "color_scheme": scheme}
+    with Visitor(browser.new_context(**options), demo) as visitor:
+        page = visitor.page
+        assert_readable(page, least_texts=20)
+        visitor.choose("tiny, best", "letters, step 9", "letters, step 8")
+        visitor.fill(Prompt="the cat", Length="12", Temperature="2")
+        visitor.button("Generate").click()
+        visitor.finished()
+        page.locator(".turn .token:visible").nth(5).click()
+        page.locator(".considered").wait_for()
+        assert_readable(page, least_texts=80)  # the scale has all colours of tokens
+        page.keyboard.press("Escape")
+        visitor.fill(Seed="-1")
+        visitor.button("Generate").click()
+        page.get_by_role("alert").filter(has_text='seed is "-1"').first.wait_for()
+        page.get_by_label("Checkpoints").click()
+        page.get_by_role("option").first.wait_for()
+        assert_readable(page, least_texts=30)
+        page.keyboard.press("Escape")
+        page.get_by_role("tab", name="Loss curve").click()
+        page.frame_locator("iframe").get_by_text("Evaluations").click()
+        assert_readable(page.frames[1], least_texts=50)
+        page.get_by_role("tab", name="Conversation").click()
+        visitor.fill(Seed="3", Length="6", Question="What is it?")
+        visitor.button("Ask").click()
+        visitor.finished()
+        assert_readable(page, least_texts=30)
+
+
+# Without one
+
+
+def test_nothing_but_the_page_is_given_away(demo: Demo, models: Path) -> None:
+    for path in ("/etc/passwd", str(models / "runs" / "tiny" / "config.json"), "../../../../etc/passwd", __file__):
+        assert demo.ask(f"/gradio_api/file={path}")[0] in (403, 404), path
+    part = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nmore than a byte\r\n--x--\r\n'
+    kind = {"Content-Type": "multipart/form-data; boundary=x"}
+    for body in (part, part.replace(b"more than a byte", b"")):
+        assert demo.ask("/gradio_api/upload", "POST", body, **kind)[0] == 404
+    for path in ("/monitoring/summary", "/gradio_api/runs", "/docs"):
+        assert demo.ask(path)[0] >= 400 or "gradio-app" in demo.ask(path)[2], path
+    assert json.loads(demo.ask("/gradio_api/info")[2]) == {"named_endpoints": {}, "unnamed_endpoints": {}}
+
+
+def test_a_large_request_is_refused(demo: Demo) -> None:
+    kind = {"Content-Type": "application/json"}
+    for size, status in ((900_000, 422), (1_100_000, 413)):
+        assert demo.ask("/gradio_api/queue/join", "POST", json.dumps("x" * size).encode(), **kind)[0] == status
+
+
+def test_only_names_of_this_machine_are_answered(demo: Demo) -> None:
+    for host, status in (("localhost:8000", 200), ("127.0.0.1", 200), ("evil.example", 400), ("127.0.0.1.evil", 400)):
+        assert demo.ask("/", Host=host)[0] == status
+
+
+def test_other_machines_need_a_password(models: Path, tmp_path: Path, browser: Any) -> None:
+    with started(tmp_path / "server", str(models / "runs"), "--host", "0.0.0.0") as demo:
+        assert demo.port
+        name, password = re.search(r", for user (\w+), password ([0-9a-f]{16});", demo.printed).groups()
+        (other,) = re.findall(rf"^Network    http://([\w.-]+):{demo.port}/, unencrypted", demo.printed, re.MULTILINE)
+        assert other not in ("127.0.0.1", "localhost", "0.0.0.0")
+        assert demo.ask("/config")[0] == 401 and demo.ask("/gradio_api/queue/join", "POST", b"{}")[0] == 401
+        assert "letters" not in demo.ask("/")[2]
+        for scheme in ("light", "dark"):
+            page = browser.new_page(color_scheme=scheme)
+            page.goto(demo.url)
+            page.get_by_role("button", name="Login").wait_for()
+            assert_readable(page, least_texts=4)
+            page.close()
+        form = {"Content-Type": "application/x-www-form-urlencoded"}
+        for wrong in ("", password[:-1], "guest"):
+            assert demo.ask("/login", "POST", f"username={name}&password={wrong}".encode(), **form)[0] in (400, 422)
+        status, headers, _ = demo.ask("/login", "POST", f"username={name}&password={password}".encode(), **form)
+        assert status == 200
+        assert "letters, step 9" in demo.ask("/config", Cookie=headers["set-cookie"].partition(";")[0])[2]
+
+
+def test_what_is_wrong_with_a_command_is_said(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for words, code, said in (
+            (["--port", str(port)], 2, f"Port {port} is in use by another program; choose another with --port."),
+            (["--host", "no.such.host.invalid"], 2, "--host no.such.host.invalid is no address"),
+            (
+                ["--queue", "0", "--max_tokens", "0"],
+                2,
+                "--queue is 0; 1 or more is needed; --max_tokens is 0; 1 or more",
+            ),
+            (["--shar"], 2, "unknown flag --shar. Did you mean --share?"),
+            (["--port", "0"], 4, "There is no trained model in runs/. Train one first"),
+            (["nowhere", "--port", "0"], 4, "There is no trained model in nowhere/."),
+        ):
+            assert web_demo.main(words) == code
+            assert said in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert web_demo.main([]) == 2
+    assert "This needs gradio: pip install -r requirements-extras.txt" in capsys.readouterr().err

@@ -1,0 +1,348 @@
+"""Device, precision and compilation: what is chosen on which machine, why, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import common.machine
+from common.errors import ConfigError
+from model import ModelConfig, TransformerLanguageModel
+from tests.helpers import CPU
+from training.config import TrainConfig
+from training.machine.compilation import attention_kernels
+from training.machine.hardware import DEFAULT_THREADS, detect_hardware
+from training.numbers.data import choose_placement
+
+CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 2.0GHz\nflags\t\t: fpu sse2 {}\n\nprocessor\t: 1\nflags\t\t: fpu\n"
+WIDE = TrainConfig(embed_dim=768)
+SHAPE = ModelConfig(11, 8, 2, 1, max_seq_len=4)
+
+FakeCuda = Callable[[str, tuple[int, int]], None]
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """A machine without a GPU whose CPU has the given flags."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return lambda flags: monkeypatch.setattr(common.machine, "cpu_info", lambda: CPUINFO.format(flags))
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    """A machine with a GPU of the given name and compute capability, as far as PyTorch is asked about it."""
+
+    def fake(name: str, capability: tuple[int, int]) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: name)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *d: SimpleNamespace(total_memory=80 * 2**30))
+
+    before = torch.get_float32_matmul_precision()
+    switches = torch.backends.cuda
+    kernels = switches.cudnn_sdp_enabled(), switches.flash_sdp_enabled(), switches.mem_efficient_sdp_enabled()
+    yield fake
+    torch.set_float32_matmul_precision(before)
+    switches.enable_cudnn_sdp(kernels[0])
+    switches.enable_flash_sdp(kernels[1])
+    switches.enable_mem_efficient_sdp(kernels[2])
+
+
+# Precision
+
+
+@pytest.mark.parametrize(
+    ("flags", "precision", "said"),
+    [
+        ("avx2 avx512f amx_tile amx_bf16", "bf16", "AMX"),
+        ("avx2 avx512f avx512_bf16", "bf16", "AVX512-BF16"),
+        ("avx2 avx512f amx_tile", "fp32", "neither AMX nor AVX512-BF16"),
+        ("", "fp32", "neither"),
+    ],
+)
+def test_a_cpu_computes_in_bf16_where_it_has_it(cpu: Callable, flags: str, precision: str, said: str) -> None:
+    cpu(flags)
+    hardware = detect_hardware(WIDE)
+    assert hardware.precision == precision and said in hardware.precision_reason
+    assert hardware.device.type == "cpu" and not hardware.is_cuda
+    assert "Some CPU @ 2.0GHz" in hardware.name
+    assert hardware.peak_flops is None
+
+
+@pytest.mark.parametrize(
+    ("limit", "precision"), [("AVX2", "fp32"), ("AVX512_CORE", "fp32"), ("avx512_core_bf16", "bf16"), ("ALL", "bf16")]
+)
+def test_units_that_are_switched_off_do_not_count(
+    cpu: Callable, limit: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu("avx2 avx512f avx512_bf16 amx_bf16")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    hardware = detect_hardware(WIDE)
+    assert hardware.precision == precision and hardware.name.endswith("cores), limited to AVX2")
+    assert ("AMX" in hardware.precision_reason) == (limit in ("AVX2", "AVX512_CORE", "ALL"))
+
+
+def test_a_small_model_stays_in_fp32_on_a_cpu(cpu: Callable) -> None:
+    cpu("amx_bf16")
+    hardware = detect_hardware(TrainConfig(embed_dim=128))
+    assert hardware.precision == "fp32" and "128" in hardware.precision_reason
+
+
+def test_a_cpu_that_tells_nothing_computes_in_fp32(cpu: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu("")
+    monkeypatch.setattr(common.machine, "cpu_info", lambda: "")
+    hardware = detect_hardware(WIDE)
+    assert hardware.precision == "fp32" and hardware.name
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"), [((8, 0), "bf16"), ((9, 0), "bf16"), ((7, 5), "fp16"), ((7, 0), "fp16")]
+)
+def test_a_gpu_computes_in_bf16_from_capability_8(cuda: FakeCuda, capability: tuple, precision: str) -> None:
+    cuda("NVIDIA Something", capability)
+    hardware = detect_hardware(TrainConfig())
+    assert hardware.is_cuda and hardware.precision == precision
+    assert "{}.{}".format(*capability) in hardware.precision_reason
+    assert hardware.grad_scaler().is_enabled() == (precision == "fp16")
+    assert hardware.compiles and hardware.compile_reason
+    assert hardware.memory_bytes == 80 * 2**30
+    assert torch.get_float32_matmul_precision() == "high"
+
+
+def test_bf16_on_a_gpu_without_it_is_refused(cuda: FakeCuda) -> None:
+    cuda("Tesla T4", (7, 5))
+    with pytest.raises(ConfigError) as caught:
+        detect_hardware(TrainConfig(precision="bf16"))
+    assert "--precision bf16" in str(caught.value) and "7.5" in str(caught.value)
+    assert detect_hardware(TrainConfig(precision="fp32")).precision == "fp32"
+
+
+def test_fp16_on_a_cpu_is_refused(cpu: Callable) -> None:
+    cpu("amx_bf16")
+    with pytest.raises(ConfigError, match="--precision fp16"):
+        detect_hardware(TrainConfig(precision="fp16"))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_a_precision_that_is_asked_for_is_taken(cpu: Callable, precision: str) -> None:
+    cpu("")
+    hardware = detect_hardware(TrainConfig(precision=precision))
+    assert hardware.precision == precision and "configured" in hardware.precision_reason
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_products_run_in_the_chosen_precision_and_weights_stay_fp32(precision: str, dtype: torch.dtype) -> None:
+    hardware = dataclasses.replace(CPU, compiles=True, precision=precision)
+    model = TransformerLanguageModel(SHAPE)
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    with hardware.autocast():
+        assert model(tokens).dtype == dtype
+        loss = model(tokens, tokens)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+    assert not hardware.grad_scaler().is_enabled()
+
+
+# Device
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mac with a GPU of Apple's, as far as PyTorch is asked about it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    monkeypatch.setattr(torch.mps, "recommended_max_memory", lambda: 12 * 2**30)
+    monkeypatch.setattr(common.machine, "cpu_info", lambda: "")
+
+
+def test_the_gpu_of_a_mac_is_taken_when_asked_for(mac: None) -> None:
+    on_cpu, on_gpu = detect_hardware(WIDE), detect_hardware(dataclasses.replace(WIDE, device="mps", position="rope"))
+    assert on_cpu.device.type == "cpu" and "--device mps" in on_cpu.describe()
+    assert on_gpu.device == torch.device("mps", 0) and not on_gpu.is_cuda and "--device mps" not in on_gpu.describe()
+    assert (on_gpu.precision, on_gpu.compiles, on_gpu.memory_bytes) == ("fp32", False, 12 * 2**30)
+    assert choose_placement(10**6, WIDE, on_gpu) == "ram", "which is the GPU's memory, too"
+    assert common.machine.exact_device(on_gpu.device).type == "cpu" and not common.machine.has_fast_bf16(on_gpu.device)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_on_a_mac_is_refused(mac: None, precision: str) -> None:
+    with pytest.raises(ConfigError, match=f"--precision {precision}"):
+        detect_hardware(TrainConfig(device="mps", precision=precision))
+
+
+def test_mps_elsewhere_is_refused_with_what_to_do(cpu: Callable) -> None:
+    cpu("")
+    with pytest.raises(ConfigError, match=r"--device mps.*--device auto"):
+        detect_hardware(TrainConfig(device="mps"))
+
+
+def test_several_processes_do_not_share_the_gpu_of_a_mac(mac: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common.machine, "place", lambda: SimpleNamespace(count=2))
+    with pytest.raises(ConfigError, match="leave torchrun out"):
+        common.machine.pick_device("mps")
+
+
+def test_cuda_without_a_gpu_is_refused_with_what_to_do(cpu: Callable) -> None:
+    cpu("")
+    with pytest.raises(ConfigError) as caught:
+        detect_hardware(TrainConfig(device="cuda"))
+    assert all(said in str(caught.value) for said in ("--device cuda", "Change runtime type", "--device auto"))
+
+
+@pytest.mark.parametrize("config", [TrainConfig(use_gpu=False), TrainConfig(device="cpu")])
+def test_a_gpu_that_is_not_wanted_is_left_alone(cuda: FakeCuda, config: TrainConfig) -> None:
+    cuda("NVIDIA A100-SXM4-80GB", (8, 0))
+    before = torch.get_float32_matmul_precision()
+    hardware = detect_hardware(config)
+    assert hardware.device.type == "cpu" and hardware.peak_flops is None
+    assert hardware.units_per_hour(config) is None
+    assert torch.get_float32_matmul_precision() == before
+
+
+def test_use_gpu_without_a_gpu_is_no_error(cpu: Callable) -> None:
+    cpu("")
+    assert detect_hardware(TrainConfig(use_gpu=True)).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("Tesla T4", 65),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+        ("Tesla V100-SXM2-16GB", 125),
+        ("NVIDIA GeForce RTX 4090", 165),
+        # Names that contain those of other parts:
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA GeForce GTX 1080", None),
+    ],
+)
+def test_the_peak_is_that_of_the_part_or_unknown(cuda: FakeCuda, name: str, tera: int | None) -> None:
+    """Dense tensor-core peaks of the vendor's datasheets."""
+    cuda(name, (8, 0))
+    peak = detect_hardware(TrainConfig()).peak_flops
+    assert peak == (None if tera is None else pytest.approx(tera * 1e12, rel=0.01))
+
+
+@pytest.mark.parametrize(
+    ("name", "configured", "units"),
+    [
+        ("NVIDIA A100-SXM4-40GB", None, 8.0),
+        ("NVIDIA A100-SXM4-40GB", 11.5, 11.5),
+        ("NVIDIA A100-SXM4-40GB", 0.0, None),
+        ("Tesla T4", None, None),
+        ("Tesla T4", 1.8, 1.8),
+        ("NVIDIA RTX A1000", None, None),
+    ],
+)
+def test_units_are_known_on_an_a100_or_as_configured(
+    cuda: FakeCuda, name: str, configured: float | None, units: float | None
+) -> None:
+    cuda(name, (8, 0))
+    config = TrainConfig(units_per_hour=configured)
+    assert detect_hardware(config).units_per_hour(config) == units
+
+
+def test_the_description_gives_every_choice_with_its_reason(cpu: Callable) -> None:
+    cpu("amx_bf16")
+    hardware = detect_hardware(WIDE)
+    lines = hardware.describe().splitlines()
+    assert len(lines) == 3 and hardware.name in lines[0]
+    assert "bf16" in lines[1] and hardware.precision_reason in lines[1]
+    assert "off" in lines[2] and hardware.compile_reason in lines[2]
+
+
+def test_memory_is_that_of_this_machine() -> None:
+    hardware = detect_hardware(TrainConfig(device="cpu"))
+    assert hardware.memory_bytes is None or hardware.memory_bytes >= common.machine.available_ram() > 2**20
+    assert hardware.peak_memory() is None or hardware.peak_memory() > 2**20
+
+
+# Compilation
+
+
+@pytest.mark.parametrize(("choice", "compiles"), [("on", True), ("off", False), ("auto", False)])
+def test_a_cpu_compiles_only_when_asked_to(cpu: Callable, choice: str, compiles: bool) -> None:
+    cpu("")
+    assert detect_hardware(TrainConfig(compile=choice)).compiles is compiles
+
+
+@pytest.mark.parametrize(
+    ("values", "compiles", "said"),
+    [
+        ({"embed_dim": 768}, False, "hardly faster"),
+        ({"position": "rope", "embed_dim": 768, "num_layers": 12, "max_steps": 10_000}, True, "saves about"),
+        ({"position": "rope", "max_steps": 10}, False, "of this run"),
+        ({"qk_norm": True, "epochs": 3}, True, "of each step"),
+    ],
+)
+def test_a_cpu_compiles_where_the_run_repays_it(cpu: Callable, values: dict, compiles: bool, said: str) -> None:
+    cpu("")
+    hardware = detect_hardware(TrainConfig(**values))
+    assert hardware.compiles is compiles and said in hardware.compile_reason
+
+
+@pytest.mark.parametrize(
+    ("values", "compiles", "said"),
+    [
+        ({"embed_dim": 128, "batch_size": 32, "max_seq_len": 128, "max_steps": 650}, False, "of this run"),
+        ({"embed_dim": 768, "num_layers": 12, "num_heads": 12, "max_steps": 20_000}, True, "of this run"),
+        ({"embed_dim": 768, "num_layers": 12, "num_heads": 12, "epochs": 3}, True, "of each step"),
+        ({"embed_dim": 768, "num_layers": 12, "num_heads": 12, "max_steps": 20}, False, "takes about 51 s"),
+        ({"embed_dim": 128, "max_steps": 650, "compile": "on"}, True, "as configured"),
+    ],
+)
+def test_a_gpu_compiles_where_the_run_repays_it(cuda: FakeCuda, values: dict, compiles: bool, said: str) -> None:
+    cuda("NVIDIA A100-SXM4-40GB", (8, 0))
+    hardware = detect_hardware(TrainConfig(**values))
+    assert hardware.compiles is compiles and said in hardware.compile_reason
+
+
+# Attention
+
+
+@pytest.mark.parametrize(
+    ("version", "attention", "allowed"),
+    [
+        ("2.13.0+cpu", "auto", "cudnn flash efficient"),
+        ("2.9.1", "auto", "flash efficient"),  # whose cuDNN reads out of bounds
+        ("2.13.0", "flash", "flash efficient"),
+        ("2.9.1", "cudnn", "cudnn"),  # asked for
+    ],
+)
+def test_the_attention_kernels_of_a_gpu(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, version: str, attention: str, allowed: str
+) -> None:
+    cuda("NVIDIA H200", (9, 0))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", version)
+        detect_hardware(TrainConfig(attention=attention))
+    assert attention_kernels() == allowed
+
+
+@pytest.mark.parametrize(("key", "value"), [("attention", "flash"), ("compile_mode", "coordinate_descent")])
+def test_what_is_for_a_gpu_is_refused_on_a_cpu(cpu: Callable, key: str, value: str) -> None:
+    cpu("")
+    with pytest.raises(ConfigError, match=f"--{key} {value} is for CUDA GPUs"):
+        detect_hardware(TrainConfig(**{key: value}))
+
+
+def test_a_cpu_takes_the_threads_it_is_told_to(cpu: Callable) -> None:
+    cpu("")
+    detect_hardware(TrainConfig(cpu_threads=DEFAULT_THREADS + 1))
+    assert torch.get_num_threads() == DEFAULT_THREADS + 1
+    detect_hardware(TrainConfig())  # in a notebook, say, after the run before
+    assert torch.get_num_threads() == DEFAULT_THREADS

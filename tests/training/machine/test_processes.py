@@ -1,0 +1,453 @@
+"""Several processes that train one model, over gloo: the numbers of one, one voice, and an end when one is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import train_colab_mmap
+from common.errors import ConfigError, MemoryExhausted
+from tests.forked import Forked
+from tests.helpers import CPU, ROOT, run_script, snapshot
+from tests.training.helpers import steps_of
+from tokenize_local_bpe import tokenize
+from training.config import parse_config
+from training.machine import compilation
+from training.machine.processes import data_parallel
+from training.numbers.data import TokenData
+from training.planning.memory import with_less_memory
+from training.telling.records import read_metrics
+
+TRAINER = str(ROOT / "train_colab_mmap.py")
+Process = Forked | subprocess.Popen[str]
+PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+LEARNING_RATE = 0.005  # of tests.helpers.flags_of_a_tiny_run
+NUMBERS = ("train_loss", "grad_norm", "val_loss")
+# No biases: the gradient of a key's is nothing but rounding, which AdamW takes for a direction.
+HALF = {"dropout": 0, "bias": "false", "max_steps": 12, "use_lr_scheduler": "constant", "eval_interval": 6}
+WHOLE = HALF | {"max_steps": 24}
+
+# Three steps on gradients that are the same in both processes, the third after saving and loading.
+SHARES = """
+import sys, torch
+from model import ModelConfig, TransformerLanguageModel
+from training.machine import compilation
+from training.config import parse_config
+from training.numbers.optimizer import apply_hyperparameters, build_optimizer, follow_first, update, whole_state
+from training.machine.processes import together
+
+def trained(*flags):
+    config = parse_config([*sys.argv[1:], *flags])
+    torch.manual_seed(1)
+    model = TransformerLanguageModel(ModelConfig(vocab_size=50, embed_dim=16, num_heads=2, num_layers=2, max_seq_len=8))
+    optimizer = build_optimizer(model, config)
+    for step in range(3):
+        if step == 2:
+            kept, optimizer = whole_state(optimizer), build_optimizer(model, config)
+            if first:
+                optimizer.load_state_dict(kept)
+            follow_first(optimizer)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        apply_hyperparameters(optimizer, 0.01, config)
+        update(optimizer, torch.tensor(2.0), 1.0, torch.tensor(0.0))
+    states = [state for part in (optimizer.state_dict() if "muon" in flags else {"": optimizer.state_dict()}).values()
+              for state in part["state"]]
+    return list(model.parameters()), whole_state(optimizer), len(states)
+
+with together(parse_config(sys.argv[1:])):
+    from training.machine.processes import rank
+    first = rank() == 0
+    for name in ("adamw", "muon"):
+        weights, state, kept = trained("--optimizer", name)
+        own_weights, own_state, share = trained("--optimizer", name, "--shard_optimizer")
+        assert share < kept, (share, kept)
+        for ours, theirs in zip(own_weights, weights, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if name == "adamw" else 1e-4)
+        if first:
+            torch.testing.assert_close(own_state, state, rtol=0, atol=0)
+            print(name, "is the same")
+"""
+
+
+def torchrun(count: int, *flags: object, place: Sequence[str] = ("--standalone",)) -> list[str]:
+    """The command of a user."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *place, f"--nproc_per_node={count}"]
+    return [*launcher, TRAINER, *map(str, flags)]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def places(count: int) -> list[dict[str, str]]:
+    """What torchrun tells each of its processes, in the environment."""
+    of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    of_all |= {"LOCAL_WORLD_SIZE": str(count)}
+    return [{**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def trained(count: int, *flags: object, folders: Sequence[Path] = ()) -> list[Forked]:
+    """The trainer in `count` processes, as torchrun starts them, in folders of their own if they are given: their exit
+    codes and words are seen one by one."""
+    return [Forked(flags, folders[rank] if folders else None, place) for rank, place in enumerate(places(count))]
+
+
+def in_python(code: str, place: dict[str, str], *words: object) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, words)], env={**os.environ, **place}, **PIPES)
+
+
+def wait_for(process: Process, start: str) -> None:
+    assert process.stdout is not None
+    said = []
+    for line in iter(process.stdout.readline, ""):
+        said.append(line)
+        if line.startswith(start):
+            return
+    pytest.fail("".join(said))
+
+
+def numbers(run_dir: Path) -> list[list[float]]:
+    return [[row[key] for key in NUMBERS if key in row] for row in read_metrics(run_dir)]
+
+
+def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    return safetensors.torch.load_file(run_dir / "checkpoints" / f"step_{step:08d}" / "model.safetensors")
+
+
+def assert_same(ours: Path, theirs: Path, step: int) -> None:
+    """To rounding: losses and norms in six digits, as metrics.jsonl holds them, and the weights to a thousandth of one
+    update. Adam divides by the size of a weight's own gradients: where they are next to zero, rounding that differs
+    between CPUs becomes a share of an update."""
+    assert len(numbers(ours)) == len(numbers(theirs))
+    for here, there in zip(numbers(ours), numbers(theirs), strict=True):
+        assert here == pytest.approx(there, rel=2e-5)
+    torch.testing.assert_close(weights(ours, step), weights(theirs, step), rtol=1e-4, atol=0.001 * LEARNING_RATE)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path.write_text('{"prompt": "the cat ", "answer": "sat on a mat."}\n{"prompt": "one big"}\n')
+    return path
+
+
+@pytest.fixture(scope="module")
+def one(train: Callable, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twenty-four steps by one process; the folder as it was after twelve lies beside it. Not to be changed."""
+    folder = tmp_path_factory.mktemp("one")
+    assert train(folder / "half", **HALF, eval_prompts=prompts).code == 0
+    shutil.copytree(folder / "half", folder / "run")
+    assert train(folder / "run", **WHOLE, eval_prompts=prompts).code == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def two(
+    train_flags: Callable, prompts: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
+    """Twelve steps by two machines of one process, one sequence at a time, and how the first's command ended. Not to be
+    changed."""
+    folder = tmp_path_factory.mktemp("two")
+    machines = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    # What the second's trainer says, without its torchrun: which may complain that the first's left before it did.
+    apart = ["--redirects=3", f"--log_dir={folder / 'log'}"]
+    commands = [
+        torchrun(
+            1,
+            *train_flags("run", **HALF, eval_prompts=prompts, micro_batch_size=1),
+            place=[*machines, f"--node_rank={number}", *(apart if number == 1 else [])],
+        )
+        for number in range(2)
+    ]
+    (folder / "second").mkdir()
+    second = subprocess.Popen(commands[1], **PIPES, cwd=folder / "second")
+    first = subprocess.run(commands[0], capture_output=True, text=True, check=False, timeout=120, cwd=folder)
+    _, complaint = second.communicate(timeout=60)
+    assert second.returncode == 0, complaint
+    said = {path.name: path.read_text() for path in (folder / "log").rglob("std*.log")}
+    assert said == {"stdout.log": "", "stderr.log": ""}
+    assert not list((folder / "second").iterdir())
+    return folder / "run", first
+
+
+@pytest.fixture
+def reaped() -> Iterator[list[Process]]:
+    """Processes that do not outlive the test."""
+    processes: list[Process] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_two_machines_give_the_numbers_of_one_process(one: Path, two: tuple[Path, Any]) -> None:
+    run, result = two
+    assert result.returncode == 0, result.stderr
+    assert_same(run, one.with_name("half"), 12)
+    assert (run / "samples.md").read_bytes() == (one.with_name("half") / "samples.md").read_bytes()
+
+
+def test_one_of_them_speaks_and_writes(one: Path, two: tuple[Path, Any]) -> None:
+    run, result = two
+    assert "Processes  2, over gloo: 4 of the 8 sequences of a step each" in result.stdout
+    for line in ("Device  ", "Training   steps", "Saved ", "step 12: validation loss", "Talk to it"):
+        assert sum(said.startswith(line) for said in result.stdout.splitlines()) == (2 if line == "Saved " else 1), line
+    assert sorted(snapshot(run)) == sorted(snapshot(one.with_name("half")))
+    assert json.loads((run / "config.json").read_text())["config"]["micro_batch_size"] == 1
+
+
+def test_one_process_ends_what_two_began(
+    one: Path, two: tuple[Path, Any], train: Callable, prompts: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(two[0], tmp_path / "run")
+    result = train(tmp_path / "run", **WHOLE, eval_prompts=prompts)
+    assert result.code == 0 and "step 12" in result.out
+    assert_same(tmp_path / "run", one, 24)
+
+
+def test_two_processes_end_what_one_began_though_one_of_them_is_killed(
+    one: Path, train: Callable, train_flags: Callable, tmp_path: Path, reaped: list[Process]
+) -> None:
+    """The job ends by itself, with a sentence, and the same command continues. Each has a share of the optimizer's
+    state; the checkpoints are those of one."""
+    for name in ("killed", "unbroken"):
+        shutil.copytree(one.with_name("half"), tmp_path / name)
+    longer = HALF | {"max_steps": 60}
+    assert train(tmp_path / "unbroken", **longer).code == 0
+    command = torchrun(2, *train_flags(tmp_path / "killed", **longer), "--shard_optimizer")
+    launcher = subprocess.Popen(command, **PIPES)
+    wait_for(launcher, "Saved ")
+    os.kill(worker_of(launcher, rank=1), signal.SIGKILL)
+    began = time.monotonic()
+    _, err = launcher.communicate(timeout=60)
+    assert time.monotonic() - began < 25
+    assert launcher.returncode != 0
+    (told,) = re.findall("error: .*", err)
+    assert told.startswith("error: Process 1 of 2 gives no sign of life") and "the same command continues" in told
+    assert 12 < steps_of(tmp_path / "killed")[0] < 60, "the kill did not land in the middle of the run"
+
+    reaped += trained(2, *train_flags(tmp_path / "killed", **longer), "--shard_optimizer")
+    for process in reaped:
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+    assert_same(tmp_path / "killed", tmp_path / "unbroken", 60)
+
+
+def worker_of(launcher: subprocess.Popen[str], rank: int) -> int:
+    """The process of a rank that a torchrun has started."""
+    for children in Path(f"/proc/{launcher.pid}/task").glob("*/children"):
+        for pid in children.read_text().split():
+            if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                return int(pid)
+    pytest.skip("the system does not tell who started whom")
+
+
+def test_four_processes_with_muon_on_conversations_and_uneven_shares(tmp_path: Path, reaped: list[Process]) -> None:
+    """Six sequences a step over four processes, which count different numbers of tokens, between one process that
+    begins and one that goes on. Muon in bf16, where it is, makes more of a difference in rounding."""
+    rows = [{"prompt": f"Fox {i}?", "completion": f"The fox {i} {'sleeps ' * (i % 7)}."} for i in range(120)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "tokens", format="chat", vocab_size=300, quiet=True)
+    flags = (
+        f"--data_dir {tmp_path / 'tokens'} --num_layers 2 --embed_dim 16 --num_heads 2 --max_seq_len 64 --device cpu "
+        "--batch_size 6 --micro_batch_size 1 --optimizer muon --tie_embeddings true --eval_interval 2 --eval_batches 3 "
+        "--log_interval 1 --use_lr_scheduler constant --checkpoint_minutes 0 --bias false"
+    ).split()
+    four, one = ([*flags, "--output_dir", tmp_path / name] for name in ("four", "one"))
+    assert run_script(train_colab_mmap.main, *four, "--max_steps", 2).code == 0
+    reaped += trained(4, *four, "--max_steps", 4)
+    told = [process.communicate(timeout=100) for process in reaped]
+    assert [process.returncode for process in reaped] == [0] * 4, told
+    assert run_script(train_colab_mmap.main, *four, "--max_steps", 8).code == 0
+    assert run_script(train_colab_mmap.main, *one, "--max_steps", 8).code == 0
+    here, there = numbers(tmp_path / "four"), numbers(tmp_path / "one")
+    assert here[0] == pytest.approx(there[0], rel=5e-6)
+    for ours, theirs in zip(here, there, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3)
+
+
+def test_shares_of_an_optimizer_make_the_updates_of_the_whole(reaped: list[Process]) -> None:
+    """AdamW to the bit, and Muon's state: its iterations are of other batches, so rounded otherwise."""
+    reaped += [in_python(SHARES, place, "--device", "cpu") for place in places(2)]
+    told = [process.communicate(timeout=60) for process in reaped]
+    assert [process.returncode for process in reaped] == [0, 0], told
+    assert "adamw is the same" in told[0][0] and "muon is the same" in told[0][0]
+
+
+def test_a_signal_to_one_of_them_saves_once_and_ends_all(
+    train_flags: Callable, tmp_path: Path, reaped: list[Process]
+) -> None:
+    flags = train_flags(tmp_path / "run", max_steps=10**6, checkpoint_steps=0, eval_interval=0)
+    reaped += trained(2, *flags)
+    wait_for(reaped[0], "step ")
+    reaped[1].send_signal(signal.SIGTERM)
+    told = [process.communicate(timeout=60) for process in reaped]
+    assert [process.returncode for process in reaped] == [130, 130], told
+    assert told[0][0].count("Saved ") == 1 and "The same command continues" in told[0][0]
+    assert told[1] == ("", "")
+    (step,) = steps_of(tmp_path / "run")
+    assert step == read_metrics(tmp_path / "run")[-1]["step"]
+
+
+def stand_still_later() -> None:
+    """The disk hangs after some steps."""
+    batch = TokenData.batch
+
+    def hanging(data: TokenData, sequences_seen: int, rows: int) -> Any:
+        time.sleep(1000 if sequences_seen > 80 else 0)
+        return batch(data, sequences_seen, rows)
+
+    TokenData.batch = hanging
+
+
+def test_one_that_stands_still_ends_the_job_in_the_time_that_was_given(
+    train_flags: Callable, tmp_path: Path, reaped: list[Process]
+) -> None:
+    """Its data does not come: it is alive, and farther behind than the one that waits for its gradients."""
+    flags = train_flags(tmp_path / "run", max_steps=10**6, checkpoint_steps=0, eval_interval=0, process_timeout=3)
+    first, second = places(2)
+    reaped += [Forked(flags, environment=first), Forked(flags, environment=second, first=stand_still_later)]
+    wait_for(reaped[0], "step ")
+    began = time.monotonic()
+    _, err = reaped[0].communicate(timeout=60)
+    assert 2 < time.monotonic() - began < 20
+    assert reaped[0].returncode == 1
+    assert err.startswith("error: Process 1 of 2 is alive and did not come within 3 s") and "Traceback" not in err
+
+
+def test_one_that_never_comes_is_not_waited_for_longer(
+    train_flags: Callable, tmp_path: Path, reaped: list[Process]
+) -> None:
+    """A flag that only the command on the second machine has wrong: both say so."""
+    flags = train_flags(tmp_path / "run", process_timeout=3)
+    first, second = places(2)
+    reaped += [Forked(flags, environment=first), Forked([*flags, "--batch_sise", 4], environment=second)]
+    told = [process.communicate(timeout=60) for process in reaped]
+    assert [process.returncode for process in reaped] == [1, 2]
+    assert "error: The 2 processes that torchrun started did not find each other" in told[0][1]
+
+
+def test_a_run_that_another_machine_began_is_not_begun_anew(
+    one: Path, train_flags: Callable, tmp_path: Path, reaped: list[Process]
+) -> None:
+    """Which of them is the first may be torchrun's choice, and the run folder is that of the first."""
+    machines = [tmp_path / "first", tmp_path / "second"]
+    machines[0].mkdir()
+    shutil.copytree(one, machines[1] / "run")
+    reaped += trained(2, *train_flags("run", **WHOLE), folders=machines)
+    told = [process.communicate(timeout=60)[1] for process in reaped]
+    assert [process.returncode for process in reaped] == [4, 4]
+    assert "on one of the machines" in told[0] and "--node_rank=0 on the machine that has them" in told[0]
+    assert steps_of(machines[1] / "run") == steps_of(one) and steps_of(machines[0] / "run") == []
+
+
+NESTED = """
+import sys
+from training.machine import compilation
+from training.config import parse_config
+from training.machine.processes import on_first, together
+
+with together(parse_config(sys.argv[1:])):
+    on_first(lambda: on_first(list))
+"""
+
+
+def test_the_first_asks_nobody_to_wait_while_they_wait(
+    train_flags: Callable, tmp_path: Path, reaped: list[Process]
+) -> None:
+    """The others would take what the inner one sends for the result of the outer one, and then wait for 30 days."""
+    script = tmp_path / "nested.py"
+    script.write_text(NESTED)
+    reaped += [Forked(train_flags(tmp_path / "run"), environment=place, script=script) for place in places(2)]
+    told = [process.communicate(timeout=60) for process in reaped]
+    assert [process.returncode for process in reaped] == [1, 1], told
+    assert "AssertionError: on_first inside on_first" in told[0][1]
+
+
+def compiling_gets_a_signal() -> None:
+    """In one of them, while all compile."""
+
+    def compiled(model: torch.nn.Module, *_: object, **__: object) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return data_parallel(model)
+
+    compilation.compile_model = compiled
+
+
+def test_a_signal_while_they_compile_says_what_it_waits_for(
+    train_flags: Callable, tmp_path: Path, reaped: list[Process]
+) -> None:
+    """The others wait for this one when they are done."""
+    first, second = places(2)
+    flags = train_flags(tmp_path / "run")
+    reaped += [Forked(flags, environment=first, first=compiling_gets_a_signal), Forked(flags, environment=second)]
+    told = [process.communicate(timeout=60) for process in reaped]
+    assert [process.returncode for process in reaped] == [130, 130], told
+    assert "Stopping once every process has compiled the model" in told[0][1]
+    assert "Interrupted after step 0" in told[0][0]
+
+
+def test_a_mistake_is_told_once(train_flags: Callable, tmp_path: Path, reaped: list[Process]) -> None:
+    flags = train_flags(tmp_path / "run", data_dir=tmp_path / "nothing")
+    reaped += trained(2, *flags)
+    told = [process.communicate(timeout=60)[1] for process in reaped]
+    assert [process.returncode for process in reaped] == [3, 3], told
+    assert told[0].startswith("error: There is no token file in") and told[1] == ""
+
+
+def test_dry_run_counts_all_processes(train_flags: Callable, tmp_path: Path, reaped: list[Process]) -> None:
+    flags = train_flags(tmp_path / "run")
+    reaped += trained(2, *flags, "--dry_run")
+    (out, err), of_second = (process.communicate(timeout=60) for process in reaped)
+    assert [process.returncode for process in reaped] == [0, 0], err
+    assert "24 of 128 tokens (8 sequences, 4 at once in each of 2 processes)" in out
+    assert "Dry run: no run was written" in out and of_second == ("", "") and not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def as_one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "said"),
+    [
+        ({"batch_size": 1}, (), "torchrun started 3 processes for the 2 sequences of a step"),
+        ({}, ("--profile",), "--profile is for one process, and torchrun started 3"),
+        ({}, ("--tune",), "--tune is for one process, and torchrun started 3"),
+    ],
+)
+def test_what_is_not_for_several_processes_is_refused(
+    changes: dict[str, Any], extra: tuple[str, ...], said: str, train_flags: Callable, as_one_of_three: None
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_config([*train_flags(Path("run"), **changes), *extra])
+
+
+def test_memory_that_runs_out_in_one_of_them_is_told_with_the_flag_that_helps(
+    train_flags: Callable, as_one_of_three: None
+) -> None:
+    """None gives way alone: all would have to take the same batch once more."""
+    config = parse_config(train_flags(Path("run"), batch_size=24, gradient_accumulation_steps=1))
+    model = torch.nn.Linear(1, 1)
+    assert (config.sequences_per_process, config.rows_at_once) == (8, 8)
+    with pytest.raises(MemoryExhausted, match="add --micro_batch_size 4 to the same command"):
+        with_less_memory(MemoryError(), "forward", config, model, torch.optim.AdamW(model.parameters()), CPU)  # type: ignore[arg-type]

@@ -1,0 +1,312 @@
+"""Running out of memory: the micro-batch gives way and the result stays; where nothing helps, what would is said."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from common.errors import MemoryExhausted
+from common.formatting import byte_size
+from model import TransformerLanguageModel
+from tests.forked import Forked
+from tests.helpers import ALPHABET, CPU
+from tests.training.helpers import final_weights, measured, steps_of
+from tokenizer import Tokenizer
+from training.config import TrainConfig
+from training.file_names import CONFIG
+from training.numbers import evaluate as evaluate_module
+from training.numbers.data import TokenData
+from training.numbers.optimizer import Muon
+from training.planning import memory as memory_module
+from training.planning.memory import estimate_memory, held_by_others, no_way_out, savings
+from training.telling.records import read_metrics
+
+M_ARENA_MAX = -8  # of malloc.h
+# A step of 256 sequences at once takes about 550 MB in such a process, one of 128 about 330: what is too much fails at
+# a large tensor, and what fits has room.
+LARGE = {"max_seq_len": 64, "embed_dim": 128, "num_layers": 2, "batch_size": 256, "dropout": 0.0}
+LARGE |= {"max_steps": 2, "eval_interval": 0, "checkpoint_steps": 1}
+
+
+class Ended(NamedTuple):
+    """How a process ended."""
+
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+def limit_memory(megabytes: int) -> None:
+    """To what this process has taken so far, and some more. Without oneDNN, which under such a limit cannot always
+    create its primitives where the machine is busy, and then goes on failing however much is free."""
+    import resource
+
+    import training.planning.preflight
+    import training.telling.summary  # noqa: F401
+
+    torch.backends.mkldnn.set_flags(False)
+    # What a thread has freed counts against this limit, and by default other threads cannot have it.
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+    torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)  # imports much
+    with open("/proc/self/status") as status:
+        taken = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + megabytes * 2**20,) * 2)
+
+
+def limited(megabytes: int, flags: list[str]) -> Ended:
+    process = Forked(flags, first=functools.partial(limit_memory, megabytes))
+    out, err = process.communicate(timeout=120)
+    return Ended(process.returncode, out, err)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
+    train_flags: Callable, train: Callable, tmp_path: Path
+) -> None:
+    """In a process whose memory really is limited. The size that was found is kept."""
+    flags = train_flags(tmp_path / "run", **LARGE)
+    result = limited(400, flags)
+    assert result.returncode == 0, result.stderr
+    told = re.findall(r"Out of memory with (\d+) sequences at once: the same batch again with (\d+)", result.stdout)
+    assert told and told[0][0] == "256"
+    rows = int(told[-1][1])
+    assert f"--micro_batch_size {rows}" in result.stdout
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+
+    with torch.backends.mkldnn.flags(enabled=False):
+        straight = train(tmp_path / "straight", **LARGE, micro_batch_size=rows)
+    assert straight.code == 0
+    assert final_weights(tmp_path / "run", 2) == final_weights(tmp_path / "straight", 2)
+
+    again = limited(400, train_flags(tmp_path / "run", **{**LARGE, "max_steps": 3}))
+    assert again.returncode == 0, again.stderr
+    assert f"micro_batch_size {rows}, which fitted on this device before" in again.stdout
+    assert "Out of memory" not in again.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_model_that_does_not_fit_at_all_ends_with_exit_code_5_and_what_would_help(
+    train_flags: Callable, tmp_path: Path
+) -> None:
+    # In fp32, for oneDNN's products in bf16 end with a segmentation fault where there is no memory for their scratch.
+    flags = train_flags(tmp_path / "none", **{**LARGE, "embed_dim": 512, "num_heads": 8, "precision": "fp32"})
+    for megabytes in (10, 25, 40):  # it runs out at the model, its optimizer, or the first step
+        none = limited(megabytes, flags)
+        assert none.returncode == 5 and "Traceback" not in none.stderr, none.stderr
+        assert "error: Out of memory" in none.stderr and "--" in none.stderr
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")  # as a GPU says it
+
+
+def out_of_memory_once(patch: pytest.MonkeyPatch, call: int) -> list[int]:
+    """Memory runs out in the given forward pass. Returns the rows of each, in a list that grows."""
+    forward, calls = TransformerLanguageModel.forward, list[int]()
+
+    def fails_once(model: TransformerLanguageModel, *args: torch.Tensor) -> torch.Tensor:
+        calls.append(len(args[0]))
+        if len(calls) == call:
+            out_of_memory()
+        return forward(model, *args)
+
+    patch.setattr(TransformerLanguageModel, "forward", fails_once)
+    return calls
+
+
+def test_memory_that_runs_out_later_changes_nothing_about_the_run(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After gradients of a part of the batch have been added up, in the middle of the run."""
+    flags = {"dropout": 0.0, "log_interval": 1}
+    assert train(tmp_path / "straight", **flags).code == 0
+    with monkeypatch.context() as patch:
+        calls = out_of_memory_once(patch, 20)  # the second of the two of a step
+        result = train(tmp_path / "run", **flags)
+    assert result.code == 0 and result.out.count("Out of memory with 4 sequences at once") == 1
+    assert set(calls[:19]) == {4} and set(calls[20:30]) == {2}
+    rows, straight = measured(tmp_path / "run"), measured(tmp_path / "straight")
+    assert [row["step"] for row in rows] == [row["step"] for row in straight]
+    for ours, theirs in zip(rows, straight, strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-4)
+    assert json.loads((tmp_path / "run" / CONFIG).read_text())["config"]["micro_batch_size"] == 2
+
+
+@pytest.mark.parametrize("changed", ["device", "flag", "start over"])
+def test_the_size_that_was_found_is_for_this_device_and_this_run(
+    changed: str, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        out_of_memory_once(patch, 2)
+        assert train(run, max_steps=6).code == 0
+    assert "fitted on this device before" in train(run, max_steps=8).out
+    flags: dict[str, Any] = {"flag": {"micro_batch_size": 4}, "start over": {"resume": "never"}}.get(changed, {})
+    if changed == "device":
+        content = json.loads((run / CONFIG).read_text())
+        (run / CONFIG).write_text(json.dumps({**content, "device": "another"}))
+    result = train(run, max_steps=10, **flags)
+    assert result.code == 0 and "fitted" not in result.out
+
+
+def test_memory_that_runs_out_in_an_evaluation_costs_nothing(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = TokenData.validation_batch, list[int]()
+
+    def fails_once(data: TokenData, first: int, rows: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(rows)
+        if len(calls) == 2:
+            out_of_memory()
+        return original(data, first, rows, of)
+
+    monkeypatch.setattr(TokenData, "validation_batch", fails_once)
+    result = train(tmp_path / "run", micro_batch_size=4, dropout=0.0)
+    assert result.code == 0 and "same batch again with 2" in result.out
+    assert calls[:4] == [4, 4, 2, 2]
+    assert [row["step"] for row in read_metrics(tmp_path / "run") if "val_loss" in row] == [12, 24]
+
+
+@pytest.mark.parametrize("most", [3, 0])
+def test_memory_that_runs_out_while_prompts_are_answered_leaves_the_training_alone(
+    most: int, train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`most`: prompts that fit at once. All are answered as far as one fits; the micro-batch stays as it is."""
+    original = evaluate_module.generate
+
+    def generate(model: TransformerLanguageModel, tokenizer: Tokenizer, rows: list, *args: Any, **more: Any) -> list:
+        if len(rows) > most:
+            out_of_memory()
+        return original(model, tokenizer, rows, *args, **more)
+
+    prompts = [{"prompt": letter * 3, "answer": "x"} for letter in ALPHABET[:10]]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    plain = train(tmp_path / "plain", eval_prompts=tmp_path / "prompts.jsonl", micro_batch_size=4)
+    monkeypatch.setattr(evaluate_module, "generate", generate)
+    result = train(tmp_path / "run", eval_prompts=tmp_path / "prompts.jsonl", micro_batch_size=4)
+    assert result.code == plain.code == 0 and "same batch again" not in result.out
+    assert json.loads((tmp_path / "run" / CONFIG).read_text())["config"]["micro_batch_size"] == 4
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+    if most:
+        assert (tmp_path / "run" / "samples.md").read_bytes() == (tmp_path / "plain" / "samples.md").read_bytes()
+        assert result.err == plain.err
+    else:
+        assert "fits alone" in result.err and not (tmp_path / "run" / "samples.md").exists()
+
+
+def test_a_dry_run_gives_way_as_the_training_would(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out_of_memory_once(monkeypatch, 1)
+    result = train(tmp_path / "run", extra=("--dry_run",))
+    assert result.code == 0 and "will go on with 2 sequences at once" in result.out
+    assert not (tmp_path / "run").exists()
+
+
+def test_running_out_in_the_update_is_not_tried_again(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have changed some of the weights."""
+    monkeypatch.setattr(Muon, "step", lambda optimizer: out_of_memory())
+    result = train(tmp_path / "run", optimizer="muon")
+    assert result.code == 5 and "same batch again" not in result.out
+    assert steps_of(tmp_path / "run") == []
+
+
+def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
+    config = TrainConfig(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
+    hardware = dataclasses.replace(CPU, memory_bytes=10**9)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(32_000))
+    ways = savings(config, model, hardware)
+    flags = [flag.split(" (")[0] for flag, _ in ways]
+    order = [
+        "--micro_batch_size 1",
+        "--activation_checkpointing",
+        "--precision bf16",
+        "--optimizer muon",
+        "--max_seq_len 256",
+        "--model_size xlarge",
+    ]
+    assert flags == [flag for flag in order if flag in flags] and {order[0], order[-1]} <= set(flags)
+    halved = dataclasses.replace(config, max_seq_len=256)
+    with torch.device("meta"):
+        shorter = TransformerLanguageModel(halved.model_config(32_000))
+    saved = estimate_memory(config, model, hardware) - estimate_memory(halved, shorter, hardware)
+    assert dict(ways)["--max_seq_len 256 (a new run)"] == saved
+    said = no_way_out(config, model, dataclasses.replace(hardware, memory_bytes=10**15))
+    assert f"--max_seq_len 256 (a new run): about {byte_size(saved)} less" in said
+    assert not re.search("[Rr]estart|process", said)
+
+
+def test_processes_that_share_the_optimizers_state_need_less_each() -> None:
+    """AdamW's two moments in fp32: of equal matrices each of four processes keeps those of a fourth."""
+    config = TrainConfig(embed_dim=64, num_heads=2, num_layers=4, max_seq_len=64, tie_embeddings=True, bias=False)
+    config = dataclasses.replace(config, batch_size=8, micro_batch_size=1, processes=4)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(256))
+    block = sum(parameter.numel() for parameter in model.blocks.parameters())
+    saved = dict(savings(config, model, CPU))["--shard_optimizer"]
+    assert 8 * 0.7 * block < saved < 8 * 0.75 * model.num_parameters()
+    assert "--shard_optimizer" not in dict(savings(dataclasses.replace(config, processes=1), model, CPU))
+
+
+def test_dropout_is_what_to_leave_out_where_it_takes_memory() -> None:
+    config = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=64, micro_batch_size=1, dropout=0.1)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(100))
+    hardware = dataclasses.replace(CPU, precision="bf16")
+    saved = dict(savings(config, model, hardware))
+    assert saved["--dropout 0"] == 12 * 3 * 2 * 64 * 64  # bytes, layers and one at work, heads, positions by positions
+    assert "--dropout 0" not in dict(savings(config, model, dataclasses.replace(hardware, device=torch.device("cuda"))))
+
+
+def test_another_process_that_holds_the_memory_is_named_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    hold = "import sys; held = bytearray(300_000_000); print(1, flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", hold], **pipes) as process:
+        assert process.stdout is not None and process.stdin is not None
+        process.stdout.readline()
+        held = {
+            pid_and_name: size
+            for pid_and_name, size in memory_module.memory_by_process().items()
+            if pid_and_name[0] in (process.pid, os.getpid())
+        }  # others on this machine may hold more
+        monkeypatch.setattr(memory_module, "memory_by_process", lambda: held)
+        (named,) = held_by_others(dataclasses.replace(CPU, memory_bytes=2 * 10**9))
+        process.stdin.close()
+    assert len(held) == 2
+    assert re.match(r"3\d\d\.\d MB", named) and f"process {process.pid} " in named
+
+
+def test_what_the_driver_tells_of_processes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program in the place of the driver's that prints what it prints."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho '4711, python3, 15234'\necho '4712, [Not Found], [N/A]'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert memory_module.gpu_memory_by_process() == {(4711, "python3"): 15234 * 2**20}
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert memory_module.gpu_memory_by_process() == {}
+
+
+def test_no_way_out_is_raised_as_exhausted_memory() -> None:
+    config = TrainConfig(micro_batch_size=1)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(100))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(MemoryExhausted, match="1 x 256 tokens"):
+        memory_module.with_less_memory(MemoryError(), "forward", config, model, optimizer, CPU)

@@ -1,0 +1,199 @@
+"""What a run tells stays readable and true: no torn rows, no broken tables, no plot that stops a training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.formatting import cell, table_row
+from tests.helpers import columns
+from training.config import parse_config
+from training.keeping.run import Run
+from training.machine.hardware import Hardware, detect_hardware
+from training.numbers.evaluate import Answer, Prompt
+from training.telling import report as report_module
+from training.telling import timer as timer_module
+from training.telling.records import read_metrics, rewind
+from training.telling.report import Report
+from training.telling.timer import Timer
+
+CONTRACT_FIELDS = {
+    "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
+    "tokens_per_second", "mfu", "peak_memory_gb", "elapsed_seconds", "compute_units",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    return detect_hardware(parse_config(["--device", "cpu"]))
+
+
+@pytest.fixture
+def report(tmp_path: Path, hardware: Hardware) -> Report:
+    return Report(tmp_path, Timer(hardware, elapsed=0.0, units_per_hour=None), step=0, max_steps=100)
+
+
+def training_row(report: Report, step: int) -> dict:
+    report.step_done(512)
+    row = report.timer.training_row(torch.tensor(2.5), torch.tensor(0.7), 1e-3, flops_per_token=1_000_000)
+    return {"step": step, "epoch": 0.1, "tokens": 512 * step, **row}
+
+
+def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: Report, tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"step": step, "train_loss": 1 / step}) + "\n" for step in range(1, 8))
+    table = "| step | exactly right | a 12 |\n| --- | --- | --- |\n| expected |  | 9 |\n| 2 | 0 of 1 | x |\n"
+    (tmp_path / "metrics.jsonl").write_text(rows + '{"step": 3, "train_lo')
+    (tmp_path / "samples.md").write_text(table + "| 6 | 1 of 1 | y |\n| 1")
+    rewind(tmp_path, 5)
+    assert read_metrics(tmp_path) == [json.loads(line) for line in rows.splitlines()[:5]]
+    assert (tmp_path / "samples.md").read_text() == table
+    report.write({"step": 6, "train_loss": 0.5})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    rewind(tmp_path, 0)
+    assert read_metrics(tmp_path) == []
+
+
+def test_rewind_survives_a_character_cut_in_half(report: Report, tmp_path: Path) -> None:
+    """A process killed in the middle of writing an answer in another script leaves half of a character."""
+    whole = "| step | exactly right | q |\n| --- | --- | --- |\n| 1 |  | größer |\n".encode()
+    (tmp_path / "samples.md").write_bytes(whole + "| 2 |  | grö".encode()[:-1])
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe')
+    rewind(tmp_path, 1)
+    assert (tmp_path / "samples.md").read_bytes() == whole
+    assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path, hardware: Hardware) -> None:
+    report.write(training_row(report, 1) | {"val_loss": 2.0, "val_bits_per_byte": None})
+    (row,) = read_metrics(tmp_path)
+    assert set(row) == CONTRACT_FIELDS - {"mfu", "compute_units", "val_bits_per_byte"}
+    assert row["train_loss"] == 2.5
+
+    fast = dataclasses.replace(hardware, peak_flops=1e12)
+    paid = Report(tmp_path, Timer(fast, elapsed=3600.0, units_per_hour=8.0), step=0, max_steps=100)
+    row = training_row(paid, 1)
+    assert row["mfu"] == pytest.approx(row["tokens_per_second"] * 1e6 / 1e12)
+    assert row["compute_units"] == pytest.approx(8.0, abs=0.1)
+    assert row["elapsed_seconds"] >= 3600  # the clock of the run goes on where the last session stopped it
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_speed_leaves_out_what_happens_while_paused(
+    fails: bool, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also an evaluation that memory ran out in, after which training goes on."""
+    now = [report.timer.interval_started]
+    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: now[0])
+    for _ in range(4):
+        now[0] += 0.5
+        report.step_done(100)
+    with contextlib.suppress(MemoryError), report.timer.paused():
+        now[0] += 1000.0
+        if fails:
+            raise MemoryError
+    row = report.timer.training_row(torch.tensor(1.0), torch.tensor(1.0), 1e-3, flops_per_token=1)
+    assert row["ms_per_step"] == pytest.approx(500.0)
+    assert row["tokens_per_second"] == pytest.approx(200.0)
+
+
+def test_progress_in_a_log_file_is_a_line_now_and_then_and_always_at_the_end(
+    report: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not report.interactive
+    clock_now = [1000.0]
+    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock_now[0])
+    row = {"train_loss": 2.345678, "tokens_per_second": 12_345.0, "lr": 0.001, "ms_per_step": 1000.0}
+    for step in range(1, 101):
+        clock_now[0] += 1.0
+        report.progress({"step": step, **row})
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert 100 / report_module.LOG_LINE_SECONDS <= len(lines) <= 100 / report_module.LOG_LINE_SECONDS + 2
+    assert "step 100/100" in lines[-1] and "2.346" in lines[-1] and "12.3k tok/s" in lines[-1]
+    assert "1:39 left" in lines[0]
+    assert "\r" not in captured.out + captured.err and "\x1b" not in captured.out + captured.err
+    assert "MFU" not in captured.out and "units" not in captured.out  # neither is known here
+
+
+def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Path) -> None:
+    nasty = ["a | b", "line\nbreak\r\nand\ttab", "\x1b[31mred\x07", "back\\slash \\| pipe", "", "\u2028sep\x85"]
+    for text in nasty:
+        row = table_row([cell(text), "end"])
+        assert len(columns(row)) == 2 and len(row.splitlines()) == 1, repr(text)
+        assert all(character.isprintable() for character in row), repr(text)
+    answers = [Answer(Prompt(text, text), text) for text in nasty]
+    for step in (10, 20):
+        report.samples(step, answers)
+    rows = (tmp_path / "samples.md").read_text(encoding="utf-8").splitlines()
+    assert len(rows) == 2 + 1 + 2  # header, rule, expected answers, one row an evaluation
+    assert {len(columns(row)) for row in rows} == {2 + len(nasty)}
+    assert [columns(row)[:2] for row in rows[3:]] == [[step, f"{len(nasty)} of {len(nasty)}"] for step in ("10", "20")]
+    rewind(tmp_path, 10)
+    assert len((tmp_path / "samples.md").read_text(encoding="utf-8").splitlines()) == 4
+
+
+def test_the_curve_is_drawn_now_and_then_and_at_the_end_with_every_point(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock_now, drawn = [time.perf_counter()], list[int]()
+    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock_now[0])
+    monkeypatch.setattr(report_module, "draw_curve", lambda rows, path: drawn.append(rows[-1]["step"]))
+    report.next_curve = clock_now[0] + report_module.CURVE_SECONDS
+    for step in range(1, 101):
+        clock_now[0] += 0.5
+        report.write({"step": step, "train_loss": 2.0, **({"val_loss": 1.5} if step % 5 == 0 else {})})
+    assert drawn == [20, 40, 60, 80, 100]
+    report.close()
+    assert drawn == [20, 40, 60, 80, 100]  # it shows all there is
+    report.write({"step": 101, "train_loss": 2.0, "val_loss": 1.5})
+    report.close()
+    assert drawn[5:] == [101]
+
+
+def test_the_curve_is_drawn_though_the_training_fails(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = Run.advance
+
+    def fail_at_20(run: Run, skipped: torch.Tensor) -> None:
+        advance(run, skipped)
+        if run.step == 20:
+            raise ConfigError("something")
+
+    monkeypatch.setattr(Run, "advance", fail_at_20)
+    assert train(tmp_path / "run").code == 2
+    assert (tmp_path / "run" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_curve_that_cannot_be_drawn_is_told_and_raises_nothing(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.write({"step": 1, "train_loss": 2.0})
+    report.write({"step": 2, "train_loss": 1.0, "val_loss": 1.5})
+    report.curve()
+    drawn = (tmp_path / "loss_curve.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG\r\n\x1a\n")
+    assert capsys.readouterr().out == ""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no fonts here")
+
+    monkeypatch.setattr(report_module, "draw_curve", fail)
+    report.curve()
+    assert "no fonts here" in capsys.readouterr().out
+    monkeypatch.undo()
+    with open(tmp_path / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 3, "train_lo{"step": 4}\n')
+    report.write({"step": 5, "train_loss": 0.5})
+    report.curve()
+    assert capsys.readouterr().out == ""
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 5]  # without the torn line
+    assert (tmp_path / "loss_curve.png").read_bytes() != drawn

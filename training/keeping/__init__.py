@@ -1,0 +1,1 @@
+"""What is kept: checkpoints, their copies, and whose the folders are."""

@@ -1,0 +1,120 @@
+"""The wish to stop: Ctrl-C, a notebook's stop button, a terminal that closes, a machine that goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+
+from common.launch import is_first
+from training.machine.processes import any_process, count, reached
+
+SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+SAME_WISH_SECONDS = 2.0  # a notebook's stop button sends two signals for one click
+LONG_STEP_SECONDS = 1.0  # that whoever sent the signal may not wait for
+
+
+class StopRequested(BaseException):
+    """What was under way is given up, so that the state before it can be saved in time. Not an Exception: nothing that
+    handles errors on the way, a compiler's say, may take it for one."""
+
+
+class Interruption:
+    """The first signal asks: `requested` is true from then on, and the loop saves and ends.
+
+    A step in hand is finished first, unless steps are long: then it is given up (StopRequested out of train_step, where
+    nothing but gradients has changed yet), and the state after the last finished step is what is saved. Compiling takes
+    minutes and changes nothing that is saved: it is given up, too (StopRequested out of `compiling`). A second signal
+    within two seconds is the same wish; a later or a third one stops at once, without saving (KeyboardInterrupt).
+    """
+
+    def __init__(self, ends_process: bool = False) -> None:
+        """`ends_process`: nothing follows the training in this process, as in a script that a shell started. What asks
+        for its end once more is then ignored up to it: a default handler would end it without its exit code."""
+        self.ends_process = ends_process
+        self.requested = False
+        self.signals = 0
+        self.first_signal = 0.0
+        self.answer = "Stopping after this step, then saving"
+        self.part = ""  # of the step, as train_step announces them
+        self.step_began = 0.0
+        self.step_seconds: float | None = None  # of the last one
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals reach the main thread alone
+            return
+        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        before = {number: signal.signal(number, self.ask) for number in heard}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                is_over = self.requested or count() > 1  # torchrun ends all processes when one has an exit code
+                signal.signal(number, signal.SIG_IGN if is_over and self.ends_process else handler)
+
+    def ask(self, signum: int, frame: FrameType | None) -> None:
+        self.signals += 1
+        if self.signals == 1:
+            self.requested = True
+            self.first_signal = time.monotonic()
+            is_long = self.step_seconds is None or self.step_seconds > LONG_STEP_SECONDS
+            gives_up = self.part == "compile" or (self.part in ("data", "forward", "backward") and is_long)
+            gives_up = gives_up and count() == 1  # others would wait for this process in the same step
+            if self.part == "compile":
+                now = "Stopping now" if gives_up else "Stopping once every process has compiled the model"
+            else:
+                now = "Stopping now, and saving the last finished step" if gives_up else self.answer
+            with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
+                if is_first():
+                    os.write(2, f"\n{now}. Once more, after two seconds, stops at once.\n".encode())
+            if gives_up:
+                raise StopRequested
+        elif self.signals > 2 or time.monotonic() - self.first_signal > SAME_WISH_SECONDS:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """The model is compiled inside. Raises StopRequested, also if the signal came before."""
+        self.part = "compile"
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Error detected in")  # PyTorch's own, of where the signal came
+            try:
+                self.check()
+                yield
+            finally:
+                self.part = ""
+
+    def begin(self, part: str) -> None:
+        """The part of a step that begins, as train_step tells it."""
+        if part == "data":
+            self.step_began = time.monotonic()
+        self.part = part
+        reached(part)
+
+    def step_over(self) -> str:
+        """Done or not: from here on there is none to give up. Returns the part that it had come to."""
+        part, self.part = self.part, ""
+        return part
+
+    def step_done(self) -> None:
+        self.step_over()
+        self.step_seconds = time.monotonic() - self.step_began
+
+    def agreed(self, limit: object = None) -> bool:
+        """Whether all processes stop here: one of them was asked to, or has another reason (`limit`, if not None)."""
+        requested, is_over = any_process(self.requested, limit is not None)
+        if requested:
+            self.requested = True
+        return requested or is_over
+
+    def check(self) -> None:
+        """Between two batches of what takes long and can be given up. Raises StopRequested."""
+        if self.agreed():
+            raise StopRequested

@@ -1,0 +1,1 @@
+"""What the numbers are computed on: device, precision, processes, compiled code."""

@@ -1,0 +1,158 @@
+"""Compiling the model, and keeping what was compiled for the next machine."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.errors import is_out_of_memory
+from common.files import atomic_write
+from common.lora import lora_of
+from model import TransformerLanguageModel
+from training.keeping.run import Run
+from training.machine.hardware import Hardware
+from training.machine.processes import apart, count, data_parallel, rank
+
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "coordinate_descent": {"options": {"coordinate_descent_tuning": True}},
+    "max_autotune": {"mode": "max-autotune-no-cudagraphs"},
+}
+
+
+def compile_model(
+    model: TransformerLanguageModel,
+    hardware: Hardware,
+    example: Callable[[], tuple[torch.Tensor, ...]],
+    evaluates: bool = False,
+    cache_dir: str | Path | None = None,
+) -> Callable[..., torch.Tensor]:
+    """torch.compile, proven by taking the batch that `example` gives forward and backward, and if the
+    run `evaluates` through an evaluation: nothing is left to be compiled after the first step.
+
+    What was compiled is kept in `cache_dir` too (None: only where torch keeps it, on the local disk), so that a new
+    machine does not compile again. The files there hold code, and are run. A failure to compile is reported once
+    and the model is returned as it is: slower, with the same results. Of several processes one may fail alone: they
+    exchange nothing here.
+    """
+    whole = data_parallel(model)
+    if not hardware.compiles:
+        return whole
+    batch = example()  # outside the try: bad data is no failure to compile
+    started = time.perf_counter()
+    cache = Path(cache_dir) / cache_name(model, hardware, batch) if cache_dir else None
+    if cache:
+        load_compiled(cache)
+    try:
+        torch.compiler.reset()  # of what was compiled in this process before, in a notebook say: there is a limit
+        # The keys of PyTorch's caches do not hold it: code with another attention kernel would be served.
+        tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
+        torch.compiler.config.cache_key_tag = f"{tag} {attention_kernels()}"
+        # Cut where gradients can travel while the rest is computed; what is computed again cannot be cut.
+        torch._dynamo.config.optimize_ddp = not model.activation_checkpointing
+        compiled = torch.compile(whole, dynamic=False, **MODES[hardware.compile_mode])
+        with apart(whole):
+            with hardware.autocast():
+                loss = compiled(*batch)
+            # The backward pass is compiled here. On a GPU autograd would do that in a thread of its own, and this one,
+            # which alone handles signals, would only wait.
+            with torch.autograd.set_multithreading_enabled(False):
+                loss.backward()
+        if evaluates:
+            model.eval()
+            with torch.no_grad(), hardware.autocast():
+                compiled(*batch)
+    except BaseException as error:
+        forget_unfinished()
+        if is_out_of_memory(error) or not isinstance(error, Exception):
+            raise
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        print(f"torch.compile failed ({first_line}); training goes on uncompiled. --compile off skips the attempt.")
+        return whole
+    finally:
+        model.train()
+        model.zero_grad(set_to_none=True)
+    hardware.synchronize()
+    print(f"Compiled in {time.perf_counter() - started:.0f} s, a first pass over {len(batch[0])} sequences included.")
+    if cache and rank() == 0:
+        keep_compiled(cache)
+    return compiled
+
+
+def forget_unfinished() -> None:
+    """After an attempt that failed or was stopped: cancel the jobs that are queued, or the process would wait for them
+    at its end; and clear PyTorch's record of them, or the next attempt in this process (a notebook) would fail too."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.utils import clear_caches
+
+    if AsyncCompile.pool.cache_info().currsize:
+        AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
+        AsyncCompile.pool.cache_clear()
+    clear_caches()
+
+
+def compile_for_run(run: Run, hardware: Hardware, say: Callable[[str], None]) -> Callable[..., torch.Tensor]:
+    """`compile_model` for the batches and evaluations of a run, with a micro-batch that fits in memory."""
+    config = run.config
+    while True:
+        try:
+            return compile_model(
+                run.model,
+                hardware,
+                lambda: run.data.batch(run.sequences_seen, run.config.rows_at_once),
+                evaluates=bool(config.eval_interval),
+                cache_dir=config.compile_cache_dir,
+            )
+        except Exception as error:
+            say(run.give_way(error, "compile", hardware))
+
+
+def attention_kernels() -> str:
+    """Those of the GPU's attention kernels that PyTorch may take."""
+    switches = torch.backends.cuda
+    enabled = {
+        "cudnn": switches.cudnn_sdp_enabled(),
+        "flash": switches.flash_sdp_enabled(),
+        "efficient": switches.mem_efficient_sdp_enabled(),
+    }
+    return " ".join(name for name, is_enabled in enabled.items() if is_enabled)
+
+
+def cache_name(model: TransformerLanguageModel, hardware: Hardware, batch: tuple[torch.Tensor, ...]) -> str:
+    """Named after all that compiled code depends on, for nothing in it says for which machine it was made."""
+    built_for = [hardware.name, torch.backends.cpu.get_cpu_capability(), torch.__version__, hardware.precision]
+    how = [hardware.compile_mode, attention_kernels(), model.activation_checkpointing]
+    how += ["shared out"] if count() > 1 else []
+    how += ["conversations"] if len(batch) > 2 else []
+    lora = lora_of(model)
+    adapted = [lora.rank, lora.alpha, lora.targets] if lora else []
+    of = [*built_for, *how, model.config.to_dict(), list(batch[0].shape), *adapted]
+    return f"compiled-{hashlib.sha256(json.dumps(of).encode()).hexdigest()[:16]}.bin"
+
+
+def load_compiled(cache: Path) -> None:
+    try:
+        if cache.exists():
+            torch.compiler.load_cache_artifacts(cache.read_bytes())
+    except Exception as problem:  # of any kind: compiling anew is the answer
+        print(f"The compiled code in {cache} could not be used ({problem}); it is compiled again.")
+
+
+def keep_compiled(cache: Path) -> None:
+    """Write what was compiled to one file: a folder of thousands of small ones would be slow on Drive."""
+    artifacts = torch.compiler.save_cache_artifacts()
+    if artifacts is None:
+        return
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(cache) as file:
+            file.write(artifacts[0])
+    except OSError as problem:
+        print(f"Compiled code was not kept in {cache.parent} ({problem}); the next start compiles again.")

@@ -1,0 +1,1 @@
+"""What a step computes: batches, the loss, the update."""

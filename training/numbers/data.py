@@ -1,0 +1,382 @@
+"""TokenData: a token file that has been checked against its metadata, placed in memory, and batches drawn from it.
+
+A batch is a pure function of (seed, sequences seen so far). Each epoch cuts the training split into non-overlapping
+windows at a fresh phase and visits every window once in a fresh order, so a run resumes exactly from one number, and
+the batch size may change on the way.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import lru_cache
+from mmap import mmap
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import torch
+
+from common.errors import ConfigError, DataError
+from common.files import atomic_write
+from common.formatting import byte_size
+from common.launch import place
+from common.machine import available_ram
+from model import IGNORE_INDEX
+from tokenization.metadata import TokenMetadata, metadata_files
+from tokenization.token_folder import DEFAULT_FOLDER, holds_unfinished
+from tokenizer import Tokenizer, load_tokenizer
+from training.config import TrainConfig
+from training.machine.hardware import Hardware
+from training.numbers.layout import Layout, layout_of_text, pack_splits
+
+MOST_PACKED = 1040  # bytes that gzip can make of one
+RAM_SHARE = 0.7  # of the available memory that tokens may take; the rest is for the model and Python
+GPU_SHARE = 0.2  # of the GPU's memory that tokens may take; the rest is for training
+UNPACKED_AT_ONCE = 2**22  # bytes
+
+
+class TokenData:
+    """Verified tokens and their tokenizer; `batch` and `validation_batch` are what training needs of them."""
+
+    def __init__(
+        self,
+        metadata: TokenMetadata,
+        tokens: np.ndarray,
+        tokenizer: Tokenizer,
+        tokenizer_file: bytes,
+        config: TrainConfig,
+        device: torch.device,
+        placement: str,
+        layout: Layout | None = None,
+    ):
+        self.metadata = metadata
+        self.tokenizer_file = tokenizer_file  # as it was verified: the data folder may change or go while training
+        self.tokenizer = tokenizer
+        self.seq_len = config.max_seq_len
+        self.seed = config.seed
+        self.device = device
+        self.placement = placement
+        self.mapped = tokens if isinstance(tokens, np.memmap) else None
+        self.is_16_bit = tokens.dtype.itemsize == 2
+        # PyTorch has few operations on uint16: ids above 32,767 travel as negative int16 and `split` restores them.
+        self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
+        if placement == "gpu":
+            self.tokens = self.tokens.to(device)
+        stride = config.sequences_per_step if config.processes > 1 else None  # between are those of other processes
+        self.reader = None if self.tokens.device.type == device.type else ReadAhead(self.train_windows, device, stride)
+        self.layout = layout or layout_of_text(metadata, self.seq_len)
+        self.windows, self.val_windows = self.layout.windows, self.layout.val_windows
+        self.fingerprint = {
+            "tokens_sha256": metadata.tokens_sha256,
+            "tokenizer_sha256": metadata.tokenizer_sha256,
+            "train_tokens": metadata.train_tokens,
+        }
+        if metadata.mask_sha256:
+            self.fingerprint |= {"mask_sha256": metadata.mask_sha256, "loss_on": self.layout.loss_on}
+
+    @classmethod
+    def open(cls, config: TrainConfig, hardware: Hardware) -> TokenData:
+        """Find, check and place the tokens. Raises DataError for bad files, ConfigError for a context too long."""
+        bin_path, tokenizer_path, metadata_path = locate(config)
+        metadata = TokenMetadata.read(metadata_path)
+        bin_path = bin_path or metadata.beside("bin_file")
+        tokenizer_path = tokenizer_path or metadata.beside("tokenizer_file")
+        is_chat = metadata.chat_template is not None
+        if config.loss_on == "answers" and not is_chat:
+            raise ConfigError(
+                f"--loss_on answers needs conversations, and {metadata_path} describes text. Tokenize conversations "
+                "with tokenize_local_bpe.py --format chat, or leave the flag out."
+            )
+        for split, count in (("training", metadata.train_tokens), ("validation", metadata.val_tokens)):
+            if count <= config.max_seq_len and not is_chat:
+                raise ConfigError(
+                    f"max_seq_len {config.max_seq_len} needs more than {config.max_seq_len} {split} tokens and "
+                    f"{metadata_path} has {count:,}. Lower --max_seq_len, or tokenize more text or with another "
+                    "--train_split."
+                )
+        dtype = metadata.numpy_dtype
+        packed = None if bin_path.exists() else require_packed(bin_path, metadata)
+        bytes_a_token = 4 if is_chat else dtype.itemsize
+        placement = choose_placement(metadata.total_tokens * bytes_a_token, config, hardware)
+        if is_chat and placement == "mmap":
+            if config.placement == "mmap":
+                raise ConfigError("--placement mmap is for text: conversations are packed into windows in memory.")
+            placement = "ram"
+        if packed is not None and placement == "mmap":
+            unpack(packed, bin_path, metadata)
+            packed = None
+        if packed is not None:  # on Drive, say: read once from end to end, and nothing is written there
+            tokens = read_packed(packed, metadata)
+        else:
+            check_size(bin_path, metadata)
+            # mode "c" maps private pages: PyTorch asks for writable memory, and the file must stay as it is.
+            tokens = np.memmap(bin_path, dtype, mode="c") if placement == "mmap" else np.fromfile(bin_path, dtype)
+        tokens_sha256 = check_tokens(bin_path, tokens, metadata)
+        tokenizer, tokenizer_file = check_tokenizer(tokenizer_path, metadata)
+        tokenizer_sha256 = hashlib.sha256(tokenizer_file).hexdigest()
+        metadata = replace(metadata, tokens_sha256=tokens_sha256, tokenizer_sha256=tokenizer_sha256)
+        layout = None
+        if is_chat:
+            tokens, layout = pack_splits(tokens, metadata, tokenizer, config)
+        return cls(metadata, tokens, tokenizer, tokenizer_file, config, hardware.device, placement, layout)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.metadata.vocab_size
+
+    def describe(self) -> str:
+        m = self.metadata
+        place = {"gpu": "GPU memory", "ram": "RAM", "mmap": "a memory map"}[self.placement]
+        return (
+            f"Data       {m.total_tokens:,} tokens, vocabulary {m.vocab_size:,} ({m.tokenizer_type}), in {place}\n"
+            f"Splits     {self.layout.described}"
+        )
+
+    def batch(self, sequences_seen: int, rows: int) -> tuple[torch.Tensor, ...]:
+        """The `rows` sequences that follow the first `sequences_seen`, as the model takes them: inputs and targets, and
+        for conversations the columns in which they start, each (rows, T) int64."""
+        if self.reader is not None:
+            return self.split(self.reader.windows(sequences_seen, rows))
+        return self.split(self.train_windows(sequences_seen, rows))
+
+    def validation_batch(self, first: int, rows: int, of: int) -> tuple[torch.Tensor, ...]:
+        """Rows `first` onwards of a fixed set of `of` windows spread evenly over the validation split."""
+        chosen = np.arange(first, first + rows, dtype=np.int64) * self.val_windows // of
+        return self.split(self.gather(self.layout.val_start + chosen * self.layout.stride))
+
+    def train_windows(self, first: int, rows: int) -> torch.Tensor:
+        """Sequences `first` onwards of the shuffled stream, as stored: (rows, T + 1), where the tokens lie."""
+        layout = self.layout
+        return self.gather(train_starts(first, rows, layout.windows, layout.spare, layout.stride, self.seed))
+
+    def gather(self, starts: np.ndarray) -> torch.Tensor:
+        """The windows that begin at `starts`, (rows,), as stored: (rows, T + 1), where the tokens lie."""
+        self.require_whole()
+        # A view of every window there is, and one indexed copy of those wanted: no loop over rows.
+        every_window = self.tokens.unfold(0, self.seq_len + 1, 1)
+        indices = torch.from_numpy(starts)
+        if self.tokens.is_cuda:  # from pinned memory, so that the host does not wait for the work queued before it
+            indices = indices.pin_memory().to(self.tokens.device, non_blocking=True)
+        return every_window[indices]
+
+    def require_whole(self) -> None:
+        """Raises DataError for a mapped file that was cut short: reading on would end the process without a word."""
+        if self.mapped is None:
+            return
+        size = cast(mmap, self.mapped.base).size()  # of the file as it is now
+        if size < self.mapped.nbytes:
+            raise DataError(
+                f"{self.mapped.filename} was cut short while the training read it: {size:,} of {self.mapped.nbytes:,} "
+                "bytes are left. Copy it again, or run tokenize_local_bpe.py again; then the same command continues."
+            )
+
+    def split(self, windows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Windows as stored -> what `batch` gives, on the device. Widened there: a quarter of the bytes travel."""
+        windows = windows.to(self.device).long()
+        if self.is_16_bit:
+            windows &= 0xFFFF
+        # Contiguous, for a compiled model is compiled again for tensors of other strides.
+        inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        if not self.layout.has_mask:
+            return inputs, targets
+        start_id = self.tokenizer.end_of_text_id
+        assert start_id is not None, "conversations are tokenized with a vocabulary that has one"
+        columns = torch.arange(self.seq_len, device=inputs.device)
+        starts = torch.where(inputs == ~start_id, columns, 0).cummax(dim=1).values  # no loss is counted on a start
+        inputs = torch.where(inputs < 0, ~inputs, inputs)
+        targets = torch.where(targets < 0, IGNORE_INDEX, targets)
+        return inputs, targets, starts
+
+
+class ReadAhead:
+    """Batches of windows on their way to the GPU: while it works on one, a thread reads the next into pinned memory, so
+    that the host waits neither for the disk nor for the copy.
+
+    Each batch is pinned in a buffer of its own; PyTorch hands a buffer out again when the copy from it is done. A batch
+    that was not foreseen (the first, or after a change of size) is read when it is asked for.
+    """
+
+    def __init__(self, read: Callable[[int, int], torch.Tensor], device: torch.device, stride: int | None = None):
+        self.read = read  # (first, rows) -> (rows, T + 1)
+        self.stride = stride  # sequences from one batch to the next; None: as many as it has
+        self.device = device
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+        self.foreseen: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
+
+    def windows(self, first: int, rows: int) -> torch.Tensor:
+        """(rows, T + 1) on the device."""
+        asked, reading = self.foreseen or ((0, 0), None)
+        if reading is None or asked != (first, rows):
+            reading = self.thread.submit(self.fill, first, rows)
+        windows = reading.result().to(self.device, non_blocking=self.device.type == "cuda")
+        following = first + (self.stride or rows)
+        self.foreseen = (following, rows), self.thread.submit(self.fill, following, rows)
+        return windows
+
+    def fill(self, first: int, rows: int) -> torch.Tensor:
+        windows = self.read(first, rows)
+        return windows.pin_memory() if self.device.type == "cuda" else windows
+
+
+def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, seed: int) -> np.ndarray:
+    """Where sequences first .. first + rows - 1 of the endless shuffled stream begin in the training split: (rows,)."""
+    epochs, places = np.divmod(np.arange(first, first + rows, dtype=np.int64), windows)
+    starts = np.empty(rows, dtype=np.int64)
+    for epoch in range(epochs[0], epochs[-1] + 1):
+        phase, order = epoch_order(seed, epoch, windows, spare, seq_len)
+        here = epochs == epoch
+        starts[here] = phase + order[places[here]] * seq_len
+    return starts
+
+
+@lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
+def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -> tuple[int, np.ndarray]:
+    """Phase of the windows and the order they are visited in.
+
+    RandomState, not Generator: NumPy froze its stream for good (NEP 19), so a run resumed years later, on another
+    NumPy, still sees the same order.
+    """
+    random = np.random.RandomState([seed, epoch])
+    phase = int(random.randint(0, min(spare, seq_len - 1) + 1))
+    return phase, random.permutation(windows).astype(np.int64)
+
+
+def locate(config: TrainConfig) -> tuple[Path | None, Path | None, Path]:
+    """Paths of the token file, the tokenizer and the metadata; the first two None where the metadata names them."""
+    if config.bin_file:
+        assert config.tokenizer_file and config.metadata_file, "the configuration has all three or none"
+        return Path(config.bin_file), Path(config.tokenizer_file), Path(config.metadata_file)
+    folder = Path(config.data_dir or DEFAULT_FOLDER)
+    found = metadata_files(folder)
+    if len(found) == 1:
+        return None, None, found[0]
+    if found:
+        names = ", ".join(path.name for path in found)
+        raise DataError(
+            f"{folder} holds several token files ({names}). Name one with --bin_file, --tokenizer_file and "
+            "--metadata_file, or keep each in a folder of its own and use --data_dir."
+        )
+    partial = holds_unfinished(folder)
+    state = "an unfinished token file: run the same tokenize_local_bpe.py command again" if partial else "no token file"
+    hint = "" if partial else ". Make one: python tokenize_local_bpe.py --input my_text.txt"
+    where = f" --output_dir {folder}" if config.data_dir and not partial else ""
+    raise DataError(f"There is {state} in {folder}/{hint}{where}")
+
+
+def require_packed(bin_path: Path, metadata: TokenMetadata) -> Path:
+    """The `.gz` of a token file that is not there. Raises DataError if that is missing too, or cannot hold so much."""
+    packed = Path(f"{bin_path}.gz")
+    if not packed.exists():
+        raise DataError(f"There is no file {bin_path}; {metadata.path} describes it.")
+    size = metadata.total_tokens * metadata.numpy_dtype.itemsize
+    if size > MOST_PACKED * packed.stat().st_size:
+        raise DataError(
+            f"{packed} cannot hold the {metadata.total_tokens:,} tokens of {metadata.path.name}: copy both again."
+        )
+    return packed
+
+
+def unpacked(packed: Path, metadata: TokenMetadata) -> Iterator[bytes]:
+    """The bytes of a packed token file, in pieces. Raises DataError if it is damaged, or holds another number of them
+    than the metadata says: neither disk nor memory are filled with whatever comes out."""
+    print(f"Unpacking  {packed} ...")
+    missing = metadata.total_tokens * metadata.numpy_dtype.itemsize
+    with gzip.open(packed, "rb") as source:
+        try:
+            while missing >= 0 and (piece := source.read(min(UNPACKED_AT_ONCE, missing + 1))):
+                missing -= len(piece)
+                if missing >= 0:
+                    yield piece
+        except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
+            raise DataError(f"{packed} is damaged ({problem}); copy it again.") from None
+    if missing:
+        amount = f"{missing:,} bytes fewer" if missing > 0 else "more bytes"
+        raise DataError(
+            f"{packed} holds {amount} than the {metadata.total_tokens:,} tokens ({metadata.dtype}) of "
+            f"{metadata.path.name}: copy both again, or run tokenize_local_bpe.py again."
+        )
+
+
+def unpack(packed: Path, bin_path: Path, metadata: TokenMetadata) -> None:
+    with atomic_write(bin_path) as target:
+        for piece in unpacked(packed, metadata):
+            target.write(piece)
+
+
+def read_packed(packed: Path, metadata: TokenMetadata) -> np.ndarray:
+    """(total_tokens,)"""
+    tokens = np.empty(metadata.total_tokens, metadata.numpy_dtype)
+    held, place = tokens.view(np.uint8), 0
+    for piece in unpacked(packed, metadata):
+        held[place : place + len(piece)] = np.frombuffer(piece, np.uint8)
+        place += len(piece)
+    return tokens
+
+
+def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
+    size, itemsize = bin_path.stat().st_size, metadata.numpy_dtype.itemsize
+    if size != metadata.total_tokens * itemsize:
+        raise DataError(
+            f"{bin_path} has {size:,} bytes; {metadata.path.name} says {metadata.total_tokens:,} tokens of {itemsize} "
+            f"bytes ({metadata.dtype}) = {metadata.total_tokens * itemsize:,}. One of the two is from another run or "
+            "was cut short: copy both again, or run tokenize_local_bpe.py again."
+        )
+
+
+def check_tokens(bin_path: Path, tokens: np.ndarray, metadata: TokenMetadata) -> str:
+    """Hash and range of the ids. Returns the SHA-256. Raises DataError where the metadata says otherwise."""
+    sha256 = hashlib.sha256(tokens.data).hexdigest()
+    if metadata.tokens_sha256 not in (None, sha256):
+        raise DataError(
+            f"{bin_path} is not the file {metadata.path.name} describes: its SHA-256 is {sha256[:16]}..., expected "
+            f"{metadata.tokens_sha256[:16]}.... Copy both again, or run tokenize_local_bpe.py again."
+        )
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= metadata.vocab_size:
+        raise DataError(
+            f"{bin_path} holds token id {high if low >= 0 else low}, outside the vocabulary of {metadata.vocab_size:,} "
+            f"that {metadata.path.name} gives. The dtype ({metadata.dtype}) or the tokenizer is not the one the file "
+            "was written with: run tokenize_local_bpe.py again."
+        )
+    return sha256
+
+
+def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[Tokenizer, bytes]:
+    """Returns the tokenizer and its file. Raises DataError if the tokens were made with another one."""
+    tokenizer, content = load_tokenizer(path), path.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    if metadata.tokenizer_sha256 not in (None, sha256):
+        raise DataError(
+            f"{path} is not the tokenizer the tokens were made with: its SHA-256 is {sha256[:16]}..., "
+            f"{metadata.path.name} says {metadata.tokenizer_sha256[:16]}.... Use the one written beside them."
+        )
+    if (tokenizer.kind, tokenizer.vocab_size) != (metadata.tokenizer_type, metadata.vocab_size):
+        raise DataError(
+            f"{path} is a {tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} ids; {metadata.path.name} describes "
+            f"{metadata.tokenizer_type} tokens of {metadata.vocab_size:,}. Use the tokenizer file written beside them."
+        )
+    return tokenizer, content
+
+
+def choose_placement(size: int, config: TrainConfig, hardware: Hardware) -> str:
+    """gpu > ram > mmap: the fastest memory the tokens fit in. Raises ConfigError for a GPU that is not there."""
+    if config.placement == "gpu" and not hardware.is_cuda:
+        raise ConfigError("--placement gpu needs a CUDA GPU; --placement auto uses RAM here.")
+    if config.placement != "auto":
+        return config.placement
+    if hardware.is_cuda and hardware.memory_bytes and size <= GPU_SHARE * hardware.memory_bytes:
+        return "gpu"
+    free = available_ram()
+    size *= place().local_count  # processes do not share what they read
+    if free is None or size <= RAM_SHARE * free:
+        return "ram"
+    print(
+        f"The tokens ({byte_size(size)}) do not fit in the {byte_size(free)} of free RAM; they are read from disk "
+        "through a memory map, which is slow on a network drive: keep the file on a local disk."
+    )
+    return "mmap"

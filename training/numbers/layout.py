@@ -1,0 +1,122 @@
+"""Where the windows of a batch lie among the tokens: cut from a text, or packed with whole conversations."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from common.errors import ConfigError, DataError
+from tokenization.metadata import TokenMetadata
+from tokenizer import Tokenizer
+from training.config import TrainConfig
+from training.numbers.packing import pack
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the windows of both splits lie among the tokens."""
+
+    windows: int  # of an epoch
+    stride: int  # tokens from one to the next
+    spare: int  # training tokens they leave over: the range of the phase they start at
+    val_start: int
+    val_windows: int
+    val_tokens_per_byte: float | None  # of those that the loss is over; None if the bytes were not counted
+    described: str
+    loss_on: str = "all"
+    has_mask: bool = False  # an id that the loss is not over is stored as its complement, ~id
+
+
+def layout_of_text(metadata: TokenMetadata, seq_len: int) -> Layout:
+    """Windows that share one token with the next: the target after the last input."""
+    windows = count_windows(metadata.train_tokens, seq_len)
+    return Layout(
+        windows=windows,
+        stride=seq_len,
+        spare=metadata.train_tokens - 1 - windows * seq_len,
+        val_start=metadata.train_tokens,
+        val_windows=(metadata.val_tokens - 1) // seq_len,
+        val_tokens_per_byte=metadata.val_tokens / metadata.val_bytes if metadata.val_bytes else None,
+        described=(
+            f"{metadata.train_tokens:,} training tokens ({windows:,} windows of {seq_len}), "
+            f"{metadata.val_tokens:,} validation tokens"
+        ),
+    )
+
+
+def count_windows(tokens: int, seq_len: int) -> int:
+    """Windows of seq_len inputs (and the target after the last) that fit whatever the phase, at least one."""
+    return max(1, (tokens - seq_len) // seq_len)
+
+
+def pack_splits(
+    tokens: np.ndarray, metadata: TokenMetadata, tokenizer: Tokenizer, config: TrainConfig
+) -> tuple[np.ndarray, Layout]:
+    """Pack the conversations of both splits into windows of max_seq_len + 1. Returns (tokens,) and their layout.
+
+    Raises DataError for a mask that is not that of the tokens, ConfigError where no answer fits.
+    """
+    in_answer = read_mask(metadata)
+    is_start = (tokens == tokenizer.end_of_text_id) & ~in_answer
+    split, length = metadata.train_tokens, config.max_seq_len + 1
+    if not is_start[0] or not is_start[split]:
+        raise DataError(
+            f"{metadata.beside('mask_file')} is not the mask of {metadata.bin_file}: no conversation begins where one "
+            "should. Copy both again, or run tokenize_local_bpe.py again."
+        )
+    loss_on = "all" if config.loss_on == "all" else "answers"
+    counted = ~is_start if loss_on == "all" else in_answer
+    train, val = (
+        pack(tokens[part], counted[part], np.flatnonzero(is_start[part]), length)
+        for part in (slice(split), slice(split, None))
+    )
+    for name, packed in (("training", train), ("validation", val)):
+        if not packed.conversations:
+            raise ConfigError(
+                f"max_seq_len {config.max_seq_len} is too short for the conversations of {metadata.path}: none of "
+                f"{name} reaches its answer. Give a longer --max_seq_len."
+            )
+    val_bytes = int(tokenizer.byte_lengths[val.ids].sum())
+    lost = [
+        f"{count:,} {what}"
+        for count, what in (
+            (train.cut + val.cut, "longer than the context, without their end"),
+            (train.left_out + val.left_out, "left out, for no answer is within the context"),
+        )
+        if count
+    ]
+    learned = "all turns" if loss_on == "all" else "answers"
+    described = (
+        f"{train.conversations:,} conversations in {len(train.windows):,} windows of {config.max_seq_len} "
+        f"({train.answers:,} tokens of {learned} to learn), {val.conversations:,} to validate"
+        + (f"\nNote       conversations: {'; '.join(lost)}" if lost else "")
+    )
+    layout = Layout(
+        windows=len(train.windows),
+        stride=length,
+        spare=0,
+        val_start=train.windows.size,
+        val_windows=len(val.windows),
+        val_tokens_per_byte=val.answers / val_bytes if val_bytes else None,
+        described=described,
+        loss_on=loss_on,
+        has_mask=True,
+    )
+    return np.concatenate([train.windows, val.windows]).reshape(-1), layout
+
+
+def read_mask(metadata: TokenMetadata) -> np.ndarray:
+    """(total_tokens,) bool: which are in answers. Raises DataError for another file than the metadata describes."""
+    path = metadata.beside("mask_file")
+    if not path.exists():
+        raise DataError(f"There is no file {path}; {metadata.path} describes it.")
+    size = (metadata.total_tokens + 7) // 8
+    packed = np.fromfile(path, np.uint8) if path.stat().st_size == size else None
+    if packed is None or metadata.mask_sha256 not in (None, hashlib.sha256(packed.data).hexdigest()):
+        raise DataError(
+            f"{path} is not the mask that {metadata.path.name} describes. Copy both again, or run "
+            "tokenize_local_bpe.py again."
+        )
+    return np.unpackbits(packed, count=metadata.total_tokens).astype(bool)

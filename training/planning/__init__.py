@@ -1,0 +1,1 @@
+"""What a training will take, found out before it: memory, time, the fastest settings."""

@@ -1,0 +1,148 @@
+"""What a run tells while it trains: a progress line, a line for each evaluation, and the records in its folder."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from common.formatting import clock, si
+from common.launch import is_first
+from common.progress import LOG_LINE_SECONDS, is_interactive, progress_bar
+from training.file_names import CURVE, METRICS, SAMPLES
+from training.numbers.evaluate import Answer, accuracy, perplexity
+from training.telling.events import Events
+from training.telling.records import draw_curve, metrics_line, read_metrics, samples_header, samples_row, unwritable
+from training.telling.timer import Timer
+
+LONG_SECONDS = 20.0  # of silence that a user should not have to wonder about
+CURVE_SECONDS = 10.0  # between two drawings of the curve, which take a tenth of a second each
+
+
+class Report:
+    """The words of a run. A record that cannot be written is no reason to lose the training."""
+
+    def __init__(self, run_dir: Path, timer: Timer, step: int, max_steps: int, tensorboard: bool = False):
+        self.run_dir = run_dir
+        self.timer = timer
+        self.max_steps = max_steps
+        self.interactive = is_interactive()
+        self.next_line = 0.0
+        self.next_curve = time.perf_counter() + CURVE_SECONDS
+        self.has_new_point = False  # that the curve does not show yet
+        self.is_first = is_first()  # of several processes one writes
+        self.told: set[str] = set()  # what cannot be written: each once, for it would come with every row
+        self.bar = progress_bar(
+            total=max_steps,
+            initial=step,
+            bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
+        )
+        self.events = Events(run_dir, self.say) if tensorboard else None
+
+    def step_done(self, tokens: int) -> None:
+        self.timer.step_done(tokens)
+        self.bar.update()
+
+    def say(self, text: str) -> None:
+        """Print a line that stays, above the progress line if there is one."""
+        if self.interactive:
+            tqdm.write(text, file=sys.stderr)
+        else:
+            print(text, flush=True)
+
+    def progress(self, row: dict[str, Any], copied: str = "") -> None:
+        """Refresh the progress line; in a log file, where it cannot be redrawn, write one now and then. `copied` says
+        how the mirror stands."""
+        parts = [f"loss {row['train_loss']:.3f}", f"{si(row['tokens_per_second'])} tok/s"]
+        if "mfu" in row:
+            parts.append(f"MFU {row['mfu']:.0%}")
+        parts.append(f"lr {row['lr']:.2g}")
+        left = (self.max_steps - row["step"]) * row["ms_per_step"] / 1000
+        if rate := self.timer.units_per_hour:
+            forecast = row["compute_units"] + left / 3600 * rate
+            parts.append(f"{row['compute_units']:.1f} of about {forecast:.1f} units")
+        if copied:
+            parts.append(copied)
+        if self.interactive:
+            self.bar.set_postfix_str(", ".join(parts), refresh=False)
+        elif time.perf_counter() >= self.next_line or row["step"] == self.max_steps:
+            self.next_line = time.perf_counter() + LOG_LINE_SECONDS
+            self.say(f"step {row['step']:,}/{self.max_steps:,}, {', '.join(parts)}, {clock(left)} left")
+
+    def announce_evaluation(self, tokens: int) -> None:
+        """Say so if an evaluation will take long, at about three times the speed of training."""
+        if speed := self.timer.tokens_per_second:
+            seconds = tokens / (3 * speed)
+            if seconds > LONG_SECONDS:
+                self.say(f"Evaluating on {tokens:,} validation tokens, about {clock(seconds)} ...")
+
+    def evaluation(self, row: dict[str, Any], answers: list[Answer]) -> None:
+        """Tell how an evaluation went, and keep its answers."""
+        parts = [f"step {row['step']:,}: validation loss {row['val_loss']:.4f}"]
+        parts.append(f"perplexity {perplexity(row['val_loss']):.2f}")
+        if row["val_bits_per_byte"] is not None:
+            parts.append(f"{row['val_bits_per_byte']:.3f} bits per byte")
+        right, judged = accuracy(answers)
+        if judged:
+            parts.append(f"{right} of {judged} answers exactly right")
+        self.say(", ".join(parts))
+        if answers:
+            self.samples(row["step"], answers)
+
+    def write(self, row: dict[str, Any]) -> None:
+        """Append a row to metrics.jsonl, and draw the curve anew now and then, if it has a new point of the
+        validation's."""
+        self.append(self.run_dir / METRICS, metrics_line(row))
+        if self.events is not None:
+            self.events.write(row)
+        self.has_new_point |= "val_loss" in row and self.is_first
+        if self.has_new_point and time.perf_counter() >= self.next_curve:
+            self.curve()
+
+    def samples(self, step: int, answers: list[Answer]) -> None:
+        """Append a row to samples.md, below a header of its own if the prompts are not those of the rows before."""
+        path = self.run_dir / SAMPLES
+        row, (header, *more) = samples_row(step, answers), samples_header(answers)
+        try:
+            before = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:  # there is none yet, or `append` meets the same
+            before = []
+        headers = [line for line in before if line.startswith("| step |")]
+        if not headers or headers[-1] != header:
+            row = "\n".join([*([""] if before else []), header, *more, row])
+        self.append(path, row + "\n")
+
+    def append(self, path: Path, text: str) -> None:
+        if not self.is_first:
+            return
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(text)
+        except OSError as problem:
+            self.warn(path, problem)
+
+    def curve(self) -> None:
+        """Redraw loss_curve.png from metrics.jsonl."""
+        path = self.run_dir / CURVE
+        try:
+            if rows := read_metrics(self.run_dir):
+                draw_curve(rows, path)
+        except Exception as problem:  # of fonts, of the file, of torn rows
+            self.warn(path, problem)
+        self.has_new_point = False
+        self.next_curve = time.perf_counter() + CURVE_SECONDS
+
+    def warn(self, path: Path, problem: Exception) -> None:
+        if path.name not in self.told:
+            self.told.add(path.name)
+            self.say(unwritable(path, problem))
+
+    def close(self) -> None:
+        self.bar.close()
+        if self.has_new_point:
+            self.curve()
+        if self.events is not None:
+            self.events.close()

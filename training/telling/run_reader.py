@@ -1,0 +1,173 @@
+"""What a run folder tells of a training while it goes on: metrics.jsonl, samples.md and config.json, as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common.errors import ConfigError, DataError
+from common.files import read_json, require_regular
+from training.config import MODEL_KEYS, SCHEMA, that_count
+from training.file_names import METRICS, SAMPLES, SUMMARY
+
+FIELDS = (
+    "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
+    "tokens_per_second", "mfu", "peak_memory_gb", "elapsed_seconds", "compute_units", "skipped_updates",
+)  # fmt: skip
+MOST_STRETCHES = 500  # of a long run, of which the page shows the extremes: a screen has not many more columns
+MOST_SAMPLES = 200  # evaluations whose answers the page shows
+LARGEST = 1e300  # JavaScript has no larger numbers than Python's floats
+# Without those of the command rather than the training.
+SHOWN = {key for key, field in SCHEMA.items() if field.metadata["group"] != "checkpoints"} | {"init_from"}
+SHOWN -= {"vocab_size", "tokenizer"}  # the tokens bring their own, whatever a config says
+TRAINED = (*MODEL_KEYS, "vocab_size", "tokenizer_type")  # of a checkpoint's config.json
+BAR = re.compile(r"(?<!\\)\|")  # between two cells of a table row
+
+
+class RunReader:
+    """A run folder that is read again and again. What is gone or cannot be read stays as it was seen last."""
+
+    def __init__(self, folder: Path, name: str):
+        self.folder = folder
+        self.name = name
+        self.rows: list[dict[str, float]] = []
+        self.offset = 0  # bytes of metrics.jsonl that are read
+        self.last_line = b""  # the one before the offset
+        self.seen: dict[str, Any] = {"modified": None, "finished": False, "samples": [], "config": {}, "device": ""}
+
+    def read(self) -> dict[str, Any]:
+        """The run as the page takes it; `problem` says why it is not up to date, if it is not."""
+        problem = "" if self.folder.is_dir() else "the folder is gone"
+        try:
+            if not problem:
+                self.read_rows()
+                self.read_others()
+        except OSError as error:
+            problem = error.strerror or str(error)
+        except (ConfigError, DataError) as error:
+            problem = str(error)
+        rows = thinned(self.rows)
+        columns = {key: [row.get(key) for row in rows] for key in FIELDS if any(key in row for row in rows)}
+        return {"name": self.name, "folder": str(self.folder), "problem": problem, **self.seen, "columns": columns}
+
+    def read_rows(self) -> None:
+        """Take what was appended to metrics.jsonl since; or all of it, if it was written anew: a run that goes on
+        forgets the rows after its checkpoint, and one that starts over begins a file of its own. A line without its end
+        is still being written."""
+        path = self.folder / METRICS
+        require_regular(path, DataError)
+        try:
+            with open(path, "rb") as file:
+                file.seek(self.offset - len(self.last_line))
+                new = file.read()
+                if new.startswith(self.last_line) and self.last_line:
+                    new = new[len(self.last_line) :]
+                else:
+                    self.rows, self.offset, self.last_line = [], 0, b""
+                    file.seek(0)
+                    new = file.read()
+            self.seen["modified"] = path.stat().st_mtime
+        except FileNotFoundError:  # a run that has not reported yet, or that has just been started over
+            self.rows, self.offset, self.last_line, new = [], 0, b"", b""
+        whole = new[: new.rfind(b"\n") + 1]
+        lines = whole.splitlines(keepends=True)
+        for row in filter(None, map(row_of, lines)):
+            while self.rows and self.rows[-1]["step"] >= row["step"]:  # of a session that was cut off
+                self.rows.pop()
+            self.rows.append(row)
+        self.offset += len(whole)
+        self.last_line = lines[-1] if lines else self.last_line
+
+    def read_others(self) -> None:
+        self.seen["finished"] = (self.folder / SUMMARY).exists()
+        samples = self.folder / SAMPLES
+        require_regular(samples, DataError)
+        told = samples.read_text(encoding="utf-8", errors="replace") if samples.exists() else ""
+        self.seen["samples"] = tables_of(told)
+        path = self.folder / "config.json"
+        resolved = read_json(path, ConfigError) if path.exists() else {}
+        config = resolved.get("config")
+        self.seen["config"] = self.settings(config) if isinstance(config, dict) else {}
+        self.seen["device"] = str(resolved.get("device") or "")
+
+    def settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        """What the run was trained with. Its newest checkpoint knows the vocabulary and, whatever the weights began as,
+        the shape of the model."""
+        values = {key: value for key, value in that_count(config).items() if key in SHOWN}
+        there = [path for place in ("checkpoints/step_*", "step_*") for path in sorted(self.folder.glob(place))]
+        for checkpoint in [*reversed(there), self.folder / "best"]:  # a copy's stand in the folder itself
+            with contextlib.suppress(ConfigError, OSError):  # deleted in the meantime
+                trained = read_json(checkpoint / "config.json", ConfigError)
+                values |= {key: trained[key] for key in TRAINED if key in trained}
+                break
+        return {key: value if is_number(value) else shown(value) for key, value in values.items()}
+
+
+def shown(value: Any) -> str:
+    if value is None:
+        return "not set"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def row_of(line: bytes) -> dict[str, float] | None:
+    """The measured numbers of a line of metrics.jsonl; None for a line that was torn."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    row = {key: value[key] for key in FIELDS if is_number(value.get(key))}
+    return row if "step" in row else None
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST < value < LARGEST
+
+
+def thinned(rows: Sequence[dict[str, float]]) -> list[dict[str, float]]:
+    """Of a long run, the rows of each stretch in which a loss is lowest and highest: each point that is drawn is one
+    that was measured, and no spike is lost."""
+    if len(rows) <= 2 * MOST_STRETCHES:
+        return list(rows)
+    kept = {0, len(rows) - 1} | extremes(rows, "train_loss") | extremes(rows, "val_loss")
+    return [rows[i] for i in sorted(kept)]
+
+
+def extremes(rows: Sequence[dict[str, float]], key: str) -> set[int]:
+    """Where a value is lowest and where it is highest, in each stretch of the rows that have it."""
+    there = [i for i, row in enumerate(rows) if key in row]
+    length = math.ceil(len(there) / MOST_STRETCHES) or 1
+    stretches = [there[i : i + length] for i in range(0, len(there), length)]
+    return {choose(stretch, key=lambda i: rows[i][key]) for stretch in stretches for choose in (min, max)}
+
+
+def tables_of(text: str) -> list[dict[str, Any]]:
+    """samples.md: for each of its tables the prompts, what was expected of each, and the answers by step."""
+    tables: list[dict[str, Any]] = []
+    for line in text.split("\n")[:-1]:  # what follows the last line break is on its way
+        cells = [cell.strip().replace("\\|", "|") for cell in BAR.split(line)[1:-1]]
+        if len(cells) < 2:
+            continue
+        first, right, *answers = cells
+        if first == "step":
+            tables.append({"prompts": answers, "expected": [], "rows": []})
+        elif tables and first == "expected":
+            tables[-1]["expected"] = answers
+        elif tables and re.fullmatch("[0-9]{1,15}", first):
+            tables[-1]["rows"].append({"step": int(first), "right": right, "answers": answers})
+    for table in tables:
+        table["rows"] = spread(table["rows"], MOST_SAMPLES)
+    return tables
+
+
+def spread(values: list[Any], most: int) -> list[Any]:
+    """At the most so many of the values, evenly, the first and the last among them."""
+    if len(values) <= most:
+        return values
+    return [values[round(i * (len(values) - 1) / (most - 1))] for i in range(most)]

@@ -1,0 +1,93 @@
+"""summary.md: what was run, on what, how fast and how well; printed at the end of a run."""
+
+from __future__ import annotations
+
+import torch
+
+from common.files import atomic_write
+from common.formatting import cell, clock, shortened, si, table_row
+from training.file_names import CURVE, METRICS, SAMPLES, SUMMARY
+from training.keeping.run import Run
+from training.machine.hardware import Hardware
+from training.numbers.evaluate import Answer, accuracy, perplexity
+from training.telling.records import read_metrics, unwritable
+from training.telling.timer import Timer
+
+LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
+
+
+def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answer]) -> None:
+    """Write summary.md and print what matters of it."""
+    config, data = run.config, run.data
+    parameters, trained = run.model.num_parameters(), run.model.num_parameters(trained_only=True)
+    facts = {
+        "Model": f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else ""),
+        "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
+        "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
+        "Training": f"{run.step:,} steps of {config.tokens_per_step:,} tokens in {clock(timer.elapsed)}",
+    }
+    if timer.tokens_per_second:
+        facts["Speed"] = f"{si(timer.tokens_per_second)} tokens/s while training"
+    if peak := hardware.peak_memory():
+        facts["Peak memory"] = f"{peak / 1e9:.2f} GB"
+    facts["Saving"] = f"held the training for {run.saver.seconds_held:.1f} s of {clock(timer.session_seconds)}"
+    if (units := timer.compute_units) is not None:
+        facts["Compute units"] = f"{units:.2f}"
+    if evaluated := [row for row in read_metrics(run.dir) if "val_loss" in row]:
+        last = evaluated[-1]
+        per_byte = f", {last['val_bits_per_byte']:.3f} bits per byte" if "val_bits_per_byte" in last else ""
+        told = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
+        facts["Validation loss"] = told
+    if run.best_val_loss is not None:  # which is of best/; rows may be over other windows
+        facts["Best"] = f"{run.best_val_loss:.4f} at step {run.best_step:,}"
+    if run.base:
+        facts["Before"] = f"validation loss {run.base['val_loss']:.4f}, of the weights that it started from"
+    if run.has_stopped_early:
+        facts["Stopped"] = f"early: the last {run.worse} evaluations were no better"
+    same_prompts = run.base and run.base["prompts"] == [answer.prompt.text for answer in answers]
+    before = run.base["answers"] if run.base and same_prompts else []
+    right, judged = accuracy(answers)
+    if judged:
+        facts["Answers"] = f"{right} of {judged} exactly right ({right / judged:.0%})"
+
+    lines = [f"# {config.name}", "", "| | |", "|---|---|"]
+    lines += [table_row([key, cell(value)]) for key, value in facts.items()]
+    if answers:
+        lines += ["", "## Answers", "", *answer_table(answers, before)]
+    lines += ["", "## Configuration", "", "What differs from the defaults, and where it came from:", ""]
+    lines += [table_row(["key", "value", "source"]), table_row(["---"] * 3)]
+    given = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
+    lines += [table_row([key, cell(str(value)), config.sources.get(key, "")]) for key, value in given]
+    try:
+        with atomic_write(run.dir / SUMMARY) as file:
+            file.write(("\n".join(lines) + "\n").encode(errors="replace"))  # a file name can be any bytes
+    except OSError as problem:
+        print(unwritable(run.dir / SUMMARY, problem))
+
+    print()
+    for line in answer_table(answers, before, LONGEST_PRINTED) if answers else []:
+        print(line)
+    for key, value in facts.items():
+        print(f"{key:<16} {value}")
+    there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES) if (run.dir / name).exists()]
+    there += [f"{name}/" for name in ("checkpoints", "best") if (run.dir / name).exists()]
+    print(f"{'Files':<16} {run.dir}: {', '.join(there)}")
+    checkpoint = f"--checkpoint {run.dir / 'best'} " if run.has_stopped_early else ""
+    print(f'\nTalk to it: python generate.py {checkpoint}--prompt "..." or --interactive')
+
+
+def answer_table(answers: list[Answer], before: list[str], longest: int | None = None) -> list[str]:
+    """A Markdown table of prompts and answers, wrong ones with what was expected; beside them those `before` the
+    training, of the weights that it started from, if there were any. Each text is cut after `longest` characters, None:
+    it is whole."""
+
+    def text_cell(text: str) -> str:
+        return cell(text if longest is None else shortened(text, longest))
+
+    head = ["prompt", *(["before"] if before else []), "answer", "exactly right"]
+    lines = [table_row(head), table_row(["---"] * len(head))]
+    for i, answer in enumerate(answers):
+        verdict = {None: "", True: "yes", False: f"no: {text_cell(answer.prompt.expected or '')}"}[answer.right]
+        earlier = [text_cell(before[i])] if before else []
+        lines.append(table_row([text_cell(answer.prompt.text), *earlier, text_cell(answer.text), verdict]))
+    return lines
