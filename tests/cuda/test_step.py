@@ -147,9 +147,8 @@ either_optimizer = pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def state_of(training: Training) -> list[torch.Tensor]:
     """Copies of the weights and of all that the optimizer holds."""
     tensors = [*training.model.state_dict().values()]
-    held = training.optimizer.state_dict()
-    for part in [held] if "state" in held else held.values():
-        tensors += [tensor for values in part["state"].values() for tensor in values.values()]
+    held = training.optimizer.state_dict()["state"]
+    tensors += [tensor for values in held.values() for tensor in values.values()]
     return [tensor.clone() for tensor in tensors]
 
 

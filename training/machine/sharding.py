@@ -1,6 +1,5 @@
-"""--shard_optimizer: of several processes, each keeps the optimizer's state of its share of the parameters and makes
-their update (ZeRO, stage 1: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter
-models").
+"""--shard_optimizer: each process keeps the optimizer's state of its share of the parameters, and updates those (ZeRO,
+stage 1: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models").
 
 PyTorch's ZeroRedundancyOptimizer does this too, but gathers states as pickles on the GPU, and a fused AdamW whose state
 it loads fails at its next step there (pytorch issue 124133).
@@ -8,7 +7,6 @@ it loads fails at its next step there (pytorch issue 124133).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +17,7 @@ from training.machine.processes import count, rank, share_state
 
 
 def owners(sizes: Sequence[int], processes: int) -> list[int]:
-    """The process that keeps each parameter: the largest first, to whoever has least."""
+    """The rank that keeps each parameter: the largest goes first, to the rank that holds least."""
     held = [0] * processes
     owner = [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -36,59 +34,38 @@ def largest_share(sizes: Sequence[int], processes: int) -> int:
     return max(held)
 
 
-class Sharded(torch.optim.Optimizer):
-    """Beside a PyTorch optimizer, as the first of the classes to inherit from. Its state dict is that of this process's
-    share, under the numbers that the parameters have in the whole."""
-
-    loaded: dict[int, Any] | None = None  # in the first process: the whole state, until the others have their shares
-
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """All of them, by number."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    @functools.cached_property
-    def owners(self) -> list[int]:
-        """The process that keeps each of them."""
-        return owners([parameter.numel() for parameter in self.parameters()], count())
-
-    def share_of(self, state: dict[int, Any], process: int) -> dict[int, Any]:
-        return {number: held for number, held in state.items() if self.owners[number] == process}
-
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
-        """Update this process's parameters, and get the others from those that keep them."""
-        kept = list(zip(self.parameters(), self.owners, strict=True))
-        for parameter, owner in kept:
-            if owner != rank():
-                parameter.grad = None  # so the optimizer passes it over
-        super().step(closure)
-        sent = [dist.broadcast(parameter.detach(), owner, async_op=True) for parameter, owner in kept]
-        for work in sent:
-            work.wait()
-
-    def gather(self) -> dict[str, Any]:
-        """In the first process, the state dict of the whole, the others' shares on the host; all have to call it."""
-        whole = self.state_dict()
-        for process in range(1, count()):
-            share = {
-                number: {name: tensor.cpu() for name, tensor in held.items()}
-                for number, held in (whole["state"] if rank() == process else {}).items()
-            }
-            share = share_state(share, process)
-            if rank() == 0:
-                whole["state"] |= share
-        return whole | {"state": dict(sorted(whole["state"].items()))}
-
-    def scatter(self) -> None:
-        """Give each process its share of what the first has loaded; all have to call it."""
-        for process in range(1, count()):
-            share = share_state(self.share_of(self.loaded or {}, process))
-            if rank() == process:
-                self.load_state_dict({"state": share, "param_groups": self.state_dict()["param_groups"]})
-        self.loaded = None
+def share_of(state: dict[int, Any], owner: Sequence[int], process: int) -> dict[int, Any]:
+    """Of a state by the numbers of parameters, what a process keeps."""
+    return {number: held for number, held in state.items() if owner[number] == process}
 
 
-def keep_own(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Of the state dict of the whole, this process's share: before it is loaded."""
-    assert isinstance(optimizer, Sharded)
-    optimizer.loaded = saved["state"] if rank() == 0 else None
-    return saved | {"state": optimizer.share_of(saved["state"], rank())}
+def broadcast_from_owners(parameters: Sequence[torch.nn.Parameter], owner: Sequence[int]) -> None:
+    """Give every process the parameters as their owners have updated them."""
+    sent = [
+        dist.broadcast(parameter.detach(), source, async_op=True)
+        for parameter, source in zip(parameters, owner, strict=True)
+    ]
+    for work in sent:
+        work.wait()
+
+
+def gather_state(share: dict[int, Any]) -> dict[int, Any]:
+    """On rank 0 the state of all parameters, that of the other processes in host memory. All processes have to call
+    it."""
+    whole = dict(share)
+    for process in range(1, count()):
+        sent = share if rank() == process else {}
+        sent = {number: {name: tensor.cpu() for name, tensor in held.items()} for number, held in sent.items()}
+        received = share_state(sent, process)
+        if rank() == 0:
+            whole |= received
+    return dict(sorted(whole.items()))
+
+
+def scatter_state(whole: dict[int, Any], owner: Sequence[int]) -> dict[int, Any]:
+    """This process's share of the state that rank 0 has. All processes have to call it."""
+    own = share_of(whole, owner, 0) if rank() == 0 else {}
+    for process in range(1, count()):
+        received = share_state(share_of(whole, owner, process))
+        own = received if rank() == process else own
+    return own

@@ -1,137 +1,197 @@
-"""Parameter groups, AdamW (Loshchilov & Hutter 2019) and Muon (Jordan et al. 2024, "Muon: an optimizer for hidden
-layers in neural networks")."""
+"""The optimizer. Each group of parameters names the rule that updates it: AdamW (Loshchilov & Hutter 2019) or Muon
+(Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks")."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn import Parameter
+from torch.optim.adamw import adamw
 
 from common.machine import has_fast_bf16
 from training.config import TrainConfig
-from training.machine.processes import share_state, shared_out
-from training.machine.sharding import Sharded, keep_own
+from training.machine.processes import count, rank, share_state, shared_out
+from training.machine.sharding import broadcast_from_owners, gather_state, owners, scatter_state, share_of
 
+ADAMW_EPSILON = 1e-8
 NEWTON_SCHULZ_STEPS = 5
 # Jordan et al. 2024: the steepest start that still stays bounded.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
-
-def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
-    """AdamW for everything, or with `optimizer` "muon" Muon for the matrices inside blocks and AdamW for the rest.
-
-    Weight decay acts on matrices only: decaying biases and norm gains pulls them away from where they work. Beside
-    Muon it acts on Muon's matrices alone.
-    """
-    hidden = hidden_matrices(model) if config.optimizer == "muon" else {}
-    rest = [p for name, p in model.named_parameters() if name not in hidden and p.requires_grad]
-    decay = 0.0 if hidden else config.weight_decay
-    groups = [
-        {"params": [p for p in rest if p.dim() >= 2], "weight_decay": decay},
-        {"params": [p for p in rest if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
-    # Not on Apple's GPUs, where the fused kernel does not see what forbids a step (pytorch pull request 186360).
-    fused = all(p.device.type != "mps" for p in rest)
-    adamw = (ShardedAdamW if config.is_sharded else torch.optim.AdamW)(
-        groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=fused
-    )
-    checks = [checked_state, keep_own] if config.is_sharded else [checked_state]
-    for check in checks:
-        adamw.register_load_state_dict_pre_hook(check)
-    if not hidden:
-        return adamw
-    # Queries, keys and values are stored fused; each is a matrix of its own.
-    three_in_one = [p for name, p in hidden.items() if name.endswith("qkv.weight")]
-    single = [p for name, p in hidden.items() if not name.endswith("qkv.weight")]
-    groups = [{"params": three_in_one, "pieces": 3}, {"params": single, "pieces": 1}]
-    muon = (ShardedMuon if config.is_sharded else Muon)(
-        groups, config.muon_learning_rate, config.muon_momentum, config.weight_decay
-    )
-    for check in checks:
-        muon.register_load_state_dict_pre_hook(check)
-    return MuonAndAdamW(muon, adamw)
+Group = dict[str, Any]  # of parameters, as torch.optim knows it
 
 
-def checked_state(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict as it may be loaded: PyTorch takes tensors of any shape, and fails at the first step.
+class Optimizer(torch.optim.Optimizer):
+    """Updates each group of parameters by its "rule", a name in RULES.
 
-    Its hyperparameters are left out. Those of the configuration are set at each step (`apply_hyperparameters`); the
-    others have one value only. Raises ValueError for the state of an optimizer of other parameters.
-    """
-    groups = optimizer.state_dict()["param_groups"]
-    if [group["params"] for group in saved["param_groups"]] != [group["params"] for group in groups]:
-        raise ValueError("it has other groups of parameters")
-    parameters = dict(enumerate(p for group in optimizer.param_groups for p in group["params"]))
-    names = {"momentum_buffer"} if isinstance(optimizer, Muon) else {"step", "exp_avg", "exp_avg_sq"}
-    for number, held in saved["state"].items():
-        if held.keys() != names:
-            raise ValueError(f"it holds {', '.join(map(str, held))} for a parameter, not {', '.join(sorted(names))}")
-        for name, tensor in held.items():
-            shape = torch.Size() if name == "step" else parameters[number].shape
-            if tensor.shape != shape or not tensor.is_floating_point() or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} of parameter {number} is {tensor.dtype} {tuple(tensor.shape)}, not {tuple(shape)}"
-                )
-    return {"state": saved["state"], "param_groups": groups}
-
-
-def hidden_matrices(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The matrices inside blocks, by name: what Muon is for."""
-    return {name: p for name, p in model.named_parameters() if name.startswith("blocks.") and p.dim() == 2}
-
-
-class Muon(torch.optim.Optimizer):
-    """Momentum whose update is orthogonalized: every direction of a matrix is learned at the same pace.
-
-    The same update as `torch.optim.Muon` with its default learning-rate adjustment, sqrt(max(1, rows / columns)), but
-    all matrices of one shape are orthogonalized in one batched call, and a group's `pieces` says how many matrices are
+    With `is_sharded`, each process keeps the state of its own share of the parameters and updates those alone.
+    `state_dict` then holds that share, and `whole_state` gives the whole. A group's "pieces" says how many matrices are
     stacked along the rows of each of its parameters.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], lr: float, momentum: float, weight_decay: float):
-        super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "pieces": 1})
+    def __init__(self, groups: list[Group], fused: bool = True, is_sharded: bool = False):
+        super().__init__(groups, {"fused": fused, "decays": True, "pieces": 1})
+        self.is_sharded = is_sharded
+        self.loaded: dict[int, Any] = {}  # if sharded: the whole state, until each process has its share
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """All of them, in the order of their numbers in a state dict."""
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    @functools.cached_property
+    def owners(self) -> list[int]:
+        """If sharded: the rank that updates each parameter. Each rule's parameters are dealt out on their own, for a
+        parameter costs more with some rules than with others."""
+        rules = [group["rule"] for group in self.param_groups for _ in group["params"]]
+        sizes = [parameter.numel() for parameter in self.parameters]
+        owner: dict[int, int] = {}
+        for rule in RULES:
+            numbers = [number for number, named in enumerate(rules) if named == rule]
+            owner |= zip(numbers, owners([sizes[number] for number in numbers], count()), strict=True)
+        return [owner[number] for number in range(len(sizes))]
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure is ever given
-        # As torch's fused optimizers know it: 1.0 leaves everything as it is.
-        found_inf = getattr(self, "found_inf", torch.zeros((), device=self.param_groups[0]["params"][0].device))
-        skip, keep = found_inf.bool(), 1 - found_inf
-        batches = defaultdict(list)  # shape of a matrix -> (its part of the parameter, its update, its group)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                gradient = torch.where(skip, 0.0, parameter.grad)
-                buffer = state["momentum_buffer"].lerp_(gradient, (1 - group["momentum"]) * keep)
-                update = gradient.lerp(buffer, group["momentum"])  # Nesterov's
-                update = update.to(newton_schulz_dtype(update.device))
-                for part, piece in zip(parameter.chunk(group["pieces"]), update.chunk(group["pieces"]), strict=True):
-                    batches[piece.shape].append((part, piece, group))
-        for shape, batch in batches.items():
-            scale = math.sqrt(max(1.0, shape[0] / shape[1]))
-            orthogonal = self.orthogonalized(torch.stack([piece for _, piece, _ in batch]))
-            for (part, _, group), update in zip(batch, orthogonal * keep, strict=True):
-                decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
-                part.mul_(decay).add_(update, alpha=-group["lr"] * scale)
+    def step(  # type: ignore[override]  # no closure is ever given
+        self, closure: None = None, *, found_inf: torch.Tensor | None = None, grad_scale: torch.Tensor | None = None
+    ) -> None:
+        """`found_inf` () of 1.0 leaves everything as it is; gradients are divided by `grad_scale` () in the rules that
+        have `divides_gradients`. Both stay on the device: nothing waits."""
+        if self.is_sharded:
+            for parameter, owner in zip(self.parameters, self.owners, strict=True):
+                if owner != rank():
+                    parameter.grad = None  # so that it is left to its owner
+        for name, rule in RULES.items():
+            if groups := [group for group in self.param_groups if group["rule"] == name]:
+                rule.update(self, groups, found_inf, grad_scale)
+        if self.is_sharded:
+            broadcast_from_owners(self.parameters, self.owners)
 
-    def orthogonalized(self, matrices: torch.Tensor) -> torch.Tensor:
-        """`orthogonalize`, of which each of several processes does its share: all have the same matrices."""
-        return shared_out(orthogonalize, matrices)
+    def state_of(self, parameter: Parameter, group: Group) -> dict[str, torch.Tensor]:
+        """The tensors that the group's rule keeps for a parameter: zeros before its first update."""
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if not state:
+            for name in RULES[group["rule"]].state:
+                state[name] = torch.zeros_like(parameter)
+            if "step" in state:
+                state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of all parameters, also from a checkpoint of an older version. If sharded, keep the own share;
+        `follow_first` gives the other processes theirs. Raises ValueError for the state of other parameters."""
+        checked = self.checked(joined(state_dict))
+        if self.is_sharded:
+            self.loaded = checked["state"]
+            checked |= {"state": share_of(self.loaded, self.owners, rank())}
+        super().load_state_dict(checked)
+
+    def checked(self, saved: dict[str, Any]) -> dict[str, Any]:
+        """A state dict that is safe to load: PyTorch accepts tensors of any shape, and fails at the first step.
+
+        Saved hyperparameters are dropped: `apply_hyperparameters` sets those of the configuration at each step. Raises
+        ValueError for the state of other parameters.
+        """
+        groups = self.state_dict()["param_groups"]
+        if [group["params"] for group in saved["param_groups"]] != [group["params"] for group in groups]:
+            raise ValueError("it has other groups of parameters")
+        rules = [group["rule"] for group in groups for _ in group["params"]]
+        known = dict(enumerate(zip(self.parameters, rules, strict=True)))
+        for number, held in saved["state"].items():
+            parameter, rule = known[number]
+            names = RULES[rule].state
+            if held.keys() != set(names):
+                raise ValueError(
+                    f"it holds {', '.join(map(str, held))} for a parameter, not {', '.join(sorted(names))}"
+                )
+            for name, tensor in held.items():
+                shape = torch.Size() if name == "step" else parameter.shape
+                if tensor.shape != shape or not tensor.is_floating_point() or not tensor.is_contiguous():
+                    raise ValueError(
+                        f"{name} of parameter {number} is {tensor.dtype} {tuple(tensor.shape)}, not {tuple(shape)}"
+                    )
+        return {"state": saved["state"], "param_groups": groups}
 
 
-class ShardedMuon(Sharded, Muon):
-    def orthogonalized(self, matrices: torch.Tensor) -> torch.Tensor:
-        return orthogonalize(matrices)
+def joined(saved: dict[str, Any]) -> dict[str, Any]:
+    """A state dict in one piece. Older versions saved Muon's and AdamW's apart, each with numbers from 0."""
+    if "muon" not in saved:
+        return saved
+    muon, rest = saved["muon"], saved["adamw"]
+    first = sum(len(group["params"]) for group in muon["param_groups"])
+    groups = [{"params": [first + number for number in group["params"]]} for group in rest["param_groups"]]
+    state = muon["state"] | {first + number: held for number, held in rest["state"].items()}
+    return {"state": state, "param_groups": muon["param_groups"] + groups}
 
 
-class ShardedAdamW(Sharded, torch.optim.AdamW):
-    pass
+def update_adamw(
+    optimizer: Optimizer, groups: list[Group], found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
+) -> None:
+    """PyTorch's own."""
+    for group in groups:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [optimizer.state_of(parameter, group) for parameter in parameters]
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=group["fused"],
+            found_inf=found_inf,
+            grad_scale=grad_scale,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=ADAMW_EPSILON,
+            maximize=False,
+        )
+
+
+def is_hidden_matrix(name: str, parameter: Parameter) -> bool:
+    """The matrices inside blocks: what Muon is for."""
+    return name.startswith("blocks.") and parameter.dim() == 2
+
+
+def update_muon(
+    optimizer: Optimizer, groups: list[Group], found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
+) -> None:
+    """Momentum whose update is orthogonalized: every direction of a matrix is learned at the same pace.
+
+    The same update as `torch.optim.Muon` with its default learning-rate adjustment, sqrt(max(1, rows / columns)), but
+    all matrices of one shape are orthogonalized in one batched call. Of several processes that hold the same matrices,
+    each orthogonalizes its share.
+    """
+    if found_inf is None:
+        found_inf = torch.zeros((), device=groups[0]["params"][0].device)
+    skip, keep = found_inf.bool(), 1 - found_inf
+    batches = defaultdict(list)  # shape of a matrix -> (its part of the parameter, its update, its group)
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter.grad is None:
+                continue
+            gradient = torch.where(skip, 0.0, parameter.grad)
+            buffer = optimizer.state_of(parameter, group)["momentum_buffer"]
+            buffer.lerp_(gradient, (1 - group["momentum"]) * keep)
+            update = gradient.lerp(buffer, group["momentum"])  # Nesterov's
+            update = update.to(newton_schulz_dtype(update.device))
+            for part, piece in zip(parameter.chunk(group["pieces"]), update.chunk(group["pieces"]), strict=True):
+                batches[piece.shape].append((part, piece, group))
+    for shape, batch in batches.items():
+        scale = math.sqrt(max(1.0, shape[0] / shape[1]))
+        matrices = torch.stack([piece for _, piece, _ in batch])
+        orthogonal = orthogonalize(matrices) if optimizer.is_sharded else shared_out(orthogonalize, matrices)
+        for (part, _, group), update in zip(batch, orthogonal * keep, strict=True):
+            decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
+            part.mul_(decay).add_(update, alpha=-group["lr"] * scale)
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
@@ -150,107 +210,124 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def newton_schulz_dtype(device: torch.device) -> torch.dtype:
-    """The iteration stands the rounding of bf16, not the narrow range of fp16."""
+    """The iteration tolerates the rounding of bf16, but not the narrow range of fp16."""
     return torch.bfloat16 if has_fast_bf16(device) else torch.float32
 
 
-class MuonAndAdamW:
-    """Two optimizers that step, are saved and are resumed as one."""
+class Rule(NamedTuple):
+    """How parameters are updated."""
 
-    def __init__(self, muon: Muon, adamw: torch.optim.AdamW):
-        self.muon = muon
-        self.adamw = adamw
+    takes: Callable[[str, Parameter], bool]  # whether it updates the parameter of this name; if not, AdamW does
+    state: tuple[str, ...]  # what is kept for each parameter: fp32 in its shape; "step" is a single number
+    hyperparameters: Callable[[TrainConfig, float], dict[str, Any]]  # given AdamW's learning rate of a step
+    update: Callable[[Optimizer, list[Group], torch.Tensor | None, torch.Tensor | None], None]
+    divides_gradients: bool = False  # by grad_scale; for the other rules they are clipped before the update
+    splits_qkv: bool = False  # queries, keys and values are stored fused; to this rule each is a matrix of its own
+    update_bytes: int = 0  # a parameter, that an update takes beside the state
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.muon.param_groups + self.adamw.param_groups
-
-    def step(self) -> None:
-        self.muon.step()
-        self.adamw.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.muon.zero_grad(set_to_none)
-        self.adamw.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"muon": self.muon.state_dict(), "adamw": self.adamw.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.muon.load_state_dict(state["muon"])
-        self.adamw.load_state_dict(state["adamw"])
+    def state_bytes(self) -> int:
+        """Of a parameter; the few of "step" do not count."""
+        return sum(4 for name in self.state if name != "step")
 
 
-Optimizer = torch.optim.AdamW | MuonAndAdamW
+RULES = {  # the rules of `optimizer`, a choice in training/config.py
+    "adamw": Rule(
+        takes=lambda name, parameter: True,
+        state=("step", "exp_avg", "exp_avg_sq"),
+        hyperparameters=lambda config, lr: {"lr": lr, "betas": (config.beta1, config.beta2)},
+        update=update_adamw,
+        divides_gradients=True,
+    ),
+    "muon": Rule(
+        takes=is_hidden_matrix,
+        state=("momentum_buffer",),
+        hyperparameters=lambda config, lr: {  # in the same proportion to AdamW's learning rate all along the schedule
+            "lr": lr / config.learning_rate * config.muon_learning_rate,
+            "momentum": config.muon_momentum,
+        },
+        update=update_muon,
+        splits_qkv=True,
+        update_bytes=12,  # the update itself, and Newton-Schulz
+    ),
+}
 
 
-def whole_state(optimizer: Optimizer | Muon) -> dict[str, Any]:
-    """The state dict, in the first process that of the whole optimizer also where each has a share. All processes have
-    to call it."""
-    if isinstance(optimizer, MuonAndAdamW):
-        return {"muon": whole_state(optimizer.muon), "adamw": whole_state(optimizer.adamw)}
-    return optimizer.gather() if isinstance(optimizer, Sharded) else optimizer.state_dict()
+def by_rule(model: torch.nn.Module, config: TrainConfig) -> dict[str, dict[str, Parameter]]:
+    """Parameters that are trained, by the rule that updates them and by name: the rule of `config.optimizer` where it
+    takes them, AdamW for the rest."""
+    named: dict[str, dict[str, Parameter]] = {config.optimizer: {}, "adamw": {}}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            takes = RULES[config.optimizer].takes(name, parameter)
+            named[config.optimizer if takes else "adamw"][name] = parameter
+    return named
 
 
-def follow_first(optimizer: Optimizer | Muon) -> None:
-    """Give all processes the state that the first has loaded."""
-    if isinstance(optimizer, MuonAndAdamW):
-        follow_first(optimizer.muon)
-        follow_first(optimizer.adamw)
-    elif isinstance(optimizer, Sharded):
-        optimizer.scatter()
-    else:
-        optimizer.load_state_dict(share_state(optimizer.state_dict()))
+def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
+    """The optimizer of `config.optimizer`, with AdamW for the parameters that its rule does not take.
+
+    Weight decay acts on the matrices of that rule only: decaying biases and norm gains pulls them away from where they
+    work, and beside another rule AdamW's matrices, the embeddings and the head, do without.
+    """
+    groups: list[Group] = []
+    for rule, named in by_rule(model, config).items():
+        alike = defaultdict(list)
+        for name, parameter in named.items():
+            pieces = 3 if RULES[rule].splits_qkv and name.endswith("qkv.weight") else 1
+            alike[parameter.dim() >= 2, pieces].append(parameter)
+        for is_matrix, pieces in sorted(alike, reverse=True):  # the order is that of the state in checkpoints
+            decays = is_matrix and rule == config.optimizer
+            groups.append({"params": alike[is_matrix, pieces], "rule": rule, "decays": decays, "pieces": pieces})
+    # Not on Apple's GPUs, where the fused kernel ignores what forbids a step (pytorch pull request 186360).
+    fused = all(parameter.device.type != "mps" for parameter in model.parameters())
+    optimizer = Optimizer(groups, fused, config.is_sharded)
+    apply_hyperparameters(optimizer, config.learning_rate, config)
+    return optimizer
 
 
 def apply_hyperparameters(optimizer: Optimizer, lr: float, config: TrainConfig) -> None:
-    """Set what the configuration says now: a resumed optimizer brings the values of the run it was saved in.
+    """Set what the configuration says now. `lr` is AdamW's learning rate of this step; the other rules follow it."""
+    for group in optimizer.param_groups:
+        group |= RULES[group["rule"]].hyperparameters(config, lr)
+        group["weight_decay"] = config.weight_decay if group["decays"] else 0.0
 
-    `lr` is AdamW's; Muon's stays in the same proportion to it all along the schedule.
-    """
-    muon, adamw = (optimizer.muon, optimizer.adamw) if isinstance(optimizer, MuonAndAdamW) else (None, optimizer)
-    for group in adamw.param_groups:
-        decays = group["params"][0].dim() >= 2 and muon is None
-        group |= {
-            "lr": lr,
-            "betas": (config.beta1, config.beta2),
-            "weight_decay": config.weight_decay if decays else 0.0,
-        }
-    for group in muon.param_groups if muon is not None else []:
-        group |= {
-            "lr": lr / config.learning_rate * config.muon_learning_rate,
-            "momentum": config.muon_momentum,
-            "weight_decay": config.weight_decay,
-        }
+
+def whole_state(optimizer: Optimizer) -> dict[str, Any]:
+    """The state dict; on rank 0 that of all parameters, also if it is sharded. All processes have to call it."""
+    saved = optimizer.state_dict()
+    return saved | {"state": gather_state(saved["state"])} if optimizer.is_sharded else saved
+
+
+def follow_first(optimizer: Optimizer) -> None:
+    """Give all processes the state that rank 0 has loaded. All processes have to call it."""
+    saved = optimizer.state_dict()
+    if not optimizer.is_sharded:
+        optimizer.load_state_dict(share_state(saved))
+        return
+    share = scatter_state(optimizer.loaded, optimizer.owners)
+    if rank():
+        optimizer.load_state_dict(saved | {"state": share})
+    optimizer.loaded = {}
 
 
 def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip: torch.Tensor) -> None:
     """Scale the gradients down to a global L2 norm of `grad_clip` (0: leave them) and take the optimizer's step, unless
-    `skip`, () of 1.0 or 0.0, forbids it: decided on the device, nothing waits."""
-    adamw = optimizer.adamw if isinstance(optimizer, MuonAndAdamW) else optimizer
-    parts: list[torch.optim.Optimizer] = [optimizer.muon, adamw] if isinstance(optimizer, MuonAndAdamW) else [adamw]
-    fused = adamw.defaults["fused"]
+    `skip`, () of 1.0 or 0.0, forbids it. This is decided on the device: nothing waits."""
+    fused = all(group["fused"] for group in optimizer.param_groups)
     folds = fused and bool(grad_clip) and folds_clipping(grad_norm.device)
     if grad_clip:
-        in_place = [p for part in parts if not (folds and part is adamw) for p in with_gradients(part)]
-        torch.nn.utils.clip_grads_with_norm_(in_place, grad_clip, grad_norm)
-    if not fused:  # torch's others have to be told by the host
-        if not skip:
-            optimizer.step()
-        return
-    # What a gradient scaler sets, and fused kernels obey: found_inf skips, grad_scale divides the gradients.
-    for part in parts:
-        part.found_inf = skip  # type: ignore[attr-defined]
-    adamw.grad_scale = clip_divisor(grad_norm, grad_clip) if folds else None  # type: ignore[attr-defined]
-    optimizer.step()
-    for part in parts:
-        del part.found_inf  # type: ignore[attr-defined]
-    del adamw.grad_scale  # type: ignore[attr-defined]
+        ahead = [g for g in optimizer.param_groups if not (folds and RULES[g["rule"]].divides_gradients)]
+        torch.nn.utils.clip_grads_with_norm_(with_gradients(ahead), grad_clip, grad_norm)
+    if fused:
+        optimizer.step(found_inf=skip, grad_scale=clip_divisor(grad_norm, grad_clip) if folds else None)
+    elif not skip:  # PyTorch's other kernels cannot skip: the host waits, and decides
+        optimizer.step()
 
 
 def folds_clipping(device: torch.device) -> bool:
-    """Whether AdamW's own kernel scales the gradients on its way: on a GPU a pass over them costs what their bytes do.
-    On a CPU it brings nothing, and the numbers stay to the bit those of clipping first."""
+    """Whether AdamW's kernel scales the gradients itself: on a GPU this saves a pass over them. On a CPU it brings
+    nothing, and the numbers stay to the bit those of clipping first."""
     return device.type == "cuda"
 
 
@@ -261,8 +338,9 @@ def clip_divisor(grad_norm: torch.Tensor, grad_clip: float) -> torch.Tensor:
 
 def gradient_norm(optimizer: Optimizer) -> torch.Tensor:
     """The global L2 norm of all gradients."""
-    return torch.nn.utils.get_total_norm([p.grad for p in with_gradients(optimizer) if p.grad is not None])
+    gradients = [parameter.grad for parameter in with_gradients(optimizer.param_groups)]
+    return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
 
-def with_gradients(optimizer: torch.optim.Optimizer | MuonAndAdamW) -> list[torch.nn.Parameter]:
-    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+def with_gradients(groups: list[Group]) -> list[Parameter]:
+    return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]

@@ -23,7 +23,7 @@ from training.file_names import CONFIG
 from training.machine.hardware import Hardware, return_freed_memory
 from training.machine.sharding import largest_share
 from training.numbers.data import TokenData
-from training.numbers.optimizer import Optimizer, hidden_matrices
+from training.numbers.optimizer import RULES, Optimizer, by_rule
 
 MEMORY_SHARE = 0.8  # of the memory there is; the rest is for tokens, kernels' workspaces and fragmentation
 OTHERS_SHARE = 0.1  # of the memory there is, that a process must hold to be named
@@ -33,22 +33,21 @@ PROCESS_BYTES = 350_000_000  # resident in a process that has imported torch
 
 
 def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> int:
-    """Peak bytes of a training step: weights, gradients and AdamW's two moments in fp32 (16 bytes a parameter; 12 with
-    the one momentum of Muon; 4 where it is frozen), and what the backward pass needs of one micro-batch. Of processes
-    that share the optimizer's state, those of the one with most.
+    """Peak bytes of a training step: weights, gradients and the optimizer's state in fp32 (16 bytes a parameter with
+    AdamW, 12 with Muon, 4 where it is frozen), and what the backward pass needs of one micro-batch. With a sharded
+    optimizer, those of the process that keeps most of its state.
 
     Counted from what autograd keeps where the model runs as it is written, and from what the compiler's graphs keep
     (docs/benchmarks/gpu_forecast.md).
     """
     parameters, trained = model.num_parameters(), model.num_parameters(trained_only=True)
     several = config.rows_at_once < config.sequences_per_process  # the gradients of earlier slices are there already
-    hidden = hidden_matrices(model) if config.optimizer == "muon" else {}
-    rest = [p.numel() for name, p in model.named_parameters() if p.requires_grad and name not in hidden]
     sharing = config.processes if config.is_sharded else 1
-    hidden_share = largest_share([matrix.numel() for matrix in hidden.values()], sharing)
-    moments = 8 * largest_share(rest, sharing) + 4 * hidden_share
-    update = 12 * hidden_share  # the update and Newton-Schulz, once the activations are gone
-    state = 4 * parameters + moments
+    state, update = 4 * parameters, 0
+    for rule, named in by_rule(model, config).items():
+        share = largest_share([parameter.numel() for parameter in named.values()], sharing)
+        state += RULES[rule].state_bytes * share
+        update += RULES[rule].update_bytes * share  # once the activations are gone
     gradients = 4 * trained
     weight_copies = 2 * parameters if hardware.precision != "fp32" else 0  # autocast keeps its casts for backward
     activations = bytes_per_token(config, model, hardware) * config.rows_at_once * config.max_seq_len

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,12 +18,12 @@ from hypothesis import strategies as st
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import CPU
 from tokenization.metadata import TokenMetadata
-from training.config import TrainConfig
+from training.config import SCHEMA, TrainConfig
 from training.numbers import optimizer as optimizer_module
 from training.numbers.data import TokenData
 from training.numbers.optimizer import (
-    Muon,
-    MuonAndAdamW,
+    RULES,
+    Optimizer,
     apply_hyperparameters,
     build_optimizer,
     gradient_norm,
@@ -172,13 +173,17 @@ def test_clipping_in_the_update_itself_obeys_a_skip(monkeypatch: pytest.MonkeyPa
     assert torch.equal(weights(model), start)
 
 
-def test_where_the_kernel_cannot_skip_the_host_does() -> None:
+@pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, optimizer="muon")])
+def test_where_the_kernel_cannot_skip_the_host_does(config: TrainConfig) -> None:
     model, other = make_model(), make_model()
     start = weights(model)
     for each, skip in ((model, 1.0), (other, 0.0)):
         for parameter in each.parameters():
             parameter.grad = torch.ones_like(parameter)
-        update(torch.optim.AdamW(each.parameters(), fused=False), torch.tensor(1.0), 1.0, torch.tensor(skip))
+        optimizer = build_optimizer(each, config)
+        for group in optimizer.param_groups:
+            group["fused"] = False
+        update(optimizer, torch.tensor(1.0), 1.0, torch.tensor(skip))
     assert torch.equal(weights(model), start) and not torch.equal(weights(other), start)
 
 
@@ -304,8 +309,9 @@ def test_muon_is_pytorchs_on_every_matrix_and_on_every_piece(
     stacked = [torch.randn(pieces * rows, columns, generator=generator) for rows, columns in shapes]
     ours = [torch.nn.Parameter(matrix.clone()) for matrix in stacked]
     theirs = [torch.nn.Parameter(piece.clone()) for matrix in stacked for piece in matrix.chunk(pieces)]
-    optimizer = Muon([{"params": ours, "pieces": pieces}], lr=0.02, momentum=0.9, weight_decay=0.1)
-    reference = torch.optim.Muon(theirs, lr=0.02, momentum=0.9, weight_decay=0.1)
+    values = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
+    optimizer = Optimizer([{"params": ours, "rule": "muon", "pieces": pieces, **values}])
+    reference = torch.optim.Muon(theirs, **values)
     with mock.patch("training.numbers.optimizer.has_fast_bf16", return_value=True):
         for _ in range(3):
             grads = [torch.randn(p.shape, generator=generator) for p in ours]
@@ -336,22 +342,21 @@ def test_orthogonalizing_keeps_the_singular_vectors_and_levels_the_values(shape:
 def test_muon_takes_the_matrices_inside_blocks_and_adamw_all_the_rest() -> None:
     model = make_model()
     optimizer = build_optimizer(model, MUON)
-    assert isinstance(optimizer, MuonAndAdamW)
-    by_muon = {id(p): group for group in optimizer.muon.param_groups for p in group["params"]}
-    by_adamw = {id(p): group for group in optimizer.adamw.param_groups for p in group["params"]}
-    assert len(by_muon) + len(by_adamw) == len(list(model.parameters()))
+    group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    assert len(optimizer.parameters) == len(group_of) == len(list(model.parameters()))
     for name, parameter in model.named_parameters():
+        group = group_of[id(parameter)]
         if name.startswith("blocks.") and parameter.dim() == 2:
-            assert by_muon[id(parameter)]["pieces"] == (3 if "qkv" in name else 1), name
+            assert (group["rule"], group["pieces"], group["weight_decay"]) == ("muon", 3 if "qkv" in name else 1, 0.1)
         else:
-            assert by_adamw[id(parameter)]["weight_decay"] == 0.0, name
+            assert (group["rule"], group["pieces"], group["weight_decay"]) == ("adamw", 1, 0.0), name
 
 
 def test_muons_rate_follows_the_same_curve() -> None:
     optimizer = build_optimizer(make_model(), MUON)
     apply_hyperparameters(optimizer, MUON.learning_rate / 4, MUON)
-    assert {group["lr"] for group in optimizer.muon.param_groups} == {MUON.muon_learning_rate / 4}
-    assert {group["lr"] for group in optimizer.adamw.param_groups} == {MUON.learning_rate / 4}
+    rates = {(group["rule"], group["lr"]) for group in optimizer.param_groups}
+    assert rates == {("muon", MUON.muon_learning_rate / 4), ("adamw", MUON.learning_rate / 4)}
 
 
 def test_a_step_with_muon_does_not_depend_on_the_micro_batch() -> None:
@@ -364,21 +369,101 @@ def test_a_step_with_muon_does_not_depend_on_the_micro_batch() -> None:
     assert relative_distance(whole, sliced) < 1e-4
 
 
-def test_muons_state_goes_through_its_state_dict_exactly() -> None:
+# The state
+
+
+def two_steps(model: TransformerLanguageModel, optimizer: Optimizer, first: int, config: TrainConfig) -> None:
+    data = make_data(config)
+    for step in (first, first + 1):
+        train_step(model, optimizer, CPU.grad_scaler(), data, step, step * 12, 1e-2, config, CPU)
+
+
+@pytest.mark.parametrize("config", [CONFIG, MUON])
+def test_a_state_goes_through_its_state_dict_exactly(config: TrainConfig) -> None:
     """Two steps, saved and loaded, two more: bitwise the same as four."""
-
-    def some_steps(model: TransformerLanguageModel, optimizer: Any, first: int) -> None:
-        data = make_data(MUON)
-        for step in (first, first + 1):
-            train_step(model, optimizer, CPU.grad_scaler(), data, step, step * 12, 1e-2, MUON, CPU)
-
-    straight = make_model()
-    optimizer = build_optimizer(straight, MUON)
-    some_steps(straight, optimizer, 0)
+    straight = make_model(bias=True)
+    optimizer = build_optimizer(straight, config)
+    two_steps(straight, optimizer, 0, config)
     resumed = copy.deepcopy(straight)
     state = copy.deepcopy(optimizer.state_dict())
-    some_steps(straight, optimizer, 2)
-    fresh = build_optimizer(resumed, MUON)
+    two_steps(straight, optimizer, 2, config)
+    fresh = build_optimizer(resumed, config)
     fresh.load_state_dict(state)
-    some_steps(resumed, fresh, 2)
+    two_steps(resumed, fresh, 2, config)
     assert torch.equal(weights(straight), weights(resumed))
+
+
+def adamws_old_state(model: torch.nn.Module, is_others: Callable[[str, torch.nn.Parameter], bool]) -> dict[str, Any]:
+    """What older versions saved of AdamW: the state dict of torch.optim.AdamW, here after three steps of its own."""
+    rest = [p for name, p in model.named_parameters() if not is_others(name, p)]
+    groups = [{"params": [p for p in rest if p.dim() > 1]}, {"params": [p for p in rest if p.dim() == 1]}]
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(CONFIG.beta1, CONFIG.beta2), fused=True)
+    for _ in range(3):
+        for parameter in rest:
+            parameter.grad = torch.randn_like(parameter)
+        adamw.step()
+    adamw.zero_grad()
+    return adamw.state_dict()
+
+
+def test_the_state_of_torchs_adamw_from_an_older_version_continues_to_the_bit() -> None:
+    """Beside torch.optim.AdamW itself, which goes on with the same gradients."""
+    theirs = make_model(bias=True)
+    state = adamws_old_state(theirs, lambda name, parameter: False)
+    ours = copy.deepcopy(theirs)
+    optimizer = build_optimizer(ours, CONFIG)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    apply_hyperparameters(optimizer, 0.01, CONFIG)
+    parameters = [*theirs.parameters()]
+    groups = [{"params": [p for p in parameters if p.dim() > 1]}, {"params": [p for p in parameters if p.dim() == 1]}]
+    reference = torch.optim.AdamW(groups, fused=True)
+    reference.load_state_dict(state)
+    for group, decay in zip(reference.param_groups, (CONFIG.weight_decay, 0.0), strict=True):
+        group["weight_decay"] = decay
+    for _ in range(2):
+        for a, b in zip(ours.parameters(), parameters, strict=True):
+            a.grad, b.grad = torch.randn_like(a), None
+            b.grad = a.grad.clone()
+        update(optimizer, torch.tensor(1.0), 0.0, torch.zeros(()))
+        reference.step()
+    assert torch.equal(weights(ours), weights(theirs))
+    for held, expected in zip(optimizer.state_dict()["state"].values(), reference.state.values(), strict=True):
+        assert {name: tensor.tolist() for name, tensor in held.items()} == {
+            name: tensor.tolist() for name, tensor in expected.items()
+        }
+
+
+def test_the_state_of_two_optimizers_from_an_older_version_continues_to_the_bit() -> None:
+    """Older versions saved Muon's state and AdamW's beside each other, each numbered from 0, Muon's with the
+    fused queries, keys and values first. The reference has the same moments, but not from a state dict."""
+    model = make_model(bias=True)
+    takes = RULES["muon"].takes
+    hidden = {name: p for name, p in model.named_parameters() if takes(name, p)}
+    ordered = sorted(hidden, key=lambda name: not name.endswith("qkv.weight"))
+    buffers = {name: torch.randn_like(hidden[name]) for name in ordered}
+    old_muon = {
+        "state": {number: {"momentum_buffer": buffers[name].clone()} for number, name in enumerate(ordered)},
+        "param_groups": [
+            {"params": [0, 1], "pieces": 3, "lr": 9.0},
+            {"params": [*range(2, 8)], "pieces": 1, "lr": 9.0},
+        ],
+    }
+    old_adamw = adamws_old_state(model, takes)
+    other = copy.deepcopy(model)
+
+    optimizer = build_optimizer(model, MUON)
+    optimizer.load_state_dict({"muon": old_muon, "adamw": copy.deepcopy(old_adamw)})
+    reference = build_optimizer(other, MUON)
+    named = dict(other.named_parameters())
+    for name, buffer in buffers.items():
+        reference.state[named[name]]["momentum_buffer"] = buffer
+    rest = [p for name, p in other.named_parameters() if not takes(name, p)]
+    for number, parameter in enumerate([p for p in rest if p.dim() > 1] + [p for p in rest if p.dim() == 1]):
+        reference.state[parameter] = old_adamw["state"][number]
+    two_steps(model, optimizer, 3, MUON)
+    two_steps(other, reference, 3, MUON)
+    assert torch.equal(weights(model), weights(other))
+
+
+def test_choices_of_the_config_are_the_rules() -> None:
+    assert set(SCHEMA["optimizer"].metadata["choices"]) == set(RULES)

@@ -28,7 +28,7 @@ from training.config import TrainConfig
 from training.file_names import CONFIG
 from training.numbers import evaluate as evaluate_module
 from training.numbers.data import TokenData
-from training.numbers.optimizer import Muon
+from training.numbers.optimizer import Optimizer
 from training.planning import memory as memory_module
 from training.planning.memory import estimate_memory, held_by_others, no_way_out, savings
 from training.telling.records import read_metrics
@@ -220,7 +220,7 @@ def test_running_out_in_the_update_is_not_tried_again(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may have changed some of the weights."""
-    monkeypatch.setattr(Muon, "step", lambda optimizer: out_of_memory())
+    monkeypatch.setattr(Optimizer, "step", lambda optimizer, **given: out_of_memory())
     result = train(tmp_path / "run", optimizer="muon")
     assert result.code == 5 and "same batch again" not in result.out
     assert steps_of(tmp_path / "run") == []
