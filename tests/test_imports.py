@@ -13,6 +13,7 @@ from tests.helpers import ROOT, SOURCES
 
 GROUND = {"common", "model", "tokenizer", "tokenizer_bpe"}
 CONFIG = {"training.config", "training.conversion", "training.contradictions", "training.file_names"}
+CONFIG |= {"training.numbers.decays"}  # a table of choices
 NUMBERS = GROUND | CONFIG | {"tokenization", "generation", "training.machine", "training.numbers"}
 # A room is a folder, or a file beside rooms. It may import itself and what stands here.
 MAY_IMPORT = {

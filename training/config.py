@@ -20,6 +20,7 @@ from common.flags import Parser, add_debug, suggest
 from common.launch import place
 from training.contradictions import contradictions
 from training.conversion import convert, kind_of
+from training.numbers.decays import DECAYS
 
 if TYPE_CHECKING:
     from common.lora import LoRA
@@ -120,7 +121,7 @@ class TrainConfig:
         "cosine",
         "optimizer",
         "decay of the learning rate to min_lr",
-        choices=("cosine", "linear", "constant"),
+        choices=tuple(DECAYS),
         switch=("cosine", "constant"),
     )
     cooldown: float = option(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from training.numbers.decays import DECAYS
+
 
 def contradictions(values: dict[str, Any], sources: dict[str, str], processes: int = 1) -> list[str]:
     """Values that are fine alone and not together, or not with so many processes, and where each came from."""
@@ -36,7 +38,8 @@ def contradictions(values: dict[str, Any], sources: dict[str, str], processes: i
     if values["lora_rank"] and not (values["init_from"] or values["resume_from"]):
         problems.append("lora_rank trains adapters of a trained model; name it with --init_from CHECKPOINT")
     if values["use_lr_scheduler"] == "constant" and sources["cooldown"] == "flag":
-        problems.append("cooldown is for --use_lr_scheduler cosine or linear")
+        falling = [name for name, decay in DECAYS.items() if decay is not None]
+        problems.append(f"cooldown is for --use_lr_scheduler {' or '.join(falling)}")
     if values["compile"] == "off" and sources["compile_cache_dir"] == "flag":
         problems.append("--compile_cache_dir and --compile off contradict each other")
     if values["tokenizer"] == "char" and "vocab_size" in given:

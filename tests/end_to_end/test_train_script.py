@@ -424,7 +424,7 @@ def test_a_step_that_takes_more_than_the_text_is_told(
     flags = {"gradient_accumulation_steps": 1, "eval_interval": 0, "max_steps": None}
     result = train(tmp_path, data_dir=short_token_folder, batch_size=sequences, epochs=1, **flags)
     assert "steps 0 to 1 " in result.out
-    note = "a step takes 334 sequences and the text has 167: each step goes through it 2.0 times"
+    note = "a step takes 334 sequences and the text has 167: each step is 2.0 epochs"
     assert (note in result.out) == (sequences == 334)
 
 

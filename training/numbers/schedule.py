@@ -5,20 +5,20 @@ from __future__ import annotations
 import math
 
 from training.config import TrainConfig
+from training.numbers.decays import DECAYS
 
 
 def learning_rate(step: int, max_steps: int, config: TrainConfig) -> float:
-    """Learning rate of `step` (from 0): linear warmup to the peak, then cosine (Loshchilov & Hutter 2017, eq. 5),
-    linear or no decay, reaching `min_lr` at the last step. With `cooldown` below 1 the peak is held until that share of
-    the steps is left (Hägele et al. 2024)."""
+    """Learning rate of `step` (from 0): linear warmup to the peak, then one of DECAYS, to `min_lr` at the last step.
+    With `cooldown` below 1 the peak is held until that share of the steps is left (Hägele et al. 2024)."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    if config.use_lr_scheduler == "constant":
+    decay = DECAYS[config.use_lr_scheduler]
+    if decay is None:
         return config.learning_rate
     start = max(config.warmup_steps, round((1 - config.cooldown) * max_steps))
     progress = min(1.0, max(0, step - start) / max(1, max_steps - 1 - start))
-    remaining = (1.0 + math.cos(math.pi * progress)) / 2 if config.use_lr_scheduler == "cosine" else 1.0 - progress
-    return config.min_lr + remaining * (config.learning_rate - config.min_lr)
+    return config.min_lr + decay(progress) * (config.learning_rate - config.min_lr)
 
 
 def epoch_sequences(windows: int, config: TrainConfig) -> int:
@@ -29,7 +29,7 @@ def epoch_sequences(windows: int, config: TrainConfig) -> int:
 
 
 def last_step(step: int, sequences_seen: int, windows: int, config: TrainConfig) -> int:
-    """Steps the run takes in all, given where it stands; the batch size may have changed on the way."""
+    """Steps of the whole run, given the steps and sequences done so far: the batch size may have changed since."""
     if config.max_steps:
         return config.max_steps
     if epoch_sequences(windows, config) < windows:
@@ -39,12 +39,12 @@ def last_step(step: int, sequences_seen: int, windows: int, config: TrainConfig)
 
 
 def repetition(windows: int, config: TrainConfig) -> str:
-    """A note on a step that takes more sequences than there are training windows; empty if it does not."""
+    """A note for when a step takes more sequences than there are training windows; else empty."""
     sequences = config.sequences_per_step
     if sequences <= windows:
         return ""
     return (
-        f"\nNote       a step takes {sequences:,} sequences and the text has {windows:,}: each step goes through it "
-        f"{sequences / windows:.1f} times, whatever --epochs says. For several steps an epoch: --batch_size "
+        f"\nNote       a step takes {sequences:,} sequences and the text has {windows:,}: each step is "
+        f"{sequences / windows:.1f} epochs, whatever --epochs says. For several steps an epoch: --batch_size "
         f"{max(1, windows // config.gradient_accumulation_steps // 10)} or so"
     )

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.config import TrainConfig
+from training.numbers.decays import DECAYS as TABLE
 from training.numbers.schedule import epoch_sequences, last_step, learning_rate
 
-DECAYS = ("cosine", "linear")
+DECAYS = [name for name, decay in TABLE.items() if decay is not None]
 
 
 def config_of(**values: Any) -> TrainConfig:
@@ -60,6 +61,12 @@ def test_cosine_is_torchs_cosine() -> None:
         assert ours == pytest.approx(theirs.get_last_lr()[0], rel=1e-9)
         optimizer.step()
         theirs.step()
+
+
+def test_a_new_decay_is_an_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TABLE, "quadratic", lambda progress: (1 - progress) ** 2)
+    lr = rates(100, config_of(use_lr_scheduler="quadratic", warmup_steps=0, min_lr=0.0))
+    assert lr == pytest.approx([1e-2 * (1 - step / 99) ** 2 for step in range(100)])
 
 
 @given(
