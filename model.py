@@ -1,6 +1,7 @@
 """A decoder-only Transformer language model (Radford et al. 2019, "GPT-2"), one class for every size.
 
-One file, though a long one, so that the model can be read, and taken elsewhere, whole: shape, cache, layers.
+One long file and a table (activations.py), so that the whole model can be read, and taken elsewhere, in one piece:
+its shape, the key/value cache, the layers.
 
 Shapes in comments: B sequences in a batch, T tokens in a sequence, C = embed_dim, H = num_heads, D = C / H,
 V = vocab_size, S = tokens held in a key/value cache.
@@ -18,7 +19,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-ACTIVATIONS = ("gelu", "gelu_tanh", "relu2")
+from activations import ACTIVATIONS
+
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope")
 ROPE_BASE = 10_000.0
@@ -305,12 +307,7 @@ class FeedForward(nn.Module):
         self.fc2 = Linear(config.ff_dim, config.embed_dim, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.fc1(x)
-        if self.activation == "relu2":  # So et al. 2021, "Primer"
-            x = F.relu(x).square()
-        else:
-            x = F.gelu(x, approximate="tanh" if self.activation == "gelu_tanh" else "none")
-        return self.fc2(x)
+        return self.fc2(ACTIVATIONS[self.activation](F, self.fc1(x)))
 
 
 class TransformerBlock(nn.Module):

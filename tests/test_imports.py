@@ -11,13 +11,14 @@ import pytest
 
 from tests.helpers import ROOT, SOURCES
 
-GROUND = {"common", "model", "tokenizer", "tokenizer_bpe"}
+GROUND = {"common", "activations", "model", "tokenizer", "tokenizer_bpe"}
 CONFIG = {"training.config", "training.conversion", "training.contradictions", "training.file_names"}
 CONFIG |= {"training.numbers.decays"}  # a table of choices
 NUMBERS = GROUND | CONFIG | {"tokenization", "generation", "training.machine", "training.numbers"}
 # A room is a folder, or a file beside rooms. It may import itself and what stands here.
 MAY_IMPORT = {
-    "model": set(),
+    "activations": set(),
+    "model": {"activations"},
     "tokenizer": {"tokenizer_bpe"},  # load_tokenizer, which takes a file of either kind
     "tokenizer_bpe": {"tokenizer"},
     "common": {"model", "tokenizer"},

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from activations import ACTIVATIONS
 from generation.cuda_graph import StaticKVCache
 from model import IGNORE_INDEX, KVCache, Linear, ModelConfig, TransformerLanguageModel, rms_norm
 
 OPTIONS = {
-    "activation": ("gelu", "gelu_tanh", "relu2"),
+    "activation": tuple(ACTIVATIONS),
     "norm": ("layernorm", "rmsnorm"),
     "position": ("learned", "rope"),
     "qk_norm": (False, True),
@@ -619,6 +620,13 @@ def test_heads_that_do_not_divide_the_width_are_answered_with_some_that_do() -> 
     assert "num_heads is 7" in message and "48" in message
     suggested = [int(word) for word in message.rsplit(":", 1)[1].split(",")]
     assert {6, 8} <= set(suggested) and all(48 % heads == 0 for heads in suggested)
+
+
+def test_a_new_activation_is_an_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ACTIVATIONS, "silu", lambda F, x: F.silu(x))
+    feed_forward = random_model(tiny_config(activation="silu")).blocks[0].feed_forward
+    x = torch.randn(2, 3, 16, dtype=torch.float64)
+    torch.testing.assert_close(feed_forward(x), feed_forward.fc2(F.silu(feed_forward.fc1(x))))
 
 
 def test_config_survives_json() -> None:

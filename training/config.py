@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from activations import ACTIVATIONS
 from common.errors import ConfigError
 from common.files import read_json
 from common.flags import Parser, add_debug, suggest
@@ -75,7 +76,7 @@ class TrainConfig:
     dropout: float = option(0.0, "model", "dropout probability", low=0.0, below=1.0)
     bias: bool = option(True, "model", "biases in linear layers and norms")
     tie_embeddings: bool = option(False, "model", "share the token embedding with the head")
-    activation: str = option("gelu", "model", "feed-forward activation", choices=("gelu", "gelu_tanh", "relu2"))
+    activation: str = option("gelu", "model", "feed-forward activation", choices=tuple(ACTIVATIONS))
     norm: str = option("layernorm", "model", "normalisation", choices=("layernorm", "rmsnorm"))
     position: str = option("learned", "model", "position information", choices=("learned", "rope"))
     qk_norm: bool = option(False, "model", "normalise queries and keys")

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import exchange.hf_form
 import tools.export_hf
+from activations import ACTIVATIONS
 from common.checkpoint import open_checkpoint
 from common.errors import CheckpointError
 from exchange.hf_folder import build_theirs, largest_difference
@@ -163,7 +164,7 @@ def shapes(draw: st.DrawFn) -> ModelConfig:
         "ff_dim": draw(st.integers(1, 9)),
         "max_seq_len": draw(st.integers(1, 9)),
         "tie_embeddings": draw(st.booleans()),
-        "activation": draw(st.sampled_from(["gelu", "gelu_tanh", "relu2"])),
+        "activation": draw(st.sampled_from([*ACTIVATIONS])),
     }
     if draw(st.booleans()):
         return ModelConfig(**options, **MODERN, logit_softcap=draw(st.sampled_from([0.0, 15.0, 0.5])))
