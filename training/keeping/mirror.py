@@ -1,13 +1,12 @@
-"""The mirror of a run: a second folder, on Drive for instance, that gets verified copies of what the run folder holds.
+"""The mirror of a run: a second folder, on Drive for instance, with verified copies of what the run folder holds.
 
-A thread of its own makes the copies, one at a time, of whatever is newest then; the training neither waits for it nor
-fails with it. A Drive that is full, read-only, slow or gone is told, and tried again.
+A worker thread makes the copies. The training neither waits for it nor fails with it: if the Drive is full, read-only,
+slow or gone, the mirror says so and retries.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import queue
 import shutil
@@ -17,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from common.checkpoint import KEEP, MANIFEST, problems_of, prune, step_folders
+from common.checkpoint import MANIFEST, problems_of, prune, step_folders
 from common.errors import ConfigError
 from common.files import atomic_write, read_json, write_json
 from common.formatting import byte_size, clock
@@ -26,37 +25,39 @@ from training.file_names import CONFIG, CURVE, MARKER, METRICS, SAMPLES, SUMMARY
 from training.keeping.claim import HEARTBEAT, Claim, TakenOver
 
 MIRRORED_FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY)
-COPIES = 5  # of a checkpoint at the most: the two kept, the best, and one of each on its way
-COPIED_AT_ONCE = 4 << 20  # bytes
-LONGEST_PAUSE = 60.0  # seconds between two attempts, which begin at one and double
-LAST_ATTEMPTS_SECONDS = 30.0  # of failures, once the training is over
-LAST_CALL_SECONDS = 5.0  # that a call to the Drive under way is waited for
+COPIES = 5  # checkpoints in the mirror at the most: two kept, the best one, and a new one of each kind
+PIECE_BYTES = 4 << 20  # copied at a time
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two attempts
+LAST_ATTEMPTS_SECONDS = 30.0  # of failures, after the training has ended
+LAST_CALL_SECONDS = 5.0  # to wait for a call to the Drive, when the mirror is closed
 
 
 class GivenUp(Exception):
-    """The copy under way is not waited for. What it has written is deleted, by the next session at the latest."""
+    """Nobody waits for this copy any more. The next session deletes what is left of it."""
 
 
 class Mirror:
-    """Where the copies of a run folder go."""
+    """Where the copies of a run folder go, and the worker that makes them.
+
+    There is at most one request to copy. It asks for whatever is new when the worker gets to it, so a newer request
+    replaces the one before.
+    """
 
     def __init__(self, run_dir: Path, checkpoint_dir: str):
         self.run_dir = run_dir
         self.root = Path(checkpoint_dir).expanduser()
-        place = os.path.abspath(run_dir)  # by which a run is known, however its folder is spelled
-        self.dir = self.root / os.path.basename(place)
-        self.claim = Claim(self.dir, place)
+        absolute = os.path.abspath(run_dir)  # identifies the run, however its folder is spelled
+        self.dir = self.root / os.path.basename(absolute)
+        self.claim = Claim(self.dir, absolute)
         self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self.thread: threading.Thread | None = None
-        self.asked = threading.Event()
-        self.counting = threading.Lock()  # of wishes and failures
-        self.wishes = 0  # how often something new was there to be copied
-        self.wishes_met = 0
+        self.worker: threading.Thread | None = None
+        self.woken = threading.Event()
+        self.request = threading.Event()  # set once everything that was new at the last `wake` is copied
+        self.failing_since: float | None = None  # time.monotonic() at which this request failed first
+        self.problem: str | None = None  # the reason why the last attempt failed
+        self.copied_at: float | None = None  # time.time() of the newest copy
+        self.taken_over: TakenOver | None = None  # another session copies now, and this one has stopped
         self.closed = False
-        self.failures = 0  # attempts in a row, since something new was there
-        self.problem: str | None = None  # of the last attempt
-        self.copied_at: float | None = None  # time.time() at which everything was copied
-        self.taken_over: TakenOver | None = None  # by another session: nothing is copied any more
 
     def require_mounted(self) -> None:
         """Raises ConfigError if there is no folder to make `checkpoint_dir` in, or if this run's copies are gone: an
@@ -76,14 +77,14 @@ class Mirror:
 
     @property
     def had_copies(self) -> bool:
-        """Whether the run folder knows that this mirror was in use."""
+        """Whether the run folder says that this mirror was in use."""
         try:
             return read_json(self.run_dir / MARKER, ConfigError).get("copies") == os.path.abspath(self.dir)
-        except (ConfigError, OSError):  # never, or in a version that kept no record
+        except (ConfigError, OSError):  # there were none, or an older version wrote no such file
             return False
 
     def require_apart(self) -> None:
-        """Raises ConfigError if it is the run folder: files that are being written would be copied onto themselves."""
+        """Raises ConfigError if the mirror is the run folder: each file would be copied onto itself."""
         if self.dir.resolve() == self.run_dir.resolve():
             raise ConfigError(
                 f"The copies below --checkpoint_dir {self.root} would lie in the run folder itself, {self.run_dir}: "
@@ -91,12 +92,12 @@ class Mirror:
             )
 
     def begin(self, run_id: str, checkpoint_bytes: int) -> None:
-        """Have the run folder copied from now on, and what a session before could not copy."""
+        """Start the worker. Its first request makes up for what an earlier session could not copy."""
         self.claim.run_id = run_id
-        with contextlib.suppress(OSError):  # an obstacle is told by the first attempt
+        with contextlib.suppress(OSError):  # the first attempt meets the same problem, and tells it
             manifests = [folder / MANIFEST for folder in step_folders(self.dir / "checkpoints")]
             self.copied_at = max((path.stat().st_mtime for path in manifests), default=None)
-            self.claim.renew()  # which a read-only disk refuses
+            self.claim.renew()
             write_json(self.run_dir / MARKER, {"copies": os.path.abspath(self.dir)})
             missing = COPIES - len(manifests) - (self.dir / "best").is_dir()
             free = shutil.disk_usage(self.dir).free
@@ -105,113 +106,83 @@ class Mirror:
                     f"Warning: {self.dir} will need about {byte_size(missing * checkpoint_bytes)} more, and "
                     f"{byte_size(free)} are free there."
                 )
-        self.thread = threading.Thread(target=self.keep_up, name="mirror", daemon=True)
-        self.thread.start()
+        self.worker = threading.Thread(target=self.work, name="mirror", daemon=True)
+        self.worker.start()
         self.wake()
 
     def wake(self) -> None:
-        """There is something new to copy."""
-        with self.counting:
-            self.wishes += 1
-            self.failures = 0
-        self.asked.set()
+        """Request a copy: there is something new."""
+        self.request, self.failing_since = threading.Event(), None
+        self.woken.set()
 
-    @property
-    def is_up_to_date(self) -> bool:
-        return self.wishes_met == self.wishes
-
-    def keep_up(self) -> None:
-        """The thread's life."""
+    def work(self) -> None:
+        """What the worker does until it is closed or taken over. A copy that fails is retried after as long as it has
+        failed so far, so the pause doubles from one attempt to the next. A new request is tried at once."""
         try:
             while True:
-                pause = min(LONGEST_PAUSE, 2.0 ** min(self.failures - 1, 10)) if self.problem else HEARTBEAT
-                is_asked = self.asked.wait(pause)
-                if is_asked:
-                    self.asked.clear()
+                since, pause = self.failing_since, HEARTBEAT
+                if since is not None:
+                    pause = min(LONGEST_PAUSE, max(FIRST_PAUSE, time.monotonic() - since))
+                self.woken.wait(pause)
+                self.woken.clear()
                 self.go_on()
-                if is_asked or self.problem:
-                    wishes = self.wishes
-                    is_done = self.bring_up_to_date()
-                    with self.counting:
-                        if is_done:
-                            self.wishes_met = wishes
-                        elif wishes == self.wishes:  # else there is more by now than was tried
-                            self.failures += 1
+                request = self.request
+                if not request.is_set():
+                    self.attempt(request)
         except GivenUp:
             pass
-        except TakenOver as told:
-            self.taken_over = told
+        except TakenOver as error:
+            self.taken_over = error
+
+    def attempt(self, request: threading.Event) -> None:
+        try:
+            self.bring_up_to_date()
+        except (GivenUp, TakenOver):
+            raise
+        except Exception as error:
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            if reason != self.problem:
+                self.news.put(
+                    f"Warning: copying to {self.dir} failed ({reason}){self.what_is_there()}. The training goes on, "
+                    f"and the copy is tried again."
+                )
+            self.problem = reason
+            if self.failing_since is None and request is self.request:  # else there is more to copy than was tried
+                self.failing_since = time.monotonic()
+        else:
+            self.problem = self.failing_since = None
+            request.set()
 
     def go_on(self) -> None:
-        """Called all along, in the middle of a long copy too: gives a sign of life now and then."""
+        """Called between two pieces of a copy, too. Gives a sign of life if one is due. Raises GivenUp, TakenOver."""
         if self.closed:
             raise GivenUp
         self.claim.renew_if_due()
 
-    def bring_up_to_date(self) -> bool:
-        """Copy what is new in the run folder, verify the copies, and only then delete older ones. Returns whether all
-        is copied; a problem is told, and is no reason to give up."""
-        problems: dict[str, Exception] = {}  # by what could not be copied
-        newest = None
-        self.copy_rest(problems)
-        try:
-            for _ in range(KEEP + 1):  # while one is looked for, it may have made way for a newer one
-                newest = next(iter(step_folders(self.run_dir / "checkpoints")), None)
-                if newest is None or self.copy_step(newest, problems):
-                    break
-        except (GivenUp, TakenOver):
-            raise
-        except Exception as error:
-            problems[newest.name if newest is not None else "the newest checkpoint"] = error
-        if not problems:
-            self.problem, self.failures = None, 0
-            return True
-        what, problem = problems.popitem()
-        reason = getattr(problem, "strerror", None) or str(problem) or type(problem).__name__
-        if reason != self.problem:
-            self.news.put(
-                f"Warning: {what} could not be copied to {self.dir} ({reason}){self.what_is_there()}; the training "
-                f"goes on, and the copy is tried again."
-            )
-        self.problem = reason
-        return False
+    def bring_up_to_date(self) -> None:
+        """Copy what is new in the run folder and verify the copies. Only then delete older ones.
 
-    def copy_rest(self, problems: dict[str, Exception]) -> None:
-        """Copy metrics and best weights. A problem of any kind is noted: the steps are copied all the same."""
-        best = functools.partial(self.copy_if_new, self.run_dir / "best")
-        for what, copy in (("metrics and summary", self.copy_files), ("best/", best)):
+        Raises TakenOver and GivenUp at once, and other errors after everything has been tried: a damaged best/ must not
+        keep the checkpoints from being copied.
+        """
+        errors: list[Exception] = []
+
+        def attempt(copy: Callable[[], object]) -> None:
             try:
                 copy()
-                problems.pop(what, None)
             except (GivenUp, TakenOver):
                 raise
             except Exception as error:
-                problems[what] = error
+                errors.append(error)
 
-    def copy_step(self, folder: Path, problems: dict[str, Exception]) -> bool:
-        """Whether the mirror holds this checkpoint now; False if it has gone here. Raises OSError with the reason.
+        def copy_the_rest() -> None:
+            attempt(self.copy_files)
+            attempt(lambda: self.copy_if_new(self.run_dir / "best"))
 
-        Metrics and best weights go as far as it does before it has its name, if they can be copied: whoever has only
-        the copies needs all."""
-        if self.holds(folder):
-            return True
-        began = time.time()
-
-        def first() -> None:
-            self.copy_rest(problems)
-            self.claim.renew()  # in a long copy the mirror may have become another's
-
-        try:
-            is_copied = self.copy_if_new(folder, first)
-        except OSError:
-            if folder.exists():
-                raise
-            return False
-        if is_copied:
-            self.copied_at = began
-            self.news.put(f"Copied {folder.name} to {self.dir}")
-            prune(self.dir / "checkpoints", truncate=True, staging=self.claim.staging)
-        return (self.dir / folder.relative_to(self.run_dir)).exists()
+        copy_the_rest()
+        attempt(lambda: self.copy_newest_step(copy_the_rest))
+        if errors:
+            raise errors[-1]
 
     def copy_files(self) -> None:
         self.claim.renew()
@@ -220,39 +191,46 @@ class Mirror:
             if source.exists():
                 with atomic_write(self.dir / name, self.claim.staging) as file:
                     file.write(source.read_bytes())
-            elif name == SUMMARY:  # of a shorter run, which this one continues
+            elif name == SUMMARY:  # the mirror has that of a shorter run, which this one continues
                 with contextlib.suppress(FileNotFoundError):
                     os.replace(self.dir / name, self.claim.staging / name)
 
-    def copy_if_new(self, folder: Path, first: Callable[[], None] = lambda: None) -> bool:
-        """Raises OSError with the reason if there is something to copy and it cannot be. `first` is that of
-        `copy_checkpoint`."""
-        if not (folder / MANIFEST).exists() or self.holds(folder):
+    def copy_newest_step(self, copy_the_rest: Callable[[], None]) -> None:
+        """`copy_the_rest` is called before the copy gets its name: metrics and best weights in the mirror go as far as
+        its newest checkpoint, for whoever has nothing else."""
+
+        def before_publish() -> None:
+            copy_the_rest()
+            self.claim.renew()  # during a long copy another session may have taken the mirror over
+
+        for newest in step_folders(self.run_dir / "checkpoints")[:1]:
+            began = time.time()
+            if self.copy_if_new(newest, before_publish):
+                self.copied_at = began
+                self.news.put(f"Copied {newest.name} to {self.dir}")
+                prune(self.dir / "checkpoints", truncate=True, staging=self.claim.staging)
+
+    def copy_if_new(self, folder: Path, before_publish: Callable[[], None] = lambda: None) -> bool:
+        """Whether a checkpoint is copied now, because the mirror lacked it. Raises OSError if it cannot be copied."""
+        try:
+            with PUBLISHING:  # while best/ is replaced, there is none for a moment
+                manifest = (folder / MANIFEST).read_bytes()
+        except FileNotFoundError:  # no best weights yet
+            return False
+        target = self.dir / folder.relative_to(self.run_dir)
+        if (target / MANIFEST).exists() and (target / MANIFEST).read_bytes() == manifest:
             return False
         self.claim.renew()
-        target = self.dir / folder.relative_to(self.run_dir)
-        if problem := copy_checkpoint(folder, target, self.go_on, first, self.claim.staging):
+        problem = copy_checkpoint(folder, target, self.go_on, before_publish, self.claim.staging)
+        if problem and folder.exists():  # else it was pruned: whoever saves the newer one calls `wake`
             raise OSError(problem)
-        return True
-
-    def holds(self, folder: Path) -> bool:
-        """Whether a checkpoint of the run folder is there, by its manifest."""
-        ours, theirs = folder / MANIFEST, self.dir / folder.relative_to(self.run_dir) / MANIFEST
-        return ours.exists() and theirs.exists() and ours.read_bytes() == theirs.read_bytes()
-
-    def what_is_missing(self) -> str:
-        """Of what is newest, with its verb."""
-        checkpoints = [*step_folders(self.run_dir / "checkpoints")[:1], self.run_dir / "best"]
-        with contextlib.suppress(OSError):
-            if all(self.holds(folder) for folder in checkpoints if folder.exists()):
-                return "the newest metrics and summary are"
-        return "the newest state is"
+        return problem is None
 
     def what_is_there(self) -> str:
-        """The newest copy, as the end of a sentence; "" if there is none, or none that can be seen."""
+        """The newest copy, for the end of a sentence; "" if there is none, or if the Drive cannot be read."""
         with contextlib.suppress(OSError):
             for newest in step_folders(self.dir / "checkpoints")[:1]:
-                return f", where {newest.name} is the newest"
+                return f"; the newest checkpoint there is {newest.name}"
         return ""
 
     def status(self) -> str:
@@ -263,92 +241,87 @@ class Mirror:
     def finish(
         self, seconds: float, is_asked: Callable[[], bool], seconds_if_asked: float, say: Callable[[str], None]
     ) -> None:
-        """Wait for the copy of what is newest, `seconds` at most, or fewer once somebody asks to stop; not long if it
-        keeps failing."""
+        """Request a last copy and wait for it: `seconds` at most, fewer once `is_asked` to stop, or until it has failed
+        for LAST_ATTEMPTS_SECONDS."""
         self.wake()
-        began = last_hope = time.monotonic()
-        told = False
-        while not self.is_up_to_date and self.taken_over is None:
+        began = time.monotonic()
+        has_told = False
+        while not self.request.wait(0.02) and self.taken_over is None:
             for line in self.heard():
                 say(line)
-            now = time.monotonic()
-            if not self.failures:
-                last_hope = now
+            now, failing_since = time.monotonic(), self.failing_since
             limit = min(seconds, seconds_if_asked) if is_asked() else seconds
-            if not told and now - began > 1.0:
-                told = True
+            if not has_told and now - began > 1.0:
+                has_told = True
                 say(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")
-            is_alive = self.thread is not None and self.thread.is_alive()
-            if now - began > limit or now - last_hope > LAST_ATTEMPTS_SECONDS or not is_alive:
+            keeps_failing = failing_since is not None and now - failing_since > LAST_ATTEMPTS_SECONDS
+            is_alive = self.worker is not None and self.worker.is_alive()
+            if now - began > limit or keeps_failing or not is_alive:
                 reason = self.problem or f"not done within {clock(limit)}"
                 say(
-                    f"Warning: {self.what_is_missing()} not in {self.dir} ({reason}){self.what_is_there()}; all is "
-                    f"whole in {self.run_dir}. Once that is put right, the same command copies it."
+                    f"Warning: the copies in {self.dir} are not up to date ({reason}){self.what_is_there()}. Nothing "
+                    f"is missing in {self.run_dir}. Once the problem is solved, the same command makes the copies."
                 )
                 return
-            time.sleep(0.02)
         for line in self.heard():
             say(line)
 
     def heard(self) -> Iterator[str]:
-        """What the thread has told since the last call."""
+        """The worker's messages since the last call."""
         while not self.news.empty():
             yield self.news.get()
 
     def close(self) -> None:
-        """End the thread; the mirror is free for others."""
-        if self.thread is None:
+        """End the worker and let other sessions have the mirror."""
+        if self.worker is None:
             return
         self.closed = True
-        self.asked.set()
-        self.thread.join(LAST_CALL_SECONDS)
-        if self.thread.is_alive():  # it hangs in a call to the Drive
+        self.woken.set()
+        self.worker.join(LAST_CALL_SECONDS)
+        if self.worker.is_alive():  # it hangs in a call to the Drive
             return
         self.claim.release()
-        self.thread = None
+        self.worker = None
 
 
 def copy_checkpoint(
     folder: Path,
     target: Path,
     between: Callable[[], None] = lambda: None,
-    first: Callable[[], None] = lambda: None,
+    before_publish: Callable[[], None] = lambda: None,
     staging: Path | None = None,
 ) -> str | None:
     """Copy a whole checkpoint to `target` (on Drive, say) and check the copy.
 
     Returns None, or the reason why it could not be copied. `folder` may be replaced or pruned meanwhile. `between` is
-    called between two pieces of a file, `first` before the copy gets its name; both may raise to give the copy up.
-    `staging` is the folder that it is made in, on the same disk; by default that of `target`.
+    called between two pieces of a file, `before_publish` before the copy gets its name; both may raise to give the copy
+    up. `staging` is the folder that the copy is made in, on the same disk; by default that of `target`.
     """
     temporary = (staging or target.parent) / f".tmp-{target.name}"
     try:
         with contextlib.ExitStack() as stack:
-            with PUBLISHING:  # an open file stays what it is when its folder makes way
+            with PUBLISHING:  # an open file can be read to its end, even if its folder is replaced
                 sources = {path.name: stack.enter_context(open(path, "rb")) for path in folder.iterdir()}
             discard(temporary, truncate=True)
-            target.parent.mkdir(exist_ok=True)  # not its parents, which are gone if the disk was unmounted
+            target.parent.mkdir(exist_ok=True)  # not its parents: they are gone if the disk was unmounted
             temporary.mkdir()
             for name, source in sources.items():
                 copy_file(source, temporary / name, between)
-        problems = problems_of(temporary)
-        if problems:
-            raise OSError("; ".join(problems))
+        if problems := problems_of(temporary):
+            raise OSError(f"the copy of {folder.name} is damaged: {'; '.join(problems)}")
         between()
-        first()
+        before_publish()
         publish(temporary, target, truncate=True)
     except OSError as problem:
-        discard(temporary, truncate=True)
         return problem.strerror or str(problem)
-    except BaseException:
-        discard(temporary, truncate=True)
-        raise
+    finally:
+        discard(temporary, truncate=True)  # nothing is left of it if it has its name
     return None
 
 
 def copy_file(source: BinaryIO, target: Path, between: Callable[[], None]) -> None:
     with open(target, "wb") as file:
-        while piece := source.read(COPIED_AT_ONCE):
+        while piece := source.read(PIECE_BYTES):
             between()
             file.write(piece)
         file.flush()
