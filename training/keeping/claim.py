@@ -1,4 +1,4 @@
-"""Whose a mirror is: of which run it holds the copies, and which session writes into it now."""
+"""Who may write into a mirror: one session at a time, over all machines."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from common.lock import session
 from common.publishing import CHECKPOINT_NAME, STEP_NAME, discard
 from training.file_names import MARKER, STAGING
 
-HEARTBEAT = 60.0  # seconds between two signs of life of the session that writes into the mirror
-GONE = 150.0  # seconds without a new one after which a session counts as dead: disconnected, killed or asleep
+HEARTBEAT = 60.0  # seconds between two signs of life of the session that holds the mirror
+GONE = 150.0  # seconds without a sign of life after which a session counts as dead: disconnected, killed or asleep
 
 
 class TakenOver(CheckpointError):
-    """Another session writes into the mirror, or did so since this one's last sign of life."""
+    """Another session holds the mirror, or has held it since this one's last sign of life."""
 
 
 class Claim:
-    """A session's hold on the mirror `folder` of the run folder `run_dir`.
+    """A session's claim to the mirror `folder` of the run folder `run_dir`.
 
-    No file lock reaches from one machine to another over a Drive. What holds instead:
+    No file lock works over a Drive, from one machine to another. Instead:
 
-    - `run.json` names the session, with a sign of life every minute. The next session waits for a change of it. It
-      compares no clocks, for those of two machines may differ.
-    - Everything reaches the mirror by a rename out of the session's own folder, `staging`. Whoever takes the mirror
-      over moves that folder away. A session that slept meanwhile can then rename nothing more into the mirror,
-      wherever it was stopped.
+    - `run.json` names the holder, with a new sign of life every minute. The next session waits for it to change. It
+      compares no clocks, because the clocks of two machines may differ.
+    - The holder writes in a folder of its own, `staging`, and renames everything from there into the mirror. Whoever
+      takes the mirror over moves that folder away. A session that slept meanwhile, wherever it was stopped, can then
+      rename nothing into the mirror any more.
     """
 
     def __init__(self, folder: Path, run_dir: str):
@@ -42,107 +42,97 @@ class Claim:
         self.path = folder / MARKER
         self.staging = folder / f"{STAGING}{self.id}"
         self.run_dir = run_dir
-        self.run_id = ""  # until it is known which run this is
-        self.earlier_run_id: str | None = None  # of a session that signed for the same folder, and may only sleep
-        self.is_ours = False
-        self.last_known: str | None = None  # the session that signed last, as far as this one knows
+        self.run_id = ""  # not known before the run is started or continued
+        self.earlier_run_id: str | None = None  # of this run folder, in `run.json`: that session may only be asleep
+        self.last_holder: str | None = None  # the id that stood in `run.json` when this session last read or wrote it
         self.renewed_at = 0.0  # time.monotonic()
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether this session holds the mirror, as far as it knows."""
+        return self.last_holder == self.id
+
     def read(self) -> dict[str, Any]:
-        """What stands in run.json, whoever wrote it."""
+        """What stands in `run.json`, whoever wrote it."""
         try:
             return read_json(self.path, CheckpointError)
-        except CheckpointError:  # not there, or cut off
+        except CheckpointError:  # there is none, or it was cut off
             return {}
 
     def require_free(self, say: Callable[[str], None] = print) -> None:
-        """Raises TakenOver if another session, on this or another machine, writes into the mirror.
-
-        A session that was killed leaves its name behind: it is dead if it gives no sign of life for a while.
-        """
+        """Wait until it is sure that no other session, on this or another machine, holds the mirror. A session that was
+        killed leaves its name behind. Raises TakenOver if there is a sign of life."""
         first = self.read()
-        self.last_known = last_session(first).get("id")
+        self.last_holder = last_holder(first).get("id")
         holder = first.get("holder")
         if not isinstance(holder, dict) or has_ended(holder):
             return
-        say(f"{self.path.parent} was in use by {named(holder)}. Waiting {GONE:.0f} s for a sign that it still is.")
-        until = time.monotonic() + GONE
-        while time.monotonic() < until:
+        say(f"{self.path.parent} was in use by {described(holder)}. Waiting {GONE:.0f} s for a sign that it still is.")
+        deadline = time.monotonic() + GONE
+        while time.monotonic() < deadline:
             time.sleep(min(1.0, GONE / 10))
             now = self.read()
             if not now.get("holder"):
                 return
             if (now["holder"], now.get("seen")) != (holder, first.get("seen")):
                 raise TakenOver(
-                    f"{self.path.parent} is in use: {named(now['holder'])} trains this run. Stop that one, or choose "
-                    f"another --checkpoint_dir."
+                    f"{self.path.parent} is in use: {described(now['holder'])} trains this run. Stop that one, or "
+                    f"choose another --checkpoint_dir."
                 )
 
     def announce(self) -> None:
-        """Take a mirror that is free and holds copies, before a checkpoint is looked for there. Raises TakenOver if
-        another session does the same now."""
-        before = self.read()
-        if before.get("run_dir") == self.run_dir and isinstance(before.get("run_id"), str):
-            self.earlier_run_id = before["run_id"]
-        if before.get("run_id"):
+        """Take a mirror that is free and has copies, before a checkpoint is looked for in it. It keeps the name of its
+        run. Raises TakenOver if another session takes it at the same moment."""
+        found = self.read()
+        if found.get("run_dir") == self.run_dir and isinstance(found.get("run_id"), str):
+            self.earlier_run_id = found["run_id"]
+        if found.get("run_id"):
             with contextlib.suppress(OSError):  # it may be read-only
-                self.take(before)
+                self.take(found)
 
     @property
-    def whose(self) -> dict[str, Any]:
-        """Of which run these are the copies, and where that lies."""
+    def run(self) -> dict[str, Any]:
+        """Which run the copies are of, and where it lies."""
         return {"run_id": self.run_id, "run_dir": self.run_dir}
 
-    def take(self, whose: dict[str, Any]) -> None:
-        """Shut other sessions out, put back what they were in the middle of replacing, and sign. Raises TakenOver if
-        another session does the same now: of two that move each other's folder, one comes first."""
+    def take(self, run: dict[str, Any]) -> None:
+        """Move away the folders that other sessions write in, put back what they were about to replace, and write our
+        name into `run.json`. Raises TakenOver if another session takes the mirror at the same moment: the two move each
+        other's folder, and one of them does it first."""
         folder = self.path.parent
-        folder.parent.mkdir(exist_ok=True)  # not its parents
+        folder.parent.mkdir(exist_ok=True)  # not its parents: they are gone if the disk was unmounted
         folder.mkdir(exist_ok=True)
         self.staging.mkdir(exist_ok=True)
         for theirs in folder.glob(f"{STAGING}*"):
             if theirs != self.staging:
-                with contextlib.suppress(FileNotFoundError):  # it has just ended, or has just moved ours: see below
+                with contextlib.suppress(FileNotFoundError):  # its session has ended, or has moved ours: see below
                     os.replace(theirs, self.staging / theirs.name)
         if not self.staging.is_dir():
             raise TakenOver(f"{folder} was taken by another session at the same moment: stop one of the two.")
-        self.require_unchanged()  # once more: from here on nobody else can sign
+        self.require_unchanged()  # once more: from here on nobody else can write
         for replaced in self.staging.rglob(".old-*"):
             name = replaced.name.removeprefix(".old-")
             target = (folder / "checkpoints" if STEP_NAME.fullmatch(name) else folder) / name
             if CHECKPOINT_NAME.fullmatch(name) and not target.exists():
                 os.replace(replaced, target)
-        self.sign(whose)
+        self.give_sign_of_life(run)
         for leftover in self.staging.iterdir():
             discard(leftover, truncate=True)
-        self.is_ours = True
 
     def renew(self) -> None:
-        """Take the mirror for this run, or give a sign of life. Raises TakenOver if another session has had it since,
-        CheckpointError if it is gone, OSError if it cannot be written."""
+        """Give a sign of life; take the mirror first if it is not ours. Raises TakenOver if another session has held it
+        since, CheckpointError if it is gone, OSError if it cannot be written."""
         if self.is_ours and not self.path.exists():
             raise CheckpointError(f"{self.path} is gone: was the disk unmounted?")
         self.require_unchanged()
         if self.is_ours and self.staging.is_dir():
-            self.sign(self.whose)
+            self.give_sign_of_life(self.run)
         else:
-            self.take(self.whose)
+            self.take(self.run)
         self.renewed_at = time.monotonic()
 
-    def require_unchanged(self) -> None:
-        """Raises TakenOver if another session has signed since this one looked or signed."""
-        marker = self.read()
-        last = last_session(marker)
-        if last and last.get("id") != self.last_known:
-            does = "trains" if marker.get("holder") else "has trained"
-            raise TakenOver(
-                f"{named(last)} took over the copies in {self.path.parent} and {does} this run since. This training "
-                f"stops, and copies nothing over the newer state. The same command continues from the newest "
-                f"checkpoint of both; to train apart, choose another --output_dir."
-            )
-
     def renew_if_due(self) -> None:
-        """Raises TakenOver; other problems are told when there is something to copy."""
+        """Raises TakenOver. Other problems are met again, and told, by the next copy."""
         if self.is_ours and time.monotonic() - self.renewed_at > HEARTBEAT:
             try:
                 self.renew()
@@ -151,33 +141,46 @@ class Claim:
             except (OSError, CheckpointError):
                 pass
 
-    def sign(self, whose: dict[str, Any]) -> None:
+    def require_unchanged(self) -> None:
+        """Raises TakenOver if another session has held the mirror since this one last read or wrote `run.json`."""
+        found = self.read()
+        last = last_holder(found)
+        if last and last.get("id") != self.last_holder:
+            does = "trains" if found.get("holder") else "has trained"
+            raise TakenOver(
+                f"{described(last)} took over the copies in {self.path.parent} and {does} this run since. This "
+                f"training stops, and copies nothing over the newer state. The same command continues from the newest "
+                f"checkpoint of both; to train a second run, choose another --output_dir."
+            )
+
+    def give_sign_of_life(self, run: dict[str, Any]) -> None:
         holder = {**session(), "id": self.id, "system": system()}
-        ours = {"run_id": whose.get("run_id"), "run_dir": whose.get("run_dir")}
-        write_json(self.path, {**ours, "holder": holder, "seen": time.time()}, self.staging)
-        self.last_known = self.id
+        run = {"run_id": run.get("run_id"), "run_dir": run.get("run_dir")}
+        write_json(self.path, {**run, "holder": holder, "seen": time.time()}, self.staging)
+        self.last_holder = self.id
 
     def release(self) -> None:
-        """The mirror is free for others. It keeps the name of its last session, for one that slept to see."""
+        """Let other sessions have the mirror. `run.json` keeps the name of its last holder: a session that slept sees
+        from it that it was taken over."""
         with contextlib.suppress(OSError):
             holder = self.read().get("holder")
             if isinstance(holder, dict) and holder.get("id") == self.id:
-                write_json(self.path, {**self.whose, "last_holder": holder}, self.staging)
+                write_json(self.path, {**self.run, "last_holder": holder}, self.staging)
         discard(self.staging)
 
 
-def last_session(marker: dict[str, Any]) -> dict[str, Any]:
-    """The session that signed last; empty if there is none."""
-    last = marker.get("holder") or marker.get("last_holder")
+def last_holder(found: dict[str, Any]) -> dict[str, Any]:
+    """The session that holds the mirror or held it last, by its `run.json`; empty if there is none."""
+    last = found.get("holder") or found.get("last_holder")
     return last if isinstance(last, dict) else {}
 
 
-def named(holder: dict[str, Any]) -> str:
+def described(holder: dict[str, Any]) -> str:
     return f"process {holder.get('pid')} on {holder.get('machine')} (started {holder.get('started')})"
 
 
 def system() -> str:
-    """This boot of this machine and this container: only there, process ids mean the same."""
+    """This boot of this machine, and this container: process ids mean the same only there."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -186,8 +189,8 @@ def system() -> str:
 
 
 def has_ended(holder: dict[str, Any]) -> bool:
-    """Whether the process of a session has ended, or is ourselves and the session is an earlier one. Of another machine
-    it cannot be known."""
+    """Whether a session is known to have ended: its process is gone, or is this one, in which it was an earlier
+    session. Nothing is known about other machines."""
     if holder.get("system") != system() or not isinstance(holder.get("pid"), int):
         return False
     try:
