@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from common.formatting import cell, table_row
 from common.lora import LoRA
 from exchange.hf_form import CLASSES, hf_kind
 from model import ModelConfig
-from tokenizer import END_OF_TEXT, Tokenizer
-from training.file_names import CONFIG, SAMPLES
+from tokenizer import END_OF_TEXT, Tokenizer, valid_unicode
+from training.file_names import CONFIG
 from training.telling.records import read_metrics
+from training.telling.samples import read_samples
 
 RECIPE = (
     "optimizer", "learning_rate", "muon_learning_rate", "min_lr", "use_lr_scheduler", "warmup_steps", "cooldown",
@@ -167,9 +167,10 @@ def training_sections(checkpoint: Checkpoint) -> list[str]:
             recipe.pop("muon_learning_rate", None)
         if recipe:
             lines += ["", "## Recipe", "", *table(recipe)]
-    if samples := sample_rows(run_dir, step):
+    if samples := newest_sample(run_dir, step):
         lines += ["", "## Samples", "", f"At step {step:,}:" if step else "", ""]
-        lines += [table_row(["prompt", "answer"]), table_row(["---"] * 2), *map(table_row, samples)]
+        rows = [[cell(prompt), cell(answer)] for prompt, answer in samples]
+        lines += map(table_row, [["prompt", "answer"], ["---"] * 2, *rows])
     lines += [
         "",
         "## Licence",
@@ -239,25 +240,18 @@ def training_facts(state: dict[str, Any], step: int | None, run_dir: Path | None
     return facts
 
 
-def sample_rows(run_dir: Path | None, step: int | None) -> list[list[str]]:
-    """[prompt, answer] of the last row of samples.md up to a step; its cells are made for a table already."""
-    path = run_dir / SAMPLES if run_dir is not None else None
-    if path is None or not path.exists() or step is None:
+def newest_sample(run_dir: Path | None, step: int | None) -> list[tuple[str, str]]:
+    """(prompt, answer) of the last evaluation up to a step."""
+    if run_dir is None or step is None:
         return []
-    header: list[str] = []
-    samples: list[list[str]] = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        cells = [part.strip() for part in re.split(r"(?<!\\)\|", line)[1:-1]]
-        if cells[:2] == ["step", "exactly right"]:
-            header = cells
-        elif len(cells) == len(header) > 2 and cells[0].isdigit() and int(cells[0]) <= step:
-            samples = [[prompt, answer] for prompt, answer in zip(header[2:], cells[2:], strict=True)]
-    return samples
+    newest = [row for row in read_samples(run_dir) if row["step"] <= step][-1:]
+    pairs = [pair for row in newest for pair in zip(row["prompts"], row["answers"], strict=True)]
+    return [(valid_unicode(prompt), valid_unicode(answer)) for prompt, answer in pairs]
 
 
 def example_prompt(run_dir: Path | None, tokenizer: Tokenizer) -> str:
     """A prompt the model was asked in its training, else a word or a character that it can read."""
-    prompts = [prompt.replace("\\|", "|") for prompt, _ in sample_rows(run_dir, 2**31)]
+    prompts = [prompt for prompt, _ in newest_sample(run_dir, 2**31)]
     for prompt in [*prompts, "Once upon a time", "the"]:
         with contextlib.suppress(ValueError):  # a character that the vocabulary lacks
             tokenizer.encode(prompt)

@@ -2,7 +2,8 @@
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
-SAMPLES = "samples.md"
+SAMPLES = "samples.jsonl"
+SAMPLES_TABLE = "samples.md"  # drawn from SAMPLES, for people
 CURVE = "loss_curve.png"
 SUMMARY = "summary.md"
 MARKER = "run.json"  # in a mirror: which run these are the copies of; in a run folder: where its copies went

@@ -24,6 +24,7 @@ from training.keeping import run_evaluation, run_folder
 from training.numbers import step as step_module
 from training.telling import summary as summary_module
 from training.telling.records import read_metrics
+from training.telling.samples import drawn
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ALWAYS = {"step", "epoch", "tokens"}
@@ -60,7 +61,8 @@ def test_a_run_leaves_the_files_of_the_contract(finished: tuple[Path, Any]) -> N
     run, result = finished
     assert result.code == 0 and result.err == ""
     assert sorted(os.listdir(run)) == [
-        "best", "checkpoints", "config.json", "loss_curve.png", "metrics.jsonl", "samples.md", "summary.md",
+        "best", "checkpoints", "config.json", "loss_curve.png", "metrics.jsonl", "samples.jsonl", "samples.md",
+        "summary.md",
     ]  # fmt: skip
     assert sorted(os.listdir(run / "checkpoints")) == ["step_00000030", "step_00000060"]
     assert (run / "loss_curve.png").read_bytes().startswith(PNG)
@@ -130,6 +132,16 @@ def test_samples_have_a_row_for_each_evaluation_and_a_column_for_each_prompt(fin
         assert row[4]  # an answer without a known right one is shown all the same
 
 
+def test_samples_jsonl_holds_each_evaluation_whole(finished: tuple[Path, Any]) -> None:
+    rows = [json.loads(line) for line in (finished[0] / "samples.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [20, 40, 60]
+    for row in rows:
+        assert row["prompts"] == ["the cat ", "a|b", "one big"]
+        assert row["expected"] == ["sat on a mat.", None, None] and row["judged"] == 1
+        assert row["right"] == (row["answers"][0].strip() == "sat on a mat.") and len(row["answers"]) == 3
+    assert (finished[0] / "samples.md").read_text() == drawn(rows)
+
+
 def test_other_prompts_get_a_table_of_their_own(train: Callable, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     for steps, text in ((12, "the cat"), (24, "the cat"), (36, "a dog")):
@@ -153,14 +165,14 @@ def test_records_that_cannot_be_written_are_told_once_and_stop_nothing(train: Ca
     prompts, run = tmp_path / "prompts.jsonl", tmp_path / "run"
     prompts.write_text(json.dumps({"prompt": "the cat"}))
     assert train(run, eval_prompts=prompts, max_steps=2, eval_interval=2).code == 0
-    for name in ("metrics.jsonl", "samples.md", "summary.md"):
+    for name in ("metrics.jsonl", "samples.jsonl", "samples.md", "summary.md"):
         (run / name).unlink()
         (run / name).mkdir()
     more = train(run, eval_prompts=prompts, max_steps=6, eval_interval=2)
     assert more.code == 0 and more.err == ""
-    for name in ("metrics.jsonl", "samples.md"):
+    for name in ("metrics.jsonl", "samples.jsonl", "samples.md"):
         assert more.out.count(f"Warning: {run / name} cannot be brought back to step 2 (") == 1
-    for name in ("metrics.jsonl", "samples.md", "summary.md"):
+    for name in ("metrics.jsonl", "samples.jsonl", "samples.md", "summary.md"):
         assert more.out.count(f"Warning: {run / name} cannot be written (") == 1
     assert "Best " in more.out and re.search(r"\b6 steps", more.out)
 

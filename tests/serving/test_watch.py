@@ -25,6 +25,7 @@ from tests.serving.contrast import assert_readable
 from tools import watch
 from training.telling.records import metrics_line
 from training.telling.run_reader import FIELDS, MOST_STRETCHES, RunReader
+from training.telling.samples import sample_line
 
 ATTACK = "</script><script>document.title='hit'</script><img src=x onerror=\"document.title='hit'\">"
 
@@ -36,6 +37,15 @@ def row(step: int, **more: Any) -> dict[str, Any]:
 def write_rows(run: Path, *rows: dict[str, Any], mode: str = "w") -> None:
     with open(run / "metrics.jsonl", mode) as file:
         file.writelines(map(metrics_line, rows))
+
+
+def write_samples(run: Path, prompts: list[str], *answers: tuple[int, str], expected: str | None = None) -> None:
+    """`answers`: (step, answer), the same for each prompt."""
+    with open(run / "samples.jsonl", "a", encoding="utf-8") as file:
+        for step, answer in answers:
+            asked = {"prompts": prompts, "expected": [expected] * len(prompts), "answers": [answer] * len(prompts)}
+            judged = 0 if expected is None else len(prompts)
+            file.write(sample_line({"step": step, "right": (answer == expected) * judged, "judged": judged, **asked}))
 
 
 def make_run(folder: Path, steps: int = 20, **settings: Any) -> Path:
@@ -153,13 +163,13 @@ def test_of_a_long_run_nothing_that_stands_out_is_lost(run: Path) -> None:
 
 
 def test_samples_are_read_table_by_table(run: Path) -> None:
-    (run / "samples.md").write_text(
-        "| step | exactly right | a \\| b | c |\n| --- | --- | --- | --- |\n| expected |  | 1 |  |\n"
-        "| 10 | 1 of 1 | 1 | x \\| y |\n\n| step | exactly right | d |\n| --- | --- | --- |\n| 20 |  | z |\n| 3"
-    )
+    write_samples(run, ["a | b", "c"], (10, " x | y\n"), expected="x | y")
+    write_samples(run, ["d"], (20, "z"))
+    with open(run / "samples.jsonl", "a") as file:
+        file.write('{"step": 30, "pro')
     first, second = read(run)["samples"]
-    assert (first["prompts"], first["expected"]) == (["a | b", "c"], ["1", ""])
-    assert first["rows"] == [{"step": 10, "right": "1 of 1", "answers": ["1", "x | y"]}]
+    assert (first["prompts"], first["expected"]) == (["a | b", "c"], ["x | y"] * 2)
+    assert first["rows"] == [{"step": 10, "right": "0 of 2", "answers": ["x | y"] * 2}]
     assert (second["prompts"], second["rows"]) == (["d"], [{"step": 20, "right": "", "answers": ["z"]}])
 
 
@@ -173,7 +183,7 @@ def write_page(tmp_path: Path, *words: object) -> str:
 
 
 def test_the_page_is_one_file_that_runs_its_own_code_alone(run: Path, tmp_path: Path) -> None:
-    (run / "samples.md").write_text(f"| step | exactly right | {ATTACK} |\n| 10 |  | {ATTACK} |\n")
+    write_samples(run, [ATTACK], (10, ATTACK))
     page = write_page(tmp_path, run)
     assert re.findall(r"<(?:script|link|img|iframe)\b[^>]*(?:src|href)=(?!\"data:)", page) == []
     assert "http://www.w3.org/2000/svg" in page and page.count("://") == 2  # that name of a format, and nothing else
@@ -199,10 +209,8 @@ def opened(browser: Any, tmp_path: Path, **options: Any) -> Iterator[Any]:
 
 def test_a_browser_draws_it_and_is_not_fooled(browser: Any, run: Path, tmp_path: Path) -> None:
     other = make_run(run.parent / f"b{ATTACK.replace('/', '')}", learning_rate=3e-3)
-    head = f"| step | exactly right | {ATTACK} |\n| expected |  | yes |\n"
-    table = f"{head}| 10 | 0 of 1 | <b>{ATTACK} |\n| 20 | 1 of 1 | yes |\n"
     for folder in (run, other):
-        (folder / "samples.md").write_text(table)
+        write_samples(folder, [ATTACK], (10, f"<b>{ATTACK}"), (20, "yes"), expected="yes")
     write_page(tmp_path, run, other)
     with opened(browser, tmp_path) as page:
         assert page.title() == f"plain, {other.name}"
@@ -235,7 +243,7 @@ def ten_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(10):
         run = make_run(folder / "runs" / f"gpt2_small_modern_{i}", learning_rate=i / 1000, num_layers=i)
         question = "What is the capital of the Republic of Korea?"
-        (run / "samples.md").write_text(f"| step | exactly right | {question} |\n| 20 |  | Indistinguishable {i} |\n")
+        write_samples(run, [question], (20, f"Indistinguishable {i}"))
     write_page(folder, folder / "runs")
     return folder
 

@@ -21,10 +21,10 @@ from common.errors import ConfigError
 from common.files import atomic_write, read_json, write_json
 from common.formatting import byte_size, clock
 from common.publishing import PUBLISHING, discard, publish
-from training.file_names import CONFIG, CURVE, MARKER, METRICS, SAMPLES, SUMMARY
+from training.file_names import CONFIG, CURVE, MARKER, METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
 from training.keeping.claim import HEARTBEAT, Claim, TakenOver
 
-MIRRORED_FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY)
+MIRRORED_FILES = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY)
 COPIES = 5  # checkpoints in the mirror at the most: two kept, the best one, and a new one of each kind
 PIECE_BYTES = 4 << 20  # copied at a time
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two attempts

@@ -1,20 +1,17 @@
-"""The records of a run, in its folder: metrics.jsonl, samples.md, loss_curve.png; `summary.py` adds summary.md."""
+"""The records of a run, in its folder: metrics.jsonl and loss_curve.png; samples.py and summary.py have the rest."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from common.files import atomic_write
-from common.formatting import cell, table_row
-from training.file_names import METRICS, SAMPLES, SUMMARY
-
-if TYPE_CHECKING:  # torch takes seconds to import, and whoever only reads records needs none
-    from training.numbers.evaluate import Answer
+from training.file_names import METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
+from training.telling.samples import Sample, drawn, read_samples, sample_line
 
 
 def metrics_line(row: dict[str, Any]) -> str:
@@ -28,49 +25,46 @@ def finite(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None and math.isfinite(value)}
 
 
-def samples_header(answers: Sequence[Answer]) -> list[str]:
-    """The first lines of a table of samples.md: one column a prompt, one row a step."""
-    columns = ["step", "exactly right", *(cell(answer.prompt.text) for answer in answers)]
-    lines = [table_row(columns), table_row(["---"] * len(columns))]
-    if any(answer.prompt.expected is not None for answer in answers):
-        lines.append(table_row(["expected", "", *(cell(answer.prompt.expected or "") for answer in answers)]))
-    return lines
-
-
-def samples_row(step: int, answers: Sequence[Answer]) -> str:
-    from training.numbers.evaluate import accuracy
-
-    right, judged = accuracy(answers)
-    score = f"{right} of {judged}" if judged else ""
-    return table_row([str(step), score, *(cell(answer.text) for answer in answers)])
-
-
 def rewind(run_dir: Path, step: int) -> None:
-    """Forget rows after `step`: the steps a killed session took beyond its last checkpoint are taken again; and the
-    summary, which is of a shorter run. A record that cannot be changed is told, and no reason not to train."""
-    with contextlib.suppress(OSError):  # which is told where the next one is written
+    """Forget rows after `step`: the steps that a killed session took beyond its last checkpoint are taken again. The
+    summary goes too, as it is of a shorter run; samples.md is drawn anew. A record that cannot be changed is a warning.
+    """
+
+    def metrics() -> bytes:
+        lines = (run_dir / METRICS).read_bytes().splitlines(keepends=True)  # bytes: the last may end inside a character
+        whole = (line for line in lines if line.endswith(b"\n"))
+        return b"".join(line for line in whole if metrics_step(line.decode(errors="replace")) <= step)
+
+    def samples() -> list[Sample]:
+        return [sample for sample in read_samples(run_dir) if sample["step"] <= step]
+
+    with contextlib.suppress(OSError):  # the next one that is written warns
         (run_dir / SUMMARY).unlink()
-    for name, row_step in ((METRICS, metrics_step), (SAMPLES, samples_step)):
+    records: dict[str, Callable[[], bytes]] = {
+        METRICS: metrics,
+        SAMPLES: lambda: "".join(map(sample_line, samples())).encode(errors="replace"),
+        SAMPLES_TABLE: lambda: drawn(samples()).encode(errors="replace"),
+    }
+    for name, kept in records.items():
         path = run_dir / name
-        if not path.exists():
-            continue
         try:
-            lines = path.read_bytes().splitlines(keepends=True)  # bytes: the last may end inside a character
-            kept = [line for line in lines if line.endswith(b"\n") and row_step(line.decode(errors="replace")) <= step]
-            if kept != lines:
+            content = kept()
+            if content != (path.read_bytes() if path.exists() else b""):
                 with atomic_write(path) as file:
-                    file.write(b"".join(kept))
+                    file.write(content)
+        except FileNotFoundError:  # there is none yet
+            continue
         except OSError as problem:
             print(f"Warning: {path} cannot be brought back to step {step:,} ({reason(problem)}); the training goes on.")
 
 
 def unwritable(path: Path, problem: Exception) -> str:
-    """The sentence about a record of which no more is told."""
+    """The warning about a record that is given up."""
     return f"Warning: {path} cannot be written ({reason(problem)}); the training goes on without it."
 
 
 def reason(problem: Exception) -> str:
-    """Without the file, which is named already."""
+    """What went wrong, without the name of the file."""
     return str(getattr(problem, "strerror", None) or problem)
 
 
@@ -83,26 +77,20 @@ def metrics_step(line: str) -> float:
     return step if isinstance(step, int) else math.inf
 
 
-def samples_step(line: str) -> float:
-    first = line.split("|")[1].strip() if line.count("|") > 1 else ""
-    return int(first) if first.isdigit() else -math.inf  # the header stays
-
-
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, none if it cannot be read; a line that was torn, by a disk that was full for a moment
-    say, is passed over."""
+    """The rows of metrics.jsonl, none if it cannot be read. Torn lines are skipped: a full disk can leave one."""
     try:
         lines = (run_dir / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # there is none yet, or what is there is no file, of which the run told
+    except OSError:  # there is none yet, or it cannot be read, of which the run has warned
         lines = []
     return [json.loads(line) for line in lines if metrics_step(line) < math.inf]
 
 
 def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
-    from matplotlib.figure import Figure  # no pyplot: it would look for a display
+    from matplotlib.figure import Figure  # not pyplot, which looks for a display
 
     figure = Figure(figsize=(8, 5))
-    axes = figure.add_axes((0.12, 0.11, 0.86, 0.86))  # to lay them out would take as long as to draw them
+    axes = figure.add_axes((0.12, 0.11, 0.86, 0.86))  # automatic layout takes as long as drawing
     for key, label, style in (("train_loss", "training", {"alpha": 0.6}), ("val_loss", "validation", {"marker": "o"})):
         points = [(row["step"], row[key]) for row in rows if key in row]
         if points:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
@@ -12,10 +13,11 @@ from tqdm import tqdm
 from common.formatting import clock, si
 from common.launch import is_first
 from common.progress import LOG_LINE_SECONDS, is_interactive, progress_bar
-from training.file_names import CURVE, METRICS, SAMPLES
+from training.file_names import CURVE, METRICS, SAMPLES, SAMPLES_TABLE
 from training.numbers.evaluate import Answer, accuracy, perplexity
 from training.telling.events import Events
-from training.telling.records import draw_curve, metrics_line, read_metrics, samples_header, samples_row, unwritable
+from training.telling.records import draw_curve, metrics_line, read_metrics, unwritable
+from training.telling.samples import Sample, drawn, read_samples, sample_line
 from training.telling.timer import Timer
 
 LONG_SECONDS = 20.0  # of silence that a user should not have to wonder about
@@ -34,7 +36,10 @@ class Report:
         self.next_curve = time.perf_counter() + CURVE_SECONDS
         self.has_new_point = False  # that the curve does not show yet
         self.is_first = is_first()  # of several processes one writes
-        self.told: set[str] = set()  # what cannot be written: each once, for it would come with every row
+        self.warned: set[str] = set()  # files that cannot be written: one warning each, not one per row
+        self.last_sample: list[Sample] = []  # the row at the end of samples.md, if there is one
+        with contextlib.suppress(OSError):  # `rewind` has warned
+            self.last_sample = read_samples(run_dir)[-1:]
         self.bar = progress_bar(
             total=max_steps,
             initial=step,
@@ -103,23 +108,26 @@ class Report:
             self.curve()
 
     def samples(self, step: int, answers: list[Answer]) -> None:
-        """Append a row to samples.md, below a header of its own if the prompts are not those of the rows before."""
-        path = self.run_dir / SAMPLES
-        row, (header, *more) = samples_row(step, answers), samples_header(answers)
-        try:
-            before = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:  # there is none yet, or `append` meets the same
-            before = []
-        headers = [line for line in before if line.startswith("| step |")]
-        if not headers or headers[-1] != header:
-            row = "\n".join([*([""] if before else []), header, *more, row])
-        self.append(path, row + "\n")
+        """Append an evaluation to samples.jsonl, and its row to samples.md."""
+        right, judged = accuracy(answers)
+        asked = [answer.prompt for answer in answers]
+        sample = {
+            "step": step,
+            "right": right,
+            "judged": judged,
+            "prompts": [prompt.text for prompt in asked],
+            "expected": [prompt.expected for prompt in asked],
+            "answers": [answer.text for answer in answers],
+        }
+        last, self.last_sample = self.last_sample, [sample]
+        self.append(self.run_dir / SAMPLES, sample_line(sample))
+        self.append(self.run_dir / SAMPLES_TABLE, drawn([*last, sample]).removeprefix(drawn(last)))
 
     def append(self, path: Path, text: str) -> None:
         if not self.is_first:
             return
         try:
-            with open(path, "a", encoding="utf-8") as file:
+            with open(path, "a", encoding="utf-8", errors="replace") as file:
                 file.write(text)
         except OSError as problem:
             self.warn(path, problem)
@@ -136,8 +144,8 @@ class Report:
         self.next_curve = time.perf_counter() + CURVE_SECONDS
 
     def warn(self, path: Path, problem: Exception) -> None:
-        if path.name not in self.told:
-            self.told.add(path.name)
+        if path.name not in self.warned:
+            self.warned.add(path.name)
             self.say(unwritable(path, problem))
 
     def close(self) -> None:

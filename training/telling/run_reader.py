@@ -1,11 +1,10 @@
-"""What a run folder tells of a training while it goes on: metrics.jsonl, samples.md and config.json, as they are."""
+"""What a run folder tells of a training while it goes on: metrics.jsonl, samples.jsonl and config.json, as they are."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from typing import Any
 from common.errors import ConfigError, DataError
 from common.files import read_json, require_regular
 from training.config import MODEL_KEYS, SCHEMA, that_count
-from training.file_names import METRICS, SAMPLES, SUMMARY
+from training.file_names import METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
+from training.telling.samples import Sample, read_samples, score, tables
 
 FIELDS = (
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
@@ -26,7 +26,6 @@ LARGEST = 1e300  # JavaScript has no larger numbers than Python's floats
 SHOWN = {key for key, field in SCHEMA.items() if field.metadata["group"] != "checkpoints"} | {"init_from"}
 SHOWN -= {"vocab_size", "tokenizer"}  # the tokens bring their own, whatever a config says
 TRAINED = (*MODEL_KEYS, "vocab_size", "tokenizer_type")  # of a checkpoint's config.json
-BAR = re.compile(r"(?<!\\)\|")  # between two cells of a table row
 
 
 class RunReader:
@@ -85,10 +84,9 @@ class RunReader:
 
     def read_others(self) -> None:
         self.seen["finished"] = (self.folder / SUMMARY).exists()
-        samples = self.folder / SAMPLES
-        require_regular(samples, DataError)
-        told = samples.read_text(encoding="utf-8", errors="replace") if samples.exists() else ""
-        self.seen["samples"] = tables_of(told)
+        for name in (SAMPLES, SAMPLES_TABLE):
+            require_regular(self.folder / name, DataError)
+        self.seen["samples"] = shown_tables(read_samples(self.folder))
         path = self.folder / "config.json"
         resolved = read_json(path, ConfigError) if path.exists() else {}
         config = resolved.get("config")
@@ -147,23 +145,19 @@ def extremes(rows: Sequence[dict[str, float]], key: str) -> set[int]:
     return {choose(stretch, key=lambda i: rows[i][key]) for stretch in stretches for choose in (min, max)}
 
 
-def tables_of(text: str) -> list[dict[str, Any]]:
-    """samples.md: for each of its tables the prompts, what was expected of each, and the answers by step."""
-    tables: list[dict[str, Any]] = []
-    for line in text.split("\n")[:-1]:  # what follows the last line break is on its way
-        cells = [cell.strip().replace("\\|", "|") for cell in BAR.split(line)[1:-1]]
-        if len(cells) < 2:
-            continue
-        first, right, *answers = cells
-        if first == "step":
-            tables.append({"prompts": answers, "expected": [], "rows": []})
-        elif tables and first == "expected":
-            tables[-1]["expected"] = answers
-        elif tables and re.fullmatch("[0-9]{1,15}", first):
-            tables[-1]["rows"].append({"step": int(first), "right": right, "answers": answers})
-    for table in tables:
-        table["rows"] = spread(table["rows"], MOST_SAMPLES)
-    return tables
+def shown_tables(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """For each table of samples.md the prompts, what was expected of each ("": nothing), and the answers by step."""
+    return [
+        {
+            "prompts": table[0]["prompts"],
+            "expected": [(text or "").strip() for text in table[0]["expected"]],
+            "rows": [
+                {"step": row["step"], "right": score(row), "answers": [text.strip() for text in row["answers"]]}
+                for row in spread(table, MOST_SAMPLES)
+            ],
+        }
+        for table in tables(samples)
+    ]
 
 
 def spread(values: list[Any], most: int) -> list[Any]:

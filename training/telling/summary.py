@@ -6,7 +6,7 @@ import torch
 
 from common.files import atomic_write
 from common.formatting import cell, clock, shortened, si, table_row
-from training.file_names import CURVE, METRICS, SAMPLES, SUMMARY
+from training.file_names import CURVE, METRICS, SAMPLES_TABLE, SUMMARY
 from training.keeping.run import Run
 from training.machine.hardware import Hardware
 from training.numbers.evaluate import Answer, accuracy, perplexity
@@ -69,7 +69,7 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
         print(line)
     for key, value in facts.items():
         print(f"{key:<16} {value}")
-    there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES) if (run.dir / name).exists()]
+    there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES_TABLE) if (run.dir / name).exists()]
     there += [f"{name}/" for name in ("checkpoints", "best") if (run.dir / name).exists()]
     print(f"{'Files':<16} {run.dir}: {', '.join(there)}")
     checkpoint = f"--checkpoint {run.dir / 'best'} " if run.has_stopped_early else ""

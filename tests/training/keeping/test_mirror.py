@@ -557,16 +557,25 @@ def test_two_machines_and_one_drive_the_one_that_is_behind_takes_over_all_of_it(
     """Metrics, samples and best weights belong to the state that is continued."""
     drive = tmp_path / "drive"
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    assert train(run, checkpoint_dir=drive, max_steps=12, eval_interval=6).code == 0
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
+    flags = {"checkpoint_dir": drive, "eval_interval": 6, "eval_prompts": tmp_path / "prompts.jsonl"}
+
+    def recorded(folder: Path) -> tuple[dict, list, list]:
+        return (
+            snapshot(folder / "best"),
+            measured(folder),
+            [(folder / name).read_text() for name in ("samples.jsonl", "samples.md")],
+        )
+
+    assert train(run, max_steps=12, **flags).code == 0
     run.rename(elsewhere)  # the first machine; the second has the Drive alone
-    assert train(run, checkpoint_dir=drive, max_steps=20, eval_interval=6).code == 0
-    second = snapshot(run / "best"), measured(run)
+    assert train(run, max_steps=20, **flags).code == 0
+    second = recorded(run)
     shutil.rmtree(run)
     elsewhere.rename(run)
-    result = train(run, checkpoint_dir=drive, max_steps=20, eval_interval=6)
+    result = train(run, max_steps=20, **flags)
     assert result.code == 0, result
-    assert (snapshot(run / "best"), measured(run)) == second
-    assert snapshot(drive / "run" / "best") == second[0] and measured(drive / "run") == second[1]
+    assert recorded(run) == recorded(drive / "run") == second
 
 
 @pytest.fixture

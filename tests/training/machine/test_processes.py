@@ -200,7 +200,8 @@ def test_two_machines_give_the_numbers_of_one_process(one: Path, two: tuple[Path
     run, result = two
     assert result.returncode == 0, result.stderr
     assert_same(run, one.with_name("half"), 12)
-    assert (run / "samples.md").read_bytes() == (one.with_name("half") / "samples.md").read_bytes()
+    for name in ("samples.jsonl", "samples.md"):
+        assert (run / name).read_bytes() == (one.with_name("half") / name).read_bytes()
 
 
 def test_one_of_them_speaks_and_writes(one: Path, two: tuple[Path, Any]) -> None:

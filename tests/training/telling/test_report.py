@@ -15,6 +15,7 @@ import torch
 from common.errors import ConfigError
 from common.formatting import cell, table_row
 from tests.helpers import columns
+from tests.hostile.mutations import byte_mutations, json_mutations
 from training.config import parse_config
 from training.keeping.run import Run
 from training.machine.hardware import Hardware, detect_hardware
@@ -23,6 +24,8 @@ from training.telling import report as report_module
 from training.telling import timer as timer_module
 from training.telling.records import read_metrics, rewind
 from training.telling.report import Report
+from training.telling.run_reader import shown_tables
+from training.telling.samples import drawn, read_samples
 from training.telling.timer import Timer
 
 CONTRACT_FIELDS = {
@@ -49,12 +52,18 @@ def training_row(report: Report, step: int) -> dict:
 
 def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: Report, tmp_path: Path) -> None:
     rows = "".join(json.dumps({"step": step, "train_loss": 1 / step}) + "\n" for step in range(1, 8))
-    table = "| step | exactly right | a 12 |\n| --- | --- | --- |\n| expected |  | 9 |\n| 2 | 0 of 1 | x |\n"
     (tmp_path / "metrics.jsonl").write_text(rows + '{"step": 3, "train_lo')
-    (tmp_path / "samples.md").write_text(table + "| 6 | 1 of 1 | y |\n| 1")
+    report.samples(2, [Answer(Prompt("a 12", "9"), "x")])
+    samples, table = ((tmp_path / name).read_text() for name in ("samples.jsonl", "samples.md"))
+    report.samples(6, [Answer(Prompt("a 12", "9"), "9")])
+    for name, torn in (("samples.jsonl", '{"step": 2, "ri'), ("samples.md", "| 1")):
+        with open(tmp_path / name, "a") as file:
+            file.write(torn)
     rewind(tmp_path, 5)
     assert read_metrics(tmp_path) == [json.loads(line) for line in rows.splitlines()[:5]]
+    assert (tmp_path / "samples.jsonl").read_text() == samples
     assert (tmp_path / "samples.md").read_text() == table
+    assert table == "| step | exactly right | a 12 |\n| --- | --- | --- |\n| expected |  | 9 |\n| 2 | 0 of 1 | x |\n"
     report.write({"step": 6, "train_loss": 0.5})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     rewind(tmp_path, 0)
@@ -63,12 +72,63 @@ def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: 
 
 def test_rewind_survives_a_character_cut_in_half(report: Report, tmp_path: Path) -> None:
     """A process killed in the middle of writing an answer in another script leaves half of a character."""
-    whole = "| step | exactly right | q |\n| --- | --- | --- |\n| 1 |  | größer |\n".encode()
-    (tmp_path / "samples.md").write_bytes(whole + "| 2 |  | grö".encode()[:-1])
+    report.samples(1, [Answer(Prompt("q"), "größer")])
+    files = [tmp_path / name for name in ("samples.jsonl", "samples.md")]
+    whole = [path.read_bytes() for path in files]
+    report.samples(2, [Answer(Prompt("q"), "größer")])
+    for path in files:
+        path.write_bytes(path.read_bytes().rpartition("ö".encode())[0] + "ö".encode()[:1])
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe')
     rewind(tmp_path, 1)
-    assert (tmp_path / "samples.md").read_bytes() == whole
+    assert [path.read_bytes() for path in files] == whole
     assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+def test_a_run_of_an_older_version_keeps_its_samples(tmp_path: Path, hardware: Hardware) -> None:
+    """It has samples.md alone. Its rows become samples.jsonl, once, and the table goes on below them."""
+    old = (
+        "| step | exactly right | a \\| b | the cat |\n| --- | --- | --- | --- |\n| expected |  | 1 |  |\n"
+        "| 10 | 1 of 1 | 1 | x \\| y |\n| 20 | 0 of 1 |  |  |\n"
+        "\n| step | exactly right | d |\n| --- | --- | --- |\n| 30 |  | z |\n"
+    )
+    (tmp_path / "samples.md").write_text(old + "| 40 |  | late |\n| 5")
+    before = read_samples(tmp_path)
+    assert [row["step"] for row in before] == [10, 20, 30, 40]
+    rewind(tmp_path, 30)
+    assert (tmp_path / "samples.md").read_text() == old
+    asked = {"prompts": ["a | b", "the cat"], "expected": ["1", None]}
+    assert (
+        read_samples(tmp_path)
+        == before[:3]
+        == [
+            {"step": 10, "right": 1, "judged": 1, **asked, "answers": ["1", "x | y"]},
+            {"step": 20, "right": 0, "judged": 1, **asked, "answers": ["", ""]},
+            {"step": 30, "right": 0, "judged": 0, "prompts": ["d"], "expected": [None], "answers": ["z"]},
+        ]
+    )
+    (tmp_path / "samples.md").unlink()  # nothing reads it any more
+    rewind(tmp_path, 30)
+    assert (tmp_path / "samples.md").read_text() == old
+    report = Report(tmp_path, Timer(hardware, elapsed=0.0, units_per_hour=None), step=30, max_steps=100)
+    report.samples(40, [Answer(Prompt(" d\n"), "new")])  # of which a cell shows "d"
+    assert (tmp_path / "samples.md").read_text() == old + "| 40 |  | new |\n"
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "samples.md"])
+def test_whatever_became_of_samples_they_are_read(name: str, report: Report, tmp_path: Path) -> None:
+    """Lines that hold something else are skipped; what is left can be shown, drawn, and written again."""
+    report.samples(2, [Answer(Prompt("a", "9"), "x"), Answer(Prompt("größer"), "\ud800")])
+    report.samples(4, [Answer(Prompt("a", "9"), "9"), Answer(Prompt("größer"), "z")])
+    content = (tmp_path / name).read_bytes()
+    if name == "samples.md":
+        (tmp_path / "samples.jsonl").unlink()
+    assert len(read_samples(tmp_path)) == 2
+    row = json.loads((content if name == "samples.jsonl" else b'{"step": 2}').splitlines()[0])
+    for mutation in [*byte_mutations(content, 200, seed=3), *json_mutations(row, 200, seed=3)]:
+        (tmp_path / name).write_bytes(mutation.content)
+        samples = read_samples(tmp_path)
+        assert len(drawn(samples).splitlines()) >= len(samples), mutation.name
+        json.dumps(shown_tables(samples), allow_nan=False)
 
 
 def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path, hardware: Hardware) -> None:
@@ -136,6 +196,7 @@ def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Pa
     assert len(rows) == 2 + 1 + 2  # header, rule, expected answers, one row an evaluation
     assert {len(columns(row)) for row in rows} == {2 + len(nasty)}
     assert [columns(row)[:2] for row in rows[3:]] == [[step, f"{len(nasty)} of {len(nasty)}"] for step in ("10", "20")]
+    assert [row["answers"] for row in read_samples(tmp_path)] == [nasty, nasty]
     rewind(tmp_path, 10)
     assert len((tmp_path / "samples.md").read_text(encoding="utf-8").splitlines()) == 4
 
