@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tokenizer import (
+from tokenizer_base import (
     END_OF_TEXT,
     IncrementalDecoder,
     TokenIds,

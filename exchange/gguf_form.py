@@ -24,7 +24,8 @@ from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
 from exchange.llama_server import TOP, LlamaServer
 from model import ModelConfig, TransformerBlock, TransformerLanguageModel
-from tokenizer import END_OF_TEXT, CharacterTokenizer, Tokenizer, valid_unicode
+from tokenizer import CharacterTokenizer, Tokenizer
+from tokenizer_base import END_OF_TEXT, valid_unicode
 from tokenizer_bpe import PROBE, BPETokenizer, obstacle_to_tiktoken
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from common.formatting import cell, table_row
 from common.lora import LoRA
 from exchange.hf_form import CLASSES, hf_kind
 from model import ModelConfig
-from tokenizer import END_OF_TEXT, Tokenizer, valid_unicode
+from tokenizer import Tokenizer
+from tokenizer_base import END_OF_TEXT, valid_unicode
 from training.file_names import CONFIG
 from training.telling.records import read_metrics
 from training.telling.samples import read_samples

@@ -11,7 +11,8 @@ import numpy as np
 from common.chat import ChatTemplate, Message
 from common.errors import DataError
 from model import ModelConfig
-from tokenizer import CharacterTokenizer, Tokenizer, TokenizerError, load_tokenizer, read_tokenizer_json
+from tokenizer import CharacterTokenizer, Tokenizer, TokenizerError, load_tokenizer
+from tokenizer_base import read_tokenizer_json
 from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer
 
 PARAGRAPH = (

@@ -27,7 +27,8 @@ from generation.inspection import Chosen, inspect, token_label
 from generation.sampling import Sampling
 from serving.demo_library import MOST_COMPARED, Library, standing
 from serving.openai_form import Parameters, RequestError, Served, chat_ids, explain, read_sampling, text_ids
-from tokenizer import Tokenizer, valid_unicode
+from tokenizer import Tokenizer
+from tokenizer_base import valid_unicode
 
 LONGEST_PROMPT = 20_000  # characters; several times what these models read
 SHOW_EVERY = 0.05  # seconds between two batches of events

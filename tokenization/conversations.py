@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from common.chat import ChatTemplate, Message, require_order
 from common.errors import DataError
 from tokenization.corpus import Source, decoded_blocks, raw_lines, record_of_line, require_unchanged, unpacked_blocks
-from tokenizer import valid_unicode
+from tokenizer_base import valid_unicode
 
 SUFFIXES = (".jsonl", ".json")
 FORMS = (

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from common.errors import DataError
 from common.formatting import byte_size
 from tokenization.settings import DOCUMENT_SEPARATOR
-from tokenizer import valid_unicode
+from tokenizer_base import valid_unicode
 
 SUFFIXES = (".txt", ".md", ".jsonl")
 BLOCK_BYTES = 1 << 18

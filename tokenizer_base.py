@@ -1,0 +1,96 @@
+"""What both kinds of tokenizer share: their errors, decoding id by id, and reading and checking what they are given."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+END_OF_TEXT = "<|endoftext|>"
+
+TokenIds = Sequence[int] | np.ndarray
+
+
+class TokenizerError(ValueError):
+    """A tokenizer file that cannot be used, text the vocabulary cannot express, or ids it does not have."""
+
+    exit_code = 3
+
+
+class UnknownCharacterError(TokenizerError):
+    """Text with characters that a character vocabulary lacks; at `line` and `column` (from 1; 0: not known)."""
+
+    def __init__(self, characters: Sequence[str], line: int, column: int, source: str = "") -> None:
+        super().__init__(characters, line, column, source)
+        self.characters, self.line, self.column = characters, line, column
+        named = ", ".join(f"{character!r} (U+{ord(character):04X})" for character in characters[:5])
+        more = f" and {len(characters) - 5} more" if len(characters) > 5 else ""
+        place = f"line {line}, column {column}" if column else f"line {line}"
+        noun = "character is" if len(characters) == 1 else "characters are"
+        self.finding = f"{len(characters)} {noun} not in the vocabulary: {named}{more}; the first stands at {place}"
+        self.message = (
+            f"{source + ': ' if source else ''}{self.finding}. Take it out of the text, or add `--unknown drop` to "
+            "drop what is unknown."
+        )
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class IncrementalDecoder:
+    """Decodes ids as they arrive; text that is still incomplete waits until the ids that complete it are pushed.
+
+    The pieces joined are what `decode` gives for all ids at once.
+    """
+
+    def __init__(self, decode_bytes: Callable[[TokenIds], bytes], encoding: str) -> None:
+        self.decode_bytes = decode_bytes
+        self.text_decoder = codecs.getincrementaldecoder(encoding)("replace")
+
+    def push(self, ids: TokenIds) -> str:
+        return self.text_decoder.decode(self.decode_bytes(ids))
+
+    def flush(self) -> str:
+        """What is left when no more ids come: "" or a replacement character for an unfinished sequence."""
+        return self.text_decoder.decode(b"", final=True)
+
+
+def check_ids(ids: TokenIds, vocab_size: int) -> np.ndarray:
+    """The ids as an int64 array. Raises TokenizerError for one outside 0 .. vocab_size - 1."""
+    array = np.asarray(ids, dtype=np.int64).reshape(-1)
+    if array.size and (array.min() < 0 or array.max() >= vocab_size):
+        wrong = array[(array < 0) | (array >= vocab_size)][0]
+        raise TokenizerError(f"Token id {wrong} is outside the vocabulary (0 to {vocab_size - 1}).")
+    return array
+
+
+def valid_unicode(text: str) -> str:
+    """The text with lone surrogates, which can come from JSON escapes, replaced by U+FFFD."""
+    if text.isascii():
+        return text
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    return text
+
+
+def read_tokenizer_json(path: str | Path) -> dict[str, Any]:
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe waits for its writer
+        raise TokenizerError(f"The tokenizer file {path} is not a regular file: write what it holds to one first.")
+    try:
+        content = json.loads(Path(path).read_bytes().decode("utf-8-sig"))
+    except FileNotFoundError:
+        raise TokenizerError(f"There is no tokenizer file {path}.") from None
+    except OSError as error:
+        raise TokenizerError(f"The tokenizer file {path} cannot be read: {error.strerror or error}.") from None
+    except (ValueError, RecursionError) as error:  # not UTF-8, or not JSON; thousands of open brackets
+        raise TokenizerError(f"The tokenizer file {path} is not valid JSON ({error}).") from None
+    if not isinstance(content, dict):
+        raise TokenizerError(f"The tokenizer file {path} holds a JSON {type(content).__name__}, not an object.")
+    return content
