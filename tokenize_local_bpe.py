@@ -28,7 +28,6 @@ from tokenization.settings import CHOICES, HELP, Settings
 from tokenization.token_folder import (
     DEFAULT_FOLDER,
     TokenFolder,
-    open_writer,
     pack,
     require_the_same,
     require_tokens_of,
@@ -37,6 +36,7 @@ from tokenization.token_folder import (
 if TYPE_CHECKING:
     from tokenization.corpus import Source
     from tokenization.encoding import Reader
+    from tokenization.token_writer import TokenWriter
     from tokenizer import Tokenizer
 
 
@@ -108,10 +108,10 @@ def tokenize_with(
                     tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes, say)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_name != "tiktoken":
                         say(tokenizer.encoder_note)
-                    encode_sources(folder, tokenizer, sources, options, total_bytes, bad)
+                    written = encode_sources(folder, tokenizer, sources, options, total_bytes, bad)
                     if bad:
                         say(f"Left out: {len(bad):,} records that are no conversation. The first: {bad[0]}")
-                    described = describe_tokens(folder, tokenizer, sources, options, fingerprint)
+                    described = describe_tokens(folder, written, tokenizer, sources, options, fingerprint)
                     if not may_replace:
                         require_the_same(folder, inputs, described)
                     folder.prepare_publishing(described, options.compress)
@@ -252,35 +252,40 @@ def encode_sources(
     options: Settings,
     total_bytes: int,
     bad: list[DataError],
-) -> None:
-    """Encode, in order, what the work folder does not hold yet. Records that are left out are added to `bad`."""
+) -> TokenWriter:
+    """Encode, in order, what the work folder does not hold yet. Records that are left out are added to `bad`. Returns
+    what is known of the tokens then."""
     from common.progress import BytesRead
     from tokenization.encoding import encode_in_order, read_chunks
+    from tokenization.token_writer import open_writer
 
     dtype = token_dtype(tokenizer.vocab_size)
     workers = options.num_workers or os.cpu_count() or 1
     chunks = read_chunks(reader(sources, options, bad), options.chunk_size_mb * 1e6)
-    with open_writer(folder, dtype) as writer, BytesRead("Encoding", total_bytes) as progress:
+    with open_writer(folder, dtype, tokenizer.byte_lengths) as writer, BytesRead("Encoding", total_bytes) as progress:
         for chunk in islice(chunks, writer.chunks):
             progress.start_at(chunk.bytes_read)
         for chunk, encoded in encode_in_order(tokenizer, chunks, options.unknown, dtype, workers):
             writer.append(*encoded)
             progress.reach(chunk.bytes_read)
+    return writer
 
 
 def describe_tokens(
-    folder: TokenFolder, tokenizer: Tokenizer, sources: Sequence[Source], options: Settings, fingerprint: str
+    folder: TokenFolder,
+    written: TokenWriter,
+    tokenizer: Tokenizer,
+    sources: Sequence[Source],
+    options: Settings,
+    fingerprint: str,
 ) -> TokenMetadata:
-    """The metadata of what the work folder holds."""
+    """The metadata of what the work folder holds. The token file, which may be large, is not read for it."""
     import numpy as np
 
     from common.chat import ChatTemplate
-    from tokenization.encoding import split_index, text_bytes
+    from tokenization.encoding import split_index
 
-    dtype = token_dtype(tokenizer.vocab_size)
-    with open_writer(folder, dtype) as writer:
-        total, documents = writer.tokens, writer.documents
-    bin_path = folder.in_work(folder.bin)
+    total, documents = written.tokens, written.documents
     ends = np.memmap(folder.document_ends, "<i8", "r") if documents else np.zeros(0, np.int64)
     mask: dict[str, Any] = {}
     if options.format == "chat":
@@ -289,26 +294,27 @@ def describe_tokens(
                 f"There are {documents} conversations; training needs one at least, and validation one to itself."
             )
         split = split_index(total, ends, options.train_split, tolerance=1.0)  # no conversation is cut
+        packed = np.packbits(np.memmap(folder.in_answer, bool, "r")).tobytes()
         with atomic_write(folder.in_work(folder.mask)) as file:
-            file.write(np.packbits(np.memmap(folder.in_answer, bool, "r")).tobytes())
-        mask = {"mask_file": folder.mask.name, "mask_sha256": sha256_file(folder.in_work(folder.mask))}
+            file.write(packed)
+        mask = {"mask_file": folder.mask.name, "mask_sha256": hashlib.sha256(packed).hexdigest()}
         mask["chat_template"] = ChatTemplate()
     else:
         split = split_index(total, ends, options.train_split)
-    byte_lengths = tokenizer.byte_lengths
+    train_bytes = written.text_bytes_before(split, folder.in_work(folder.bin))
     return TokenMetadata(
         path=folder.metadata,
         vocab_size=tokenizer.vocab_size,
         total_tokens=total,
         train_tokens=split,
-        dtype=dtype.name,
+        dtype=written.dtype.name,
         tokenizer_type=tokenizer.kind,
         bin_file=folder.bin.name,
         tokenizer_file=folder.tokenizer.name,
-        tokens_sha256=sha256_file(bin_path),
+        tokens_sha256=written.sha256.hexdigest(),
         tokenizer_sha256=sha256_file(folder.in_work(folder.tokenizer)),
-        val_bytes=text_bytes(bin_path, dtype, split, total, byte_lengths),
-        train_bytes=text_bytes(bin_path, dtype, 0, split, byte_lengths),
+        val_bytes=written.text_bytes - train_bytes,
+        train_bytes=train_bytes,
         train_split=options.train_split,
         documents=documents,
         source_files=tuple({"name": source.name, "size": source.size} for source in sources),

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -163,12 +162,3 @@ def split_index(total: int, document_ends: np.ndarray, train_split: float, toler
     near = [int(end) for end in document_ends[max(after - 1, 0) : after + 1] if 0 < end < total]
     best = min(near, key=lambda end: abs(end - target), default=target)
     return best if abs(best - target) <= tolerance * total else target
-
-
-def text_bytes(path: Path, dtype: np.dtype, start: int, stop: int, byte_lengths: np.ndarray) -> int:
-    """UTF-8 bytes of text that tokens start .. stop - 1 of a token file stand for; reads a block at a time."""
-    block = 1 << 22
-    return sum(
-        int(byte_lengths[np.fromfile(path, dtype, min(block, stop - i), offset=i * dtype.itemsize)].sum())
-        for i in range(start, stop, block)
-    )

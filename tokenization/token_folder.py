@@ -1,25 +1,22 @@
 """The token folder on disk: its file names, and how it comes to hold either a whole tokenization or none.
 
-Everything unfinished stands in a work folder beside the result. Tokens are appended there chunk by chunk, each noted in
-a journal, so that a process killed at any moment loses at most the chunk it was writing.
+Everything unfinished stands in a work folder beside the result; `token_writer.py` appends the tokens there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gzip
 import hashlib
 import json
 import os
 import re
 import shutil
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from common.errors import DataError
 from common.files import atomic_write, read_json, sha256_file, sync_directory, write_json
@@ -27,8 +24,6 @@ from common.lock import FolderLock, holder, session
 from tokenization.metadata import TokenMetadata, metadata_files
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from tokenization.corpus import Source
 
 DEFAULT_FOLDER = "datasets_cache"
@@ -228,67 +223,6 @@ def holds_others(metadata: TokenMetadata, asked_for: str) -> DataError:
 def holds_unfinished(folder: Path) -> bool:
     """Whether a tokenization into `folder` was interrupted."""
     return any(folder.glob(".*.partial"))
-
-
-class TokenWriter:
-    """Appends chunks of tokens to the work folder's token file. Opened again, it goes on after the last whole chunk.
-
-    A chunk counts once its line is in the journal and its checksum holds; whatever stands beyond is cut off.
-    """
-
-    def __init__(
-        self, token_file: BinaryIO, ends_file: BinaryIO, answers_file: BinaryIO, journal: BinaryIO, dtype: np.dtype
-    ) -> None:
-        self.files = (token_file, ends_file, answers_file, journal)
-        self.chunks = self.tokens = self.documents = 0
-        ends = [0, 0, 0, 0]
-        for line in journal:
-            if not line.endswith(b"\n"):  # it was being written
-                break
-            entry = json.loads(line)
-            sizes = (entry["tokens"] * dtype.itemsize, entry["documents"] * 8, entry.get("answer_bytes", 0))
-            checksum = 0
-            for file, size in zip(self.files, sizes, strict=False):
-                checksum = zlib.crc32(file.read(size), checksum)
-            if checksum != entry["crc32"]:
-                break
-            ends = [end + size for end, size in zip(ends, (*sizes, len(line)), strict=True)]
-            self.chunks += 1
-            self.tokens += entry["tokens"]
-            self.documents += entry["documents"]
-        for file, end in zip(self.files, ends, strict=True):
-            file.truncate(end)
-            file.seek(end)
-
-    def append(self, tokens: np.ndarray, document_ends: np.ndarray, in_answer: np.ndarray | None = None) -> None:
-        """Add a chunk's tokens and the ends of its documents, (documents,) int64 counted from the chunk's start; of
-        conversations, which tokens are in answers, (tokens,) bool."""
-        contents = [
-            tokens.tobytes(),
-            (document_ends + self.tokens).astype("<i8").tobytes(),
-            b"" if in_answer is None else in_answer.tobytes(),
-        ]
-        entry = {"tokens": len(tokens), "documents": len(document_ends), "answer_bytes": len(contents[2])}
-        entry["crc32"] = functools.reduce(lambda checksum, content: zlib.crc32(content, checksum), contents, 0)
-        contents.append((json.dumps(entry) + "\n").encode())
-        for file, content in zip(self.files, contents, strict=True):
-            file.write(content)
-            file.flush()
-        self.chunks += 1
-        self.tokens += len(tokens)
-        self.documents += len(document_ends)
-
-
-@contextlib.contextmanager
-def open_writer(folder: TokenFolder, dtype: np.dtype) -> Iterator[TokenWriter]:
-    """A TokenWriter on the work folder; what it has appended is on disk when the block ends well."""
-    paths = (folder.in_work(folder.bin), folder.document_ends, folder.in_answer, folder.work / "chunks.jsonl")
-    with contextlib.ExitStack() as stack:
-        for path in paths:
-            path.touch()
-        tokens, document_ends, in_answer, journal = (stack.enter_context(open(path, "r+b")) for path in paths)
-        yield TokenWriter(tokens, document_ends, in_answer, journal, dtype)
-        os.fsync(tokens.fileno())
 
 
 def pack(path: Path, packed: Path) -> None:

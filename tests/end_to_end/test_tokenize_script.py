@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import tokenize_local_bpe
 from tests.helpers import Killed
 from tokenization import metadata as metadata_module
-from tokenization import token_folder
+from tokenization import token_folder, token_writer
 from tokenization.encoding import split_index
 from tokenize_local_bpe import main, tokenize
 from tokenizer import CharacterTokenizer, load_tokenizer
@@ -62,7 +62,10 @@ def read(folder: Path, name: str = "tokens_bpe") -> tuple[dict[str, Any], np.nda
     assert len(tokens) == metadata["total_tokens"] == metadata["train_tokens"] + metadata["val_tokens"]
     assert metadata["train_split_index"] == metadata["train_tokens"] > 0 < metadata["val_tokens"]
     assert not list(folder.glob(".*"))
-    return metadata, tokens, load_tokenizer(folder / metadata["tokenizer_file"])
+    tokenizer = load_tokenizer(folder / metadata["tokenizer_file"])
+    of_text, split = tokenizer.byte_lengths[tokens], metadata["train_tokens"]
+    assert (metadata["train_bytes"], metadata["val_bytes"]) == (of_text[:split].sum(), of_text[split:].sum())
+    return metadata, tokens, tokenizer
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -110,9 +113,30 @@ def test_characters_are_the_text_without_separators(tmp_path: Path, capsys: pyte
 
 
 def test_one_document_is_split_at_the_exact_position(tmp_path: Path) -> None:
+    """In the middle of a chunk, too."""
     (tmp_path / "text.txt").write_text(story(9999), encoding="utf-8")
-    tokenize([str(tmp_path / "text.txt")], tmp_path / "out", tokenizer="char", quiet=True)
-    assert read(tmp_path / "out", "tokens")[0]["train_split_index"] == 8999
+    for chunk in (4, 0.0008):
+        tokenize([str(tmp_path / "text.txt")], tmp_path / "out", tokenizer="char", chunk_size_mb=chunk, quiet=True)
+        assert read(tmp_path / "out", "tokens")[0]["train_split_index"] == 8999
+        (tmp_path / "out" / "tokens_metadata.json").unlink()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="the system does not count what is read")
+def test_tokens_that_were_written_are_not_read_again(tmp_path: Path) -> None:
+    """The file may be larger than memory: its hash and its counts are gathered while it is written."""
+
+    def bytes_read() -> int:
+        return int(Path("/proc/self/io").read_text().split()[1])
+
+    text = tmp_path / "text.txt"
+    read_by = []
+    for size in (10_000, 2_000_000):
+        text.write_text("the cat sat\n" * (size // 12))
+        before = bytes_read()
+        tokenize([str(text)], tmp_path / f"{size}", tokenizer="char", quiet=True)
+        read_by.append(bytes_read() - before)
+    of_text = 2 * (text.stat().st_size - 10_000)  # to learn the characters, and to encode them
+    assert read_by[1] - read_by[0] < 1.1 * of_text < (tmp_path / "2000000" / "tokens.bin").stat().st_size + of_text
 
 
 @pytest.mark.parametrize(
@@ -400,9 +424,9 @@ def test_stopped_anywhere_it_continues_to_the_same_bytes(
         raise Killed
 
     appended, moved = [], []
-    original_append, original_replace = token_folder.TokenWriter.append, os.replace
+    original_append, original_replace = token_writer.TokenWriter.append, os.replace
 
-    def append(self: token_folder.TokenWriter, *arguments: Any) -> None:
+    def append(self: token_writer.TokenWriter, *arguments: Any) -> None:
         if len(appended) == stop_at:
             # The chunk's tokens have been written, its line in the journal only by half.
             self.files[0].write(b"junk")
@@ -435,7 +459,7 @@ def test_stopped_anywhere_it_continues_to_the_same_bytes(
 
             patch.setattr(metadata_module, "write_json", write_json)
         else:
-            patch.setattr(token_folder.TokenWriter, "append", append)
+            patch.setattr(token_writer.TokenWriter, "append", append)
         tokenize([str(tmp_path / "text.txt")], out, quiet=True, **options)
     assert not (out / "tokens_bpe_metadata.json").exists() and (out / ".tokens_bpe.partial").is_dir()
 
@@ -473,7 +497,7 @@ def test_a_full_disk_is_said_and_the_work_is_kept(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(token_folder.TokenWriter, "append", full)
+        patch.setattr(token_writer.TokenWriter, "append", full)
         assert run(*arguments) == 3
     error = capsys.readouterr().err
     assert f"disk is full: {tmp_path / 'out'}" in error and "Traceback" not in error
