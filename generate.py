@@ -238,7 +238,7 @@ def score(arguments: argparse.Namespace) -> None:
     from generation.scoring import Score, json_row, score_file, table_head, table_line, table_rows
     from tokenization.corpus import find_sources, read_pieces
     from tokenization.encoding import encode_documents
-    from tokenizer import TokenizerError, UnknownCharacterError
+    from tokenizer_base import TokenizerError, UnknownCharacterError
 
     # A file by its name as it was given; what a folder or a pattern stands for by its whole path.
     named = [

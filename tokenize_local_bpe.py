@@ -69,7 +69,8 @@ def tokenize_with(
     from tokenization.corpus import PIECE_CHARACTERS, find_sources, unpacked_bytes
     from tokenization.encoding import SUFFIXES
     from tokenization.result import print_result
-    from tokenizer import TokenizerError, load_tokenizer
+    from tokenizer import load_tokenizer
+    from tokenizer_base import TokenizerError
     from tokenizer_bpe import BPETokenizer
 
     say = say_nothing if quiet else print

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tokenizer import Tokenizer, TokenizerError
+from tokenizer import Tokenizer
+from tokenizer_base import TokenizerError
 
 ROLES = ("system", "user", "assistant")
 LONGEST_LABEL = 100  # characters

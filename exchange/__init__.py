@@ -1,1 +1,1 @@
-"""Other programs' formats: Hugging Face, GGUF, peft."""
+"""Other programs' formats: Hugging Face transformers and peft, GGUF for llama.cpp and Ollama."""

@@ -1,8 +1,8 @@
-"""LoRA adapters in the form of Hugging Face `peft`, proven on the exported base.
+"""LoRA adapters as a folder of Hugging Face `peft`, checked on the exported base.
 
-Between their names and ours lie twists, as between those of the models: NanoChat has q, k and v apart, each with an A
-of its own, and the rows of q and k in another order. That GPT-2's layers are transposed is told by `fan_in_fan_out`;
-its adapters are not. Those of an embedding are transposed. Shapes in comments: C = embed_dim, V = vocab_size, r = rank.
+What differs: NanoChat has q, k and v as separate modules, each with its own A, and orders the rows of q and k
+differently. GPT-2's layers are transposed, which `fan_in_fan_out` says, but its adapters are not. An embedding's
+adapters are transposed. Shapes in comments: C = embed_dim, V = vocab_size, r = rank.
 """
 
 from __future__ import annotations
@@ -17,30 +17,25 @@ from common.checkpoint import ADAPTERS, Checkpoint
 from common.errors import CheckpointError, ConfigError
 from common.files import json_bytes
 from common.lora import EMBEDDING, LoRA, find_base
-from common.tensors import read_safetensors, safetensors_pieces, write_verified
+from common.tensors import read_safetensors
+from exchange.comparison import Difference, largest_difference
+from exchange.extras import require_package
+from exchange.folders import load_in_fp32
 from exchange.hf_card import adapter_card
-from exchange.hf_folder import (
-    Difference,
-    largest_difference,
-    load_in_fp32,
-    load_theirs,
-    new_folder,
-    require_peft,
-    require_same_tokens,
-)
-from exchange.hf_form import GPT2_BLOCK, NANOCHAT_BLOCK, Tensors, hf_kind, swap_halves
-from exchange.hf_tokenizer import hf_special_tokens, hf_tokenizer_config, hf_tokenizer_json
+from exchange.hf_folder import load_theirs, written_folder
+from exchange.hf_model import GPT2_BLOCK, NANOCHAT_BLOCK, Tensors, hf_kind, swap_halves
 from model import ModelConfig, TransformerLanguageModel
+from tokenizer import Tokenizer
 
 
 def export_adapters(checkpoint: Checkpoint, lora: LoRA, out: Path, base: Path | None) -> Difference:
     """Write the adapters of a checkpoint as the folder `out`, for the base that was exported as the folder `base`.
     Returns the largest difference of the logits.
 
-    Raises ConfigError without `base`, for one that is another model, and if peft is missing or something lies at
-    `out`; CheckpointError if peft reads other adapters than it should.
+    Raises ConfigError if `base` is missing or another model, if peft is missing, or if something is at `out`;
+    CheckpointError if peft reads other adapters from the files.
     """
-    require_peft()
+    require_package("peft", "Exporting adapters")
     own = find_base(lora, checkpoint.path)
     remedy = f"python tools/export_hf.py {own} FOLDER writes it"
     if base is None:
@@ -48,39 +43,37 @@ def export_adapters(checkpoint: Checkpoint, lora: LoRA, out: Path, base: Path | 
             f"{checkpoint.path} holds adapters: say with --base FOLDER where their base is exported ({remedy})."
         )
     model, tokenizer = load_in_fp32(checkpoint)
+    theirs = exported_base(own, base, remedy, model, tokenizer)
+    adapters = read_safetensors(checkpoint.path / ADAPTERS)
+    tensors, modules = to_peft(model.config, adapters, lora, theirs.config.vocab_size)
+    described = {
+        "adapter_config.json": json_bytes(peft_config(model.config, lora, modules, base)),
+        "README.md": adapter_card(checkpoint, lora, model.config, tokenizer, out.name, base.name).encode(),
+    }
+    weights = "adapter_model.safetensors", tensors
+    context, template = model.config.max_seq_len, checkpoint.chat_template()
+    with written_folder(out, weights, described, tokenizer, context, template) as folder:
+        return largest_difference(model, adapted_by_peft(theirs, folder), tokenizer, "peft")
+
+
+def exported_base(own: Path, base: Path, remedy: str, adapted: TransformerLanguageModel, tokenizer: Tokenizer) -> Any:
+    """The exported base in the folder `base` as transformers reads it, in fp32. Raises ConfigError, which says the
+    `remedy`, if it is not the base `own` of the `adapted` model."""
     if not (base / "config.json").is_file():
-        raise ConfigError(f"--base {base} is no folder with an exported model; {remedy}.")
+        raise ConfigError(f"--base {base} is not a folder with an exported model; {remedy}.")
     try:
         theirs = load_theirs(base)
-    except Exception as problem:  # its config is checked by several libraries, with errors of their own
+    except Exception as problem:  # several libraries check its config, each with its own errors
         raise ConfigError(
             f"--base {base} cannot be opened by transformers ({str(problem).strip():.500}); {remedy}."
         ) from None
-    model_of_base = TransformerLanguageModel(model.config).eval()
+    model_of_base = TransformerLanguageModel(adapted.config).eval()
     Checkpoint(own).load_weights(model_of_base)
     try:
         largest_difference(model_of_base, theirs, tokenizer)
-    except (CheckpointError, RuntimeError, IndexError):  # of other weights, another shape, another vocabulary
-        raise ConfigError(f"--base {base} is another model than the base of the adapters, {own}; {remedy}.") from None
-    theirs.float()
-    adapters = read_safetensors(checkpoint.path / ADAPTERS)
-    tensors, modules = to_peft(model.config, adapters, lora, theirs.config.vocab_size)
-    template = checkpoint.chat_template()
-    contents = {
-        "adapter_config.json": json_bytes(peft_config(model.config, lora, modules, base)),
-        "tokenizer.json": hf_tokenizer_json(tokenizer),
-        "tokenizer_config.json": json_bytes(hf_tokenizer_config(tokenizer, model.config.max_seq_len, template)),
-        "README.md": adapter_card(checkpoint, lora, model.config, tokenizer, out.name, base.name).encode(),
-    }
-    if template:
-        contents["chat_template.jinja"] = template.jinja(hf_special_tokens(tokenizer)).encode()
-    with new_folder(out) as folder:
-        pieces = safetensors_pieces(tensors, metadata={"format": "pt"})
-        write_verified(folder / "adapter_model.safetensors", pieces)
-        for name, content in contents.items():
-            write_verified(folder / name, content)
-        require_same_tokens(folder, tokenizer, template)
-        return largest_difference(model, adapted_by_peft(theirs, folder), tokenizer, "peft")
+    except (CheckpointError, RuntimeError, IndexError):  # other weights, another shape, another vocabulary
+        raise ConfigError(f"--base {base} is not the base of the adapters, {own}; {remedy}.") from None
+    return theirs.float()
 
 
 def peft_config(config: ModelConfig, lora: LoRA, modules: list[str], base: Path) -> dict[str, Any]:
@@ -99,8 +92,8 @@ def peft_config(config: ModelConfig, lora: LoRA, modules: list[str], base: Path)
 
 
 def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA, vocab_size: int) -> tuple[Tensors, list[str]]:
-    """Our adapters -> the tensors of an adapter_model.safetensors, and the modules that they are for. Nothing is added
-    to ids up to `vocab_size` that the exported base has beside ours."""
+    """Our adapters -> the tensors of an adapter_model.safetensors, and the names of the modules they adapt. The ids
+    that only the exported base has, up to `vocab_size`, get zeros."""
     is_gpt2 = hf_kind(config) == "gpt2"
     blocks = "transformer.h" if is_gpt2 else "model.layers"
     tensors: Tensors = {}
@@ -132,18 +125,18 @@ def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA, vocab_size: int)
 
 
 def their_modules(module: str, is_gpt2: bool) -> list[str]:
-    """What a module of our blocks is called there. With the name of its parent: a bare c_proj would be two."""
+    """The names there for a module of our blocks, with their parent: a bare c_proj would match two."""
     if is_gpt2:
         return [GPT2_BLOCK[module]]
     return [f"self_attn.{part}_proj" for part in "qkv"] if module == "attention.qkv" else [NANOCHAT_BLOCK[module]]
 
 
 def adapted_by_peft(theirs: Any, folder: Path) -> Any:
-    """The exported base with the adapters of a folder, as peft reads them. Raises CheckpointError if it does not."""
+    """The exported base with the adapters of a folder, as peft reads them. Raises CheckpointError if peft fails."""
     from peft import PeftModel
 
     try:
-        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of what peft calls in transformers
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # peft calls old names in transformers
             return PeftModel.from_pretrained(theirs, folder).eval()
     except (ValueError, RuntimeError, KeyError) as problem:
         raise CheckpointError(f"peft cannot open the adapters: {str(problem).strip():.500}") from None

@@ -1,7 +1,6 @@
-"""README.md of an exported model: what it is, what it was trained on and how far, and how to use it.
+"""README.md of an exported model: what it is, how it was trained, and how to use it.
 
-Told is what the checkpoint and the run folder around it say. No path and no name of a file goes into it: the card is
-for others to read.
+It says what the checkpoint and its run folder know. It contains no path and no file name: others read the card.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from common.checkpoint import Checkpoint
 from common.errors import CheckpointError
 from common.formatting import cell, table_row
 from common.lora import LoRA
-from exchange.hf_form import CLASSES, hf_kind
+from exchange.hf_model import CLASSES, hf_kind
 from model import ModelConfig
 from tokenizer import Tokenizer
 from tokenizer_base import END_OF_TEXT, valid_unicode
@@ -53,7 +52,7 @@ def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tok
         "tokenizer = AutoTokenizer.from_pretrained(path)",
         "model = AutoModelForCausalLM.from_pretrained(path)",
         *asking(checkpoint.chat_template() is not None, json.dumps(example_prompt(run_dir, tokenizer))),
-        "outputs = model.generate(**inputs)  # as far as the model reads; max_length=100 ends it earlier",
+        "outputs = model.generate(**inputs)  # up to the context length; max_length=100 ends it earlier",
         "print(tokenizer.decode(outputs[0]))",
         "```",
         "",
@@ -77,19 +76,19 @@ def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tok
 
 OF_CHARACTERS = (
     "Every token is a character. One that the model was not trained on becomes `<|unk|>`, which it reads as the",
-    "character that it expects least; `<|pad|>` fills batches. Neither is generated.",
+    "character that it expects least; `<|pad|>` fills batches. The model generates neither.",
 )
 OF_TEXT = (
-    f"`{END_OF_TEXT}` written in a text is read as these characters. Where you mean the token that ends a text, use",
-    "its id, `tokenizer.eos_token_id`.",
+    f"`{END_OF_TEXT}` written in a text is read as these characters. For the token that ends a text, use its id,",
+    "`tokenizer.eos_token_id`.",
 )
 OF_CONVERSATIONS = (
-    f"`apply_chat_template` refuses a turn with `{END_OF_TEXT}` in it, which would be read as the end of an answer.",
+    f"`apply_chat_template` refuses a turn that contains `{END_OF_TEXT}`: it would read as the end of an answer.",
     "`tokenizer(text)` does not: for text that others wrote, add `split_special_tokens=True`.",
 )
 MERGING_TIED = (
-    "The head and the token embedding are one tensor, and so are their adapters: `merge_and_unload` of peft would add",
-    "them to it twice. Use the model as it is, or one that was merged before it was exported.",
+    "The head and the token embedding share one tensor, and so do their adapters: `merge_and_unload` of peft would add",
+    "them twice. Use the model as it is, or merge it before you export it.",
     "",
 )
 
@@ -97,7 +96,7 @@ MERGING_TIED = (
 def adapter_card(
     checkpoint: Checkpoint, lora: LoRA, config: ModelConfig, tokenizer: Tokenizer, name: str, base: str
 ) -> str:
-    """Of adapters that peft opens on a model whose folder is called `base`."""
+    """The card of adapters that peft opens on a model whose folder is named `base`."""
     prompt = json.dumps(example_prompt(run_of(checkpoint.path), tokenizer))
     lines = [
         "---",
@@ -121,7 +120,7 @@ def adapter_card(
         "model = PeftModel.from_pretrained(base, path)",
         "tokenizer = AutoTokenizer.from_pretrained(path)",
         *asking(checkpoint.chat_template() is not None, prompt),
-        "outputs = model.generate(**inputs)  # as far as the model reads; max_length=100 ends it earlier",
+        "outputs = model.generate(**inputs)  # up to the context length; max_length=100 ends it earlier",
         "print(tokenizer.decode(outputs[0]))",
         "```",
         "",
@@ -137,7 +136,7 @@ def adapter_card(
 
 
 def reading(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer) -> list[str]:
-    """What it makes of a text."""
+    """How much text it reads, and how it reads special tokens."""
     lines = [f"It reads {config.max_seq_len:,} tokens at most, its answer included."]
     if tokenizer.kind == "character":
         return [*lines, *OF_CHARACTERS]
@@ -147,7 +146,7 @@ def reading(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer) -
 
 
 def known_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Of the training; nothing where none was kept."""
+    """The training state; {} if there is none."""
     if (checkpoint.path / "training_state.json").exists():
         with contextlib.suppress(CheckpointError):
             return checkpoint.training_state()
@@ -155,7 +154,7 @@ def known_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def training_sections(checkpoint: Checkpoint) -> list[str]:
-    """What it was trained on, how, and what it says, as far as that is known; the licence."""
+    """Training data, recipe and samples, as far as they are known; the licence."""
     state, run_dir = known_state(checkpoint), run_of(checkpoint.path)
     step = state.get("step") if type(state.get("step")) is int else None
     lines = []
@@ -176,14 +175,14 @@ def training_sections(checkpoint: Checkpoint) -> list[str]:
         "",
         "## Licence",
         "",
-        "The code it was trained with is under the MIT licence. What holds for these weights depends on the text they "
-        "were trained on too, and is for whoever publishes them to say here.",
+        "The code it was trained with is under the MIT licence. The licence of these weights also depends on the text "
+        "they were trained on: whoever publishes them should state it here.",
     ]
     return lines
 
 
 def asking(is_chat: bool, prompt: str) -> list[str]:
-    """Lines of Python that make `inputs` of a prompt, a JSON string."""
+    """Lines of Python that set `inputs` from a prompt, a JSON string."""
     if not is_chat:
         return [f'inputs = tokenizer({prompt}, return_tensors="pt")']
     return [
@@ -198,7 +197,7 @@ def table(facts: dict[str, Any]) -> list[str]:
 
 
 def is_from_scratch(state: dict[str, Any]) -> bool:
-    """Not known of weights that came without a state of their training."""
+    """Unknown, and so False, for weights without a training state."""
     return "step" in state and not state.get("initialized_from")
 
 
@@ -251,7 +250,7 @@ def newest_sample(run_dir: Path | None, step: int | None) -> list[tuple[str, str
 
 
 def example_prompt(run_dir: Path | None, tokenizer: Tokenizer) -> str:
-    """A prompt the model was asked in its training, else a word or a character that it can read."""
+    """A prompt from its training, else a word or a character that it can read."""
     prompts = [prompt for prompt, _ in newest_sample(run_dir, 2**31)]
     for prompt in [*prompts, "Once upon a time", "the"]:
         with contextlib.suppress(ValueError):  # a character that the vocabulary lacks

@@ -11,21 +11,21 @@ import numpy as np
 from common.chat import ChatTemplate, Message
 from common.errors import DataError
 from model import ModelConfig
-from tokenizer import CharacterTokenizer, Tokenizer, TokenizerError, load_tokenizer
-from tokenizer_base import read_tokenizer_json
+from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
+from tokenizer_base import TokenizerError, read_tokenizer_json
 from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer
 
 PARAGRAPH = (
     "It was early when the two of them left the village. The road went down to the river, over a bridge of grey stone, "
     'and up into the hills. "How far is it?" she asked. "Nine miles," he said, "or ten; nobody ever measured it."\n'
 )
-CHARACTERS_HAVE = SPECIAL_TOKENS[1:]  # to pad with, and for the unknown; nothing ends a text
+CHARACTERS_HAVE = SPECIAL_TOKENS[1:]  # padding and unknown; there is no end of text
 ONE_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
 
 
 def hf_special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """The special tokens of the exported tokenizer, with their ids. A character vocabulary gets two after its own ids:
-    transformers needs one to pad batches with, and fails with "Missing [UNK] token" where none is for the unknown."""
+    transformers needs one to pad batches, and without one for the unknown it fails with "Missing [UNK] token"."""
     if isinstance(tokenizer, BPETokenizer):
         return tokenizer.special_ids
     return {name: tokenizer.vocab_size + i for i, name in enumerate(CHARACTERS_HAVE)}
@@ -71,8 +71,8 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int, template: ChatTemplate | None) -> dict[str, Any]:
-    """In a text the name of a special token is ordinary text, as it is here. With a template it cannot be: that writes
-    them by their names."""
+    """A special token's name in a text is ordinary text, as it is here. Not so with a chat template, which writes
+    special tokens by their names."""
     return {
         "split_special_tokens": template is None,
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -83,14 +83,14 @@ def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int, template: ChatTe
 
 
 def hf_special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """For config.json and generation_config.json. None is written: the defaults are the ids of other vocabularies."""
+    """For config.json and generation_config.json. None is written too: the defaults are ids of other vocabularies."""
     known = hf_special_tokens(tokenizer)
     names = special_tokens(tokenizer)
     return {f"{role}_id": known.get(names.get(role, "")) for role in ("bos_token", "eos_token", "pad_token")}
 
 
 def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
-    """A text ends where the context does: beyond it GPT-2 fails. What generate.py never samples is not sampled there.
+    """A text ends at the context length, beyond which GPT-2 fails. Ids that generate.py never samples are suppressed.
     `config` is that of the exported model."""
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, config.vocab_size)]
     suppressed = {"suppress_tokens": unused} if unused else {}
@@ -98,8 +98,8 @@ def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str,
 
 
 def import_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
-    """The tokenizer of a Hugging Face folder, and the content of our tokenizer.json for it: their own file as it is, if
-    there is one.
+    """The tokenizer of a Hugging Face folder, and the content of our tokenizer.json: a copy of theirs, if there is
+    one.
 
     Raises DataError or TokenizerError for a folder without one, or with one of another kind than byte-level BPE and
     the characters of `hf_tokenizer_json`.
@@ -118,7 +118,7 @@ def import_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
 
 
 def characters_of(content: dict[str, Any]) -> list[str] | None:
-    """The characters by their ids in a file that is one of `hf_tokenizer_json`; None for any other."""
+    """The characters in order of their ids, if `hf_tokenizer_json` wrote the file; None for any other."""
     model, added = content.get("model"), content.get("added_tokens") or []
     if not isinstance(model, dict) or model.get("type") != "WordLevel" or not isinstance(added, list):
         return None
@@ -134,7 +134,7 @@ def characters_of(content: dict[str, Any]) -> list[str] | None:
 
 
 def from_vocab_and_merges(folder: Path) -> BPETokenizer:
-    """The two files in which OpenAI published GPT-2's vocabulary, as one of `tokenizers`. Raises TokenizerError."""
+    """GPT-2's vocabulary from the two files that OpenAI published. Raises TokenizerError."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocab = read_tokenizer_json(folder / "vocab.json")
@@ -156,7 +156,7 @@ def from_vocab_and_merges(folder: Path) -> BPETokenizer:
 
 
 def probe_text(tokenizer: Tokenizer) -> str:
-    """Text of many kinds that the tokenizer can express: for characters, all of them, and what they can say of it."""
+    """Text of many kinds that the tokenizer can express: for characters, all of them and what they can spell of it."""
     if isinstance(tokenizer, BPETokenizer):
         return PARAGRAPH + PROBE
     alphabet = tokenizer.decode(np.arange(tokenizer.vocab_size))
@@ -164,7 +164,8 @@ def probe_text(tokenizer: Tokenizer) -> str:
 
 
 def require_same_conversation(template: ChatTemplate, tokenizer: Tokenizer, theirs: Any) -> None:
-    """Raises TokenizerError where transformers gives other ids for a conversation, or for the question it ends with."""
+    """Raises TokenizerError if transformers gives other ids for a conversation, with or without the question at its
+    end."""
     messages = [
         Message("system", "Be brief."),
         Message("user", " What is it?\n"),
@@ -176,29 +177,29 @@ def require_same_conversation(template: ChatTemplate, tokenizer: Tokenizer, thei
     whole = theirs.apply_chat_template(asked[:3], return_dict=True)["input_ids"]
     ids = template.encode(tokenizer, messages[:3])[0].tolist()
     if found != template.prompt_ids(tokenizer, messages) or whole != ids:
-        raise TokenizerError("transformers reads the chat template otherwise: it gives other ids for a conversation.")
+        raise TokenizerError("transformers reads the chat template differently: it gives other ids for a conversation.")
 
 
 def chat_template_of(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Ours, where that is what the folder has: a program in Jinja, as any other is, is not run here."""
+    """Our template, if the folder has that one. Another would be a Jinja program, which we do not run."""
     path, template = folder / "chat_template.jinja", ChatTemplate()
     is_ours = path.exists() and path.read_bytes() == template.jinja(hf_special_tokens(tokenizer)).encode()
     return template if is_ours else None
 
 
 def require_same_ids(tokenizer: Tokenizer, theirs: Any, **how: Any) -> None:
-    """Raises TokenizerError where a tokenizer of transformers gives other ids for the probe text, or other text for the
-    ids. `how` is what it is asked with: special tokens' names are ordinary text in ours."""
+    """Raises TokenizerError if a tokenizer of transformers gives other ids for the probe text, or other text for the
+    ids. `how` are more arguments to call it with: names of special tokens are ordinary text in our tokenizers."""
     text = probe_text(tokenizer)
     ids = tokenizer.encode(text).tolist()
     found = theirs(text, add_special_tokens=False, **how)["input_ids"]
     if found != ids:
         first = next((i for i, (a, b) in enumerate(zip(ids, found, strict=False)) if a != b), min(len(ids), len(found)))
         raise TokenizerError(
-            f"transformers reads the tokenizer otherwise: {len(found)} ids instead of {len(ids)} for the probe text, "
-            f"the first other one at {first}, after {tokenizer.decode(ids[max(0, first - 5) : first])!r}."
+            f"transformers reads the tokenizer differently: {len(found)} ids instead of {len(ids)} for the probe text, "
+            f"the first difference at {first}, after {tokenizer.decode(ids[max(0, first - 5) : first])!r}."
         )
     if (back := theirs.decode(ids, clean_up_tokenization_spaces=False)) != tokenizer.decode(ids):
-        raise TokenizerError(f"transformers makes other text of the same ids: {back[:100]!r} ...")
+        raise TokenizerError(f"transformers decodes the same ids to other text: {back[:100]!r} ...")
     if len(theirs) > (most := hf_vocab_size(tokenizer)):
         raise TokenizerError(f"transformers adds tokens: {len(theirs):,} instead of {most:,}.")

@@ -1,4 +1,4 @@
-"""llama.cpp, as the package xllamacpp brings it: what it makes of a file."""
+"""llama.cpp, from the package xllamacpp, running a GGUF file."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from common.errors import CheckpointError
 from model import ModelConfig
 
-TOP = 10  # likeliest next tokens that are asked for
+TOP = 10  # likeliest next tokens to ask for
 
 
 class LlamaServer:
-    """llama.cpp in this process, with a file loaded; on the CPU and in fp32, for it is the file that is compared."""
+    """llama.cpp in this process, with a file loaded; on the CPU and in fp32, so that only the file can make a
+    difference."""
 
     def __init__(self, path: str | Path, config: ModelConfig) -> None:
         """Raises CheckpointError if llama.cpp cannot load the file."""
@@ -28,25 +29,25 @@ class LlamaServer:
         params.n_parallel = 1
         params.n_gpu_layers = 0
         params.warmup = params.ui = params.fit_params = False
-        params.verbosity = -1  # not a word
+        params.verbosity = -1  # silent
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds to fp16
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
-        params.port = 0  # any; for `tokenize`, on 127.0.0.1 alone
+        params.port = 0  # any free one; `tokenize` asks it, on 127.0.0.1
         try:
             self.server = xllamacpp.Server(params)
         except RuntimeError as problem:
             raise CheckpointError(f"llama.cpp cannot load {path}: {problem}.") from None
-        # Its loop has begun once it has answered; a server that is let go before that waits for its end for ever.
+        # One answer proves that its loop runs: a server that is deleted before that never ends.
         self.server.handle_completions({"prompt": [0], "n_predict": 1})
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text in which nothing is a special token."""
+        """The ids of a text, without special tokens."""
         answer = self.ask("/tokenize", {"content": text, "add_special": False, "parse_special": False})
         return [int(i) for i in answer["tokens"]]
 
     def ask(self, path: str, question: dict[str, Any]) -> Any:
-        """The answer to a JSON that is posted to its server."""
+        """Post JSON to its server; the answer."""
         address = self.server.listening_address.removeprefix("http://")
         connection = http.client.HTTPConnection(address, timeout=60)  # unlike urllib, it asks no proxy
         connection.request("POST", path, json.dumps(question), {"Content-Type": "application/json"})
@@ -57,8 +58,8 @@ class LlamaServer:
     def next_tokens(self, prompt: list[int], harmless: int) -> dict[int, float]:
         """The TOP likeliest ids after the prompt, with their log-probabilities.
 
-        `harmless` is the id of a whole character that ends nothing. It is what is sampled, for llama.cpp tells no
-        probabilities of an end, nor of a part of a character; they are those before the bias."""
+        `harmless` is the id of a whole character that does not end the text. A bias makes llama.cpp sample it, because
+        it reports no probabilities with an end of text or a part of a character. They are those before the bias."""
         question = {"prompt": prompt, "n_predict": 1, "n_probs": TOP, "temperature": 0.0, "cache_prompt": False}
         question |= {"ignore_eos": True, "logit_bias": [[harmless, 1e6]]}
         answer = self.server.handle_completions(question)

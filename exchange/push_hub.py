@@ -1,8 +1,7 @@
-"""An exported folder, uploaded to the Hugging Face Hub."""
+"""Upload an exported folder to the Hugging Face Hub."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 from collections.abc import Iterator
@@ -11,13 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import ConfigError, UserError
+from exchange.extras import require_package
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 HUB = "https://huggingface.co"
 TOKENS_PAGE = f"{HUB}/settings/tokens"
-INSTALL = "pip install -r requirements-extras.txt"
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 NO_TOKEN = (
     f"There is no Hugging Face token: set HF_TOKEN to one that may write ({TOKENS_PAGE}); in Colab, add it as the "
@@ -38,12 +37,12 @@ class Pushed:
 
 
 def push(folder: str | Path, repo_id: str, public: bool = False) -> Pushed:
-    """Upload every file of `folder` to the model repository `repo_id`, "user/name", which is made where there is none:
+    """Upload every file of `folder` to the model repository `repo_id`, "user/name". A missing repository is created:
     private, unless `public`. Files of the same names are replaced, others stay.
 
-    The token is that of HF_TOKEN or HUGGING_FACE_HUB_TOKEN, of `hf auth login`, or in a Colab notebook the secret
-    HF_TOKEN. It is shown nowhere. Raises UserError, a sentence, for whatever keeps the files from getting there, and
-    for a public repository where none was asked for.
+    The token comes from HF_TOKEN or HUGGING_FACE_HUB_TOKEN, from `hf auth login`, or in Colab from the secret HF_TOKEN.
+    It is never shown. Raises UserError, in a sentence, if the upload fails, or if the repository is public and `public`
+    is not set.
     """
     require_push(repo_id)
     if not Path(folder).is_dir():
@@ -55,19 +54,18 @@ def push(folder: str | Path, repo_id: str, public: bool = False) -> Pushed:
         return upload(api, Path(folder), repo_id, public)
     except UserError:
         raise
-    except Exception as problem:  # what a network raises is of httpx, httpx2 or requests, with the Hub's version
+    except Exception as problem:  # of httpx, httpx2 or requests, depending on the version of huggingface_hub
         message = explain(problem, repo_id)
-    # Out here, for no traceback is to lead to a request: its headers hold the token.
+    # Raised outside of `except`: no traceback may lead to a request, whose headers hold the token.
     raise UserError(message.replace(str(api.token), "..."))
 
 
 def require_push(repo_id: str) -> None:
-    """Raises ConfigError or UserError for what can be known before anything is exported or sent: a name that is none, a
-    package or a token that is missing."""
+    """Raises ConfigError or UserError for what can be checked before exporting: a malformed name, a missing package, a
+    missing token."""
     if not REPO_ID.fullmatch(repo_id):
-        raise ConfigError(f"{repo_id!r} is no repository of the Hugging Face Hub; one is written USER/NAME.")
-    if importlib.util.find_spec("huggingface_hub") is None:
-        raise ConfigError(f"Uploading needs the package huggingface_hub: {INSTALL}")
+        raise ConfigError(f"{repo_id!r} is no repository of the Hugging Face Hub; write it as USER/NAME.")
+    require_package("huggingface_hub", "Uploading")
     find_token()
 
 
@@ -76,7 +74,7 @@ def endpoint() -> str:
 
 
 def find_token() -> str:
-    """Raises UserError if there is none, or one that cannot be."""
+    """Raises UserError if there is none, or if it is malformed."""
     import huggingface_hub
 
     token = huggingface_hub.get_token()
@@ -120,7 +118,7 @@ def explain(problem: BaseException, repo_id: str) -> str:
 
 
 def causes(problem: BaseException | None) -> Iterator[BaseException]:
-    """The exception, what raised it, what raised that."""
+    """The exception, its cause, the cause of that."""
     while problem is not None:
         yield problem
         problem = problem.__cause__

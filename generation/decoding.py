@@ -18,7 +18,8 @@ from generation.likelihood import Likelihood, Likelihoods, likelihoods, prompt_l
 from generation.sampling import Sampling, choose, draws, penalize_counts, penalize_repetition
 from generation.text_stream import TextStream
 from model import KVCache, TransformerLanguageModel
-from tokenizer import Tokenizer, TokenizerError, UnknownCharacterError
+from tokenizer import Tokenizer
+from tokenizer_base import TokenizerError, UnknownCharacterError
 
 ROWS_AT_ONCE = 32  # bounds the memory of the cache: about 40 MB a row at GPT-2 small's size
 

@@ -12,7 +12,8 @@ from common.formatting import printable
 from generation.decoding import Completion, generate
 from generation.sampling import Sampling
 from model import TransformerLanguageModel
-from tokenizer import Tokenizer, TokenizerError
+from tokenizer import Tokenizer
+from tokenizer_base import TokenizerError
 
 
 def stream_one(

@@ -382,6 +382,7 @@ def export(checkpoint: Path, gguf: bool) -> Path:
     written once. Where there can be no such file it is said why, and the folder is there. Raises Stopped if the
     checkpoint is not."""
     import tools.export_hf
+    from exchange import gguf_export
 
     try:
         newest = open_checkpoint(checkpoint)
@@ -396,7 +397,7 @@ def export(checkpoint: Path, gguf: bool) -> Path:
         run("tools/export_hf.py", tools.export_hf.main, newest.path, out)
     if gguf and not file.exists():
         try:
-            tools.export_hf.export_gguf(newest.path, file)
+            gguf_export.export_file(newest.path, file)
         except UserError as problem:
             print(f"\nThere is no {file}. {problem}")
     return out

@@ -19,8 +19,8 @@ from generation.decoding import ROWS_AT_ONCE, prompt_ids
 from generation.sampling import Sampling
 from generation.terminal import room_for_prompt
 from model import TransformerLanguageModel
-from tokenizer import Tokenizer, TokenizerError
-from tokenizer_base import valid_unicode
+from tokenizer import Tokenizer
+from tokenizer_base import TokenizerError, valid_unicode
 
 MOST_STOPS = 4
 LONGEST_STOP = 1_000  # characters; each token is compared with all beginnings of one

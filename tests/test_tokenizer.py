@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tokenizer import CharacterTokenizer, TokenizerError, UnknownCharacterError, load_tokenizer
+from tokenizer import CharacterTokenizer, load_tokenizer
+from tokenizer_base import TokenizerError, UnknownCharacterError
 from tokenizer_bpe import BPETokenizer
 
 ABC = CharacterTokenizer.from_characters("abc\n")

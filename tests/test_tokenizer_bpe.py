@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from tokenizer import TokenizerError
+from tokenizer_base import TokenizerError
 from tokenizer_bpe import BLOCK, LONGEST_WHITESPACE, PROBE, SPECIAL_TOKENS, BPETokenizer, cut_long_words
 
 WORDS = "the cat sat on the mat; it's a naïve café, 12 345 déjà vu!\n\n    def f(x): return x**2\n 日本語 текст 😀 "

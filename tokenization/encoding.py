@@ -16,7 +16,8 @@ from common.errors import DataError
 from tokenization import conversations, corpus
 from tokenization.conversations import Conversation
 from tokenization.corpus import Piece
-from tokenizer import CharacterTokenizer, Tokenizer, UnknownCharacterError
+from tokenizer import CharacterTokenizer, Tokenizer
+from tokenizer_base import UnknownCharacterError
 
 SUFFIXES = {"text": corpus.SUFFIXES, "chat": conversations.SUFFIXES}  # of --format, in a folder
 SPLIT_TOLERANCE = 0.05  # share of all tokens by which the split may move to reach the end of a document

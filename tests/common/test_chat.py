@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.chat import ROLES, ChatTemplate, Message, require_order
-from tokenizer import CharacterTokenizer, TokenizerError
+from tokenizer import CharacterTokenizer
+from tokenizer_base import TokenizerError
 from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer
 
 TEMPLATE = ChatTemplate()

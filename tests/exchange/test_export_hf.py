@@ -17,13 +17,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import exchange.hf_form
-import tools.export_hf
+import exchange.gguf_export
+import exchange.hf_folder
+import exchange.hf_model
 from activations import ACTIVATIONS
 from common.checkpoint import open_checkpoint
 from common.errors import CheckpointError
-from exchange.hf_folder import build_theirs, largest_difference
-from exchange.hf_form import FormError, from_hf, to_hf
+from exchange.comparison import largest_difference
+from exchange.hf_folder import build_theirs
+from exchange.hf_model import ConversionError, from_hf, to_hf
 from generation.decoding import generate
 from generation.sampling import Sampling
 from model import ModelConfig
@@ -149,7 +151,7 @@ def test_the_card_tells_of_the_run_and_of_nobodys_folders(
 @pytest.mark.parametrize("named", REFUSED)
 def test_what_no_class_can_express_is_refused_by_its_name(named: str) -> None:
     config = random_model(40, **REFUSED[named]).config
-    with pytest.raises(FormError, match=f"cannot have {named} "):
+    with pytest.raises(ConversionError, match=f"cannot have {named} "):
         to_hf(config, {})
 
 
@@ -199,7 +201,7 @@ def test_there_and_back_again_not_a_bit_changes(config: ModelConfig) -> None:
         ("tokenizer of another model", 3, "the tokenizer of another model"),
         ("full disk", 4, "could not be written: No space left"),
         ("other logits", 4, "computes other logits"),
-        ("other ids", 3, "reads the tokenizer otherwise"),
+        ("other ids", 3, "reads the tokenizer differently"),
         ("no transformers", 2, r"pip install -r requirements-extras\.txt"),
         ("one word", 2, "required: OUT"),
     ],
@@ -226,12 +228,12 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
         (folder / "model.safetensors").unlink()
         BPETokenizer.train([PROBE], vocab_size=400).save(folder / "tokenizer.json")
     elif damage == "full disk":
-        monkeypatch.setattr("common.tensors.write_verified", full_disk)
+        monkeypatch.setattr("exchange.hf_folder.write_verified", full_disk)
     elif damage == "other logits":
-        monkeypatch.setattr(exchange.hf_form, "swap_halves", lambda weight, heads: weight)
+        monkeypatch.setattr(exchange.hf_model, "swap_halves", lambda weight, heads: weight)
     elif damage == "other ids":
         other = BPETokenizer.train([PROBE], vocab_size=290)
-        monkeypatch.setattr("exchange.hf_tokenizer.hf_tokenizer_json", lambda _: other.to_json().encode())
+        monkeypatch.setattr("exchange.hf_folder.hf_tokenizer_json", lambda _: other.to_json().encode())
     elif damage == "no transformers":
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     elif damage == "one word":
@@ -295,7 +297,7 @@ def test_a_file_that_is_not_proven_is_deleted(
         assert file.exists()
         raise CheckpointError(f"llama.cpp crashed on {file}.")
 
-    monkeypatch.setattr(tools.export_hf, "prove", prove)
+    monkeypatch.setattr(exchange.gguf_export, "prove", prove)
     write_model(tmp_path / "best")
     assert main([str(tmp_path / "best"), str(tmp_path / "out"), "--gguf", str(tmp_path / "x.gguf")]) == 4
     assert "crashed" in capsys.readouterr().err and not (tmp_path / "x.gguf").exists()

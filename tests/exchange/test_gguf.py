@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from pathlib import Path
 
 import pytest
 import torch
 
 from common.errors import CheckpointError, ConfigError
-from exchange import gguf_form
+from exchange import gguf_export, gguf_file, gguf_proof
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import generated_text, with_large_weights
 from tokenizer import CharacterTokenizer, Tokenizer
@@ -52,12 +53,12 @@ def test_llama_cpp_runs_a_trained_model(tmp_path: Path, bpe: BPETokenizer) -> No
         optimizer.step()
     assert loss < 2.5
     path = tmp_path / "new folder" / "trained.gguf"
-    gguf_form.write_gguf(path, model.eval(), bpe, "trained")
-    agreement = gguf_form.verify_gguf(path, model, bpe, [TEXT[:2_000], "<|endoftext|>", ""])
+    gguf_file.write_gguf(path, model.eval(), bpe, "trained")
+    agreement = gguf_proof.verify_gguf(path, model, bpe, [TEXT[:2_000], "<|endoftext|>", ""])
     assert agreement is not None and agreement.texts == 3 and agreement.compared >= 7
     assert agreement.difference < 1e-2 and agreement.rounding_aside < 1e-4
     assert "same token ids on 3 texts" in str(agreement)
-    assert 0 < gguf_form.tanh_difference(model, bpe, [TEXT]) < 1e-2
+    assert 0 < gguf_proof.tanh_difference(model, bpe, [TEXT]) < 1e-2
     assert [file.name for file in path.parent.iterdir()] == ["trained.gguf"]
 
 
@@ -79,38 +80,38 @@ def test_every_shape_of_gpt2s_form(
     pytest.importorskip("xllamacpp")
     tokenizer = bpe if kind == "bpe" else characters
     model, path = build(tokenizer, **changes), tmp_path / "a.gguf"
-    gguf_form.write_gguf(path, model, tokenizer, "a", chat_template="{{ messages[0].content }}")
-    agreement = gguf_form.verify_gguf(path, model, tokenizer, [TEXT[:500]])
+    gguf_file.write_gguf(path, model, tokenizer, "a", chat_template="{{ messages[0].content }}")
+    agreement = gguf_proof.verify_gguf(path, model, tokenizer, [TEXT[:500]])
     assert agreement is not None and agreement.texts == 2
     size = path.stat().st_size
-    gguf_form.write_gguf(path, model, tokenizer, "a", "fp16")
+    gguf_file.write_gguf(path, model, tokenizer, "a", "fp16")
     assert path.stat().st_size < size
-    gguf_form.verify_gguf(path, model, tokenizer, [TEXT[:500]], "fp16")
+    gguf_proof.verify_gguf(path, model, tokenizer, [TEXT[:500]], "fp16")
 
 
 def test_another_model_or_tokenizer_is_noticed(tmp_path: Path, bpe: BPETokenizer) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("xllamacpp")
     model, path = build(bpe), tmp_path / "a.gguf"
-    gguf_form.write_gguf(path, model, bpe, "a")
+    gguf_file.write_gguf(path, model, bpe, "a")
     other = BPETokenizer.train([TEXT[::-1], PROBE], 400)
     with pytest.raises(CheckpointError, match=r"gives other ids from token \d+ on, after"):
-        gguf_form.verify_gguf(path, model, other)
+        gguf_proof.verify_gguf(path, model, other)
     with torch.no_grad():
         model.blocks[1].norm1.bias += 0.1
     with pytest.raises(CheckpointError, match=r"is not this model: llama\.cpp's log-probabilities differ by"):
-        gguf_form.verify_gguf(path, model, bpe)
+        gguf_proof.verify_gguf(path, model, bpe)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"llama\.cpp cannot load"):
-        gguf_form.verify_gguf(path, model, bpe)
+        gguf_proof.verify_gguf(path, model, bpe)
 
 
 def test_the_twin_shares_its_weights(bpe: BPETokenizer) -> None:
     model = build(bpe, tie_embeddings=True)
-    twin = gguf_form.with_tanh(model)
+    twin = gguf_proof.with_tanh(model)
     assert twin.config == dataclasses.replace(model.config, activation="gelu_tanh")
     assert twin.token_embedding.weight.data_ptr() == model.token_embedding.weight.data_ptr()
-    assert gguf_form.tanh_difference(build(bpe, **TANH), bpe, [TEXT]) == 0.0
+    assert gguf_proof.tanh_difference(build(bpe, **TANH), bpe, [TEXT]) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -124,7 +125,7 @@ def test_the_twin_shares_its_weights(bpe: BPETokenizer) -> None:
         ({"logit_softcap": 15.0}, r"has logit_softcap 0 \(here 15\.0\)\.$"),
         (
             {"activation": "relu2", "norm": "rmsnorm", "position": "rope", "qk_norm": True, "embed_norm": True},
-            r"the form of GPT-2 alone .* has activation .*, norm .*, position .*, qk_norm .*, embed_norm [^,]*$",
+            r"only GPT-2's form .* has activation .*, norm .*, position .*, qk_norm .*, embed_norm [^,]*$",
         ),
         ({"vocab_size": 300}, r"the tokenizer has \d+ ids and the model a vocab_size of 300"),
     ],
@@ -134,7 +135,7 @@ def test_what_cannot_be_expressed_is_refused(
 ) -> None:
     model = build(bpe, **{"num_heads": 2, **changes})
     with pytest.raises(ConfigError, match=words):
-        gguf_form.write_gguf(tmp_path / "folder" / "a.gguf", model, bpe, "a")
+        gguf_file.write_gguf(tmp_path / "folder" / "a.gguf", model, bpe, "a")
     assert not [*tmp_path.iterdir()]
 
 
@@ -147,15 +148,15 @@ def test_other_tokenizers_and_precisions_are_refused(tmp_path: Path, bpe: BPETok
     backend.pre_tokenizer = ByteLevel(add_prefix_space=True)
     model = build(bpe)
     with pytest.raises(ConfigError, match="of its tokenizer, the pre-tokenizer has other options than GPT-2's"):
-        gguf_form.require_gguf(model.config, BPETokenizer(backend))
+        gguf_file.require_gguf(model.config, BPETokenizer(backend))
     with pytest.raises(ConfigError, match="precision is 'int4'; GGUF files are written in fp32 or fp16"):
-        gguf_form.write_gguf(tmp_path / "a.gguf", model, bpe, "a", "int4")
+        gguf_file.write_gguf(tmp_path / "a.gguf", model, bpe, "a", "int4")
     with pytest.raises(ConfigError, match="is a folder"):
-        gguf_form.write_gguf(tmp_path, model, bpe, "a")
+        gguf_file.write_gguf(tmp_path, model, bpe, "a")
     with torch.no_grad():
         model.head.weight[0, 0] = 1e5
     with pytest.raises(ConfigError, match=r"output\.weight has weights beyond 65,504"):
-        gguf_form.write_gguf(tmp_path / "a.gguf", model, bpe, "a", "fp16")
+        gguf_file.write_gguf(tmp_path / "a.gguf", model, bpe, "a", "fp16")
     assert not [*tmp_path.iterdir()]
 
 
@@ -171,23 +172,24 @@ def test_a_full_disk_leaves_the_file_that_was_there(
 
     monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
     with pytest.raises(OSError, match="No space left"):
-        gguf_form.write_gguf(path, build(bpe), bpe, "a")
+        gguf_file.write_gguf(path, build(bpe), bpe, "a")
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"a.gguf": b"before"}
 
 
 def test_missing_packages_are_said(tmp_path: Path, bpe: BPETokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_form.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     model = build(bpe)
     with pytest.raises(ConfigError, match=r"needs the package gguf: pip install -r requirements-extras\.txt"):
-        gguf_form.write_gguf(tmp_path / "a.gguf", model, bpe, "a")
-    assert gguf_form.verify_gguf(tmp_path / "a.gguf", model, bpe) is None
+        gguf_file.write_gguf(tmp_path / "a.gguf", model, bpe, "a")
+    assert gguf_proof.verify_gguf(tmp_path / "a.gguf", model, bpe) is None
 
 
 def test_what_to_type() -> None:
     config, path = ModelConfig(65, max_seq_len=256), "runs/My Model!.gguf"
-    command = gguf_form.llama_command(path, config, "it's")
+    command = gguf_export.llama_command(path, config, "it's")
     assert command == """llama-completion -m 'runs/My Model!.gguf' -no-cnv -n 128 -p 'it'"'"'s'"""
     assert (
-        gguf_form.modelfile(path, config) == 'FROM ./My Model!.gguf\nPARAMETER num_ctx 256\nTEMPLATE "{{ .Prompt }}"\n'
+        gguf_export.modelfile(path, config)
+        == 'FROM ./My Model!.gguf\nPARAMETER num_ctx 256\nTEMPLATE "{{ .Prompt }}"\n'
     )
-    assert gguf_form.ollama_commands(path).startswith("ollama create my-model -f Modelfile\nollama run my-model ")
+    assert gguf_export.ollama_commands(path).startswith("ollama create my-model -f Modelfile\nollama run my-model ")

@@ -130,16 +130,16 @@ def test_a_chat_template_goes_along(tmp_path: Path) -> None:
     ("damage", "code", "words"),
     [
         ("no base", 2, r"say with --base FOLDER where .* \(python tools/export_hf\.py .*base FOLDER writes it\)"),
-        ("no folder", 2, "is no folder with an exported model"),
+        ("no folder", 2, "is not a folder with an exported model"),
         ("no model", 2, "cannot be opened by transformers"),
-        ("another base", 2, "is another model than the base of the adapters"),
-        ("another shape", 2, "is another model than the base of the adapters"),
+        ("another base", 2, "is not the base of the adapters"),
+        ("another shape", 2, "is not the base of the adapters"),
         ("base is gone", 4, "put them back"),
         ("not empty", 2, "already there"),
         ("full disk", 4, "could not be written: No space left"),
         ("other logits", 4, "peft computes other logits"),
         ("other names", 4, "peft (computes other logits|cannot open)"),
-        ("no peft", 2, r"peft, which reads and checks adapters, is not installed: .*requirements-extras\.txt"),
+        ("no peft", 2, r"Exporting adapters needs the package peft: .*requirements-extras\.txt"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
@@ -167,7 +167,7 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
         out.mkdir()
         (out / "mine.txt").write_text("mine")
     elif damage == "full disk":
-        monkeypatch.setattr(exchange.hf_adapter, "write_verified", full_disk)
+        monkeypatch.setattr("exchange.hf_folder.write_verified", full_disk)
     elif damage == "other logits":
         monkeypatch.setattr(exchange.hf_adapter, "swap_halves", lambda weight, heads: weight)
     elif damage == "other names":

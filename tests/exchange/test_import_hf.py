@@ -17,7 +17,7 @@ import generate
 import tokenize_local_bpe
 import tools.export_hf
 from common.checkpoint import open_checkpoint
-from exchange.hf_form import FormError, from_hf
+from exchange.hf_model import ConversionError, from_hf
 from tests.exchange.test_export_hf import full_disk, left_behind
 from tests.helpers import flags_of_a_tiny_run, generated_text
 from tests.models import CHARACTERS, bpe
@@ -289,10 +289,10 @@ def test_any_value_of_any_key_is_expressed_or_named(kind: str) -> None:
         for value in strange:
             try:
                 from_hf(whole | {key: value}, tensors)
-            except FormError:
+            except ConversionError:
                 refused += 1
         absent = {name: value for name, value in whole.items() if name != key}
-        with contextlib.suppress(FormError):
+        with contextlib.suppress(ConversionError):
             from_hf(absent, tensors)
     assert refused > 100
 

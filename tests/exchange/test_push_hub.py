@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import importlib
+import importlib.util
 import json
 import traceback
 from collections.abc import Iterator
@@ -221,7 +222,7 @@ def test_tokens(hub: Hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("name", ["engine", "ada/", "/engine", "ada/engine/2", "ada/my engine", "https://a/b", "../b"])
 def test_other_names_are_refused(hub: Hub, folder: Path, name: str) -> None:
-    with pytest.raises(ConfigError, match="is no repository of the Hugging Face Hub; one is written USER/NAME"):
+    with pytest.raises(ConfigError, match="is no repository of the Hugging Face Hub; write it as USER/NAME"):
         push_hub.push(folder, name)
     assert not hub.requests
 
@@ -230,7 +231,7 @@ def test_what_is_missing_is_said(hub: Hub, folder: Path, monkeypatch: pytest.Mon
     for name in ("config.json", "nothing"):
         with pytest.raises(ConfigError, match=f"There is no folder .*{name} to upload"):
             push_hub.push(folder / name, REPO)
-    monkeypatch.setattr(push_hub.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs the package huggingface_hub: pip install -r requirements-extras"):
         push_hub.push(folder, REPO)
     assert not hub.requests

@@ -23,7 +23,8 @@ from tests.generation.helpers import (
     random_model,
     texts,
 )
-from tokenizer import CharacterTokenizer, TokenizerError
+from tokenizer import CharacterTokenizer
+from tokenizer_base import TokenizerError
 from tokenizer_bpe import BPETokenizer
 
 

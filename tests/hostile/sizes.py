@@ -34,7 +34,8 @@ from tests.hostile.readers import (
     use_tokens,
     write_bpe_tokenizer,
 )
-from tokenizer import TokenizerError, load_tokenizer
+from tokenizer import load_tokenizer
+from tokenizer_base import TokenizerError
 from train_colab_mmap import prepare
 
 SPARE_MEMORY = 1_000_000_000  # bytes

@@ -32,7 +32,8 @@ from tests.hostile.readers import (
     use_tuned,
     write_bpe_tokenizer,
 )
-from tokenizer import TokenizerError, load_tokenizer
+from tokenizer import load_tokenizer
+from tokenizer_base import TokenizerError
 from training.keeping.run_folder import write_config
 from training.planning.tuning import keep, tuning_file
 

@@ -4,6 +4,7 @@ outlives its machine."""
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import os
 import re
@@ -314,10 +315,9 @@ def test_a_second_text_is_told_to_take_a_name_of_its_own(outside: Path) -> None:
 def test_without_gguf_the_folder_is_exported(
     outside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from exchange import gguf_form
     from notebooks import notebook
 
-    monkeypatch.setattr(gguf_form.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     write_model(Path("runs/mine/checkpoints/step_00000007"))
     out = Path("exported/mine_step_00000007")
     out.mkdir(parents=True)

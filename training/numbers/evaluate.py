@@ -19,7 +19,7 @@ from common.machine import exact_device
 from generation.decoding import ROWS_AT_ONCE, Completion, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX, TransformerLanguageModel
-from tokenizer import UnknownCharacterError
+from tokenizer_base import UnknownCharacterError
 from training.config import TrainConfig
 from training.machine import processes
 from training.machine.hardware import Hardware, return_freed_memory

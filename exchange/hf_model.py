@@ -1,8 +1,9 @@
 """One model under two sets of names: ours, and those of Hugging Face `transformers`. Dicts in, dicts out: no files.
 
-GPT-2's form is `GPT2LMHeadModel` there, the modern one `NanoChatForCausalLM`. Between them lie three twists: GPT-2's
-linear layers are stored transposed, biases that we leave out are zeros there, and NanoChat's rotation turns the other
-way. Shapes in comments: C = embed_dim, F = ff_dim, H = heads, D = C / H, V = vocab_size, T = max_seq_len.
+GPT-2's form is `GPT2LMHeadModel` there, the modern one `NanoChatForCausalLM`. Three things differ: GPT-2's linear
+layers are stored transposed, biases that we leave out are zeros there, and NanoChat rotates the other way.
+
+Shapes in comments: C = embed_dim, F = ff_dim, H = heads, D = C / H, V = vocab_size, T = max_seq_len.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Shapes = dict[str, tuple[int, ...]]
 CLASSES = {"gpt2": "GPT2LMHeadModel", "nanochat": "NanoChatForCausalLM"}
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}  # ours -> theirs
 OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {"gelu_pytorch_tanh": "gelu_tanh"}
-# What each class is, and has no option for. NanoChat's norm of the embedding and of q and k is always there.
+# What each class always is, without an option. NanoChat's norm of the embedding and of q and k is always there.
 NEEDED: dict[str, dict[str, Any]] = {
     "gpt2": {"norm": "layernorm", "qk_norm": False, "embed_norm": False, "logit_softcap": 0.0},
     "nanochat": {"norm": "rmsnorm", "qk_norm": True, "embed_norm": True, "bias": False},
@@ -46,14 +47,14 @@ NANOCHAT_BLOCK = {
 }
 
 
-class FormError(ValueError):
-    """A model that the other side has no form for, or tensors that are not those of the model."""
+class ConversionError(ValueError):
+    """A model that the other side cannot express, or tensors that do not belong to the model."""
 
 
 def to_hf(config: ModelConfig, state: Tensors) -> tuple[dict[str, Any], Tensors]:
     """Our model -> the content of a config.json, and the tensors of a model.safetensors. A tied head is left out.
 
-    Raises FormError naming every option that no class there has.
+    Raises ConversionError naming every option that no class there supports.
     """
     kind = hf_kind(config)
     if kind == "gpt2":
@@ -64,25 +65,25 @@ def to_hf(config: ModelConfig, state: Tensors) -> tuple[dict[str, Any], Tensors]
 def from_hf(hf_config: dict[str, Any], tensors: Tensors) -> tuple[ModelConfig, Tensors]:
     """The reverse of `to_hf`. Weights of half precision become fp32; a tied head is left out.
 
-    Raises FormError naming the architecture, the options or the tensors that do not fit.
+    Raises ConversionError naming the architecture, the options or the tensors that do not fit.
     """
     kind = hf_config.get("model_type")
     if not isinstance(kind, str) or kind not in CLASSES:
         named = f"{kind!r:.100}" if kind is not None else "missing"
-        raise FormError(f"model_type is {named}; what can be imported is gpt2 and nanochat")
+        raise ConversionError(f"model_type is {named}; what can be imported is gpt2 and nanochat")
     tensors = their_names(kind, tensors)
     embedding = "transformer.wte.weight" if kind == "gpt2" else "model.embed_tokens.weight"
     tied = is_tied(hf_config, tensors, embedding, default=kind == "gpt2")
     try:
         config = config_of_gpt2(hf_config, tied) if kind == "gpt2" else config_of_nanochat(hf_config, tied)
     except (ValueError, TypeError) as problem:
-        raise FormError(str(problem)) from None
+        raise ConversionError(str(problem)) from None
     if tied:
         tensors = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
     blocks = "transformer.h." if kind == "gpt2" else "model.layers."
     layers = len({name.removeprefix(blocks).split(".")[0] for name in tensors if name.startswith(blocks)})
-    if layers < config.num_layers:  # before a list of names is made of a number that may be anything
-        raise FormError(f"the config has {config.num_layers:,} layers, and {blocks}{layers}.* is missing")
+    if layers < config.num_layers:  # check first: the config may claim any number
+        raise ConversionError(f"the config has {config.num_layers:,} layers, and {blocks}{layers}.* is missing")
     require_shapes(tensors, gpt2_shapes(config) if kind == "gpt2" else nanochat_shapes(config))
     tensors = {name: tensor.float() for name, tensor in tensors.items()}
     return config, state_of_gpt2(config, tensors) if kind == "gpt2" else state_of_nanochat(config, tensors)
@@ -99,7 +100,7 @@ def with_rows(config: ModelConfig, state: Tensors, vocab_size: int, twin: int) -
 
 
 def hf_kind(config: ModelConfig) -> str:
-    """The `model_type` for a model of ours. Raises FormError naming every option that stands against it."""
+    """The `model_type` for a model of ours. Raises ConversionError naming every option that it does not support."""
     kind = "gpt2" if config.position == "learned" else "nanochat"
     wrong = [
         f"{key} {getattr(config, key)!r} (it needs {needed!r})"
@@ -107,15 +108,15 @@ def hf_kind(config: ModelConfig) -> str:
         if getattr(config, key) != needed
     ]
     if wrong:
-        raise FormError(
+        raise ConversionError(
             f"with position {config.position!r} the class is {CLASSES[kind]}, which cannot have {listed(wrong)}"
         )
     return kind
 
 
 def their_names(kind: str, tensors: Tensors) -> Tensors:
-    """Names as the class with the head has them: files of the bare model lack the prefix, as those of
-    openai-community do. Buffers that hold no weights are dropped."""
+    """Tensors under the names of the class with a head: files of the bare model, like those of openai-community, lack
+    the prefix. Buffers that are no weights are dropped."""
     prefix = "transformer." if kind == "gpt2" else "model."
     kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(GPT2_BUFFERS)}
     if any(name.startswith(prefix) for name in kept):
@@ -124,16 +125,16 @@ def their_names(kind: str, tensors: Tensors) -> Tensors:
 
 
 def is_tied(hf_config: dict[str, Any], tensors: Tensors, embedding: str, default: bool) -> bool:
-    """As transformers reads it: where the config ties a head that the file has with other numbers, the file counts."""
+    """As transformers reads it: if the config ties a head that the file stores with other numbers, the file wins."""
     tied = hf_config.get("tie_word_embeddings", default)
     if type(tied) is not bool:
-        raise FormError(f"tie_word_embeddings is {tied!r:.100}; true or false is needed")
+        raise ConversionError(f"tie_word_embeddings is {tied!r:.100}; true or false is needed")
     head, embedded = tensors.get("lm_head.weight"), tensors.get(embedding)
     return tied and (head is None or embedded is None or torch.equal(head, embedded))
 
 
 def require_shapes(tensors: Tensors, shapes: Shapes) -> None:
-    """Raises FormError listing tensors that are missing, unknown, of another shape, or whole numbers."""
+    """Raises ConversionError listing tensors that are missing, unknown, of another shape, or whole numbers."""
     problems = [f"{name} is missing" for name in shapes if name not in tensors]
     problems += [f"{name} is unknown" for name in tensors if name not in shapes]
     problems += [
@@ -143,24 +144,24 @@ def require_shapes(tensors: Tensors, shapes: Shapes) -> None:
     ]
     problems += [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if not tensor.is_floating_point()]
     if problems:
-        raise FormError("the weights do not fit the config: " + listed(problems))
+        raise ConversionError("the weights do not fit the config: " + listed(problems))
 
 
 def require_options(hf_config: dict[str, Any], needed: dict[str, Any]) -> None:
-    """Raises FormError for keys of a foreign config with a value that our model has no option for. A key that is absent
-    has the needed value: it is the default there."""
+    """Raises ConversionError for keys of a foreign config with a value that our model cannot express. An absent key has
+    the needed value, which is the default there."""
     wrong = [
         f"{key} is {hf_config[key]!r:.100} (only {value!r} can be expressed)"
         for key, value in needed.items()
         if hf_config.get(key, value) != value
     ]
     if wrong:
-        raise FormError(listed(wrong))
+        raise ConversionError(listed(wrong))
 
 
 def our_activation(name: Any) -> str:
     if not isinstance(name, str) or name not in OUR_ACTIVATIONS:
-        raise FormError(f"the activation is {name!r:.100}; what can be expressed is {', '.join(OUR_ACTIVATIONS)}")
+        raise ConversionError(f"the activation is {name!r:.100}; what can be expressed is {', '.join(OUR_ACTIVATIONS)}")
     return OUR_ACTIVATIONS[name]
 
 
@@ -236,7 +237,7 @@ def gpt2_shapes(config: ModelConfig) -> Shapes:
 
 
 def is_conv1d(name: str) -> bool:
-    """OpenAI wrote its linear layers as convolutions of width 1, whose weight is (in, out) where ours is (out, in)."""
+    """OpenAI wrote its linear layers as convolutions of width 1, whose weight is (in, out); ours is (out, in)."""
     return ".c_" in name and name.endswith(".weight")
 
 
@@ -247,7 +248,7 @@ def gpt2_tensors(config: ModelConfig, state: Tensors) -> Tensors:
     theirs_to_ours = {theirs: ours for ours, theirs in names.items()}
     for name, shape in gpt2_shapes(config).items():
         tensor = state.get(theirs_to_ours[name])
-        if tensor is None:  # biases cannot be turned off there; to add zeros changes nothing, not even the last bit
+        if tensor is None:  # biases cannot be turned off there; adding zeros changes no bit
             assert name.endswith(".bias") and not config.bias, name
             tensor = torch.zeros(shape)
         tensors[name] = tensor.T.contiguous() if is_conv1d(name) else tensor
@@ -286,7 +287,7 @@ def nanochat_config(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": False,
         "rms_norm_eps": RMS_NORM_EPSILON,
         "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},
-        "final_logit_softcapping": config.logit_softcap or None,  # left out it would be 15
+        "final_logit_softcapping": config.logit_softcap or None,  # absent, it would be 15
         "initializer_range": 0.02,
         "tie_word_embeddings": config.tie_embeddings,
         "dtype": "float32",
@@ -297,12 +298,12 @@ def config_of_nanochat(hf_config: dict[str, Any], tied: bool) -> ModelConfig:
     heads = hf_config.get("num_attention_heads", 6)
     rope = hf_config.get("rope_parameters") or {"rope_theta": hf_config.get("rope_theta", ROPE_BASE)}
     if not isinstance(rope, dict):
-        raise FormError(f"rope_parameters is {rope!r:.100}; an object {{...}} is needed")
+        raise ConversionError(f"rope_parameters is {rope!r:.100}; an object {{...}} is needed")
     require_options({"rope_type": "default", **rope}, {"rope_type": "default", "rope_theta": ROPE_BASE})
     needed = {"rope_scaling": None, "rms_norm_eps": RMS_NORM_EPSILON, "attention_bias": False}
     require_options({key: value for key, value in hf_config.items() if value is not None}, needed)
     if hf_config.get("num_key_value_heads") not in (None, heads):
-        raise FormError(
+        raise ConversionError(
             f"num_key_value_heads is {hf_config['num_key_value_heads']!r:.100} beside {heads!r:.100} heads; here every "
             "head has keys and values of its own"
         )
@@ -324,7 +325,7 @@ def config_of_nanochat(hf_config: dict[str, Any], tied: bool) -> ModelConfig:
         logit_softcap=hf_config.get("final_logit_softcapping", DEFAULT_SOFTCAP) or 0.0,
     )
     if hf_config.get("head_dim") not in (None, config.head_dim):
-        raise FormError(f"head_dim is {hf_config['head_dim']!r:.100}; only hidden_size / heads can be expressed")
+        raise ConversionError(f"head_dim is {hf_config['head_dim']!r:.100}; only hidden_size / heads can be expressed")
     return config
 
 
@@ -341,11 +342,11 @@ def nanochat_shapes(config: ModelConfig) -> Shapes:
 
 
 def swap_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The rows of q's or k's projection, (C, C) or (C, rank), with the two halves of every head in each other's place.
+    """The rows of q's or k's projection, (C, C) or (C, rank), with the two halves of every head swapped.
 
-    RoPE turns the pairs (x[i], x[i + D/2]). NanoChat turns them by the negative angle; with the members of each pair
-    swapped, that is the rotation we have. All of a head's rows are swapped in q and in k, so no product of the two
-    changes, and a norm over the head does not see the order. Its own reverse.
+    RoPE rotates the pairs (x[i], x[i + D/2]). NanoChat rotates them by the negative angle; with the members of each
+    pair swapped, that is our rotation. The swap is the same in q and k, so their products do not change, and a norm
+    over the head ignores the order. The function is its own inverse.
     """
     return weight.view(heads, 2, -1, weight.size(1)).flip(1).reshape(weight.shape)  # (H, 2, D/2, C)
 

@@ -1,0 +1,87 @@
+"""Folders that are whole or absent, and the checkpoint folders read from and written to them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from common.chat import ChatTemplate
+from common.checkpoint import WEIGHTS_FILES, Checkpoint, stored_config, stored_weights, write_files
+from common.errors import CheckpointError, ConfigError, DataError
+from common.files import json_bytes, sync_directory
+from common.tensors import safetensors_pieces
+from model import ModelConfig, TransformerLanguageModel
+from tokenizer import Tokenizer, load_tokenizer
+
+
+def require_new(out: Path) -> None:
+    """Raises ConfigError if `out` is a file or a folder with content."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is already there. Name a folder that is empty or not there yet.")
+
+
+@contextlib.contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """A folder beside `out` to write into. It gets the name `out` when the body ends; if the body raises, it is
+    deleted.
+
+    Raises ConfigError if something is at `out`, CheckpointError if it cannot be written (a full disk).
+    """
+    require_new(out)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        sync_directory(temporary)
+        if out.exists():
+            out.rmdir()  # it is empty; Windows does not replace a folder
+        os.replace(temporary, out)
+    except OSError as problem:
+        raise CheckpointError(
+            f"{out} could not be written: {problem.strerror or problem}. Nothing is left of it; fix that, or name a "
+            "folder elsewhere."
+        ) from problem
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    sync_directory(out.parent)
+
+
+def write_weights_checkpoint(
+    out: Path,
+    model: TransformerLanguageModel,
+    tokenizer: Tokenizer,
+    tokenizer_file: bytes,
+    template: ChatTemplate | None,
+) -> None:
+    """Write the checkpoint folder `out`: weights, config, tokenizer and their hashes, but no training state.
+
+    Raises what `new_folder` raises.
+    """
+    pieces = safetensors_pieces(stored_weights(model))
+    config = json_bytes(stored_config(model, tokenizer.kind, template))
+    with new_folder(out) as folder:
+        write_files(folder, dict(zip(WEIGHTS_FILES, (pieces, config, tokenizer_file), strict=True)))
+
+
+def load_in_fp32(checkpoint: Checkpoint) -> tuple[TransformerLanguageModel, Tokenizer]:
+    """The model in fp32 on the CPU, whatever device generation would choose. Raises CheckpointError or DataError."""
+    config = checkpoint.trusted_config()
+    path = checkpoint.tokenizer_path()
+    tokenizer = load_tokenizer(path)
+    require_fitting(tokenizer, config, path)
+    model = TransformerLanguageModel(config)
+    checkpoint.load_weights(model)
+    return model.eval(), tokenizer
+
+
+def require_fitting(tokenizer: Tokenizer, config: ModelConfig, source: Path) -> None:
+    """Raises DataError if the tokenizer has ids that the model lacks."""
+    if tokenizer.vocab_size > config.vocab_size:
+        raise DataError(
+            f"The tokenizer of {source} has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}: it is "
+            "the tokenizer of another model."
+        )

@@ -1,0 +1,121 @@
+"""`tools/export_hf.py --gguf`: a GGUF file for llama.cpp and Ollama, proven, and the commands that run it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import shlex
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from common.chat import ChatTemplate
+from common.checkpoint import open_checkpoint
+from common.errors import CheckpointError, ConfigError
+from exchange.extras import INSTALL
+from exchange.folders import load_in_fp32
+from exchange.gguf_file import require_gguf, write_gguf
+from exchange.gguf_proof import Agreement, tanh_difference, verify_gguf
+from exchange.hf_tokenizer import hf_special_tokens
+from model import ModelConfig
+from tokenizer import load_tokenizer
+from tokenizer_base import END_OF_TEXT
+
+PROOF_SECONDS = 600
+TEXT = "Once upon a time there was a king who asked: What is the capital of France?\n\nNobody knew, but 3 of 4.\n"
+
+
+def require_file(path: str | Path, file: Path) -> None:
+    """Raises ConfigError if the model of a checkpoint or run folder cannot be written for llama.cpp, or if `file`
+    exists."""
+    if file.exists():
+        raise ConfigError(f"--gguf {file} is already there. Name a file that is not.")
+    checkpoint = open_checkpoint(path)
+    require_gguf(checkpoint.model_config(), load_tokenizer(checkpoint.tokenizer_path()))
+
+
+def export_file(path: str | Path, file: Path) -> None:
+    """Write the file, prove it if llama.cpp is installed, and print what to type. A file that is not this model is
+    deleted. Raises what `write_gguf` and `prove` raise."""
+    checkpoint = open_checkpoint(path)
+    model, tokenizer = load_in_fp32(checkpoint)
+    template = checkpoint.chat_template()
+    jinja = template.jinja(hf_special_tokens(tokenizer), marks_answers=False) if template else None
+    write_gguf(file, model, tokenizer, file.stem, chat_template=jinja)
+    try:
+        agreement = prove(path, file)
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+    print(f"\n{file} is for llama.cpp and Ollama. " + (f"{agreement}." if agreement else f"Not proven: {INSTALL}"))
+    if difference := tanh_difference(model, tokenizer, [TEXT]):
+        print(
+            f"llama.cpp's GPT-2 approximates GELU by tanh, this model has the exact GELU: logits differ by up to "
+            f"{difference:.1e} because of that."
+        )
+    for title, lines in (
+        ("With llama.cpp", llama_command(file, model.config, template=template)),
+        ("With Ollama, a file named Modelfile beside it", modelfile(file, model.config, template)),
+        ("and in that folder", ollama_commands(file)),
+    ):
+        print(f"\n{title}:\n" + "".join(f"\n  {line}" for line in lines.splitlines()))
+
+
+def prove(path: str | Path, file: Path) -> Agreement | None:
+    """What `verify_gguf` returns, run in another process: llama.cpp sometimes hangs when it ends, and may crash on a
+    file that it does not understand.
+
+    Raises CheckpointError if it answers differently, does not answer in time, or crashes.
+    """
+    context = multiprocessing.get_context("spawn")
+    answer, sender = context.Pipe(duplex=False)
+    process = context.Process(target=send_proof, args=(sender, str(path), str(file)), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        if not answer.poll(PROOF_SECONDS):
+            raise CheckpointError(f"llama.cpp did not answer within {PROOF_SECONDS} s; {file} is not proven.")
+        result: Agreement | CheckpointError | None = answer.recv()
+    except EOFError:
+        raise CheckpointError(f"llama.cpp crashed on {file}.") from None
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(result, CheckpointError):
+        raise result
+    return result
+
+
+def send_proof(sender: Connection, path: str, file: str) -> None:
+    try:
+        sender.send(verify_gguf(file, *load_in_fp32(open_checkpoint(path)), [TEXT]))
+    except CheckpointError as problem:
+        sender.send(problem)
+
+
+def llama_command(
+    path: str | Path, config: ModelConfig, prompt: str = "Once upon a time", template: ChatTemplate | None = None
+) -> str:
+    """llama.cpp's command that continues a prompt, or with a `template` that chats."""
+    tokens = min(200, config.max_seq_len // 2)
+    if template:
+        return f"llama-cli -m {shlex.quote(str(path))} --jinja -n {tokens}"
+    return f"llama-completion -m {shlex.quote(str(path))} -no-cnv -n {tokens} -p {shlex.quote(prompt)}"
+
+
+def modelfile(path: str | Path, config: ModelConfig, template: ChatTemplate | None = None) -> str:
+    """Ollama's Modelfile, to lie beside the file. Ollama's default context is longer than most of ours."""
+    form = '"{{ .Prompt }}"'
+    if template:
+        form = (
+            f'"""{END_OF_TEXT}{{{{ range .Messages }}}}'
+            f'{{{{ if eq .Role "assistant" }}}}{template.assistant} {{{{ .Content }}}}{END_OF_TEXT}'
+            f'{{{{ else if eq .Role "system" }}}}{template.system} {{{{ .Content }}}}\n'
+            f'{{{{ else }}}}{template.user} {{{{ .Content }}}}\n{{{{ end }}}}{{{{ end }}}}{template.assistant}"""'
+        )
+    return f"FROM ./{Path(path).name}\nPARAMETER num_ctx {config.max_seq_len}\nTEMPLATE {form}\n"
+
+
+def ollama_commands(path: str | Path) -> str:
+    """Commands to type in the folder of the file and the Modelfile."""
+    name = re.sub(r"[^a-z0-9._-]+", "-", Path(path).stem.lower()).strip("-._") or "model"
+    return f'ollama create {name} -f Modelfile\nollama run {name} "Once upon a time"'

@@ -1,0 +1,153 @@
+"""Proof that llama.cpp runs a GGUF file as our model: the same token ids, the same next tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common.errors import CheckpointError
+from exchange.extras import is_installed
+from exchange.llama_server import TOP, LlamaServer
+from model import TransformerBlock, TransformerLanguageModel
+from tokenizer import CharacterTokenizer, Tokenizer
+from tokenizer_bpe import PROBE, BPETokenizer
+
+# Largest difference of log-probabilities between llama.cpp and a model with its GELU. That GELU's rounding depends on
+# the last bit of its input: with random weights, 2 layers of 64 were 3e-4 apart, 12 of 768 up to 4e-3. Matrices in fp16
+# make it round more. A wrong file is further off than either.
+TOLERANCES = {"fp32": 1e-2, "fp16": 1e-1}
+TABLE_ENDS = 10.0  # beyond it, llama.cpp computes GELU without its fp16 table
+
+
+# The model as llama.cpp computes it
+
+
+def with_tanh(model: TransformerLanguageModel) -> TransformerLanguageModel:
+    """The same weights with the tanh approximation of GELU (Hendrycks & Gimpel 2016, section 2)."""
+    with torch.device("meta"):
+        twin = TransformerLanguageModel(dataclasses.replace(model.config, activation="gelu_tanh"))
+    twin.load_state_dict(model.state_dict(), assign=True)
+    return twin.eval()
+
+
+def with_table(model: TransformerLanguageModel) -> TransformerLanguageModel:
+    """`with_tanh`, rounded as llama.cpp does it on a CPU: it looks GELU up in a table of fp16 values."""
+    twin = with_tanh(model)
+    for block in twin.blocks:
+        assert isinstance(block, TransformerBlock)
+        block.feed_forward.fc1.register_forward_hook(lambda module, inputs, output: through_fp16(output))
+        block.feed_forward.fc2.register_forward_pre_hook(lambda module, inputs: through_fp16(inputs[0]))
+    return twin
+
+
+def through_fp16(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x.abs() < TABLE_ENDS, x.half().float(), x)
+
+
+@torch.inference_mode()
+def tanh_difference(model: TransformerLanguageModel, tokenizer: Tokenizer, texts: Sequence[str]) -> float:
+    """The largest difference of a logit, at any position of the texts, that the tanh approximation of GELU makes; 0.0
+    for a model that has it."""
+    if model.config.activation == "gelu_tanh":
+        return 0.0
+    twin = with_tanh(model)
+    batches = [torch.tensor(ids)[None] for _, ids in cut_texts(model, tokenizer, texts)]
+    return max((float((model(ids) - twin(ids)).abs().max()) for ids in batches), default=0.0)
+
+
+def cut_texts(
+    model: TransformerLanguageModel, tokenizer: Tokenizer, texts: Sequence[str]
+) -> Iterator[tuple[str, list[int]]]:
+    """Texts with their ids, cut to leave room for one token more; for a character tokenizer, without the characters
+    that it lacks."""
+    for text in texts:
+        if isinstance(tokenizer, CharacterTokenizer):
+            text = tokenizer.decode(tokenizer.encode(text, unknown="drop"))
+        ids = tokenizer.encode(text)[: model.config.max_seq_len - 1].tolist()
+        if ids:
+            yield text, ids
+
+
+# Proof
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far llama.cpp is from the model: the largest differences of the log-probabilities of the TOP likeliest."""
+
+    texts: int  # with equal ids
+    compared: int  # positions in them
+    difference: float  # to the model
+    rounding_aside: float  # to the model with llama.cpp's GELU (`with_table`)
+
+    def __str__(self) -> str:
+        return (
+            f"llama.cpp gives the same token ids on {self.texts} texts; its log-probabilities of the {TOP} likeliest "
+            f"next tokens differ by at most {self.difference:.1e} ({self.rounding_aside:.1e} from this model with "
+            "llama.cpp's GELU: tanh's, in fp16)"
+        )
+
+
+def verify_gguf(
+    path: str | Path,
+    model: TransformerLanguageModel,
+    tokenizer: Tokenizer,
+    texts: Sequence[str] = (),
+    precision: str = "fp32",
+) -> Agreement | None:
+    """Load the file with llama.cpp and compare token ids and next tokens with the model's, in fp32 and on the CPU, on
+    `texts` and on text of many kinds. None if xllamacpp, which contains llama.cpp, is not installed.
+
+    Raises CheckpointError if llama.cpp cannot load the file or answers differently.
+    """
+    if not is_installed("xllamacpp"):
+        return None
+    probe = PROBE if isinstance(tokenizer, BPETokenizer) else "".join(map(chr, tokenizer.codes))
+    pairs = list(cut_texts(model, tokenizer, (probe, *texts)))
+    twin, server = with_table(model), LlamaServer(path, model.config)
+    harmless = harmless_id(tokenizer)
+    difference, rounding_aside, compared = 0.0, 0.0, 0
+    for text, ids in pairs:
+        require_same_ids(path, tokenizer, text, server.tokenize(text))
+        for length in sorted({1, len(ids) // 2 or 1, len(ids)}):
+            top = server.next_tokens(ids[:length], harmless)
+            difference = max(difference, distance(top, model, ids[:length]))
+            rounding_aside = max(rounding_aside, distance(top, twin, ids[:length]))
+            compared += 1
+    if not rounding_aside <= TOLERANCES[precision]:
+        raise CheckpointError(
+            f"{path} is not this model: llama.cpp's log-probabilities differ by {rounding_aside:.1e}, and rounding "
+            f"explains only {TOLERANCES[precision]:.0e}. Do not use it."
+        )
+    return Agreement(len(pairs), compared, difference, rounding_aside)
+
+
+def require_same_ids(path: str | Path, tokenizer: Tokenizer, text: str, theirs: list[int]) -> None:
+    ours = tokenizer.encode(text).tolist()
+    if theirs == ours:
+        return
+    same = next((i for i, (a, b) in enumerate(zip(theirs, ours, strict=False)) if a != b), min(len(theirs), len(ours)))
+    raise CheckpointError(
+        f"{path} has another tokenizer: llama.cpp gives other ids from token {same} on, after "
+        f"{tokenizer.decode(ours[:same])[-40:]!r}. Do not use it."
+    )
+
+
+def harmless_id(tokenizer: Tokenizer) -> int:
+    """A token of whole characters that does not end a text."""
+    special = tokenizer.special_ids.values() if isinstance(tokenizer, BPETokenizer) else ()
+    for i in range(tokenizer.vocab_size):
+        if i not in special and (text := tokenizer.decode([i])) and "\ufffd" not in text:
+            return i
+    raise AssertionError("a vocabulary without a single character")
+
+
+@torch.inference_mode()
+def distance(top: dict[int, float], model: TransformerLanguageModel, prompt: list[int]) -> float:
+    """The largest difference between the log-probabilities in `top`, by id, and the model's after the prompt."""
+    ours = model(torch.tensor([prompt]))[0, -1].log_softmax(-1)  # (V,)
+    return max(abs(logprob - float(ours[i])) for i, logprob in top.items())
