@@ -1,4 +1,4 @@
-"""The checkpoints that the demo finds, the models of those that were asked last, and how their runs went."""
+"""The checkpoints that the demo finds, the models used last, and the losses of their runs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any, NamedTuple
 from common.checkpoint import Checkpoint, step_folders
 from common.errors import CheckpointError, UserError
 from common.publishing import STEP_NAME
-from serving.openai_form import Served
-from serving.server import load_served, run_folder
+from serving.served import Served, load_served, run_folder
 from serving.watch_page import named
 from training.telling.records import read_metrics
 from training.telling.run_reader import RunReader
 
-MOST_COMPARED = 4  # checkpoints on one prompt, and models that are kept in memory
-WEIGHTS = ("manifest.json", "pytorch_model.bin")  # of which a whole checkpoint, ours or the blog's, has one
+MOST_COMPARED = 4  # checkpoints on one prompt, and models kept in memory
+WEIGHTS = ("manifest.json", "pytorch_model.bin")  # a whole checkpoint, ours or the blog's, has one of them
 
 
 class Found(NamedTuple):
-    """A checkpoint folder that is there, the name it goes by, and whether it was trained on conversations."""
+    """A checkpoint folder, its name on the page, and whether it was trained on conversations."""
 
     path: Path
     name: str
@@ -30,14 +29,14 @@ class Found(NamedTuple):
 
 
 class Library:
-    """The checkpoints below some folders, and the models of those that were used last."""
+    """The checkpoints below some folders, and the models used last."""
 
     def __init__(self, places: Sequence[Path], device: str, max_tokens: int) -> None:
         self.places, self.device, self.max_tokens = places, device, max_tokens
         self.loaded: OrderedDict[Path, tuple[tuple[int, int], Served]] = OrderedDict()
 
     def find(self) -> list[Found]:
-        """What there is now, the run that was written last first."""
+        """The checkpoints that exist now, the run written last first."""
         found = list(dict.fromkeys(path for place in self.places for path in checkpoints_below(place)))
         runs: dict[Path, list[Path]] = {}
         for path in found:
@@ -46,20 +45,19 @@ class Library:
         return [Found(path, name_of(path), is_chat(path)) for paths in newest_first for path in paths]
 
     def open(self, name: str) -> Served:
-        """The model of the checkpoint folder `name`, from memory where it is the one that was read before.
+        """The model of the checkpoint folder `name`, from memory if the folder has not changed.
 
-        Raises CheckpointError for a folder that is not among those that are found, whatever it may be, and what
-        `load_served` raises.
+        Raises CheckpointError for any folder that `find` does not return, and what `load_served` raises.
         """
         found = {str(found.path): found.path for found in self.find()}
         if name not in found:
             raise CheckpointError(f"The checkpoint {name:.200} is no longer there; choose another.")
         path = found[name]
         status = (path / "config.json").stat()
-        identity = (status.st_ino, status.st_mtime_ns)  # best/ is replaced by another while a training goes on
+        identity = (status.st_ino, status.st_mtime_ns)  # a running training replaces best/
         before = self.loaded.pop(path, None)
         if before is None or before[0] != identity:
-            before = None  # its memory is free before that of the next is taken
+            before = None  # free its memory before the next model takes some
             while len(self.loaded) >= MOST_COMPARED:
                 self.loaded.popitem(last=False)
             before = identity, load_served(path, self.device, self.max_tokens)
@@ -67,9 +65,9 @@ class Library:
         return before[1]
 
     def runs(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """How the runs of these checkpoints went, as the page of tools/watch.py takes it; those that have reported.
+        """The metrics of these checkpoints' runs, for the page of tools/watch.py; only runs that have reported.
 
-        Without what is in their settings and samples: folders and prompts are not for everybody who is let in.
+        Settings and samples are left out: they name folders and prompts, which visitors should not see.
         """
         there = [found.path for found in self.find() if str(found.path) in names]
         read = [RunReader(folder, name).read() for folder, name in named(list(map(run_folder, there))).items()]
@@ -77,8 +75,7 @@ class Library:
 
 
 def checkpoints_below(place: Path) -> Iterator[Path]:
-    """The checkpoint `place`, or those of the run that it is, or of the runs and checkpoints in it; each run's newest
-    first."""
+    """The checkpoint `place`, or the checkpoints of the run `place`, or of all runs in it; each run's newest first."""
     if is_checkpoint(place):
         yield place
         return
@@ -102,7 +99,7 @@ def written(checkpoint: Path) -> float:
 
 
 def is_chat(checkpoint: Path) -> bool:
-    """False too for one whose config.json is not usable: what is wrong with it is said when it is asked."""
+    """Also False if config.json is not usable: opening the checkpoint reports that."""
     try:
         return Checkpoint(checkpoint).chat_template() is not None
     except UserError:
@@ -118,7 +115,7 @@ def name_of(checkpoint: Path) -> str:
 
 
 def standing(checkpoint: Path) -> str:
-    """What its name does not say of how far its training was and how good, as far as its folder and its run tell."""
+    """Its step and validation loss, unless its name says them; "" if unknown."""
     try:
         step = Checkpoint(checkpoint).training_state().get("step")
     except UserError:

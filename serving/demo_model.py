@@ -1,11 +1,11 @@
-"""What the demo shows: prompts and conversations with what models make of them, token by token.
+"""What the demo shows: prompts and conversations, and what models write, token by token.
 
-It is told as events, in batches, each of which goes to the page once:
+It yields events in batches. Each event goes to the page once:
 
-    {"cards": [{"title", "detail"}, ...]}   begin anew, with a card for each checkpoint
-    {"card": 0, "turn": "prompt", "text"}   a text that was typed, "prompt" or "user"; or with "model" one that begins
+    {"cards": [{"title", "detail"}, ...]}   clear the page; a card for each checkpoint
+    {"card": 0, "turn": "prompt", "text"}   a typed text, "prompt" or "user"; "model": a new text of the model
     {"card": 0, "token": [...]}             see `token_entry`
-    {"card": 0, "note": "..."}              in place of the note before
+    {"card": 0, "note": "..."}              replaces the note before
     {"card": 0, "problem": "..."}
     {"card": 0, "running": true}
 
@@ -26,9 +26,9 @@ from common.errors import CheckpointError
 from generation.inspection import Chosen, inspect, token_label
 from generation.sampling import Sampling
 from serving.demo_library import MOST_COMPARED, Library, standing
-from serving.openai_form import Parameters, RequestError, Served, chat_ids, explain, read_sampling, text_ids
-from tokenizer import Tokenizer
-from tokenizer_base import valid_unicode
+from serving.openai_request import Parameters, RequestError, chat_ids, explain, read_sampling, text_ids
+from serving.served import Served
+from tokenizer import Tokenizer, valid_unicode
 
 LONGEST_PROMPT = 20_000  # characters; several times what these models read
 SHOW_EVERY = 0.05  # seconds between two batches of events
@@ -56,10 +56,10 @@ class Card:
 
     index: int
     turns: list[Turn] = field(default_factory=list)
-    fresh: list[Event] = field(default_factory=list)  # that the page was not told yet
+    fresh: list[Event] = field(default_factory=list)  # not sent to the page yet
     writing: Iterator[None] | None = None  # while it writes
     note: str = ""  # while it writes
-    remark: str = ""  # after any other note
+    remark: str = ""  # appended to the last note
 
     def tell(self, **what: Any) -> None:
         self.fresh.append({"card": self.index, **what})
@@ -79,7 +79,7 @@ class Card:
         self.tell(running=False)
 
     def begin(self, turn: Turn, served: Served, ids: list[int], sampling: Sampling) -> None:
-        """Show the turn, and get ready to write what follows the `ids`."""
+        """Show the turn, and prepare to write what follows the `ids`."""
         for added in (turn, Turn("model")):
             self.turns.append(added)
             self.fresh += [{"card": self.index, **event} for event in added.events()]
@@ -104,7 +104,7 @@ class Card:
         self.end(f"{self.note}, {how}")
 
     def go_on(self) -> None:
-        """One token more, or the end."""
+        """Write one more token, or end."""
         try:
             if self.writing is not None:
                 next(self.writing, None)
@@ -125,10 +125,10 @@ def token_entry(chosen: Chosen, tokenizer: Tokenizer) -> list[Any]:
 def complete(
     library: Library, names: Sequence[str], prompt: str, given: Mapping[str, Any], seconds: float
 ) -> Iterator[list[Event]]:
-    """What each of the checkpoints makes of one prompt, a token of each in turn.
+    """Each checkpoint continues one prompt, one token of each in turn.
 
-    `given` are parameters as tools/serve.py takes them. A model of conversations is asked the prompt as a question.
-    What cannot be done stands in the card that it is about. Who asks for no more stops the models.
+    `given` are parameters as tools/serve.py takes them. A model of conversations gets the prompt as a question. A
+    problem is shown in its card. To stop the models, stop iterating.
     """
     if why := refusal(names, prompt):
         yield [{"cards": [{}]}, {"card": 0, "problem": why}]
@@ -155,9 +155,9 @@ def complete(
 def converse(
     library: Library, name: str | None, history: list[Turn], question: str, given: Mapping[str, Any], seconds: float
 ) -> Iterator[tuple[list[Event], list[Turn]]]:
-    """The answer to a question as it comes, after the `history`: events, and the turns that are the next history.
+    """The answer to a question after the `history`, streamed: events, and the turns that are the next history.
 
-    What was not answered is no part of it. A question that cannot be asked leaves the turns as they were.
+    Unanswered questions are left out of it. A question that cannot be asked does not change the turns.
     """
     pairs = zip(history[::2], history[1::2], strict=True)
     card = Card(0, [turn for pair in pairs if pair[1].text.strip() for turn in pair])
@@ -175,7 +175,7 @@ def converse(
         ids = chat_ids(messages, sampling, served)
         assert served.chat is not None
         if len(ids) < len(served.chat.prompt_ids(served.tokenizer, messages)):
-            card.remark = ". There is no room for all that was said: it forgot the oldest turns."
+            card.remark = ". The conversation is longer than the context: the oldest turns were dropped."
         card.begin(Turn("user", question), served, ids, sampling)
     except Exception as problem:
         card.fail(problem)
@@ -184,12 +184,12 @@ def converse(
 
 
 def stream(cards: list[Card], seconds: float) -> Iterator[list[Event]]:
-    """What comes while the cards write, in turn, for so many seconds at most."""
+    """Events while the cards write in turn, for at most `seconds`."""
     started = shown = time.monotonic()
     while any(card.writing for card in cards):
         for card in cards:
             card.go_on()
-        running = [card for card in cards if card.writing is not None]  # the note of one that has ended is its last
+        running = [card for card in cards if card.writing is not None]  # a finished card keeps its last note
         now = time.monotonic()
         if now - started >= seconds:
             for card in running:
@@ -211,7 +211,7 @@ def opening(library: Library, names: Sequence[str]) -> Event:
 
 
 def refusal(names: Sequence[str], prompt: str) -> str:
-    """Why nobody is asked; "" if they are."""
+    """Why the request is refused; "" if it is not."""
     if not names:
         return "Choose a checkpoint."
     if len(names) > MOST_COMPARED:
@@ -222,14 +222,14 @@ def refusal(names: Sequence[str], prompt: str) -> str:
 
 
 def asked(question: str) -> str:
-    """Raises RequestError for nothing."""
+    """Raises RequestError for an empty question."""
     if not question.strip():
         raise RequestError("This model answers: type a question.")
     return valid_unicode(question)
 
 
 def with_seed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The seed is what was typed; where that is nothing, the same one for all that are compared."""
+    """The typed seed, or a random one, the same for all checkpoints."""
     seed = str(given.get("seed") or "").strip()
     return {**given, "seed": int(seed) if seed.isdecimal() else seed or random.randrange(2**31)}
 

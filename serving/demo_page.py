@@ -1,4 +1,4 @@
-"""The page of the demo, made with Gradio: what stands where, and which function answers what."""
+"""The page of the demo, made with Gradio: its layout, and which function handles which event."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ TEMPLATE = """
   <p class="caption">The model's own probabilities, before temperature, top-k, top-p and penalty.</p>
 </div>
 """
-# JavaScript of a frame that is always as high as what is in it.
+# JavaScript that keeps a frame as high as its content.
 FIT = "new ResizeObserver(([{ target }]) => { this.height = target.offsetHeight; }).observe(this.contentDocument.body)"
 SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
 
 
 def theme() -> Any:
-    """With the fonts that are there: none is fetched."""
+    """With the visitor's own fonts: none is downloaded."""
     text, code = ["system-ui", "sans-serif"], ["ui-monospace", "Consolas", "monospace"]
     ours = gr.themes.Default(primary_hue="indigo", secondary_hue="indigo", font=text, font_mono=code)
-    # Gradio's own are too faint to be read by all.
+    # Gradio's own colours have too little contrast.
     return ours.set(
         color_accent="*primary_600",
         button_primary_background_fill="*primary_600",
@@ -56,8 +56,8 @@ def style() -> str:
 
 
 def make_page(library: Library, queue: int, seconds: float) -> Any:
-    """The page, a `gradio.Blocks` that is not launched: one text is made at a time, `queue` requests wait, and after so
-    many `seconds` a text ends where it is."""
+    """The page, a `gradio.Blocks` that is not launched yet. It generates one text at a time, up to `queue` requests
+    wait, and a text ends after `seconds`."""
 
     def choices() -> list[tuple[str, str]]:
         return [(found.name, str(found.path)) for found in library.find()]
@@ -66,7 +66,7 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
         return [(found.name, str(found.path)) for found in library.find() if found.answers]
 
     def look_again(chosen: list[str], answerer: str | None) -> tuple[Any, Any, Any]:
-        """What is chosen stays, for meanwhile it may be another, unless it is gone."""
+        """Keep the current choice, unless that checkpoint is gone."""
         there, answering = choices(), answerers()
         paths, answering_paths = [path for _, path in there], [path for _, path in answering]
         kept = [path for path in chosen or [] if path in paths]
@@ -90,7 +90,7 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
         log = ""
         for i, (events, turns) in enumerate(converse(library, name, history, question or "", given, seconds)):
             log += lines(events)
-            # Taken out of its box at once, for later the next one may have been begun there.
+            # Empty its box at once: later, the visitor may already be typing the next one.
             was_asked = i == 1 and not any("problem" in event for event in events)
             yield log, turns, "" if was_asked else gr.skip()
 
@@ -142,7 +142,7 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
                     gr.Textbox(label="Seed", placeholder="another each time", max_length=20),
                 ]
         history = gr.State([])
-        own = {"api_visibility": "private", "show_progress": "hidden"}  # Gradio's would lie over the text
+        own = {"api_visibility": "private", "show_progress": "hidden"}  # Gradio's own would cover the text
         turn = own | {"concurrency_id": "model", "concurrency_limit": 1, "js": told("waiting")}
         aside = own | {"queue": False}
         writing = gr.on([go.click, prompt.submit], continue_text, [models, prompt, *settings], texts, **turn)
@@ -163,20 +163,19 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
         gr.on([texting.select, conversation.select], lambda: gr.update(visible=True), None, beside, **aside)
         gr.on([models.change, answerer.change], None, js=told("chosen"), **aside)
     page.queue(max_size=queue, default_concurrency_limit=1, api_open=False)
-    # How often it looks whether somebody asks: its own thousand times take 5 % of a core from a training beside it.
+    # How often it looks for requests. Its default, 1,000 times a second, takes 5 % of a core from a training.
     page._queue.sleep_when_free = page._queue.progress_update_sleep_when_free = 0.02
     return page
 
 
 def lines(events: list[Event]) -> str:
-    """Events as the page reads them: text that only grows, of which Gradio sends what is new, and that has no `<`, for
-    nothing in it is a tag."""
+    """Events as lines of text. The text only grows, so Gradio sends only what is new, and has no `<`, so nothing in it
+    is a tag."""
     return "".join(json.dumps(event).replace("<", "\\u003c") + "\n" for event in events)
 
 
 def told(what: str) -> str:
-    """JavaScript by which the texts in sight learn what becomes of a request before its first event, or in place of its
-    last."""
+    """JavaScript that tells the visible texts the state of a request, before its first event or instead of its last."""
     tell = f"view.dispatchEvent(new CustomEvent('request', {{detail: '{what}'}}))"
     return (
         f"(...inputs) => {{ document.querySelectorAll('.tokens .tokens').forEach((view) => {tell}); return inputs; }}"

@@ -1,4 +1,4 @@
-"""One generation at a time, in a thread of its own, and the requests that wait for it, up to a bound."""
+"""One generation at a time, in its own thread, and a bounded queue of requests that wait."""
 
 from __future__ import annotations
 
@@ -12,40 +12,41 @@ from concurrent.futures import ThreadPoolExecutor
 
 from generation.decoding import Completion, generate
 from generation.likelihood import Likelihoods
-from serving.openai_form import Question, RequestError, Served
+from serving.openai_request import Question, RequestError
+from serving.served import Served
 
-GRACE = 5.0  # seconds beyond its time in which a request's last token is made and its answer is sent
-GRACE_AT_END = 1.0  # where the server ends
+GRACE = 5.0  # seconds after a request's deadline to finish its last token and send its answer
+GRACE_AT_END = 1.0  # seconds, when the server stops
 
 
 class Abandoned(Exception):
-    """Nobody waits for the answer any more."""
+    """The client is gone."""
 
 
 class Job:
-    """A generation, from its place in the queue to its last token. Its text comes out of `pieces` as it is made."""
+    """A generation, from its place in the queue to its last token. `pieces` streams its text."""
 
     def __init__(self, question: Question, deadline: float) -> None:
         self.question, self.deadline = question, deadline
         self.likelihoods = None if question.logprobs is None else Likelihoods(question.logprobs, question.echo)
         self.abandoned = threading.Event()
         self.began = False
-        self.fresh: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()  # None: there is no more
+        self.fresh: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()  # None: the end
         self.task: asyncio.Task[list[Completion]]
 
     def abandon(self) -> None:
-        """It ends within a token, or does not begin."""
+        """Stop it within one token, or before it begins."""
         self.abandoned.set()
         if not self.began:
             self.task.cancel()
 
     async def pieces(self) -> AsyncIterator[tuple[int, str]]:
-        """(index of the text, what comes next of it)."""
+        """(index of a text, its next piece)"""
         while (piece := await self.fresh.get()) is not None:
             yield piece
 
     async def completions(self) -> list[Completion]:
-        """Raises RequestError if its time was up before it began, Abandoned if that happened."""
+        """Raises RequestError if its deadline passed before it began, Abandoned if it was abandoned."""
         await asyncio.wait([self.task])
         if self.task.cancelled():
             raise Abandoned
@@ -53,10 +54,10 @@ class Job:
 
 
 class GenerationQueue:
-    """Who may begin, who waits, who is refused. Its methods belong to one event loop.
+    """Decides which request begins, waits or is refused. Call its methods from one event loop.
 
-    A request has `seconds` from its arrival. A text that is not finished then ends where it is; a request whose turn
-    has not come is told so.
+    A request has `seconds` from its arrival. A text that is not finished by then ends where it is; a request that has
+    not begun gets an error.
     """
 
     def __init__(self, served: Served, waiting: int, seconds: float) -> None:
@@ -69,7 +70,7 @@ class GenerationQueue:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """Held from before a request is read, so that no more than so many lie in memory. Raises RequestError."""
+        """Held from before a request is read, so that memory holds a bounded number. Raises RequestError."""
         if self.stopping.is_set():
             raise ending()
         if not self.places:
@@ -83,8 +84,7 @@ class GenerationQueue:
 
     @contextlib.asynccontextmanager
     async def time_limit(self, deadline: float) -> AsyncIterator[None]:
-        """Raises TimeoutError inside when a request that arrived in time should have been answered, or the server is
-        about to end."""
+        """Raises TimeoutError inside when the deadline is long past, or when the server stops."""
         async with asyncio.timeout_at(deadline + GRACE) as limit:  # the event loop's clock is time.monotonic
             self.limits.add(limit)
             try:
@@ -93,7 +93,7 @@ class GenerationQueue:
                 self.limits.remove(limit)
 
     def start(self, question: Question, deadline: float, give_back: Callable[[], None]) -> Job:
-        """`give_back` is called once the job no longer takes up the thread or the queue."""
+        """`give_back` is called once the job no longer uses the thread or the queue."""
         job = Job(question, deadline)
         job.task = asyncio.create_task(self.run(job))
 
@@ -119,14 +119,14 @@ class GenerationQueue:
             if self.stopping.is_set():
                 raise ending()
             if time.monotonic() >= job.deadline:
-                message = f"The request waited {self.seconds:g} s for its turn; try again when less is asked."
+                message = f"The request waited {self.seconds:g} s for its turn; try again later."
                 raise RequestError(message, status=503, code="timeout")
             job.began = True
             work = functools.partial(generate, on_text=on_text, go_on=go_on, told=job.likelihoods)
             return await loop.run_in_executor(self.thread, work, model, tokenizer, question.prompts, question.sampling)
 
     def stop(self) -> None:
-        """What is under way ends within a token, what waits is refused, and nothing takes longer than it must."""
+        """Stop the running generation within one token and refuse the waiting ones."""
         self.stopping.set()
         soon = time.monotonic() + GRACE_AT_END
         for limit in self.limits:
@@ -134,4 +134,4 @@ class GenerationQueue:
 
 
 def ending() -> RequestError:
-    return RequestError("The server is about to end.", status=503)
+    return RequestError("The server is shutting down.", status=503)

@@ -1,4 +1,4 @@
-"""Text in the form of OpenAI's completions and chat completions, whole or in the parts of a stream."""
+"""Text as OpenAI's completions and chat completions, whole or in the parts of a stream."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from typing import Any, NamedTuple
 
 from generation.decoding import Completion
 from generation.likelihood import Likelihood, Likelihoods
-from serving.openai_form import Question, Served
+from serving.openai_request import Question
+from serving.served import Served
 from tokenizer import Tokenizer
 
 
 class Answer:
-    """Each text is told once: `whole`, or as `opening`, a `piece` for each of its pieces, and `closing`."""
+    """Each text is sent once: `whole`, or as `opening`, `piece` by `piece`, and `closing`."""
 
     def __init__(self, question: Question, served: Served, likelihoods: Likelihoods | None) -> None:
-        """`likelihoods` grow with the texts; None: they were not asked for."""
+        """`likelihoods` grow with the texts; None: not asked for."""
         self.question, self.served, self.likelihoods = question, served, likelihoods
         self.id, self.created = uuid.uuid4().hex, int(time.time())
         self.places = [TokenPlaces(served.tokenizer, len(text)) for text in question.asked]
-        self.lengths = [0] * len(question.prompts)  # characters of each text that were told
-        # The space before an answer in a conversation is left out.
+        self.lengths = [0] * len(question.prompts)  # characters of each text that were sent
+        # In a conversation, the space before an answer is left out.
         self.begun = [not question.is_chat] * len(question.prompts)
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -39,7 +40,7 @@ class Answer:
         return self.envelope(choices, "") | {"usage": self.usage(completions)}
 
     def opening(self) -> list[dict[str, Any]]:
-        """What a stream begins with."""
+        """The first parts of a stream."""
         texts = range(len(self.question.prompts))
         if self.question.is_chat:
             said = {"delta": {"role": "assistant", "content": ""}}
@@ -49,7 +50,7 @@ class Answer:
         ]
 
     def piece(self, index: int, text: str) -> list[dict[str, Any]]:
-        """What comes next of a text."""
+        """The next piece of a text."""
         self.lengths[index] += len(text)
         if not self.begun[index]:
             text = text.lstrip()

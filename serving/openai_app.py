@@ -1,4 +1,4 @@
-"""OpenAI's addresses over HTTP: who may ask, how much, and how the answer is sent, at once or as it is made."""
+"""OpenAI's API over HTTP: who may ask, how much, and how the answer is sent, whole or streamed."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from serving.generation_queue import Abandoned, GenerationQueue, Job
 from serving.openai_answer import Answer
-from serving.openai_form import RequestError, Served, explain, read_question
+from serving.openai_request import RequestError, explain, read_question, require_name
+from serving.served import Served
 from serving.server import OWN_HOSTS, host_name
 
 HEALTH = "/health"
-LARGEST_BODY = 1_000_000  # bytes; many times what any context holds
-LARGEST_DISCARDED = 16_000_000  # bytes that are still received, for who is cut off while sending reads no answer
+LARGEST_BODY = 1_000_000  # bytes; many times any context
+LARGEST_DISCARDED = 16_000_000  # bytes still received: a client cut off while sending reads no answer
 
 
 def make_app(
     served: Served, queue: GenerationQueue, key: str | None, address: str, origins: Sequence[str] = ()
 ) -> Starlette:
-    """`address` is the one it listens on. Without a key it answers to that and the names by which a browser calls this
-    machine. Pages from `origins` may read its answers ("*": all pages)."""
+    """`address` is the one it listens on. Without a key it answers only requests to that address and to a browser's
+    names for this machine. Pages from `origins` may read its answers ("*": all pages)."""
 
     async def list_models(request: Request) -> Response:
         return json_response({"object": "list", "data": [served.card()]})
 
     async def show_model(request: Request) -> Response:
-        served.require_name(request.path_params["name"])
+        require_name(served, request.path_params["name"])
         return json_response(served.card())
 
     async def show_health(request: Request) -> Response:
@@ -55,7 +56,7 @@ def make_app(
             Route("/v1/chat/completions", Completions(served, queue, is_chat=True), methods=["POST"]),
         ],
         middleware=[
-            # The first: a browser asks without a key whether a page may, and the page has to read a refusal, too.
+            # First: a browser asks without a key whether a page may ask, and the page must be able to read a refusal.
             Middleware(
                 CORSMiddleware,
                 allow_origins=origins,
@@ -70,7 +71,7 @@ def make_app(
 
 
 class RequireHost:
-    """A page from elsewhere could have its own name lead here, and read what it is told (DNS rebinding)."""
+    """A page from elsewhere could point its own name here and read the answers (DNS rebinding)."""
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
         self.app, self.names = app, names
@@ -88,10 +89,10 @@ class RequireKey:
         self.app, self.expected = app, key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == HEALTH:  # who looks after a server has no key, and learns nothing else
+        if scope["path"] == HEALTH:  # a monitor has no key, and learns nothing else
             return await self.app(scope, receive, send)
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        # In constant time, whatever it begins with: how long a refusal takes tells nothing.
+        # In constant time: how long a refusal takes must reveal nothing.
         if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self.expected):
             return await self.app(scope, receive, send)
         message = "The key is missing or wrong; send the server's as `Authorization: Bearer KEY`."
@@ -99,7 +100,7 @@ class RequireKey:
 
 
 class Completions:
-    """Text for what was posted, one request at a time."""
+    """Answers posted requests, one at a time."""
 
     def __init__(self, served: Served, queue: GenerationQueue, is_chat: bool) -> None:
         self.served, self.queue, self.is_chat = served, queue, is_chat
@@ -112,7 +113,7 @@ class Completions:
             gone = asyncio.create_task(abandon_when_gone(request, job))
             try:
                 response = await self.respond(job, deadline)
-                with contextlib.suppress(TimeoutError):  # a client that does not read what it is sent
+                with contextlib.suppress(TimeoutError):  # a client that does not read its answer
                     async with self.queue.time_limit(deadline):
                         await response(scope, receive, send)
             finally:
@@ -120,21 +121,21 @@ class Completions:
                 job.abandon()
 
     async def start(self, request: Request, deadline: float) -> Job:
-        """Raises RequestError for what cannot be answered, ClientDisconnect for a client that went away."""
+        """Raises RequestError for a bad request, ClientDisconnect if the client is gone."""
         with contextlib.ExitStack() as held:
             held.enter_context(self.queue.place())
             try:
                 async with self.queue.time_limit(deadline):
                     body = await read_body(request)
-                    # A long text takes its time to become ids, in which others are served.
+                    # Tokenizing a long text takes time; others are served meanwhile.
                     question = await asyncio.to_thread(read_question, body, self.is_chat, self.served)
             except TimeoutError:
                 raise RequestError("The request took too long to arrive.", status=408) from None
             return self.queue.start(question, deadline, held.pop_all().close)
 
     async def respond(self, job: Job, deadline: float) -> Response:
-        """Waits until the status is certain: for all of the text, or for the first of it. Raises RequestError,
-        Abandoned."""
+        """Waits for the whole text, or for the first piece of a stream: then the status is certain. Raises
+        RequestError, Abandoned."""
         answer, pieces = Answer(job.question, self.served, job.likelihoods), job.pieces()
         try:
             async with self.queue.time_limit(deadline):
@@ -142,20 +143,20 @@ class Completions:
                 if first is None:  # nothing to stream, or an error
                     completions = await job.completions()
         except TimeoutError:
-            raise RequestError("The answer was not begun in time.", status=503, code="timeout") from None
+            raise RequestError("The answer did not begin in time.", status=503, code="timeout") from None
         except (RequestError, Abandoned):
             raise
         except Exception as problem:
             raise explain(problem) from None
         if not job.question.stream:
             return json_response(answer.whole(completions))
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies are to pass each piece on
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies should pass on each piece at once
         return StreamingResponse(events(job, answer, first, pieces), headers=headers, media_type="text/event-stream")
 
 
 async def read_body(request: Request) -> bytes:
-    """Raises RequestError for too large a body, or one that is not said to be JSON."""
-    # A page from elsewhere may have a browser post other kinds here without asking; for this one it has to ask.
+    """Raises RequestError if the body is too large, or not declared as JSON."""
+    # A browser lets any page post other types here without asking first; for JSON it asks.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError("The request needs the header `Content-Type: application/json`.", status=415)
     body, size = bytearray(), 0
@@ -191,7 +192,7 @@ async def events(
             yield event(part)
     except Abandoned:
         return
-    except Exception as problem:  # the status is long sent
+    except Exception as problem:  # the status is already sent
         yield event(explain(problem).content())
     yield "data: [DONE]\n\n"
 
@@ -201,7 +202,7 @@ def event(content: dict[str, Any]) -> str:
 
 
 def json_response(content: dict[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """In ASCII: what a client wrote and is told again may hold half a character, which no UTF-8 can express."""
+    """In ASCII: text that is sent back to a client may contain half a character, which UTF-8 cannot express."""
     return Response(json.dumps(content), status, headers, media_type="application/json")
 
 

@@ -1,4 +1,4 @@
-"""What every server of a model needs: the flags of its limits, an address to listen on, the model under its name."""
+"""What every server needs: flags for its address and limits, and a socket that listens. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,45 +9,47 @@ import ipaddress
 import re
 import socket
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from common.errors import ConfigError
 from common.flags import Parser, add_debug
 
-if TYPE_CHECKING:
-    from serving.openai_form import Served
-
-OWN_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # by which a browser calls this machine
-SOMEWHERE = "192.0.2.1"  # an address that is nobody's (RFC 5737)
+OWN_HOSTS = ("127.0.0.1", "localhost", "[::1]")  # a browser's names for this machine
+UNUSED_ADDRESS = "192.0.2.1"  # reserved, belongs to nobody (RFC 5737)
+PORTS = "0 to 65535 is allowed"
+# An environment variable, not a flag: every user of a machine can read the command lines of its processes.
+KEY_VARIABLE = "SERVE_API_KEY"
 
 
 def add_flags(parser: Parser, port: int, queue: int, max_tokens: int, timeout: int) -> None:
-    """Where it listens and how much it gives; the numbers are the defaults."""
+    """Flags for the address and the limits; the numbers are the defaults."""
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all of them [127.0.0.1]")
-    parser.add_argument("--port", type=int, default=port, metavar="N", help=f"0: any that is free [{port}]")
+    parser.add_argument("--port", type=int, default=port, metavar="N", help=f"0: any free one [{port}]")
     parser.add_argument("--queue", type=int, default=queue, metavar="N", help=f"requests that may wait [{queue}]")
     parser.add_argument(
-        "--max_tokens", type=int, default=max_tokens, metavar="N", help=f"a request may ask for [{max_tokens}]"
+        "--max_tokens", type=int, default=max_tokens, metavar="N", help=f"the most a request may ask for [{max_tokens}]"
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=timeout,
         metavar="SECONDS",
-        help=f"after which a text ends where it is [{timeout}]",
+        help=f"a text that takes longer ends where it is [{timeout}]",
     )
     devices = ("auto", "cpu", "cuda", "mps")
     parser.add_argument("--device", choices=devices, default="auto", help="where to compute [auto]")
     add_debug(parser)
 
 
+def is_port(number: int) -> bool:
+    return 0 <= number <= 65535
+
+
 def check_flags(arguments: argparse.Namespace, least_queue: int, packages: Sequence[str]) -> None:
-    """Raises ConfigError naming each value that is out of range, or the packages that are missing."""
+    """Raises ConfigError naming each value out of range, or the missing packages."""
     problems = [
         f"--{name} is {getattr(arguments, name)}; {allowed}"
         for name, holds, allowed in (
-            ("port", 0 <= arguments.port <= 65535, "0 to 65535 is allowed"),
+            ("port", is_port(arguments.port), PORTS),
             ("queue", arguments.queue >= least_queue, f"{least_queue} or more is needed"),
             ("max_tokens", arguments.max_tokens >= 1, "1 or more is needed"),
             ("timeout", 0 < arguments.timeout <= 86400, "more than 0 and at most 86400 is needed"),
@@ -61,13 +63,13 @@ def check_flags(arguments: argparse.Namespace, least_queue: int, packages: Seque
 
 
 def listen(host: str, port: int, remedy: str | None = None) -> socket.socket:
-    """A socket that listens. Raises ConfigError for an address that cannot be had, and for one that lets other machines
-    in, if there is a `remedy`: what to do about it."""
+    """A socket that listens. Raises ConfigError if the address cannot be used. With a `remedy`, which says what to do,
+    also if it lets other machines in."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)[0]
     except OSError:
         raise ConfigError(
-            f"--host {host} is no address of this machine; 127.0.0.1 is for this machine alone."
+            f"--host {host} is no address of this machine; 127.0.0.1 lets only this machine in."
         ) from None
     if remedy is not None and not ipaddress.ip_address(address[0]).is_loopback:
         raise ConfigError(f"--host {host} lets other machines in, and they need a key: {remedy}")
@@ -77,40 +79,43 @@ def listen(host: str, port: int, remedy: str | None = None) -> socket.socket:
         if problem.errno == errno.EADDRINUSE:
             raise ConfigError(f"Port {port} is in use by another program; choose another with --port.") from None
         reason = problem.strerror or problem
-        raise ConfigError(f"--host {host} --port {port} cannot be listened on ({reason}); choose others.") from None
+        raise ConfigError(f"--host {host} --port {port} cannot be used ({reason}); choose others.") from None
+
+
+def listen_with_key(host: str, port: int, key: str | None) -> socket.socket:
+    """Raises ConfigError as `listen` does, without a key also for an address that lets other machines in, and for a key
+    that no HTTP header can hold."""
+    if key and not re.fullmatch(r"[!-~]+", key):
+        raise ConfigError(f"{KEY_VARIABLE} has spaces or characters outside ASCII; choose another key.")
+    remedy = (
+        f"set the environment variable {KEY_VARIABLE} to a secret of your own and start again, or leave --host out."
+    )
+    return listen(host, port, remedy if key is None else None)
+
+
+def checked_origin(origin: str) -> str:
+    """A --cors value as browsers write an origin. Raises ConfigError if it is none."""
+    if origin == "*":
+        return origin
+    found = re.fullmatch(r"([a-z][a-z0-9+.-]*)://([^/\s?#]+)/?", origin.lower())
+    if not found:
+        raise ConfigError(
+            f"--cors is {origin}; the beginning of a page's address is needed, http://localhost:3000 say, or *."
+        )
+    scheme, host = found.groups()
+    return f"{scheme}://{host.removesuffix({'http': ':80', 'https': ':443'}.get(scheme, ''))}"
 
 
 def host_name(header: str) -> str:
-    """The name in a `Host` header, without the port, which browsers leave out where it is 80."""
+    """The name in a `Host` header, without the port. Browsers leave out port 80."""
     return re.sub(r":\d*$", "", header).lower()
 
 
 def own_address() -> str:
-    """This machine's address in its network, as far as it is in one; else its name."""
+    """This machine's address in its network; without a network, its name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
-            asking.connect((SOMEWHERE, 1))  # sends nothing, and finds out from where it would
+            asking.connect((UNUSED_ADDRESS, 1))  # sends nothing, but chooses the local address
         except OSError:
             return socket.gethostname()
         return str(asking.getsockname()[0])
-
-
-def load_served(path: str | Path, device: str, max_tokens: int) -> Served:
-    """The model of a checkpoint or run folder. Raises what `open_checkpoint` and `load_checkpoint` raise."""
-    from common.checkpoint import open_checkpoint
-    from generate import load_checkpoint
-    from serving.openai_form import Served
-
-    checkpoint = open_checkpoint(path)
-    chat = checkpoint.chat_template()
-    model, tokenizer = load_checkpoint(checkpoint, device)
-    created = int((checkpoint.path / "config.json").stat().st_mtime)
-    return Served(run_folder(checkpoint.path).name or "model", model, tokenizer, chat, created, max_tokens)
-
-
-def run_folder(checkpoint: Path) -> Path:
-    """That of the run whose checkpoint it is, or else the folder itself."""
-    path = checkpoint.resolve()
-    if path.name == "best" or re.fullmatch(r"step_\d{8}", path.name):
-        path = path.parent
-    return path.parent if path.name == "checkpoints" else path

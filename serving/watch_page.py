@@ -1,4 +1,4 @@
-"""The page of runs that `tools/watch.py` shows, and the server that keeps it up to date."""
+"""The page of runs that `tools/watch.py` shows, and the server that keeps it up to date. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,38 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.errors import ConfigError
+from common.flags import suggest
 from serving.server import OWN_HOSTS, host_name
+from training.file_names import METRICS
 from training.telling.run_reader import RunReader
 
 TEMPLATE = Path(__file__).with_name("watch.html")
-POLL_SECONDS = 2.0  # between two looks of the page
+POLL_SECONDS = 2.0  # how often the page asks for news
+
+
+def newest_run(runs: Path) -> Path:
+    """The run that reported last."""
+    metrics = list(runs.glob(f"*/{METRICS}"))
+    if not metrics:
+        raise ConfigError(f"There is no run in {runs.absolute()} that has reported; name one: tools/watch.py RUN")
+    return max(metrics, key=lambda path: path.stat().st_mtime_ns).parent
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The run `folder`, or the runs in it that have reported, by name. Raises ConfigError if there is none."""
+    if not folder.is_dir():
+        there = [path.name for path in folder.absolute().parent.glob("*/") if (path / "config.json").exists()]
+        near = suggest(folder.name, there, prefix=f"{folder.parent}/")
+        raise ConfigError(f"There is no run folder {folder}.{near}")
+    if any((folder / name).exists() for name in (METRICS, "config.json")):
+        return [folder]
+    if inside := sorted(path.parent for path in folder.glob(f"*/{METRICS}")):
+        return inside
+    raise ConfigError(f"{folder} holds no run: there is no {METRICS} and no config.json in it.")
 
 
 def named(folders: Sequence[Path]) -> dict[Path, str]:
-    """Each folder once, and a name for it: its own, or its whole path if another folder has that name too."""
+    """Each folder once, with its name, or its whole path if several folders have that name."""
     whole: dict[Path, Path] = {}
     for folder in folders:
         whole.setdefault(folder.resolve(), folder)
@@ -33,18 +56,18 @@ def named(folders: Sequence[Path]) -> dict[Path, str]:
 
 
 def page(runs: list[dict[str, Any]], poll_seconds: float | None = None) -> bytes:
-    """The page of runs as they are; one that looks for news asks the server it came from."""
+    """The page of these runs. With `poll_seconds` it asks its server for news."""
     template = TEMPLATE.read_text(encoding="utf-8")
     (code,) = re.findall("<script>(.*?)</script>", template, flags=re.DOTALL)
-    # By its hash alone: whatever text gets into the page, no other code of it is run.
+    # Allowed by its hash: whatever text gets into the page, no other code runs.
     allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    # In HTML nothing but a < can end what is inside a script element.
+    # In HTML, only a < can end the content of a script element.
     data = json.dumps({"runs": runs, "read_at": time.time(), "poll_seconds": poll_seconds}).replace("<", "\\u003c")
     return template.replace("{{code_hash}}", allowed, 1).replace("{{data}}", data, 1).encode()
 
 
 class Server(ThreadingHTTPServer):
-    """Answers the page and its data, as the runs are at that moment."""
+    """Serves the page and its data, as the runs are at that moment."""
 
     def __init__(self, port: int, readers: list[RunReader]):
         self.readers = readers
@@ -62,11 +85,11 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    timeout = 60  # seconds, of a browser that says no more
+    timeout = 60  # seconds, for a browser that sends nothing more
 
     def do_GET(self) -> None:
         server = cast(Server, self.server)
-        # A page from elsewhere could have its own name lead here, and read what it is told (DNS rebinding).
+        # A page from elsewhere could point its own name here and read the answers (DNS rebinding).
         if host_name(self.headers.get("Host", "")) not in OWN_HOSTS:
             self.send_error(HTTPStatus.FORBIDDEN, "Ask for 127.0.0.1")
         elif self.path == "/":
@@ -77,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(HTTPStatus.NOT_FOUND)
 
     def answer(self, content: bytes, kind: str) -> None:
-        """Nothing but the status, if the browser has this already."""
+        """Only the status, if the browser already has this content."""
         tag = f'"{hashlib.sha256(content).hexdigest()}"'
         is_known = self.headers.get("If-None-Match") == tag
         self.send_response(HTTPStatus.NOT_MODIFIED if is_known else HTTPStatus.OK)
@@ -95,9 +118,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def listen(port: int, readers: list[RunReader]) -> Server:
-    """Raises ConfigError for a port that cannot be had."""
+    """Raises ConfigError for a port that cannot be used."""
     try:
         return Server(port, readers)
     except OSError as problem:
         reason = problem.strerror or problem
-        raise ConfigError(f"Port {port} cannot be listened on ({reason}); choose another with --port.") from None
+        raise ConfigError(f"Port {port} cannot be used ({reason}); choose another with --port.") from None

@@ -364,7 +364,9 @@ def test_that_it_forgets_is_said(library: Library) -> None:
     for i in range(6):  # 128 tokens hold two or three of them
         history += [Turn("user", f"What is the cat number {i}?"), Turn("model", "the cat sat on a mat and saw one.")]
     card, _ = talk(library, history, "Why?")
-    assert card["note"].endswith("length reached. There is no room for all that was said: it forgot the oldest turns.")
+    assert card["note"].endswith(
+        "length reached. The conversation is longer than the context: the oldest turns were dropped."
+    )
     assert len(card["turns"]) == 14, "the page shows them still"
 
 

@@ -24,7 +24,7 @@ import torch
 import generate
 from common.chat import ChatTemplate, Message
 from generation.sampling import Sampling
-from serving import server as serving
+from serving.server import checked_origin
 from tests.models import CHARACTERS, random_model, write_model
 from tests.serving.servers import Server, started
 from tools import serve
@@ -32,7 +32,7 @@ from tools import serve
 if TYPE_CHECKING:
     from model import TransformerLanguageModel
     from serving.generation_queue import GenerationQueue
-    from serving.openai_form import Served
+    from serving.served import Served
     from tokenizer_bpe import BPETokenizer
 
 openai = pytest.importorskip("openai")
@@ -525,7 +525,7 @@ def test_pages_from_an_origin_that_is_named_may_ask(letters: Server) -> None:
     ],
 )
 def test_an_origin_is_written_as_browsers_write_it(given: str, read: str) -> None:
-    assert serve.checked_origin(given) == read
+    assert checked_origin(given) == read
 
 
 def test_its_health_is_told_without_a_key(talker: Server, letters: Server) -> None:
@@ -538,7 +538,7 @@ def test_its_health_is_told_without_a_key(talker: Server, letters: Server) -> No
 
 
 def test_a_key_is_needed_where_there_is_one(letters: Server) -> None:
-    assert letters.port and "for whoever has the key, which travels unencrypted" in letters.printed
+    assert letters.port and "for whoever has the key; the connection is not encrypted" in letters.printed
     (other,) = re.findall(rf"^Network    http://([\w.-]+):{letters.port}/v1,", letters.printed, flags=re.MULTILINE)
     assert other not in ("127.0.0.1", "localhost", "0.0.0.0")
     assert letters.client().models.list().data[0].id == "letters"
@@ -609,6 +609,8 @@ def test_a_client_that_goes_away_makes_room(letters: Server) -> None:
 
 def test_a_signal_ends_what_is_under_way(models: Path, tmp_path: Path) -> None:
     """A stream ends in form, who waits is told, and nobody holds it up: not an idle connection, not half a request."""
+    from serving.openai_server import SHUTDOWN_SECONDS
+
     with (
         started(tmp_path, str(models / "letters"), "--max_tokens", str(ENDLESS), "--queue", "2") as server,
         ThreadPoolExecutor(1) as thread,
@@ -621,8 +623,8 @@ def test_a_signal_ends_what_is_under_way(models: Path, tmp_path: Path) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert streamed(stream)[1] == "length"
         status, headers, answer = waiting.result()
-        assert status == 503 and "about to end" in answer["error"]["message"] and headers["retry-after"]
-        assert server.process.wait(serve.SHUTDOWN_SECONDS - 1) == 0
+        assert status == 503 and "shutting down" in answer["error"]["message"] and headers["retry-after"]
+        assert server.process.wait(SHUTDOWN_SECONDS - 1) == 0
 
 
 def ask_app(served: Served, body: dict[str, Any], seconds: float = 60) -> tuple[int, str]:
@@ -654,7 +656,7 @@ def ask_app(served: Served, body: dict[str, Any], seconds: float = 60) -> tuple[
 
 @pytest.fixture
 def served() -> Served:
-    from serving.openai_form import Served
+    from serving.served import Served
 
     return Served("letters", random_model(CHARACTERS.vocab_size), CHARACTERS, None, 0, ENDLESS)
 
@@ -675,7 +677,7 @@ def test_that_time_is_the_flags(models: Path, monkeypatch: pytest.MonkeyPatch) -
         served_with.append(queue.seconds)
 
     monkeypatch.delenv("SERVE_API_KEY", raising=False)
-    monkeypatch.setattr(serve, "serve", note)
+    monkeypatch.setattr("serving.openai_server.answer_until_signal", note)
     assert serve.main([str(models / "letters"), "--port", "0", "--device", "cpu", "--timeout", "2.5"]) == 0
     assert served_with == [2.5]
 
@@ -744,5 +746,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_model_goes_by_the_name_of_its_run() -> None:
+    from serving.served import run_folder
+
     for path in ("a/run", "a/run/best", "a/run/checkpoints/step_00000012"):
-        assert serving.run_folder(Path(path)).name == "run"
+        assert run_folder(Path(path)).name == "run"

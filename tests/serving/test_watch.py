@@ -403,9 +403,9 @@ def test_what_is_wrong_with_a_command_is_said(
         (["runs/plian"], "There is no run folder runs/plian. Did you mean runs/plain?"),
         ([tmp_path / "empty"], "holds no run: there is no metrics.jsonl and no config.json in it."),
         ([run, "--port", "70000"], "--port is 70000; 0 to 65535 is allowed."),
-        ([run, "--port", server.server_port], f"Port {server.server_port} cannot be listened on"),
+        ([run, "--port", server.server_port], f"Port {server.server_port} cannot be used"),
         ([run, "--html", "nowhere/page.html"], "There is no folder nowhere to write page.html into (--html)."),
-        (["--html", "runs/plain"], "--html is runs/plain; the name of an .html file is needed"),
+        (["--html", "runs/plain"], "--html is runs/plain; name an .html file"),
         ([run, "--hmtl", "a.html"], "unknown flag --hmtl. Did you mean --html?"),
     ):
         done = run_script(watch.main, *words)

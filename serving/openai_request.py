@@ -1,6 +1,6 @@
-"""OpenAI's completions and chat completions: a request, checked into a Question.
+"""A request for OpenAI's completions or chat completions, checked and turned into a Question.
 
-A parameter that would change the text and cannot be honoured is refused by its name, never ignored.
+A parameter that would change the text but is not supported is refused by its name, never ignored.
 """
 
 from __future__ import annotations
@@ -10,23 +10,22 @@ import random
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from common.chat import ChatTemplate, Message, require_order
+from common.chat import Message, require_order
 from common.errors import LONGEST_MESSAGE, is_out_of_memory
 from common.flags import suggest
 from generation.decoding import ROWS_AT_ONCE, prompt_ids
 from generation.sampling import Sampling
 from generation.terminal import room_for_prompt
-from model import TransformerLanguageModel
-from tokenizer import Tokenizer
-from tokenizer_base import TokenizerError, valid_unicode
+from serving.served import Served
+from tokenizer import TokenizerError, valid_unicode
 
 MOST_STOPS = 4
-LONGEST_STOP = 1_000  # characters; each token is compared with all beginnings of one
-MOST_LIKELIEST = {False: 5, True: 20}  # tokens in the place of each, for completions and chat, as OpenAI has it
-USUAL_TOKENS = Sampling.max_new_tokens  # of a request that asks for no number
-# Parameters that change nothing here, and those that would, with the values at which they do not.
+LONGEST_STOP = 1_000  # characters; each token is compared with every prefix of it
+MOST_LIKELIEST = {False: 5, True: 20}  # alternatives to a token, for completions and chat, as at OpenAI
+USUAL_TOKENS = Sampling.max_new_tokens  # if the request gives no number
+# Parameters that change nothing here, and unsupported ones with the values at which they change nothing.
 HARMLESS = (
     "user",
     "metadata",
@@ -57,7 +56,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 
 class RequestError(Exception):
-    """What a client is told instead of an answer, and the HTTP status it is told with."""
+    """The error that a client gets instead of an answer, and its HTTP status."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
@@ -76,7 +75,7 @@ class RequestError(Exception):
 
 
 def explain(problem: Exception) -> RequestError:
-    """What a client is told of an error; one that is ours is shown on stderr, for whoever runs the server."""
+    """What the client gets for an error. A bug of ours is printed on stderr, for whoever runs the server."""
     if isinstance(problem, RequestError):
         return problem
     if is_out_of_memory(problem):
@@ -85,23 +84,11 @@ def explain(problem: Exception) -> RequestError:
     return RequestError(f"The server failed: {type(problem).__name__}; its terminal says where.", status=500)
 
 
-class Served(NamedTuple):
-    """The model that answers, under its name, and how many tokens a request may ask for."""
-
-    name: str
-    model: TransformerLanguageModel
-    tokenizer: Tokenizer
-    chat: ChatTemplate | None
-    created: int  # seconds since 1970
-    max_tokens: int
-
-    def card(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "local"}
-
-    def require_name(self, name: str) -> None:
-        if name != self.name:
-            message = f"The model {name!r:.200} does not exist; this server has {self.name!r}."
-            raise RequestError(message, "model", 404, "model_not_found")
+def require_name(served: Served, name: str) -> None:
+    """Raises RequestError for the name of another model."""
+    if name != served.name:
+        message = f"The model {name!r:.200} does not exist; this server has {served.name!r}."
+        raise RequestError(message, "model", 404, "model_not_found")
 
 
 @dataclass(frozen=True)
@@ -110,20 +97,19 @@ class Question:
 
     is_chat: bool
     prompts: list[list[int]]  # ids; one each for every text to make
-    asked: list[str]  # the same as text; "" in a conversation
-    echo: bool  # a text begins with what was asked
+    asked: list[str]  # the prompts as text; "" in a conversation
+    echo: bool  # a text begins with its prompt
     prompt_tokens: int
-    logprobs: int | None  # how many likeliest tokens to tell in the place of each; None: not even of the text's own
+    logprobs: int | None  # how many alternatives to each token; None: no log-probabilities at all
     sampling: Sampling
     stream: bool
     include_usage: bool
 
 
 class Parameters:
-    """The parameters of a request, each read once; what nobody has read when the last one is asked for is refused.
+    """The parameters of a request. Each is read once; `refuse_rest` refuses those that nobody has read.
 
-    Each method returns the default for one that is absent or null, and raises RequestError for one that is not what it
-    should be.
+    Each method returns the default for an absent parameter or null, and raises RequestError for a wrong type or value.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -157,7 +143,7 @@ class Parameters:
         return value
 
     def strings(self, name: str, default: list[str]) -> list[str]:
-        """A text alone, or several."""
+        """One text, or a list of texts."""
         value = self.take(name, default)
         values = [value] if isinstance(value, str) else value
         if not isinstance(values, list) or not all(isinstance(text, str) for text in values):
@@ -170,7 +156,7 @@ class Parameters:
         for name, neutral in UNSUPPORTED.items():
             value = self.take(name)
             is_neutral = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
-            if value is not None and not is_neutral:  # 0 is no False: of logprobs it asks for those of the text
+            if value is not None and not is_neutral:  # 0 is not False: logprobs 0 asks for the tokens of the text
                 message = f"{name} is {shown(value)}, which this server does not support; leave it out."
                 raise RequestError(message, name, code="unsupported_parameter")
         for name in self.left:
@@ -179,7 +165,7 @@ class Parameters:
 
 
 def shown(value: Any) -> str:
-    """A value in a message, as JSON has it and not all of it."""
+    """A value as JSON for a message, shortened."""
     text = json.dumps(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -194,7 +180,7 @@ def read_question(body: bytes, is_chat: bool, served: Served) -> Question:
         raise RequestError("The body of the request is no JSON object.")
     parameters = Parameters(values)
     name = parameters.take("model", served.name)
-    served.require_name(name if isinstance(name, str) else shown(name))
+    require_name(served, name if isinstance(name, str) else shown(name))
     sampling = read_sampling(parameters, served, least_tokens=1 if is_chat else 0)
     logprobs = read_logprobs(parameters, is_chat)
     stream, options = parameters.flag("stream"), parameters.take("stream_options")
@@ -202,7 +188,7 @@ def read_question(body: bytes, is_chat: bool, served: Served) -> Question:
         raise RequestError('stream_options is an object, for requests with "stream": true.', "stream_options")
     streaming = Parameters(options or {})
     include_usage = streaming.flag("include_usage")
-    streaming.flag("include_obfuscation")  # it would hide the lengths of texts from who listens in on encrypted ones
+    streaming.flag("include_obfuscation")  # it would hide text lengths from eavesdroppers on encrypted streams
     streaming.refuse_rest()
     asked = parameters.take("messages") if is_chat else read_prompts(parameters.take("prompt", ""), served)
     echo = False if is_chat else parameters.flag("echo")
@@ -244,7 +230,7 @@ def read_logprobs(parameters: Parameters, is_chat: bool) -> int | None:
 
 
 def read_sampling(parameters: Parameters, served: Served, least_tokens: int = 1) -> Sampling:
-    """What a request leaves out is what generate.py has, but for the seed: the same request again, another text."""
+    """Absent values default to those of generate.py, except the seed: the same request again gives another text."""
     usual = min(USUAL_TOKENS, served.max_tokens)
     limits = [name for name in ("max_tokens", "max_completion_tokens") if name in parameters.left]
     if len(limits) == 2:
@@ -260,7 +246,7 @@ def read_sampling(parameters: Parameters, served: Served, least_tokens: int = 1)
         return Sampling(
             max_new_tokens=max_new_tokens,
             temperature=parameters.number("temperature", Sampling.temperature),
-            # More than there are tokens is all of them.
+            # More than the vocabulary means all of it.
             top_k=min(parameters.integer("top_k", Sampling.top_k, 0), served.model.config.vocab_size),
             top_p=parameters.number("top_p", Sampling.top_p),
             repetition_penalty=parameters.number("repetition_penalty", Sampling.repetition_penalty),
@@ -274,7 +260,7 @@ def read_sampling(parameters: Parameters, served: Served, least_tokens: int = 1)
 
 
 def read_prompts(value: Any, served: Served) -> list[str | list[int]]:
-    """A text or the ids of one alone, or several."""
+    """One text or list of ids, or several."""
     prompts = [value] if isinstance(value, str) or are_ids(value) else value
     if not isinstance(prompts, list) or not all(isinstance(prompt, str) or are_ids(prompt) for prompt in prompts):
         raise RequestError(
@@ -299,7 +285,7 @@ def text_ids(prompt: str | list[int], served: Served) -> list[int]:
 
 
 def chat_ids(messages: Sequence[Message], sampling: Sampling, served: Served) -> list[int]:
-    """The ids after which the answer comes, without the oldest turns where there is no room for them beside it."""
+    """The ids of a conversation up to its answer. The oldest turns are dropped if they leave no room for the answer."""
     if served.chat is None:
         raise RequestError(
             f"{served.name} was not trained on conversations. Train or fine-tune it on some (tokenize_local_bpe.py "
@@ -319,7 +305,7 @@ def chat_ids(messages: Sequence[Message], sampling: Sampling, served: Served) ->
 
 
 def require_room(subject: str, param: str, ids: list[int], served: Served) -> None:
-    """The model would see the end of a longer prompt alone, without a word about it."""
+    """Raises RequestError for a prompt longer than the context, of which the model would silently see only the end."""
     if len(ids) > (context := served.model.config.max_seq_len):
         message = f"{subject} makes {len(ids):,} tokens, and {served.name} reads {context:,}."
         raise RequestError(message, param, code="context_length_exceeded")
@@ -345,7 +331,7 @@ def read_messages(value: Any) -> list[Message]:
 
 
 def read_content(value: Any, place: str) -> str:
-    """A text, or parts of one, a line each."""
+    """A text, or a list of parts, one line each."""
     if isinstance(value, str):
         return valid_unicode(value)
     for part in value if isinstance(value, list) else [value]:
