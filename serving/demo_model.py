@@ -28,7 +28,8 @@ from generation.sampling import Sampling
 from serving.demo_library import MOST_COMPARED, Library, standing
 from serving.openai_request import Parameters, RequestError, chat_ids, explain, read_sampling, text_ids
 from serving.served import Served
-from tokenizer import Tokenizer, valid_unicode
+from tokenizer import Tokenizer
+from tokenizer_base import valid_unicode
 
 LONGEST_PROMPT = 20_000  # characters; several times what these models read
 SHOW_EVERY = 0.05  # seconds between two batches of events

@@ -19,7 +19,7 @@ from generation.decoding import ROWS_AT_ONCE, prompt_ids
 from generation.sampling import Sampling
 from generation.terminal import room_for_prompt
 from serving.served import Served
-from tokenizer import TokenizerError, valid_unicode
+from tokenizer_base import TokenizerError, valid_unicode
 
 MOST_STOPS = 4
 LONGEST_STOP = 1_000  # characters; each token is compared with every prefix of it
