@@ -3,6 +3,7 @@ with a small model."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -17,10 +18,11 @@ from tests.models import write_model
 from tests.serving import demos
 from tests.serving.servers import started
 
-README, CONTRIBUTING, SERVING, ELSEWHERE = (
+README, CONTRIBUTING, SERVING, ELSEWHERE, CONFIGS = (
     (ROOT / page).read_text(encoding="utf-8")
-    for page in ("README.md", "CONTRIBUTING.md", "docs/serving.md", "docs/exchange.md")
+    for page in ("README.md", "CONTRIBUTING.md", "docs/serving.md", "docs/exchange.md", "docs/benchmarks/configs.md")
 )
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def commands(language: str, text: str = README) -> list[str]:
@@ -108,21 +110,47 @@ def test_colab_cell_runs(tmp_path, monkeypatch, capsys):
     assert list(drive.glob("checkpoints/gpt2_small/checkpoints/step_*/manifest.json"))
 
 
-@pytest.mark.parametrize(
-    "path", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]), ids=lambda path: str(path.relative_to(ROOT))
-)
+def anchors(page: Path) -> set[str]:
+    """What a link can name in a page: its headings, in lower case, without punctuation, with hyphens for spaces."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_files_that_are_named_are_there(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     linked = [path.parent / link for link in re.findall(r"\]\(([^)#:]+)[)#]", text)]
-    folders = "tests|training|tokenization|generation|common|tools|benchmarks|docs|examples|configs|[.]ci"
+    folders = (
+        "tests|training|tokenization|generation|common|exchange|serving|tools|benchmarks|notebooks|docs|examples|"
+        "configs|[.]ci"
+    )
     named = [ROOT / name.rstrip(".") for name in re.findall(rf"(?<![\w/.-])((?:{folders})/[\w/.-]*)", text)]
     there = [*linked, *(name for name in named if not (path.parent / name.relative_to(ROOT)).exists())]
     assert [str(name) for name in there if not name.exists()] == []
 
 
-def test_every_config_is_in_the_table():
-    listed = set(re.findall(r"^\| `(\w+)\.json` \|", README, flags=re.MULTILINE))
-    assert listed == {path.stem for path in (ROOT / "configs").glob("*.json")}
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_into_a_page_name_a_heading_of_it(path: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text(encoding="utf-8"))
+    missing = [(page, name) for page, name in links if name not in anchors(path.parent / page if page else path)]
+    assert missing == []
+
+
+def test_every_config_is_in_the_table_of_configs() -> None:
+    listed = re.findall(r"^\| `(\w+)\.json` \|", CONFIGS, flags=re.MULTILINE)
+    assert sorted(listed) == sorted(path.stem for path in (ROOT / "configs").glob("*.json"))
+
+
+def test_readmes_table_for_choosing_agrees_with_the_configs() -> None:
+    """In its parameters, in millions, and its epochs, where the config or its flag gives them."""
+    rows = re.findall(r"^\| [^|]+ \| `(\w+)\.json([^`]*)` \| ([\d.]+)M \| (\d+) ", README, flags=re.MULTILINE)
+    assert len(rows) == 6
+    for name, flags, millions, length in rows:
+        (parameters,) = re.findall(rf"^\| `{name}\.json` \| [^|]+ \| ([\d,]+) \|", CONFIGS, flags=re.MULTILINE)
+        assert millions == f"{int(parameters.replace(',', '')) / 1e6:.1f}", name
+        config = json.loads((ROOT / f"configs/{name}.json").read_text(encoding="utf-8"))
+        epochs = flags.removeprefix(" --epochs ") or config.get("epochs", config.get("max_steps"))
+        assert int(length) == int(epochs), name
 
 
 def test_the_map_names_every_file_of_the_wings() -> None:
