@@ -101,6 +101,7 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
     from training.numbers.data import TokenData
     from training.numbers.optimizer import build_optimizer
     from training.numbers.step import train_step
+    from training.parts import Parts
 
     if rung < Rung.OURS:
         training.machine.hardware.keep_freed_memory = lambda: None  # in this process alone, like the attention below
@@ -136,10 +137,11 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
         said = told.getvalue().strip()
         raise SystemExit(said if "failed" in said else "torch.compile is switched off (TORCHDYNAMO_DISABLE)")
 
+    parts = Parts(config, hardware, data, [], model, optimizer, scaler, step_model)
     losses = []
     for step in range(WARM_UP_STEPS + steps):
         seen = step * config.sequences_per_step
-        result = train_step(step_model, optimizer, scaler, data, step, seen, config.learning_rate, config, hardware)
+        result = train_step(parts, step, seen, config.learning_rate)
         losses.append(result.loss if rung == Rung.OURS else result.loss.item())
         if step == WARM_UP_STEPS - 1:
             hardware.synchronize()

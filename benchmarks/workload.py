@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
 import time
@@ -15,18 +16,15 @@ import numpy as np
 import torch
 
 from common.files import sha256_file
-from model import TransformerLanguageModel
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
-from train_colab_mmap import prepare
-from training.config import TrainConfig, parse_config
+from training.config import parse_config
 from training.machine.compilation import compile_model
-from training.machine.hardware import Hardware
-from training.numbers.data import TokenData
-from training.numbers.optimizer import Optimizer
 from training.numbers.schedule import last_step, learning_rate
 from training.numbers.step import train_step
-from training.planning.memory import estimate_memory, held_memory
+from training.parts import Parts
+from training.planning.estimate import estimate_memory, held_memory
+from training.prepare import prepare
 
 BLOCK_TOKENS = 8_000_003  # random ids drawn once and repeated; a prime, so that windows of one epoch differ
 WARM_UP_SHARE = 0.2  # of the time of a measurement goes before it, not counted
@@ -65,17 +63,10 @@ def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
 
 
 @dataclass
-class Training:
+class Training(Parts):
     """What the trainer holds when its loop begins. `step_model` may be exchanged to try another one."""
 
-    config: TrainConfig
-    hardware: Hardware
-    data: TokenData
-    model: TransformerLanguageModel
-    optimizer: Optimizer
-    scaler: torch.amp.GradScaler
-    step_model: Callable[..., torch.Tensor]
-    max_steps: int
+    max_steps: int = 0
     compile_seconds: float | None = None  # None where nothing was compiled
     steps_done: int = 0
     loss: torch.Tensor = field(default_factory=lambda: torch.tensor(math.nan))  # of the last step, on the device
@@ -85,30 +76,19 @@ class Training:
         """Prepare what `python train_colab_mmap.py FLAGS` would train, with the choices it would make by itself."""
         # On the token folder that is named: a config with text of its own would tokenize that into it.
         parts = prepare(dataclasses.replace(parse_config(flags), input=None, eval_prompts=None))
-        config, hardware, data, model = parts.config, parts.hardware, parts.data, parts.model
+        config, data = parts.config, parts.data
         started = time.perf_counter()
-        step_model = compile_model(
-            model, hardware, lambda: data.batch(0, config.rows_at_once), evaluates=bool(config.eval_interval)
-        )
-        compile_seconds = time.perf_counter() - started if step_model is not model else None
-        max_steps = last_step(0, 0, data.windows, config)
-        whole = parts.optimizer, parts.scaler, step_model, max_steps
-        return cls(config, hardware, data, model, *whole, compile_seconds)
+        evaluates = bool(config.eval_interval)
+        first_batch = functools.partial(data.batch, 0, config.rows_at_once)
+        parts.step_model = compile_model(parts.model, parts.hardware, first_batch, evaluates)
+        compile_seconds = time.perf_counter() - started if parts.step_model is not parts.model else None
+        return cls(**vars(parts), max_steps=last_step(0, 0, data.windows, config), compile_seconds=compile_seconds)
 
     def step(self) -> None:
         """One step of the run, as the trainer's loop takes it where it does not report."""
-        result = train_step(
-            self.step_model,
-            self.optimizer,
-            self.scaler,
-            self.data,
-            self.steps_done,
-            self.steps_done * self.config.sequences_per_step,
-            learning_rate(self.steps_done, self.max_steps, self.config),
-            self.config,
-            self.hardware,
-        )
-        self.loss = result.loss
+        seen = self.steps_done * self.config.sequences_per_step
+        lr = learning_rate(self.steps_done, self.max_steps, self.config)
+        self.loss = train_step(self, self.steps_done, seen, lr).loss
         self.steps_done += 1
 
 

@@ -18,7 +18,7 @@ from common.checkpoint import Checkpoint, open_checkpoint, step_folders
 from common.errors import INTERRUPTED, CheckpointError, Script, UserError
 from notebooks.notebook_view import LiveView, Tables, Until, framed, show_markdown
 from tokenization.metadata import TokenMetadata, metadata_files
-from training.keeping.saved_state import read_state
+from training.keeping.state import read_state
 from training.telling.run_reader import RunReader
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ def tokenize(text: Path, tokens: Path, vocab_size: int, config: str, run_dir: Pa
     words = ["--input", text, "--output_dir", tokens, *vocabulary]
     with Until("Train on it:") as output, contextlib.redirect_stdout(output):
         run("tokenize_local_bpe.py", tokenize_local_bpe.main, *words)
-    trained_on = read_state(kept)["data"].get("tokens_sha256") if kept else None
+    trained_on = read_state(kept).data.get("tokens_sha256") if kept else None
     if trained_on not in (None, *(TokenMetadata.read(path).tokens_sha256 for path in metadata_files(tokens))):
         raise Stopped(
             f"{run_dir} was trained on another text than {text}. In step 4 give this training a run_name of its own, "

@@ -7,7 +7,7 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +16,12 @@ import torch
 
 from model import TransformerLanguageModel
 from tokenizer import CharacterTokenizer
+from training.config import TrainConfig
 from training.machine.hardware import Hardware
+from training.numbers.data import TokenData
+from training.numbers.optimizer import build_optimizer
+from training.numbers.prompts import Prompt
+from training.parts import Parts
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)  # of no kind in particular
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,3 +139,11 @@ def run_script(main: Callable[[list[str]], int], *words: object) -> SimpleNamesp
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([str(word) for word in words])
     return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
+
+
+def parts_of(
+    model: TransformerLanguageModel, data: TokenData, config: TrainConfig, prompts: Sequence[Prompt] = ()
+) -> Parts:
+    """What a training of this model on a CPU is made of."""
+    optimizer = build_optimizer(model, config)
+    return Parts(config, CPU, data, list(prompts), model, optimizer, CPU.grad_scaler(), model)

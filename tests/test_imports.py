@@ -14,7 +14,7 @@ from tests.helpers import ROOT, SOURCES
 GROUND = {"common", "activations", "model", "tokenizer", "tokenizer_base", "tokenizer_bpe"}
 CONFIG = {"training.config", "training.conversion", "training.contradictions", "training.file_names"}
 CONFIG |= {"training.numbers.decays"}  # a table of choices
-NUMBERS = GROUND | CONFIG | {"tokenization", "generation", "training.machine", "training.numbers"}
+NUMBERS = GROUND | CONFIG | {"tokenization", "generation", "training.machine", "training.numbers", "training.parts"}
 # A room is a folder, or a file beside rooms. It may import itself and what stands here.
 MAY_IMPORT = {
     "activations": set(),
@@ -31,13 +31,16 @@ MAY_IMPORT = {
     "training.file_names": set(),
     "training.machine": GROUND | CONFIG,
     "training.numbers": NUMBERS,
+    "training.parts": NUMBERS,
     "training.planning": NUMBERS | {"training.keeping", "training.telling"},
     "training.keeping": NUMBERS,
     "training.telling": NUMBERS | {"training.keeping"},
     "tokenize_local_bpe": GROUND | {"tokenization"},
     "generate": GROUND | {"tokenization", "generation"},
     "examples": {"common"},
-    "train_colab_mmap": GROUND | {"tokenization", "training", "tokenize_local_bpe", "examples"},
+    "training.prepare": NUMBERS | {"training.keeping", "training.planning", "examples", "tokenize_local_bpe"},
+    "training.loop": NUMBERS | {"training.keeping", "training.planning", "training.telling", "training.prepare"},
+    "train_colab_mmap": {"common", "training"},
 }
 PRODUCT = set(MAY_IMPORT) | {"training"}
 MAY_IMPORT["exchange"] = PRODUCT

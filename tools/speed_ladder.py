@@ -38,7 +38,7 @@ def find_tokens(config: TrainConfig, scratch: Path) -> tuple[TrainConfig, str]:
     from benchmarks.workload import write_random_tokens
     from tokenization.metadata import metadata_files
     from tokenization.token_folder import DEFAULT_FOLDER
-    from train_colab_mmap import tokenize_input, use_builtin_files
+    from training.prepare import tokenize_input, use_builtin_files
 
     config = use_builtin_files(config)
     if config.input:
@@ -62,7 +62,7 @@ def baseline_memory(config: TrainConfig, vocab_size: int, hardware: Hardware) ->
     import torch
 
     from model import TransformerLanguageModel
-    from training.planning.memory import estimate_memory
+    from training.planning.estimate import estimate_memory
 
     with torch.device("meta"):
         model = TransformerLanguageModel(config.model_config(vocab_size))

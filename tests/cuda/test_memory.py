@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.workload import Training, write_random_tokens
 from tests.cuda.helpers import DEVICE, ON_GPU, losses_of, memory_limit, opened
-from training.planning.memory import estimate_memory
+from training.planning.estimate import estimate_memory
 from training.telling.records import read_metrics
 
 pytestmark = pytest.mark.cuda

@@ -130,7 +130,7 @@ def test_nothing_is_compiled_after_the_first_evaluation(tokens: Path) -> None:
     assert data.val_windows % config.rows_at_once, "the last batch should be a part of one"
 
     def evaluate() -> float:
-        return validation_loss(training.model, training.step_model, data, config, training.hardware)
+        return validation_loss(training)
 
     training.step()
     evaluate()

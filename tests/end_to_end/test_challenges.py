@@ -32,7 +32,7 @@ from tests.training.helpers import final_weights, measured
 from training.config import TrainConfig, parse_config
 from training.machine.hardware import detect_hardware
 from training.numbers.data import TokenData
-from training.planning.memory import memory_by_process
+from training.planning.memory_advice import memory_by_process
 
 DOCUMENT = (ROOT / "docs" / "challenges.md").read_text(encoding="utf-8")
 SHORT = ("--device", "cpu", "--max_new_tokens", "20", "--temperature", "0")

@@ -20,8 +20,9 @@ import train_colab_mmap
 from common.errors import ConfigError
 from tests.helpers import Killed, columns, generated_text, snapshot
 from tokenize_local_bpe import tokenize
-from training.keeping import run_evaluation, run_folder
-from training.numbers import step as step_module
+from training import loop
+from training.keeping import run_folder
+from training.numbers import evaluate
 from training.telling import summary as summary_module
 from training.telling.records import read_metrics
 from training.telling.samples import drawn
@@ -36,13 +37,13 @@ EVALUATION = {"val_loss", "val_bits_per_byte"}
 def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The steps that were trained in this test."""
     taken: list[int] = []
-    train_step = step_module.train_step
+    train_step = loop.train_step
 
     def noted(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         taken.append(args[4])
         return train_step(*args)
 
-    monkeypatch.setattr(step_module, "train_step", noted)
+    monkeypatch.setattr(loop, "train_step", noted)
     return taken
 
 
@@ -239,7 +240,7 @@ def test_a_loss_too_large_for_its_perplexity_is_still_summed_up(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """exp(710) is more than a float can hold; a run that learned nonsense still ends in order."""
-    monkeypatch.setattr(run_evaluation, "validation_loss", lambda *_: 1234.5)
+    monkeypatch.setattr(evaluate, "validation_loss", lambda *_: 1234.5)
     result = train(tmp_path / "run", max_steps=2, eval_interval=2, checkpoint_steps=0)
     assert result.code == 0, result.err
     assert "1234.5" in (tmp_path / "run" / "summary.md").read_text()
@@ -415,7 +416,7 @@ def test_running_out_of_memory_is_exit_code_5(train: Callable, tmp_path: Path, m
     def full(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(step_module, "train_step", full)
+    monkeypatch.setattr(loop, "train_step", full)
     assert_refused(train(tmp_path / "run"), 5, "1 x 16 tokens", "--max_seq_len 8")
 
 
@@ -444,7 +445,7 @@ def test_a_bug_of_ours_keeps_its_traceback(train: Callable, tmp_path: Path, monk
     def bug(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(step_module, "train_step", bug)
+    monkeypatch.setattr(loop, "train_step", bug)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "run")
 

@@ -24,11 +24,15 @@ from training.config import TrainConfig, parse_config
 from training.keeping.adapters import adapt
 from training.keeping.run import Run
 from training.keeping.run_folder import require_ours
+from training.keeping.start import start_or_resume
+from training.keeping.state import Saved
 from training.numbers.data import TokenData
-from training.numbers.evaluate import bits_per_byte, check_prompts, read_prompts
+from training.numbers.evaluate import bits_per_byte
 from training.numbers.optimizer import build_optimizer
+from training.numbers.prompts import check_prompts, read_prompts
 from training.numbers.schedule import learning_rate
 from training.numbers.step import train_step
+from training.parts import Parts
 from training.planning.tuning import use_tuning
 
 TEXT = "the cat sat on a mat.\n"
@@ -106,7 +110,7 @@ class Training:
         run = self.start_or_resume()
         for _ in range(2):
             self.take_step(run)
-        run.save(1.0)
+        run.save()
         run.saver.finish()
         self.checkpoint = folder / "run" / "checkpoints" / "step_00000002"
 
@@ -114,25 +118,26 @@ class Training:
         torch.manual_seed(0)
         model = TransformerLanguageModel(self.config.model_config(self.data.vocab_size))
         adapt(model, self.config)
-        return Run.start_or_resume(
-            self.config, model, build_optimizer(model, self.config), CPU.grad_scaler(), self.data
-        )
+        optimizer = build_optimizer(model, self.config)
+        return start_or_resume(Parts(self.config, CPU, self.data, [], model, optimizer, CPU.grad_scaler(), model))
 
     def take_step(self, run: Run) -> None:
-        lr = learning_rate(run.step, run.max_steps, self.config)
-        place = run.step, run.sequences_seen, lr
-        train_step(run.model, run.optimizer, run.scaler, self.data, *place, self.config, CPU)
-        run.advance(torch.zeros(()))
+        state = run.state
+        lr = learning_rate(state.step, state.max_steps, self.config)
+        train_step(run.parts, state.step, state.sequences_seen, lr)
+        state.advance(self.config.sequences_per_step, self.config.tokens_per_step)
 
     def resume(self) -> None:
         """As the trainer does: restore, take a step, and write down the state that another restore would read."""
         run = self.start_or_resume()
-        assert run.saved_step == run.step >= 0 and run.epoch >= 0
-        if run.unevaluated is not None:
-            assert run.unevaluated["step"] == run.step
-        if not run.finished:
+        state = run.state
+        assert run.saved_step == state.step >= 0 and run.epoch >= 0
+        if state.unevaluated is not None:
+            assert state.unevaluated["step"] == state.step
+        if not state.finished:
             self.take_step(run)
-        json.dumps(run.state(run.elapsed), allow_nan=False)
+        saved = Saved(state, run.parts.scaler.state_dict(), self.data.fingerprint, self.config.values())
+        json.dumps(saved.to_json(), allow_nan=False)
 
 
 @contextlib.contextmanager

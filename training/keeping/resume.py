@@ -16,13 +16,13 @@ from common.checkpoint import (
 )
 from common.errors import CheckpointError
 from common.files import atomic_write, sha256_file
-from common.lora import LoRA, find_base
+from common.lora import LoRA, find_base, lora_of
 from common.publishing import STEP_NAME
-from model import ModelConfig
 from training.config import MODEL_KEYS, TrainConfig
 from training.keeping.mirror import MIRRORED_FILES, Mirror, copy_checkpoint
-from training.keeping.saved_state import read_state
+from training.keeping.state import Saved, TrainState, read_state
 from training.numbers.data import TokenData
+from training.parts import Parts
 
 # Keys that say where files lie or how to start, not how to train: a change of them is no news.
 UNREPORTED = (
@@ -46,9 +46,10 @@ def require_own_mirror(run_dir: Path, mirror: Mirror) -> None:
     if theirs is None:
         return
     place = mirror.claim.read().get("run_dir")  # not in those of older versions
-    spelled = theirs["config"].get("output_dir") or Path("runs") / mirror.dir.name
+    spelled = theirs.config.get("output_dir") or Path("runs") / mirror.dir.name
     if ours is not None:
-        is_other = None not in (ours.get("run_id"), theirs.get("run_id")) and ours["run_id"] != theirs["run_id"]
+        ids = {ours.state.run_id, theirs.state.run_id}
+        is_other = len(ids) > 1 and "" not in ids  # which is not known of older versions
     else:  # the local folder was lost with its machine, or this is a new run
         is_other = not leads_to(str(spelled), place, run_dir)
     if is_other:
@@ -117,8 +118,8 @@ def own_tokenizer(config: TrainConfig) -> str | None:
     return None
 
 
-def newest_state(run_dir: Path) -> dict[str, Any] | None:
-    """The training state of the newest checkpoint that has a readable one."""
+def newest_state(run_dir: Path) -> Saved | None:
+    """That of the newest checkpoint that has a readable one."""
     for folder in step_folders(run_dir / "checkpoints"):
         with contextlib.suppress(CheckpointError, OSError):
             return read_state(Checkpoint(folder))
@@ -161,30 +162,14 @@ def resolved(path: str) -> str:
     return str(Path(path).resolve())
 
 
-def saved_state(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Raises CheckpointError for weights that came without a training state."""
-    if not (checkpoint.path / "training_state.json").exists():
-        raise CheckpointError(
-            f"{checkpoint.path} holds weights but no training state (the blog's form): --init_from "
-            f"{checkpoint.path} starts a new run from them."
-        )
-    return read_state(checkpoint)
-
-
-def require_the_same(
-    checkpoint: Checkpoint,
-    state: dict[str, Any],
-    config: TrainConfig,
-    model: ModelConfig,
-    lora: LoRA | None,
-    data: TokenData,
-) -> None:
-    """Raises CheckpointError listing what changed since and may not: architecture, adapters (with `lora` the model is
-    adapted now), optimizer, tokenizer, data; and if the base of the adapters is gone."""
+def require_the_same(checkpoint: Checkpoint, saved_as: Saved, parts: Parts) -> None:
+    """Raises CheckpointError listing what changed since and may not: architecture, adapters, optimizer, tokenizer and
+    data; and if the base of the adapters is gone."""
+    config, lora = parts.config, lora_of(parts.model)
     adapted = checkpoint.lora()
     if adapted is not None:
         find_base(adapted, checkpoint.path)
-    saved, ours = checkpoint.model_config().to_dict(), model.to_dict()
+    saved, ours = checkpoint.model_config().to_dict(), parts.model.config.to_dict()
     clashes = [
         f"{key}: {saved[key]!r} in the checkpoint, {ours[key]!r} now"
         for key in saved
@@ -195,13 +180,13 @@ def require_the_same(
         for (key, saved), now in zip(what_adapts(adapted).items(), what_adapts(lora).values(), strict=True)
         if saved != now
     ]
-    saved_with = state["config"].get("optimizer", "adamw")
+    saved_with = saved_as.config.get("optimizer", "adamw")
     if saved_with != config.optimizer:
         clashes.append(f"optimizer: {saved_with!r} in the checkpoint, {config.optimizer!r} now")
     clashes += [
-        f"{key} of the data: {str(state['data'].get(key))[:16]} in the checkpoint, {str(value)[:16]} now"
-        for key, value in data.fingerprint.items()
-        if state["data"].get(key) != value
+        f"{key} of the data: {str(saved_as.data.get(key))[:16]} in the checkpoint, {str(value)[:16]} now"
+        for key, value in parts.data.fingerprint.items()
+        if saved_as.data.get(key) != value
     ]
     if clashes:
         said = f"{checkpoint.path} cannot be continued: model, adapters, optimizer, tokenizer and data may not change."
@@ -217,10 +202,9 @@ def what_adapts(lora: LoRA | None) -> dict[str, Any]:
     return {key: getattr(lora, key) for key in keys} if lora else {"rank": 0} | dict.fromkeys(keys[1:])
 
 
-def require_the_same_start(state: dict[str, Any], config: TrainConfig) -> None:
+def require_the_same_start(state: TrainState, config: TrainConfig) -> None:
     """Raises CheckpointError if `init_from` names other weights than those the run started from."""
-    initialized_from = state.get("initialized_from")
-    if config.init_from and resolved(config.init_from) != initialized_from:
+    if config.init_from and resolved(config.init_from) != state.initialized_from:
         raise CheckpointError(
             f"{config.run_dir} already holds a run that did not start from {config.init_from}. Choose another "
             "--output_dir for the new one, or --resume never to keep the old one aside."

@@ -16,7 +16,6 @@ from common.errors import is_out_of_memory
 from common.files import atomic_write
 from common.lora import lora_of
 from model import TransformerLanguageModel
-from training.keeping.run import Run
 from training.machine.hardware import Hardware
 from training.machine.processes import apart, count, data_parallel, rank
 
@@ -96,22 +95,6 @@ def forget_unfinished() -> None:
         AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
         AsyncCompile.pool.cache_clear()
     clear_caches()
-
-
-def compile_for_run(run: Run, hardware: Hardware, say: Callable[[str], None]) -> Callable[..., torch.Tensor]:
-    """`compile_model` for the batches and evaluations of a run, with a micro-batch that fits in memory."""
-    config = run.config
-    while True:
-        try:
-            return compile_model(
-                run.model,
-                hardware,
-                lambda: run.data.batch(run.sequences_seen, run.config.rows_at_once),
-                evaluates=bool(config.eval_interval),
-                cache_dir=config.compile_cache_dir,
-            )
-        except Exception as error:
-            say(run.give_way(error, "compile", hardware))
 
 
 def attention_kernels() -> str:

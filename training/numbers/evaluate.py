@@ -1,51 +1,58 @@
-"""What a model has learned: validation loss, bits per byte, and prompts with expected answers."""
+"""What a model has learned: validation loss, bits per byte, and answers to prompts."""
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from common.chat import Message
-from common.errors import DataError, is_out_of_memory
-from common.files import read_text
+from common.errors import is_out_of_memory
 from common.machine import exact_device
 from generation.decoding import ROWS_AT_ONCE, Completion, generate
 from generation.sampling import Sampling
-from model import IGNORE_INDEX, TransformerLanguageModel
-from tokenizer_base import UnknownCharacterError
+from model import IGNORE_INDEX
 from training.config import TrainConfig
 from training.machine import processes
-from training.machine.hardware import Hardware, return_freed_memory
+from training.machine.hardware import return_freed_memory
+from training.machine.processes import on_first
 from training.numbers.data import TokenData
+from training.numbers.prompts import Answer
 from training.numbers.step import pad_rows
+from training.parts import Parts
 
 ANSWER_TOKENS = 64
 
 
+class Evaluation(NamedTuple):
+    val_loss: float  # nats per token
+    bits_per_byte: float | None  # None where the metadata does not count the bytes
+    windows: int  # of the validation split, that the loss is over
+    answers: list[Answer]  # to the prompts of the run
+
+
+def evaluate(parts: Parts, between: Callable[[], None] = lambda: None) -> Evaluation:
+    """Evaluate the weights as they are. `between` is that of `validation_loss`."""
+    loss = validation_loss(parts, between)
+    answers = on_first(lambda: answer_prompts(parts, between)) if parts.prompts else []
+    windows = evaluated_windows(parts.data, parts.config)
+    return Evaluation(loss, bits_per_byte(loss, parts.data), windows, answers)
+
+
 @torch.no_grad()
-def validation_loss(
-    model: TransformerLanguageModel,
-    step_model: Callable[..., torch.Tensor],
-    data: TokenData,
-    config: TrainConfig,
-    hardware: Hardware,
-    between: Callable[[], None] = lambda: None,
-) -> float:
+def validation_loss(parts: Parts, between: Callable[[], None] = lambda: None) -> float:
     """Mean cross-entropy in nats per token over a fixed set of validation windows; draws no random numbers. Tokens that
     the loss is not over do not count.
 
-    `step_model` is the model as it trains, compiled or not. Every batch has the same shape, so that it is compiled for
-    evaluation once: the rows missing from the last one repeat the first and do not count. Processes take batches in
-    turn. `between` is called between two batches, in all of them at the same time, and may raise to give the evaluation
-    up.
+    Every batch has the same shape, so that a compiled model is compiled for evaluation once: the rows missing from the
+    last batch repeat its first row and do not count. Processes take batches in turn. `between` is called between two
+    batches, in all processes at the same time, and may raise to stop the evaluation.
     """
+    model, data, config = parts.model, parts.data, parts.config
     windows = evaluated_windows(data, config)
     rows = config.rows_at_once
     exact = exact_device(data.device)
@@ -61,8 +68,8 @@ def validation_loss(
                 continue
             batch = data.validation_batch(first, here, windows)
             count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask else here
-            with hardware.autocast():
-                total += step_model(*pad_rows(batch, rows)).to(exact).double() * count
+            with parts.hardware.autocast():
+                total += parts.step_model(*pad_rows(batch, rows)).to(exact).double() * count
             counted += count
     finally:
         model.train()
@@ -85,79 +92,19 @@ def bits_per_byte(loss: float, data: TokenData) -> float | None:
     return None if per_byte is None else loss / math.log(2) * per_byte
 
 
-@dataclass(frozen=True)
-class Prompt:
-    text: str
-    expected: str | None = None
-
-
-@dataclass(frozen=True)
-class Answer:
-    prompt: Prompt
-    text: str
-
-    @property
-    def right(self) -> bool | None:
-        """Exact match, white space around it aside; None where no answer is expected."""
-        return None if self.prompt.expected is None else self.text.strip() == self.prompt.expected.strip()
-
-
-def accuracy(answers: Sequence[Answer]) -> tuple[int, int]:
-    """(exactly right, with a known answer)"""
-    judged = [answer.right for answer in answers if answer.right is not None]
-    return sum(judged), len(judged)
-
-
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a JSONL file of {"prompt": ..., "answer": ... (optional)}. Raises DataError naming the line."""
-    prompts = []
-    for number, line in enumerate(read_text(path, DataError, "--eval_prompts").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            prompt = Prompt(value["prompt"], value.get("answer"))
-            if not (isinstance(prompt.text, str) and isinstance(prompt.expected, str | None)):
-                raise TypeError
-            prompts.append(prompt)
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            raise DataError(
-                f'{path}, line {number}: {{"prompt": "...", "answer": "..."}} is expected (the answer may be left out).'
-            ) from None
-    if not prompts:
-        raise DataError(f"{path} holds no prompts.")
-    return prompts
-
-
-def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
-    """Raises DataError for a prompt the tokenizer cannot express: now, not at the first evaluation."""
-    for prompt in prompts:
-        try:
-            data.tokenizer.encode(prompt.text)
-        except UnknownCharacterError as problem:
-            named = ", ".join(map(repr, problem.characters))
-            raise DataError(
-                f"--eval_prompts: the prompt {prompt.text!r} has characters the tokenizer does not know: {named}."
-            ) from None
-
-
 def asked_as_trained(text: str, data: TokenData) -> str | list[int]:
     """A prompt in the template of the conversations that are trained on; as it is, where it is text."""
     template = data.metadata.chat_template
     return text if template is None else template.prompt_ids(data.tokenizer, [Message("user", text)])
 
 
-def answer_prompts(
-    model: TransformerLanguageModel,
-    data: TokenData,
-    prompts: list[Prompt],
-    between: Callable[[], None] = lambda: None,
-) -> list[Answer]:
+def answer_prompts(parts: Parts, between: Callable[[], None] = lambda: None) -> list[Answer]:
     """The model's most likely continuation of each prompt. `between` is called at each token, and may raise.
 
     Where memory runs out, fewer prompts are answered at once. None are answered where one alone does not fit: that is
     no reason to end the training.
     """
+    model, data, prompts = parts.model, parts.data, parts.prompts
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0)
     asked = [asked_as_trained(prompt.text, data) for prompt in prompts]
     completions: list[Completion] = []

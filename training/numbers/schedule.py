@@ -38,6 +38,11 @@ def last_step(step: int, sequences_seen: int, windows: int, config: TrainConfig)
     return step + max(0, math.ceil(remaining / config.sequences_per_step))
 
 
+def has_stopped_early(worse: int, config: TrainConfig) -> bool:
+    """After `worse` evaluations in a row without a lower validation loss."""
+    return 0 < config.stop_after_worse <= worse
+
+
 def repetition(windows: int, config: TrainConfig) -> str:
     """A note for when a step takes more sequences than there are training windows; else empty."""
     sequences = config.sequences_per_step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -12,9 +12,9 @@ from model import IGNORE_INDEX
 from training.config import TrainConfig
 from training.machine import processes
 from training.machine.hardware import Hardware
-from training.numbers.data import TokenData
-from training.numbers.optimizer import Optimizer, apply_hyperparameters, gradient_norm, update
+from training.numbers.optimizer import apply_hyperparameters, gradient_norm, update
 from training.numbers.stability import not_finite
+from training.parts import Parts
 
 
 class StepResult(NamedTuple):
@@ -26,23 +26,15 @@ class StepResult(NamedTuple):
 
 
 def train_step(
-    step_model: Callable[..., torch.Tensor],
-    optimizer: Optimizer,
-    scaler: torch.amp.GradScaler,
-    data: TokenData,
-    step: int,
-    sequences_seen: int,
-    lr: float,
-    config: TrainConfig,
-    hardware: Hardware,
-    begin: Callable[[str], None] = lambda part: None,
+    parts: Parts, step: int, sequences_seen: int, lr: float, begin: Callable[[str], None] = lambda part: None
 ) -> StepResult:
-    """An update that would be made of numbers that are not finite is skipped. Of several processes each takes its share
-    of the sequences, and all make the same update.
+    """Update the model with the sequences that follow the first `sequences_seen`, at AdamW's learning rate `lr`.
 
-    Dropout draws from a stream that belongs to (seed, step, process), so a resumed run needs no saved random state.
-    `begin` is told which part begins: "data", "forward", "backward" or "optimizer".
+    An update with numbers that are not finite is skipped. Of several processes each takes its share of the sequences,
+    and all make the same update. Dropout draws from a stream that belongs to (seed, step, rank), so a resumed run needs
+    no saved random state. `begin` is told which part begins: "data", "forward", "backward" or "optimizer".
     """
+    config, data, optimizer, scaler = parts.config, parts.data, parts.optimizer, parts.scaler
     begin("data")
     if config.dropout:  # without it nothing is drawn, and seeding takes up to half a millisecond
         torch.manual_seed(config.seed * 1_000_003 + step + (processes.rank() << 53))
@@ -54,10 +46,10 @@ def train_step(
     weights = shares(batch[1], rows, data.layout.has_mask, whole)
     micro_batches = zip(*(part.split(rows) for part in batch), strict=True)
     for number, (micro_batch, share) in enumerate(zip(micro_batches, weights, strict=True), 1):
-        with processes.apart(step_model, number * rows < own):
+        with processes.apart(parts.step_model, number * rows < own):
             begin("forward")
-            with hardware.autocast():
-                loss = step_model(*pad_rows(micro_batch, rows))
+            with parts.hardware.autocast():
+                loss = parts.step_model(*pad_rows(micro_batch, rows))
             loss = loss * share
             begin("backward")
             scaler.scale(loss).backward()
@@ -65,7 +57,7 @@ def train_step(
     begin("optimizer")
     total = processes.added_up(total) / processes.count()
     if scaler.is_enabled():
-        scaler.unscale_(cast(torch.optim.Optimizer, optimizer))  # which needs no more of one than `param_groups`
+        scaler.unscale_(optimizer)
     apply_hyperparameters(optimizer, lr, config)
     grad_norm = gradient_norm(optimizer)
     skipped = not_finite(total, grad_norm)

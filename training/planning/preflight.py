@@ -9,7 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from common.errors import CheckpointError
 from common.formatting import byte_size, clock, si
 from common.lora import lora_of
 from common.machine import available_ram
-from training.config import TrainConfig
 from training.keeping.mirror import COPIES, Mirror
 from training.keeping.resume import Found
 from training.keeping.run import Run
+from training.keeping.start import find, require_own_folders
 from training.machine.compilation import compile_model
 from training.machine.hardware import Hardware
 from training.machine.processes import on_first, slowest
@@ -31,7 +31,9 @@ from training.numbers.evaluate import evaluated_windows, validation_loss
 from training.numbers.optimizer import whole_state
 from training.numbers.schedule import epoch_sequences
 from training.numbers.step import part_of_step, smallest_part, train_step
-from training.planning.memory import estimate_memory, held_memory, with_less_memory
+from training.parts import Parts
+from training.planning.estimate import estimate_memory, held_memory
+from training.planning.memory import until_it_fits
 
 TIMED_SECONDS = 8.0  # a step that takes longer than this is timed on a part of its sequences
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), which a model that knows nothing has
@@ -39,21 +41,22 @@ KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one that is 
 PROBE_BYTES = 1 << 20
 
 
-def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
+def dry_run(run: Run) -> None:
     """Print everything known before the first step, two timed steps, one save, one evaluation and a forecast. Writes no
     run.
 
     Raises what keeps the run from starting: CheckpointError, ConfigError, and whatever the parts raise.
     """
+    parts, config = run.parts, run.parts.config
+    model, data, hardware, max_steps = parts.model, parts.data, parts.hardware, run.state.max_steps
     found = on_first(lambda: look(run))
-    model, data = run.model, run.data
     estimate = estimate_memory(config, model, hardware) + held_memory(data, hardware)
     there_is = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     several = f" in each of {config.processes} processes" if config.processes > 1 else ""
     need, free = KEPT_ON_DISK * run.checkpoint_bytes, free_space(config.run_dir)
     print(
-        f"Steps      {run.max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} sequences, "
-        f"{config.rows_at_once} at once{several}), {run.max_steps * config.tokens_per_step / 1e6:,.1f}M tokens in all\n"
+        f"Steps      {max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} sequences, "
+        f"{config.rows_at_once} at once{several}), {max_steps * config.tokens_per_step / 1e6:,.1f}M tokens in all\n"
         f"Memory     about {byte_size(estimate)}{there_is} (an estimate){free_memory(hardware)}; beside it "
         f"{byte_size(run.checkpoint_bytes)} of RAM while a checkpoint is written\n"
         f"Disk       about {byte_size(need)} in {config.run_dir} (two checkpoints, the best and the one being "
@@ -66,35 +69,27 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
             f"Mirror     {run.mirror.root} can be written and read; about {byte_size(need)} there, of "
             f"{byte_size(free)} that are free{too_little(need, free)}"
         )
-    while True:
-        try:
-            step_model = compile_model(model, hardware, lambda: data.batch(0, run.config.rows_at_once))
-            check_first_loss(step_model, run, run.config, hardware)
-            seconds, rows = time_step(step_model, run, run.config, hardware)
-            break
-        except Exception as error:  # as the training gives way, which this is not: nothing is kept
-            run.config = with_less_memory(error, "", run.config, model, run.optimizer, hardware)
-            print(f"Out of memory: the training will go on with {run.config.rows_at_once} sequences at once")
-    config = run.config
-    optimizer_state = whole_state(run.optimizer)
+    seconds, rows = until_it_fits(parts, lambda: try_steps(parts), print)
+    config = parts.config
+    optimizer_state = whole_state(parts.optimizer)
     saving = on_first(lambda: time_save(run, optimizer_state))
-    evaluating = time_evaluation(step_model, run, config, hardware)
+    evaluating = time_evaluation(parts)
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
     speed = config.tokens_per_step / seconds
     mfu = ""
     if hardware.peak_flops:
         mfu = f", MFU {speed * model.flops_per_token() / hardware.peak_flops:.0%}"
-    evaluations = math.ceil(run.max_steps / config.eval_interval) if config.eval_interval else 0
-    total = seconds * run.max_steps + evaluating * evaluations
+    evaluations = math.ceil(max_steps / config.eval_interval) if config.eval_interval else 0
+    total = seconds * max_steps + evaluating * evaluations
     print(
         f"Speed      {seconds:.3g} s a step{part}, {si(speed)} tokens/s{mfu}\n"
         f"Saving     a checkpoint was written, verified and loaded in {saving:.1f} s, beside the training\n"
         f"Evaluating about {clock(evaluating)} for {evaluated_windows(data, config):,} windows, {evaluations} times"
         f"{', answers to prompts aside' if config.eval_prompts else ''}\n"
-        f"Time       about {clock(total)} for {run.max_steps:,} steps and their evaluations"
+        f"Time       about {clock(total)} for {max_steps:,} steps and their evaluations"
     )
-    if at_risk := between_checkpoints(run, config, seconds):
+    if at_risk := between_checkpoints(parts, seconds):
         print(f"At risk    at most {clock(at_risk)} of training, if the machine goes away between two checkpoints")
     units = hardware.units_per_hour(config)
     if units:
@@ -107,8 +102,16 @@ def dry_run(config: TrainConfig, run: Run, hardware: Hardware) -> None:
 
 
 def look(run: Run) -> Found | None:
-    run.require_own_folders()
-    return run.find()
+    require_own_folders(run)
+    return find(run)
+
+
+def try_steps(parts: Parts) -> tuple[float, int]:
+    """Compile, check the first loss, and time a step: what `time_step` returns."""
+    rows = parts.config.rows_at_once
+    parts.step_model = compile_model(parts.model, parts.hardware, lambda: parts.data.batch(0, rows))
+    check_first_loss(parts)
+    return time_step(parts)
 
 
 def free_memory(hardware: Hardware) -> str:
@@ -153,18 +156,18 @@ def probe(mirror: Mirror) -> None:
         ) from None
 
 
-def check_first_loss(
-    step_model: Callable[..., torch.Tensor], run: Run, config: TrainConfig, hardware: Hardware
-) -> None:
-    """A model that has learned nothing finds all tokens about equally likely: tell if this one does not. The base of
+def check_first_loss(parts: Parts) -> None:
+    """A model that has learned nothing finds all tokens about equally likely: warn if this one does not. The base of
     adapters has learned something."""
-    with torch.no_grad(), hardware.autocast():
-        loss = float(step_model(*run.data.batch(0, config.rows_at_once)))
-    if lora_of(run.model) is not None:
+    with torch.no_grad(), parts.hardware.autocast():
+        loss = float(parts.step_model(*parts.data.batch(0, parts.config.rows_at_once)))
+    if lora_of(parts.model) is not None:
         print(f"First loss {loss:.2f}, that of the base")
         return
-    expected = math.log(run.data.vocab_size)
-    print(f"First loss {loss:.2f}; ln({run.data.vocab_size:,}) = {expected:.2f} is that of a model that knows nothing")
+    expected = math.log(parts.data.vocab_size)
+    print(
+        f"First loss {loss:.2f}; ln({parts.data.vocab_size:,}) = {expected:.2f} is that of a model that knows nothing"
+    )
     if not abs(loss - expected) < FIRST_LOSS_MARGIN:
         print(
             "Warning: these two should be close. Is the vocabulary that of the tokens? Was the initialisation of the "
@@ -180,12 +183,12 @@ def time_save(run: Run, optimizer_state: dict[str, Any]) -> float:
             shutil.rmtree(left, ignore_errors=True)
     began = time.perf_counter()
     with discarded(Path(tempfile.mkdtemp(prefix=".dry_run-", dir=parent))) as folder:
-        write_checkpoint(folder / "best", run.snapshot(0.0, optimizer_state, copy=False))
+        write_checkpoint(folder / "best", run.snapshot(optimizer_state, copy=False))
         if problems := problems_of(folder / "best"):
             raise CheckpointError(f"A checkpoint that was written below {parent} is damaged: {'; '.join(problems)}.")
         checkpoint = Checkpoint(folder / "best")
-        checkpoint.load_weights(run.model)
-        checkpoint.load_optimizer(run.optimizer)
+        checkpoint.load_weights(run.parts.model)
+        checkpoint.load_optimizer(run.parts.optimizer)
     return time.perf_counter() - began
 
 
@@ -197,23 +200,23 @@ def discarded(folder: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def time_evaluation(
-    step_model: Callable[..., torch.Tensor], run: Run, config: TrainConfig, hardware: Hardware
-) -> float:
+def time_evaluation(parts: Parts) -> float:
     """Seconds of an evaluation, by one batch of it."""
+    config = parts.config
     if not config.eval_interval:
         return 0.0
-    windows = evaluated_windows(run.data, config)
+    windows = evaluated_windows(parts.data, config)
     one = dataclasses.replace(part_of_step(config, config.rows_at_once * config.processes), eval_batches=1)
     began = time.perf_counter()
-    validation_loss(run.model, step_model, run.data, one, hardware)
-    hardware.synchronize()
-    return (time.perf_counter() - began) * windows / evaluated_windows(run.data, one)
+    validation_loss(dataclasses.replace(parts, config=one))
+    parts.hardware.synchronize()
+    return (time.perf_counter() - began) * windows / evaluated_windows(parts.data, one)
 
 
-def between_checkpoints(run: Run, config: TrainConfig, seconds: float) -> float | None:
+def between_checkpoints(parts: Parts, seconds: float) -> float | None:
     """The longest time from one checkpoint to the next, by the steps' `seconds`; None if only the end is saved."""
-    steps_an_epoch = epoch_sequences(run.data.windows, config) / config.sequences_per_step
+    config = parts.config
+    steps_an_epoch = epoch_sequences(parts.data.windows, config) / config.sequences_per_step
     times = [
         60 * config.checkpoint_minutes,
         seconds * config.checkpoint_steps,
@@ -222,16 +225,15 @@ def between_checkpoints(run: Run, config: TrainConfig, seconds: float) -> float 
     return min((each for each in times if each), default=None)
 
 
-def time_step(
-    step_model: Callable[..., torch.Tensor], run: Run, config: TrainConfig, hardware: Hardware
-) -> tuple[float, int]:
+def time_step(parts: Parts) -> tuple[float, int]:
     """Seconds of a training step, and the number of sequences that was measured on (then scaled to the step)."""
+    config, hardware = parts.config, parts.hardware
 
     def timed(rows: int) -> float:
-        part = part_of_step(config, rows)
+        part = dataclasses.replace(parts, config=part_of_step(config, rows))
         hardware.synchronize()
         started = time.perf_counter()
-        train_step(step_model, run.optimizer, run.scaler, run.data, 0, 0, 0.0, part, hardware)
+        train_step(part, 0, 0, 0.0)
         hardware.synchronize()
         return slowest(time.perf_counter() - started)
 

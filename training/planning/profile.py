@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import itertools
 import tempfile
@@ -21,6 +22,7 @@ from training.keeping.run import Run
 from training.machine.compilation import compile_model
 from training.machine.hardware import Hardware
 from training.numbers.step import StepResult, part_of_step, smallest_part, train_step
+from training.parts import Parts
 from training.telling.report import Report
 from training.telling.timer import Timer
 
@@ -134,17 +136,16 @@ def cycles_per_second() -> float:
     return 10**7 / (start.elapsed_time(end) / 1000)
 
 
-def profile(config: TrainConfig, run: Run, hardware: Hardware) -> None:
+def profile(run: Run) -> None:
     """Time the parts of real steps for some seconds, print them and what limits the run. Writes no run."""
-    step_model = compile_model(run.model, hardware, lambda: run.data.batch(0, config.rows_at_once))
+    training, config = run.parts, run.parts.config
+    model, data, hardware = training.model, training.data, training.hardware
+    training.step_model = compile_model(model, hardware, lambda: data.batch(0, config.rows_at_once))
     sequences = itertools.count()
 
     def step(rows: int, watch: Stopwatch) -> StepResult:
-        part = part_of_step(config, rows)
-        seen = next(sequences) * rows  # other data each time, as in training
-        return train_step(
-            step_model, run.optimizer, run.scaler, run.data, 0, seen, 0.0, part, hardware, begin=watch.begin
-        )
+        part = dataclasses.replace(training, config=part_of_step(config, rows))
+        return train_step(part, 0, next(sequences) * rows, 0.0, watch.begin)  # other data each time, as in training
 
     def timed(rows: int) -> float:
         hardware.synchronize()
@@ -169,22 +170,22 @@ def profile(config: TrainConfig, run: Run, hardware: Hardware) -> None:
         parts[part] *= whole / rows
     parts["logging"] = 0.0
     if config.log_interval:
-        parts["logging"] = time_report(step(least, Stopwatch()), config, run, hardware) / config.log_interval
+        parts["logging"] = time_report(step(least, Stopwatch()), training) / config.log_interval
 
     total = sum(parts.values())
     speed = config.tokens_per_step / total
-    mfu = speed * run.model.flops_per_token() / hardware.peak_flops if hardware.peak_flops else None
+    mfu = speed * model.flops_per_token() / hardware.peak_flops if hardware.peak_flops else None
     on_part = "" if rows == whole else f", each timed on {rows} of its {whole} sequences"
     print(f"Profile    {steps} step{'s' * (steps > 1)} of {config.tokens_per_step:,} tokens{on_part}; seconds a step:")
     for part in PARTS:
         print(f"  {part:<10}{parts[part]:>9.4f}{parts[part] / total:>6.0%}")
     print(f"  {'in all':<10}{total:>9.4f}  {si(speed)} tokens/s{f', MFU {mfu:.0%}' if mfu else ''}")
-    floor, product_flops = matrix_products(run.model, config, hardware)
+    floor, product_flops = matrix_products(model, config, hardware)
     print(
         f"Floor      {floor:.4f} s: the layers' matrix products alone, at {si(product_flops)}FLOP/s; the step reaches "
-        f"{si(speed * run.model.flops_per_token())}FLOP/s"
+        f"{si(speed * model.flops_per_token())}FLOP/s"
     )
-    print(f"Limit      {limit(parts, config, hardware, run.data.placement, mfu)}")
+    print(f"Limit      {limit(parts, config, hardware, data.placement, mfu)}")
     print("Profile: no run was written. Leave --profile out to train.")
 
 
@@ -220,11 +221,12 @@ def least_seconds(one: torch.Tensor, other: torch.Tensor, hardware: Hardware) ->
     raise AssertionError("counting does not end")
 
 
-def time_report(result: StepResult, config: TrainConfig, run: Run, hardware: Hardware) -> float:
+def time_report(result: StepResult, parts: Parts) -> float:
     """Seconds of a step's report: reading two numbers, a progress line and a row of metrics.jsonl, on the local disk.
 
     Waiting for the device to finish the step is no part of it.
     """
+    config, hardware = parts.config, parts.hardware
     unseen = io.StringIO()
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -232,11 +234,11 @@ def time_report(result: StepResult, config: TrainConfig, run: Run, hardware: Har
         contextlib.redirect_stderr(unseen),
     ):
         timer = Timer(hardware, 0.0, hardware.units_per_hour(config))
-        report = Report(Path(folder), timer, 0, run.max_steps)
+        report = Report(Path(folder), timer, 0, max_steps=2)
         report.step_done(config.tokens_per_step)
         hardware.synchronize()
         started = time.perf_counter()
-        row = {"step": 1, **timer.training_row(result.loss, result.grad_norm, 0.0, run.model.flops_per_token())}
+        row = {"step": 1, **timer.training_row(result.loss, result.grad_norm, 0.0, parts.model.flops_per_token())}
         report.progress(row)
         report.write(row)
         return time.perf_counter() - started

@@ -31,7 +31,9 @@ from training.keeping.run import Run
 from training.machine.compilation import compile_model
 from training.machine.hardware import DEFAULT_THREADS, Hardware, choose_compile, detect_hardware, return_freed_memory
 from training.numbers.data import TokenData, locate
-from training.planning.memory import MEMORY_SHARE, estimate_memory, fit_micro_batch, found_before, with_rows
+from training.parts import Parts
+from training.planning.estimate import estimate_memory, with_rows
+from training.planning.memory import MEMORY_SHARE, fit_micro_batch, found_before
 
 FOLDER = Path("runs") / "tuned"
 SETTINGS = ("cpu_threads", "compile", "attention", "compile_mode", "micro_batch_size")  # in the order they are tried
@@ -202,24 +204,25 @@ class Trial:
     problem: str = ""
 
 
-def tune(config: TrainConfig, run: Run, hardware: Hardware) -> None:
+def tune(run: Run) -> None:
     """Try settings one after the other, each on top of the best so far, print what they take and keep the best. Writes
     no run."""
-    sequences = run.max_steps * config.sequences_per_step
+    parts, config, max_steps = run.parts, run.parts.config, run.state.max_steps
+    sequences = max_steps * config.sequences_per_step
 
     def forecast(trial: Trial) -> float:
         return trial.startup + trial.seconds * sequences
 
     print(table_row(["settings", "ms a sequence", "start", "this run", "GB, update aside"]))
     print(table_row(["---"] * 5))
-    best = attempt(config, {}, run)
+    best = attempt(parts, {})
     tell(best, forecast(best))
     for key in SETTINGS:
         if not is_open(config, key):
             continue
         base = best.settings
-        for value in candidates(key, with_settings(config, base), hardware):
-            trial = attempt(config, {**base, key: value}, run)
+        for value in candidates(key, with_settings(config, base), parts.hardware):
+            trial = attempt(parts, {**base, key: value})
             tell(trial, forecast(trial))
             if forecast(trial) * AS_FAST < forecast(best):
                 best = trial
@@ -227,10 +230,10 @@ def tune(config: TrainConfig, run: Run, hardware: Hardware) -> None:
         raise ConfigError(f"Nothing that was tried works: {best.problem}.")
     tuned = with_settings(config, best.settings)
     settings = {key: getattr(tuned, key) for key in SETTINGS} | {"micro_batch_size": tuned.rows_at_once}
-    kept = keep(config, settings, seconds_per_sequence=best.seconds, of_steps=run.max_steps)
+    kept = keep(config, settings, seconds_per_sequence=best.seconds, of_steps=max_steps)
     print(
         f"Fastest    {flags_of(best.settings)}, {kept}. Runs of this config on this machine take from there what no "
-        f"flag says otherwise. It is for {run.max_steps:,} steps; for many more or fewer, tune again."
+        f"flag says otherwise. It is for {max_steps:,} steps; for many more or fewer, tune again."
     )
 
 
@@ -250,10 +253,10 @@ def candidates(key: str, config: TrainConfig, hardware: Hardware) -> list[Any]:
     return [rows for rows in reversed(sizes(config)) if rows != now and now // 4 <= rows <= 2 * now]
 
 
-def attempt(config: TrainConfig, settings: dict[str, Any], run: Run) -> Trial:
+def attempt(parts: Parts, settings: dict[str, Any]) -> Trial:
     """Time the model with some settings. What fails, memory that runs out included, is told and no error."""
-    changed = with_settings(config, settings)
-    model, data = run.model, run.data
+    changed = with_settings(parts.config, settings)
+    model, data = parts.model, parts.data
     began = time.perf_counter()
     try:
         hardware = detect_hardware(changed)
@@ -274,7 +277,7 @@ def attempt(config: TrainConfig, settings: dict[str, Any], run: Run) -> Trial:
         return Trial(settings, problem=first_line[:100])
     finally:
         model.zero_grad(set_to_none=True)
-        return_freed_memory(run.model.device)
+        return_freed_memory(model.device)
 
 
 def tell(trial: Trial, seconds: float) -> None:

@@ -14,7 +14,8 @@ from common.formatting import clock, si
 from common.launch import is_first
 from common.progress import LOG_LINE_SECONDS, is_interactive, progress_bar
 from training.file_names import CURVE, METRICS, SAMPLES, SAMPLES_TABLE
-from training.numbers.evaluate import Answer, accuracy, perplexity
+from training.numbers.evaluate import perplexity
+from training.numbers.prompts import Answer, accuracy
 from training.telling.events import Events
 from training.telling.records import draw_curve, metrics_line, read_metrics, unwritable
 from training.telling.samples import Sample, drawn, read_samples, sample_line

@@ -8,23 +8,25 @@ from common.files import atomic_write
 from common.formatting import cell, clock, shortened, si, table_row
 from training.file_names import CURVE, METRICS, SAMPLES_TABLE, SUMMARY
 from training.keeping.run import Run
-from training.machine.hardware import Hardware
-from training.numbers.evaluate import Answer, accuracy, perplexity
+from training.numbers.evaluate import perplexity
+from training.numbers.prompts import Answer, accuracy
+from training.numbers.schedule import has_stopped_early
 from training.telling.records import read_metrics, unwritable
 from training.telling.timer import Timer
 
 LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
 
 
-def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answer]) -> None:
+def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
     """Write summary.md and print what matters of it."""
-    config, data = run.config, run.data
-    parameters, trained = run.model.num_parameters(), run.model.num_parameters(trained_only=True)
+    parts, state = run.parts, run.state
+    config, data, hardware, model = parts.config, parts.data, parts.hardware, parts.model
+    parameters, trained = model.num_parameters(), model.num_parameters(trained_only=True)
     facts = {
         "Model": f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else ""),
         "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
         "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
-        "Training": f"{run.step:,} steps of {config.tokens_per_step:,} tokens in {clock(timer.elapsed)}",
+        "Training": f"{state.step:,} steps of {config.tokens_per_step:,} tokens in {clock(timer.elapsed)}",
     }
     if timer.tokens_per_second:
         facts["Speed"] = f"{si(timer.tokens_per_second)} tokens/s while training"
@@ -38,14 +40,15 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
         per_byte = f", {last['val_bits_per_byte']:.3f} bits per byte" if "val_bits_per_byte" in last else ""
         told = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
         facts["Validation loss"] = told
-    if run.best_val_loss is not None:  # which is of best/; rows may be over other windows
-        facts["Best"] = f"{run.best_val_loss:.4f} at step {run.best_step:,}"
-    if run.base:
-        facts["Before"] = f"validation loss {run.base['val_loss']:.4f}, of the weights that it started from"
-    if run.has_stopped_early:
-        facts["Stopped"] = f"early: the last {run.worse} evaluations were no better"
-    same_prompts = run.base and run.base["prompts"] == [answer.prompt.text for answer in answers]
-    before = run.base["answers"] if run.base and same_prompts else []
+    if state.best_val_loss is not None:  # which is of best/; rows may be over other windows
+        facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
+    if state.base:
+        facts["Before"] = f"validation loss {state.base.val_loss:.4f}, of the weights that it started from"
+    stopped_early = has_stopped_early(state.worse, config)
+    if stopped_early:
+        facts["Stopped"] = f"early: the last {state.worse} evaluations were no better"
+    same_prompts = state.base and state.base.prompts == [answer.prompt.text for answer in answers]
+    before = state.base.answers if state.base and same_prompts else []
     right, judged = accuracy(answers)
     if judged:
         facts["Answers"] = f"{right} of {judged} exactly right ({right / judged:.0%})"
@@ -72,8 +75,23 @@ def write_summary(run: Run, hardware: Hardware, timer: Timer, answers: list[Answ
     there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES_TABLE) if (run.dir / name).exists()]
     there += [f"{name}/" for name in ("checkpoints", "best") if (run.dir / name).exists()]
     print(f"{'Files':<16} {run.dir}: {', '.join(there)}")
-    checkpoint = f"--checkpoint {run.dir / 'best'} " if run.has_stopped_early else ""
+    checkpoint = f"--checkpoint {run.dir / 'best'} " if stopped_early else ""
     print(f'\nTalk to it: python generate.py {checkpoint}--prompt "..." or --interactive')
+
+
+def finished_message(run: Run) -> str:
+    """For a command that finds nothing left to train."""
+    config, state = run.parts.config, run.state
+    if has_stopped_early(state.worse, config):
+        more = f"--stop_after_worse {2 * config.stop_after_worse}"
+    elif config.max_steps:
+        more = f"--max_steps {state.step * 2}"
+    else:
+        more = f"--epochs {2 * max(config.epochs, int(run.epoch))}"
+    return (
+        f"This run is finished: step {state.step:,} of {state.max_steps:,}, results in {run.dir / SUMMARY}. "
+        f"To go on, ask for more: {more}. To start over: --resume never (the old run is kept aside)."
+    )
 
 
 def answer_table(answers: list[Answer], before: list[str], longest: int | None = None) -> list[str]:

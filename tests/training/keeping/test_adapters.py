@@ -22,7 +22,8 @@ from tests.training.helpers import measured, steps_of
 from training.config import TrainConfig, parse_config
 from training.file_names import CONFIG
 from training.numbers.optimizer import build_optimizer
-from training.planning.memory import estimate_memory, savings
+from training.planning.estimate import estimate_memory
+from training.planning.memory_advice import savings
 from training.planning.tuning import tuning_file
 from training.telling.records import read_metrics
 
@@ -311,10 +312,10 @@ def test_gradients_and_moments_are_of_adapters_alone() -> None:
     for targets in ("attention", "feed_forward"):
         one = dataclasses.replace(lora, lora_targets=targets)
         assert estimate_memory(one, shaped(one), CPU) < taken[1]
-    ways = dict(savings(full, whole, CPU))
+    ways = dict(savings(full, 32_000, CPU))
     assert ways["--lora_rank 8 (a new run)"] == taken[0] - taken[1]
-    assert not any("lora" in way or "muon" in way for way, _ in savings(lora, model, CPU))
-    assert "--max_seq_len 256 (a new run)" in dict(savings(lora, model, CPU))
+    assert not any("lora" in way or "muon" in way for way, _ in savings(lora, 32_000, CPU))
+    assert "--max_seq_len 256 (a new run)" in dict(savings(lora, 32_000, CPU))
 
 
 @pytest.mark.parametrize(

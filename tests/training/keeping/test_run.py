@@ -32,11 +32,12 @@ from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import ROOT, flip, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
-from training.keeping import interruption, run_evaluation, saving
+from training import loop
+from training.keeping import interruption, saving
 from training.keeping.run import Run
-from training.machine import compilation
-from training.numbers import step as step_module
+from training.numbers import evaluate
 from training.numbers.data import TokenData
+from training.numbers.step import StepResult
 from training.telling import timer as timer_module
 from training.telling.records import read_metrics
 
@@ -97,7 +98,7 @@ def test_best_stays_the_best_of_all_sessions(
     interrupt: Callable, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter([3.0, 2.0, 2.5, 2.2])
-    monkeypatch.setattr(run_evaluation, "validation_loss", lambda *_: next(losses))
+    monkeypatch.setattr(evaluate, "validation_loss", lambda *_: next(losses))
     interrupt(tmp_path / "run", after=13, eval_interval=6)
     assert train(tmp_path / "run", eval_interval=6).code == 0
     assert json.loads((tmp_path / "run" / "best" / "training_state.json").read_text())["step"] == 12
@@ -222,7 +223,7 @@ def test_a_signal_between_two_steps_is_saved_too(
 
     def asked(run: Run) -> bool:
         due = checkpoint_due(run)
-        if run.step == 8:
+        if run.state.step == 8:
             os.kill(os.getpid(), signal.SIGINT)
         return due
 
@@ -295,7 +296,7 @@ def test_a_signal_while_the_model_is_compiled_ends_the_run_at_once(
     interrupt(tmp_path / "run", after=10)
     before = steps_of(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(compilation, "compile_model", compiles)
+        patch.setattr(loop, "compile_model", compiles)
         result = train(tmp_path / "run")
     assert result.code == 130 and f"Interrupted after step {before[0]}. The same command continues" in result.out
     assert "Traceback" not in result.err and steps_of(tmp_path / "run") == before
@@ -361,13 +362,13 @@ def test_a_run_stops_at_its_limit_saved_and_goes_on_with_more_of_it(
     flags = {"units_per_hour": 3, "eval_interval": 12}
     clock = [0.0]
     monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock[0])
-    original = step_module.train_step
+    original = loop.train_step
 
-    def train_step(*args: Any) -> step_module.StepResult:
+    def train_step(*args: Any) -> StepResult:
         clock[0] += 360.0
         return original(*args)
 
-    monkeypatch.setattr(step_module, "train_step", train_step)
+    monkeypatch.setattr(loop, "train_step", train_step)
     more = {"max_hours": 1.0, "max_units": 3.0}[limit]
     result = train(tmp_path / "run", **flags, **{limit: more})
     assert result.code == 130
@@ -913,9 +914,9 @@ def saved_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     steps: list[int] = []
     save = Run.save
 
-    def noted(run: Run, elapsed: float, best_only: bool = False) -> None:
-        steps.append(run.step)
-        save(run, elapsed, best_only)
+    def noted(run: Run, best_only: bool = False) -> None:
+        steps.append(run.state.step)
+        save(run, best_only)
 
     monkeypatch.setattr(Run, "save", noted)
     return steps

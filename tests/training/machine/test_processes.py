@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import safetensors.torch
@@ -22,14 +22,14 @@ import torch
 import train_colab_mmap
 from common.errors import ConfigError, MemoryExhausted
 from tests.forked import Forked
-from tests.helpers import CPU, ROOT, run_script, snapshot
+from tests.helpers import ROOT, parts_of, run_script, snapshot
 from tests.training.helpers import steps_of
 from tokenize_local_bpe import tokenize
+from training import loop
 from training.config import parse_config
-from training.machine import compilation
 from training.machine.processes import data_parallel
 from training.numbers.data import TokenData
-from training.planning.memory import with_less_memory
+from training.planning.memory import halve_micro_batch
 from training.telling.records import read_metrics
 
 TRAINER = str(ROOT / "train_colab_mmap.py")
@@ -388,7 +388,7 @@ def compiling_gets_a_signal() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         return data_parallel(model)
 
-    compilation.compile_model = compiled
+    loop.compile_model = compiled
 
 
 def test_a_signal_while_they_compile_says_what_it_waits_for(
@@ -450,4 +450,4 @@ def test_memory_that_runs_out_in_one_of_them_is_told_with_the_flag_that_helps(
     model = torch.nn.Linear(1, 1)
     assert (config.sequences_per_process, config.rows_at_once) == (8, 8)
     with pytest.raises(MemoryExhausted, match="add --micro_batch_size 4 to the same command"):
-        with_less_memory(MemoryError(), "forward", config, model, torch.optim.AdamW(model.parameters()), CPU)  # type: ignore[arg-type]
+        halve_micro_batch(parts_of(model, cast(TokenData, None), config), MemoryError(), "forward")  # type: ignore[arg-type]

@@ -27,8 +27,10 @@ from tokenizer import load_tokenizer
 from training.config import TrainConfig, parse_config
 from training.machine.compilation import compile_model
 from training.machine.hardware import detect_hardware
+from training.numbers import evaluate
 from training.numbers.data import TokenData
 from training.numbers.packing import pack
+from training.parts import Parts
 from training.telling.records import read_metrics
 
 COLORS = ("red", "green", "blue", "white", "black", "grey", "brown", "pink")
@@ -379,16 +381,14 @@ def test_the_loss_of_a_run_stays_over_the_same_tokens(chats: Path, tmp_path: Pat
 def test_memory_that_runs_out_before_the_first_step_halves_the_micro_batch(
     chats: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import training.keeping.run_evaluation as run
+    original = evaluate.validation_loss
 
-    original = run.validation_loss
-
-    def limited(model: Any, step_model: Any, data: Any, config: TrainConfig, *rest: Any) -> float:
-        if config.rows_at_once > 3:
+    def limited(parts: Parts, between: Callable[[], None]) -> float:
+        if parts.config.rows_at_once > 3:
             raise torch.OutOfMemoryError("as if")
-        return original(model, step_model, data, config, *rest)
+        return original(parts, between)
 
-    monkeypatch.setattr(run, "validation_loss", limited)
+    monkeypatch.setattr(evaluate, "validation_loss", limited)
     result = train(chats, tmp_path / "run", init_from=base)
     assert result.code == 0 and "Out of memory with 6 sequences at once" in result.out, result.err
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model import ModelConfig, TransformerLanguageModel
-from tests.helpers import CPU
+from tests.helpers import parts_of
 from tokenization.metadata import TokenMetadata
 from training.config import SCHEMA, TrainConfig
 from training.numbers import optimizer as optimizer_module
@@ -64,12 +64,11 @@ def train(
 ) -> tuple[torch.Tensor, list[float], list[float]]:
     """Weights after some steps, and each step's loss and gradient norm."""
     model = make_model(dropout=config.dropout)
-    optimizer, data = build_optimizer(model, config), make_data(config)
-    scaler = CPU.grad_scaler()
+    parts = parts_of(model, make_data(config), config)
     losses, norms = [], []
     for step in range(first_step, first_step + steps):
         at = step * config.sequences_per_step if seen is None else seen
-        loss, norm, _ = train_step(model, optimizer, scaler, data, step, at, lr, config, CPU)
+        loss, norm, _ = train_step(parts, step, at, lr)
         assert all(parameter.grad is None for parameter in model.parameters())
         losses.append(loss.item())
         norms.append(norm.item())
@@ -288,7 +287,7 @@ def test_another_seed_draws_another_dropout() -> None:
     for seed in (1, 2, 3):
         config = dataclasses.replace(CONFIG, dropout=0.3, seed=seed)
         model, data = make_model(dropout=0.3), make_data(CONFIG)  # the same batch for all
-        step = train_step(model, build_optimizer(model, config), CPU.grad_scaler(), data, 0, 0, 1e-2, config, CPU)
+        step = train_step(parts_of(model, data, config), 0, 0, 1e-2)
         losses.add(step[0].item())
     assert len(losses) == 3
 
@@ -373,9 +372,9 @@ def test_a_step_with_muon_does_not_depend_on_the_micro_batch() -> None:
 
 
 def two_steps(model: TransformerLanguageModel, optimizer: Optimizer, first: int, config: TrainConfig) -> None:
-    data = make_data(config)
+    parts = dataclasses.replace(parts_of(model, make_data(config), config), optimizer=optimizer)
     for step in (first, first + 1):
-        train_step(model, optimizer, CPU.grad_scaler(), data, step, step * 12, 1e-2, config, CPU)
+        train_step(parts, step, step * 12, 1e-2)
 
 
 @pytest.mark.parametrize("config", [CONFIG, MUON])

@@ -12,7 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from common.errors import MemoryExhausted
 from common.formatting import byte_size
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import ALPHABET, CPU
+from tests.helpers import ALPHABET, CPU, parts_of
 from tests.training.helpers import final_weights, measured, steps_of
 from tokenizer import Tokenizer
 from training.config import TrainConfig
@@ -30,7 +31,9 @@ from training.numbers import evaluate as evaluate_module
 from training.numbers.data import TokenData
 from training.numbers.optimizer import Optimizer
 from training.planning import memory as memory_module
-from training.planning.memory import estimate_memory, held_by_others, no_way_out, savings
+from training.planning import memory_advice as advice_module
+from training.planning.estimate import estimate_memory
+from training.planning.memory_advice import held_by_others, no_way_out, savings
 from training.telling.records import read_metrics
 
 M_ARENA_MAX = -8  # of malloc.h
@@ -212,7 +215,7 @@ def test_a_dry_run_gives_way_as_the_training_would(
 ) -> None:
     out_of_memory_once(monkeypatch, 1)
     result = train(tmp_path / "run", extra=("--dry_run",))
-    assert result.code == 0 and "will go on with 2 sequences at once" in result.out
+    assert result.code == 0 and "the same batch again with 2" in result.out
     assert not (tmp_path / "run").exists()
 
 
@@ -229,9 +232,7 @@ def test_running_out_in_the_update_is_not_tried_again(
 def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
     config = TrainConfig(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
     hardware = dataclasses.replace(CPU, memory_bytes=10**9)
-    with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(32_000))
-    ways = savings(config, model, hardware)
+    ways = savings(config, 32_000, hardware)
     flags = [flag.split(" (")[0] for flag, _ in ways]
     order = [
         "--micro_batch_size 1",
@@ -244,10 +245,10 @@ def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
     assert flags == [flag for flag in order if flag in flags] and {order[0], order[-1]} <= set(flags)
     halved = dataclasses.replace(config, max_seq_len=256)
     with torch.device("meta"):
-        shorter = TransformerLanguageModel(halved.model_config(32_000))
-    saved = estimate_memory(config, model, hardware) - estimate_memory(halved, shorter, hardware)
+        models = [TransformerLanguageModel(each.model_config(32_000)) for each in (config, halved)]
+    saved = estimate_memory(config, models[0], hardware) - estimate_memory(halved, models[1], hardware)
     assert dict(ways)["--max_seq_len 256 (a new run)"] == saved
-    said = no_way_out(config, model, dataclasses.replace(hardware, memory_bytes=10**15))
+    said = no_way_out(config, 32_000, dataclasses.replace(hardware, memory_bytes=10**15))
     assert f"--max_seq_len 256 (a new run): about {byte_size(saved)} less" in said
     assert not re.search("[Rr]estart|process", said)
 
@@ -259,19 +260,17 @@ def test_processes_that_share_the_optimizers_state_need_less_each() -> None:
     with torch.device("meta"):
         model = TransformerLanguageModel(config.model_config(256))
     block = sum(parameter.numel() for parameter in model.blocks.parameters())
-    saved = dict(savings(config, model, CPU))["--shard_optimizer"]
+    saved = dict(savings(config, 256, CPU))["--shard_optimizer"]
     assert 8 * 0.7 * block < saved < 8 * 0.75 * model.num_parameters()
-    assert "--shard_optimizer" not in dict(savings(dataclasses.replace(config, processes=1), model, CPU))
+    assert "--shard_optimizer" not in dict(savings(dataclasses.replace(config, processes=1), 256, CPU))
 
 
 def test_dropout_is_what_to_leave_out_where_it_takes_memory() -> None:
     config = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=64, micro_batch_size=1, dropout=0.1)
-    with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(100))
     hardware = dataclasses.replace(CPU, precision="bf16")
-    saved = dict(savings(config, model, hardware))
+    saved = dict(savings(config, 100, hardware))
     assert saved["--dropout 0"] == 12 * 3 * 2 * 64 * 64  # bytes, layers and one at work, heads, positions by positions
-    assert "--dropout 0" not in dict(savings(config, model, dataclasses.replace(hardware, device=torch.device("cuda"))))
+    assert "--dropout 0" not in dict(savings(config, 100, dataclasses.replace(hardware, device=torch.device("cuda"))))
 
 
 def test_another_process_that_holds_the_memory_is_named_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,10 +281,10 @@ def test_another_process_that_holds_the_memory_is_named_with_its_size(monkeypatc
         process.stdout.readline()
         held = {
             pid_and_name: size
-            for pid_and_name, size in memory_module.memory_by_process().items()
+            for pid_and_name, size in advice_module.memory_by_process().items()
             if pid_and_name[0] in (process.pid, os.getpid())
         }  # others on this machine may hold more
-        monkeypatch.setattr(memory_module, "memory_by_process", lambda: held)
+        monkeypatch.setattr(advice_module, "memory_by_process", lambda: held)
         (named,) = held_by_others(dataclasses.replace(CPU, memory_bytes=2 * 10**9))
         process.stdin.close()
     assert len(held) == 2
@@ -298,15 +297,15 @@ def test_what_the_driver_tells_of_processes_is_read(tmp_path: Path, monkeypatch:
     program.write_text("#!/bin/sh\necho '4711, python3, 15234'\necho '4712, [Not Found], [N/A]'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert memory_module.gpu_memory_by_process() == {(4711, "python3"): 15234 * 2**20}
+    assert advice_module.gpu_memory_by_process() == {(4711, "python3"): 15234 * 2**20}
     program.write_text("#!/bin/sh\nexit 9\n")
-    assert memory_module.gpu_memory_by_process() == {}
+    assert advice_module.gpu_memory_by_process() == {}
 
 
 def test_no_way_out_is_raised_as_exhausted_memory() -> None:
     config = TrainConfig(micro_batch_size=1)
     with torch.device("meta"):
         model = TransformerLanguageModel(config.model_config(100))
-    optimizer = torch.optim.AdamW(model.parameters())
+    data = cast(TokenData, SimpleNamespace(vocab_size=100))
     with pytest.raises(MemoryExhausted, match="1 x 256 tokens"):
-        memory_module.with_less_memory(MemoryError(), "forward", config, model, optimizer, CPU)
+        memory_module.halve_micro_batch(parts_of(model, data, config), MemoryError(), "forward")

@@ -22,14 +22,8 @@ from tests.helpers import CPU, with_large_weights
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
 from training.machine.hardware import Hardware
-from training.planning.memory import (
-    MEMORY_SHARE,
-    PROCESS_BYTES,
-    bytes_per_token,
-    estimate_memory,
-    fit_micro_batch,
-    held_memory,
-)
+from training.planning.estimate import PROCESS_BYTES, bytes_per_token, estimate_memory, held_memory
+from training.planning.memory import MEMORY_SHARE, fit_micro_batch
 
 CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
 

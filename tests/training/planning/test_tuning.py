@@ -21,7 +21,8 @@ from tests.training.helpers import final_weights, measured, steps_of
 from training.config import TrainConfig, parse_config
 from training.machine import hardware as hardware_module
 from training.planning import tuning
-from training.planning.memory import MEMORY_SHARE, estimate_memory
+from training.planning.estimate import estimate_memory
+from training.planning.memory import MEMORY_SHARE
 from training.planning.tuning import candidates, sizes, tuning_file, use_tuning
 
 

@@ -17,9 +17,9 @@ from common.formatting import cell, table_row
 from tests.helpers import columns
 from tests.hostile.mutations import byte_mutations, json_mutations
 from training.config import parse_config
-from training.keeping.run import Run
+from training.keeping.state import TrainState
 from training.machine.hardware import Hardware, detect_hardware
-from training.numbers.evaluate import Answer, Prompt
+from training.numbers.prompts import Answer, Prompt
 from training.telling import report as report_module
 from training.telling import timer as timer_module
 from training.telling.records import read_metrics, rewind
@@ -222,14 +222,14 @@ def test_the_curve_is_drawn_now_and_then_and_at_the_end_with_every_point(
 def test_the_curve_is_drawn_though_the_training_fails(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advance = Run.advance
+    advance = TrainState.advance
 
-    def fail_at_20(run: Run, skipped: torch.Tensor) -> None:
-        advance(run, skipped)
-        if run.step == 20:
+    def fail_at_20(state: TrainState, *done: int) -> None:
+        advance(state, *done)
+        if state.step == 20:
             raise ConfigError("something")
 
-    monkeypatch.setattr(Run, "advance", fail_at_20)
+    monkeypatch.setattr(TrainState, "advance", fail_at_20)
     assert train(tmp_path / "run").code == 2
     assert (tmp_path / "run" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
 

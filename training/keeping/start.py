@@ -1,0 +1,191 @@
+"""How a run begins: it continues from its newest checkpoint, starts from other weights, or starts anew."""
+
+from __future__ import annotations
+
+import sys
+
+from common.checkpoint import open_checkpoint, step_folders
+from common.errors import CheckpointError, ConfigError
+from common.lora import lora_of
+from training.keeping.resume import (
+    Found,
+    bring_back_files,
+    find_checkpoint,
+    print_changes,
+    require_own_mirror,
+    require_the_same,
+    require_the_same_start,
+    require_tokenizer,
+    resolved,
+)
+from training.keeping.run import Run
+from training.keeping.run_folder import quarantine, require_movable, require_ours, set_aside, tidy
+from training.keeping.state import TrainState, read_state
+from training.machine.processes import any_process, count, on_first, share_tensors
+from training.numbers.evaluate import evaluated_windows
+from training.numbers.optimizer import apply_hyperparameters, follow_first
+from training.numbers.schedule import has_stopped_early, last_step, learning_rate
+from training.parts import Parts
+
+
+def start_or_resume(parts: Parts) -> Run:
+    """Continue the run in `config.run_dir` if there is one, else start it.
+
+    Raises CheckpointError if what is there belongs to another model or other data, or cannot be trusted.
+    """
+    config = parts.config
+    run = Run(parts)
+    run.state = state = on_first(lambda: open_run(run))
+    follow_rank_0(run)
+    run.saved_step = state.step
+    state.plan(planned_steps(parts, state))
+    # As the last step left it: what is saved before the next one is then what was saved there.
+    apply_hyperparameters(parts.optimizer, learning_rate(max(state.step - 1, 0), state.max_steps, config), config)
+    return run
+
+
+def planned_steps(parts: Parts, state: TrainState) -> int:
+    """Steps that the run takes in all: no more than now if it has stopped early."""
+    if has_stopped_early(state.worse, parts.config):
+        return state.step
+    return last_step(state.step, state.sequences_seen, parts.data.windows, parts.config)
+
+
+def open_run(run: Run) -> TrainState:
+    """Continue what the folders hold, or set it aside. Returns where the run stands."""
+    config, mirror = run.parts.config, run.mirror
+    folders = [run.dir] if mirror is None else [run.dir, mirror.dir]
+    require_own_folders(run)
+    if mirror is not None and config.resume != "never":
+        mirror.claim.announce()
+    for folder in folders:
+        tidy(folder, truncate=folder != run.dir)
+    found = find(run)
+    if found is not None:
+        state = restore(run, found)
+    else:
+        state = TrainState(resumed_from=resolved(config.resume_from) if config.resume_from else None)
+        if config.init_from:
+            initialize(run.parts, state)
+        if mirror is not None:
+            state.continue_as(mirror.claim.earlier_run_id or state.run_id)
+            print(
+                f"Copies     go to {mirror.dir}. There are none of this run yet: if there should be, stop and mount "
+                f"the disk they are on."
+            )
+    if config.resume == "never":  # last: the weights may come from the very run that makes way
+        for folder in folders:
+            set_aside(folder)
+    run.dir.mkdir(parents=True, exist_ok=True)
+    return state
+
+
+def require_own_folders(run: Run) -> None:
+    """Raises ConfigError or CheckpointError if the mirror is not there, or is not this run's, or if an old run cannot
+    make way."""
+    config, mirror = run.parts.config, run.mirror
+    if config.resume == "never":
+        require_movable(run.dir)
+    if mirror is None:
+        return
+    try:
+        require_ours(mirror.dir, "--checkpoint_dir")
+        mirror.require_mounted()
+        mirror.require_apart()
+        require_own_mirror(run.dir, mirror)
+        if config.resume == "never":
+            require_movable(mirror.dir)
+        mirror.claim.require_free()
+    except OSError as problem:
+        raise ConfigError(
+            f"--checkpoint_dir {mirror.root} cannot be read ({problem.strerror}). Mount the Drive again, or leave "
+            f"--checkpoint_dir out to train without copies."
+        ) from None
+
+
+def find(run: Run) -> Found | None:
+    """The checkpoint to continue from. Raises CheckpointError if it cannot be continued as things are now."""
+    parts, config, mirror = run.parts, run.parts.config, run.mirror
+    if config.resume == "never":
+        return None
+    found = find_checkpoint(run.dir, mirror.dir if mirror else None, config)
+    if mirror is not None:
+        # Checked again: the newer checkpoints of a mirror that has gone, or is another's by now, look like none, or
+        # damaged.
+        mirror.require_mounted()
+        mirror.claim.require_unchanged()
+    if found is not None:
+        saved = read_state(found.checkpoint)
+        require_the_same(found.checkpoint, saved, parts)
+        require_the_same_start(saved.state, config)
+    return found
+
+
+def restore(run: Run, found: Found) -> TrainState:
+    """Load everything; report what changed since."""
+    parts, checkpoint = run.parts, found.checkpoint
+    saved = read_state(checkpoint)
+    state = saved.state
+    for folder in found.damaged:
+        quarantine(folder)
+    checkpoint.load_weights(parts.model)
+    checkpoint.load_optimizer(parts.optimizer)
+    if saved.scaler and parts.scaler.is_enabled():
+        parts.scaler.load_state_dict(saved.scaler)
+    if parts.config.resume_from:
+        state.continue_from(resolved(parts.config.resume_from))
+    if not found.own or not state.run_id:
+        state.continue_as(run.state.run_id)
+    bring_back_files(checkpoint, run.dir, run.mirror.dir if run.mirror else None)
+    run.state = state
+    print(f"Continuing from {checkpoint.path}: step {state.step:,}, epoch {run.epoch:.2f}.")
+    print_changes(saved.config, parts.config)
+    restore_best(run)
+    return state
+
+
+def restore_best(run: Run) -> None:
+    """The loss to be beaten is the one of the weights in best/: both or none."""
+    if not (run.dir / "best").exists():
+        return run.state.set_best(None, 0, None)
+    try:
+        saved = read_state(open_checkpoint(run.dir / "best"))
+    except CheckpointError as problem:
+        print(f"Warning: {problem} The next evaluation replaces it.", file=sys.stderr)
+        return run.state.set_best(None, 0, None)
+    best, parts = saved.state, run.parts
+    windows = best.best_windows
+    keys = ("eval_batches", "batch_size")
+    if windows is None and all(getattr(parts.config, key) == saved.config.get(key) for key in keys):  # an older version
+        windows = evaluated_windows(parts.data, parts.config)
+    run.state.set_best(best.best_val_loss, best.step, windows)
+
+
+def initialize(parts: Parts, state: TrainState) -> None:
+    """Take trained weights as the start of a new run, on data that was tokenized with the same tokenizer."""
+    path = str(parts.config.init_from)
+    checkpoint = open_checkpoint(path)
+    require_tokenizer(checkpoint, parts.data)
+    if lora_of(parts.model) is None:  # which has its base in place
+        checkpoint.load_weights(parts.model)
+    state.begin_from(resolved(path))
+    print(f"Starting from the weights of {checkpoint.path}.")
+
+
+def follow_rank_0(run: Run) -> None:
+    """Give all processes what rank 0 has loaded. Raises CheckpointError if this run was begun on another machine than
+    that of rank 0."""
+    if count() == 1:
+        return
+    parts = run.parts
+    parts.scaler.load_state_dict(on_first(parts.scaler.state_dict))
+    share_tensors(list(parts.model.state_dict().values()))
+    follow_first(parts.optimizer)
+    own = step_folders(run.dir / "checkpoints") if parts.config.resume == "auto" else []
+    (is_elsewhere,) = any_process(bool(own) and run.state.step == 0)
+    if is_elsewhere:
+        raise CheckpointError(
+            f"There are checkpoints in {run.dir} on one of the machines, and none on that of process 0, which "
+            f"reads and writes them. Give torchrun --node_rank=0 on the machine that has them, or --resume never "
+            f"to start over."
+        )

@@ -1,0 +1,213 @@
+"""Where a training stands, and the file of a checkpoint that says so.
+
+A checkpoint's hash says that its file is what was written, not that we wrote it: what is read is checked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import uuid
+from dataclasses import dataclass, field
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import torch
+
+from common.checkpoint import Checkpoint
+from common.errors import CheckpointError
+
+STATE_FILE = "training_state.json"
+# The numbers are limits: values below them are allowed, from 0 on.
+Steps = Annotated[int, 10**8]  # a checkpoint's name has eight digits
+Sequences = Annotated[int, 2**32]  # the order of an epoch is drawn from its number, which has to be below that
+Count = Annotated[int, 2**63]
+Seconds = Annotated[float, math.inf]
+Row = dict[str, float | None]  # of metrics
+Scaler = dict[str, float]
+
+# In the files of all versions; the other fields take their defaults where a file is older than they are.
+REQUIRED = {
+    "step", "sequences_seen", "tokens", "best_val_loss", "elapsed_seconds", "resumed_from", "scaler", "data", "config",
+}  # fmt: skip
+SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
+
+
+@dataclass
+class Start:
+    """How good the trained weights were that a run began with."""
+
+    val_loss: float
+    prompts: list[str]
+    answers: list[str]
+
+
+@dataclass
+class TrainState:
+    """Where a training stands. Its methods alone change it. Saved in every checkpoint; of several processes, all have
+    the same."""
+
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this run, whatever its folder is called
+    step: Steps = 0
+    sequences_seen: Sequences = 0
+    tokens: Count = 0
+    max_steps: Steps = 0  # after which the run is finished; planned anew in each session
+    best_val_loss: float | None = None  # of the weights in best/
+    best_step: Steps = 0
+    best_windows: Count | None = None  # validation windows that this loss is over
+    lowest_val_loss: float | None = None  # up to this step: best/ may be of a later one, before a kill
+    worse: Steps = 0  # evaluations in a row without a lower loss
+    base: Start | None = None
+    unevaluated: Row | None = None  # the metrics of this step, whose evaluation is not done yet
+    skipped_updates: Steps = 0
+    elapsed_seconds: Seconds = 0.0  # in all sessions
+    resumed_from: str | None = None
+    initialized_from: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.step >= self.max_steps
+
+    def due(self, interval: int) -> bool:
+        """True every `interval` steps (0: never) and after the last."""
+        return bool(interval) and (self.step % interval == 0 or self.finished)
+
+    def advance(self, sequences: int, tokens: int) -> None:
+        """One more step is done."""
+        self.step += 1
+        self.sequences_seen += sequences
+        self.tokens += tokens
+
+    def begin_evaluation(self, row: dict[str, Any]) -> None:
+        """Until `evaluated`, the metrics of this step wait for an evaluation."""
+        self.unevaluated = row
+
+    def evaluated(self, val_loss: float, windows: int) -> bool:
+        """Record an evaluation of this step. Returns whether these weights are the best so far."""
+        self.unevaluated = None
+        is_best = self.best_val_loss is None or val_loss < self.best_val_loss
+        if is_best:
+            self.set_best(val_loss, self.step, windows)
+        is_lower = self.lowest_val_loss is None or val_loss < self.lowest_val_loss
+        self.worse = 0 if is_lower else self.worse + 1
+        self.lowest_val_loss = val_loss if is_lower else self.lowest_val_loss
+        return is_best
+
+    def set_best(self, val_loss: float | None, step: int, windows: int | None) -> None:
+        self.best_val_loss, self.best_step, self.best_windows = val_loss, step, windows
+
+    def best_evaluated_again(self, val_loss: float, windows: int) -> None:
+        """The best weights have this loss over the validation windows of now."""
+        self.set_best(val_loss, self.best_step, windows)
+        self.lowest_val_loss = val_loss
+
+    def begin_from(self, path: str) -> None:
+        """The run starts from the weights in `path`."""
+        self.initialized_from = path
+
+    def continue_as(self, run_id: str) -> None:
+        self.run_id = run_id
+
+    def continue_from(self, path: str) -> None:
+        """`path` is the checkpoint that --resume_from named."""
+        self.resumed_from = path
+
+    def start_evaluated(self, start: Start) -> None:
+        self.base = start
+
+    def plan(self, max_steps: int) -> None:
+        self.max_steps = max_steps
+
+    def measured(self, elapsed_seconds: float, skipped_updates: int) -> None:
+        """What is known when a checkpoint is taken."""
+        self.elapsed_seconds, self.skipped_updates = elapsed_seconds, skipped_updates
+
+
+@dataclass
+class Saved:
+    """The content of a checkpoint's training_state.json."""
+
+    state: TrainState
+    scaler: Scaler  # the state of the gradient scaler; empty where there is none
+    data: dict[str, Any]  # the fingerprint of the data
+    config: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        state = dataclasses.asdict(self.state)
+        if state["unevaluated"] is not None:  # JSON has no form for what is not finite
+            row = state["unevaluated"].items()
+            state["unevaluated"] = {key: value for key, value in row if value is not None and math.isfinite(value)}
+        rest = {"scaler": self.scaler, "data": self.data, "config": self.config, "torch": torch.__version__}
+        return state | rest
+
+
+def read_state(checkpoint: Checkpoint) -> Saved:
+    """Raises CheckpointError listing what is missing or not of its type, and for weights without a state."""
+    path = checkpoint.path / STATE_FILE
+    if not path.exists():
+        raise CheckpointError(
+            f"{checkpoint.path} holds weights but no training state (the blog's form): --init_from "
+            f"{checkpoint.path} starts a new run from them."
+        )
+    read = checkpoint.training_state()
+    hints = get_type_hints(TrainState, include_extras=True)
+    rest = {"scaler": Scaler, "data": dict[str, Any], "config": dict[str, Any]}
+    problems = [f"{key} is missing" for key in sorted(REQUIRED - read.keys())]
+    problems += [
+        f"{key} is {read[key]!r:.100}; {described(hint)} is needed"
+        for key, hint in (hints | rest).items()
+        if key in read and not fits(read[key], hint)
+    ]
+    if not problems:
+        if read["scaler"] and not read["scaler"].keys() >= SCALER:
+            problems.append("scaler is not the state of a gradient scaler")
+        if read.get("unevaluated") and read["unevaluated"].get("step") != read["step"]:
+            problems.append(f"unevaluated is a row of metrics of another step than {read['step']}")
+    if problems:
+        raise CheckpointError(
+            f"{path} is not the state of a training: {'; '.join(problems)}. "
+            f"--init_from {checkpoint.path} starts a new run from the weights."
+        )
+    state = TrainState(**{key: read[key] for key in hints if key in read})
+    if isinstance(read.get("base"), dict):
+        state.base = Start(**read["base"])
+    if read.get("run_id") is None:
+        state.continue_as("")  # not known
+    if "lowest_val_loss" not in read:
+        state.lowest_val_loss = state.best_val_loss
+    return Saved(state, **{key: read[key] for key in rest})
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is of the type that an annotation asks for; an int is a float, too."""
+    kind, arguments = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        return fits(value, arguments[0]) and 0 <= value < arguments[1]
+    if kind in (Union, UnionType):
+        return any(fits(value, each) for each in arguments)
+    if kind is list:
+        return isinstance(value, list) and all(fits(each, arguments[0]) for each in value)
+    if kind is dict:
+        return isinstance(value, dict) and all(fits(each, arguments[1]) for each in value.values())
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint)
+        is_whole = isinstance(value, dict) and value.keys() == hints.keys()
+        return is_whole and all(fits(value[key], hints[key]) for key in hints)
+    if hint is Any:
+        return True
+    if hint is float:  # NaN is not below the largest number
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
+    return value is None if hint is type(None) else type(value) is hint
+
+
+def described(hint: Any) -> str:
+    """The type that an annotation asks for, in words."""
+    kind, arguments = get_origin(hint), get_args(hint)
+    if kind is Annotated:
+        return "a whole number" if arguments[0] is int else "a number from 0 on"
+    if kind in (Union, UnionType):
+        return described(arguments[0])
+    if kind is dict:
+        return "an object {...}"
+    return {str: "a text", float: "a number", int: "a whole number"}.get(hint, "an object {...}")

@@ -1,0 +1,263 @@
+"""The training, from its configuration to its last step."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from common.errors import INTERRUPTED
+from common.launch import is_first
+from common.lock import FolderLock
+from training.config import TrainConfig
+from training.file_names import SUMMARY
+from training.keeping.interruption import Interruption, StopRequested
+from training.keeping.run import Run
+from training.keeping.run_folder import being_trained, require_ours, write_config
+from training.keeping.start import start_or_resume
+from training.keeping.state import Start
+from training.machine.compilation import compile_model
+from training.machine.hardware import frozen_garbage
+from training.machine.processes import on_first, share_tensors, together
+from training.numbers.evaluate import Evaluation, answer_prompts, evaluate, evaluated_windows, validation_loss
+from training.numbers.prompts import Answer
+from training.numbers.schedule import has_stopped_early, learning_rate
+from training.numbers.stability import Stability, diverged
+from training.numbers.step import StepResult, train_step
+from training.planning.memory import until_it_fits
+from training.planning.memory_advice import memory_advice
+from training.planning.preflight import dry_run
+from training.planning.profile import profile
+from training.planning.tuning import tune
+from training.prepare import prepare
+from training.telling.events import require_tensorboard
+from training.telling.records import rewind
+from training.telling.report import Report
+from training.telling.summary import finished_message, write_summary
+from training.telling.timer import Timer
+
+LOOKS = {"dry_run": dry_run, "profile": profile, "tune": tune}  # flags that look at a run and train nothing
+
+
+def train(config: TrainConfig, started: float, ends_process: bool) -> int:
+    """Do what `config` says, in a run folder that is this process's alone. Returns the exit code.
+
+    `started` is the time.perf_counter() at which the command began. `ends_process`: the process ends after this.
+    """
+    with together(config), FolderLock(being_trained) as lock:
+        on_first(lambda: require_ours(config.run_dir, "--output_dir"))
+        on_first(lambda: require_tensorboard(config))
+        parts = prepare(config)
+        with memory_advice(parts.config, parts.data.vocab_size, parts.hardware):
+            if look := next((look for key, look in LOOKS.items() if getattr(config, key)), None):
+                look(Run(parts))
+                return 0
+            on_first(lambda: lock.take(config.run_dir))
+            run = start_or_resume(parts)
+            on_first(lambda: lock.take(run.dir))  # which may have been made just now
+            return train_run(run, started, ends_process)
+
+
+def train_run(run: Run, started: float, ends_process: bool) -> int:
+    """Take a run from where it stands to its end, or to where it is stopped. Returns the exit code."""
+    parts, state, config = run.parts, run.state, run.parts.config
+    if on_first(lambda: state.finished and (run.dir / SUMMARY).is_file()):
+        with run.saving(print, lambda: False):
+            pass  # but for the mirror, which may not be up to date
+        print(finished_message(run))
+        return 0
+    if is_first():
+        write_config(config, parts.hardware.name)
+        rewind(run.dir, state.step if state.unevaluated is None else state.step - 1)
+    print(f"Training   steps {state.step:,} to {state.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
+    if config.warmup_steps >= state.max_steps:
+        shorter = f"--warmup_steps {state.max_steps // 10}, or more --epochs"
+        print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run: {shorter}")
+    timer = Timer(parts.hardware, state.elapsed_seconds, parts.hardware.units_per_hour(config))
+    report = Report(run.dir, timer, state.step, state.max_steps, config.tensorboard)
+    interruption = Interruption(ends_process)
+    with interruption.awaited(), run.saving(report.say, lambda: interruption.requested):
+        with contextlib.closing(report):
+            answers = Loop(run, report, timer, interruption, started).run_to_end()
+        interruption.answer = "Stopping once what is under way is saved and copied"
+        run.finish_saving(report.say)
+        is_done = state.finished and state.unevaluated is None
+        if is_done and is_first():
+            if parts.prompts and not answers:  # evaluation is off, or the machine went away after the last step
+                answers = answer_prompts(parts)
+            write_summary(run, timer, answers)
+    if not is_done:
+        if limit := timer.limit_reached(config):
+            print(f"Stopped after step {state.step:,}: {limit} is reached. The same command with more of it continues.")
+        else:
+            print(f"Interrupted after step {state.step:,}. The same command continues from there.")
+        return INTERRUPTED
+    return 0
+
+
+class Loop:
+    """The steps of one session. Where the training stands is in `run.state` alone, and what it is made of in
+    `run.parts`: the loop can be left at any step, and entered again."""
+
+    def __init__(self, run: Run, report: Report, timer: Timer, interruption: Interruption, started: float):
+        self.run, self.parts, self.state = run, run.parts, run.state
+        self.report, self.timer, self.interruption, self.started = report, timer, interruption, started
+        is_scaled = self.parts.scaler.is_enabled()
+        self.stability = Stability(self.parts.data.device, is_scaled, self.state.skipped_updates)
+        self.first_step = self.state.step
+        self.flops_per_token = self.parts.model.flops_per_token()
+        self.answers: list[Answer] = []  # of the last evaluation
+
+    def run_to_end(self) -> list[Answer]:
+        """Train to the last step, or until it is asked to stop. Returns the answers of the last evaluation."""
+        with contextlib.suppress(StopRequested):
+            until_it_fits(self.parts, self.take_steps, self.retry, self.interruption.step_over, self.save_unevaluated)
+        self.interruption.step_over()
+        if self.state.step > self.run.saved_step:  # asked to stop, or out of time
+            self.save()
+        return self.answers
+
+    def take_steps(self) -> None:
+        """The loop. Raises StopRequested where it is asked to stop in the middle of something long."""
+        run, state, parts = self.run, self.state, self.parts
+        with self.timer.paused():
+            self.compile()
+            self.evaluate_before()
+        with frozen_garbage():
+            while not self.interruption.agreed(self.timer.limit_reached(parts.config) or run.taken_over):
+                if state.unevaluated is None:  # else the session before ended, or memory ran out, in an evaluation
+                    if state.finished:
+                        break
+                    self.step()
+                if state.unevaluated is not None:
+                    self.evaluate(state.unevaluated)
+                if run.save_is_due():
+                    self.save_if_sound()
+                for line in run.news():
+                    self.report.say(line)
+
+    def step(self) -> None:
+        """One update of the weights, and its report if that is due."""
+        parts, state, config = self.parts, self.state, self.parts.config
+        lr = learning_rate(state.step, state.max_steps, config)
+        result = train_step(parts, state.step, state.sequences_seen, lr, self.interruption.begin)
+        self.interruption.step_done()
+        self.stability.step_done(result.skipped)
+        state.advance(config.sequences_per_step, config.tokens_per_step)
+        self.report.step_done(config.tokens_per_step)
+        reporting = state.due(config.log_interval)
+        if state.step == self.first_step + 1:
+            reporting = bool(config.log_interval)  # on a slow machine a sign of life should not take hours
+            parts.hardware.synchronize()
+            self.report.say(f"First step {time.perf_counter() - self.started:.1f} s after the start")
+        if reporting or not parts.hardware.is_cuda or state.step % 100 == 0:
+            self.stability.require_stable(state.step, self.run.saved_step)
+        row: dict[str, Any] = {"step": state.step, "epoch": self.run.epoch, "tokens": state.tokens}
+        row["elapsed_seconds"] = self.timer.elapsed
+        if reporting:
+            row |= self.reported(result, row, lr)
+        if state.due(config.eval_interval):
+            state.begin_evaluation(row)
+        elif reporting:
+            self.report.write(row)
+
+    def reported(self, result: StepResult, row: dict[str, Any], lr: float) -> dict[str, Any]:
+        """Tell how a step went. Returns its row of metrics. Only here does the host wait for the device."""
+        row = row | self.timer.training_row(result.loss, result.grad_norm, lr, self.flops_per_token)
+        row |= self.stability.row()
+        self.report.progress(row, self.run.mirror.status() if self.run.mirror else "")
+        for line in self.stability.warnings(self.state.step, row["train_loss"]):
+            self.report.say(line)
+        return row
+
+    def evaluate(self, row: dict[str, Any]) -> None:
+        """Complete the row of metrics of this step by an evaluation."""
+        parts, state = self.parts, self.state
+        self.report.announce_evaluation(evaluated_windows(parts.data, parts.config) * parts.config.max_seq_len)
+        with self.timer.paused():
+            result = self.finite(evaluate(parts, self.interruption.check), "the validation loss")
+        self.run.best_is_new |= state.evaluated(result.val_loss, result.windows)
+        if has_stopped_early(state.worse, parts.config):
+            state.plan(state.step)
+        row = row | {"val_loss": result.val_loss, "val_bits_per_byte": result.bits_per_byte}
+        self.answers = result.answers
+        self.report.evaluation(row, result.answers)
+        self.report.write(row)
+
+    def evaluate_before(self) -> None:
+        """What has to be known before the next step: how good trained weights are that a new run starts from, and the
+        loss of the best weights if the validation windows are not those of the session before."""
+        parts, state, check = self.parts, self.state, self.interruption.check
+        if not parts.config.eval_interval:
+            return
+        if state.initialized_from and state.step == 0 and state.base is None:
+            result = self.finite(evaluate(parts, check), "the validation loss of the weights that it starts from")
+            prompts = [answer.prompt.text for answer in result.answers]
+            state.start_evaluated(Start(result.val_loss, prompts, [answer.text for answer in result.answers]))
+        windows = evaluated_windows(parts.data, parts.config)
+        if state.best_val_loss is not None and state.best_windows != windows:
+            before = "other" if state.best_windows is None else f"{state.best_windows:,}"
+            named = (
+                f"the best weights so far (step {state.best_step:,}, {state.best_val_loss:.4f} over {before} windows)"
+            )
+            self.report.say(f"Evaluating {named} over the {windows:,} validation windows of now ...")
+            with self.best_weights():
+                loss = validation_loss(parts, check)
+            state.best_evaluated_again(loss, windows)
+            self.report.say(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
+
+    def finite(self, result: Evaluation, what: str) -> Evaluation:
+        """Raises ConfigError if the training diverged: from here on it would only burn time."""
+        if not math.isfinite(result.val_loss):
+            raise diverged(self.state.step, self.run.saved_step, f"{what} is not finite")
+        return result
+
+    @contextlib.contextmanager
+    def best_weights(self) -> Iterator[None]:
+        """Inside, the model has the weights in best/."""
+        model = self.parts.model
+        current = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        try:
+            on_first(self.run.load_best)
+            share_tensors(list(model.state_dict().values()))
+            yield
+        finally:
+            model.load_state_dict(current)
+
+    def compile(self) -> None:
+        parts, config = self.parts, self.parts.config
+        with self.interruption.compiling():
+            parts.step_model = compile_model(
+                parts.model,
+                parts.hardware,
+                lambda: parts.data.batch(self.state.sequences_seen, config.rows_at_once),
+                evaluates=bool(config.eval_interval),
+                cache_dir=config.compile_cache_dir,
+            )
+
+    def save_if_sound(self) -> None:
+        """Begin to write what is due, unless the last update was skipped: then it waits for a step that shows the
+        weights to be sound, as the evaluation of the best ones has shown already."""
+        with self.timer.paused():
+            self.stability.require_stable(self.state.step, self.run.saved_step)
+            if self.run.best_is_new or self.state.finished or not self.stability.in_doubt:
+                self.save(best_only=not self.run.is_due)
+
+    def save(self, best_only: bool = False) -> None:
+        with self.timer.paused():
+            self.state.measured(self.timer.elapsed, self.stability.skipped)
+            self.run.save(best_only)
+
+    def save_unevaluated(self) -> None:
+        """Memory ran out. In an evaluation, save this step first: what helps may have to be tried in a new session."""
+        is_new = self.state.unevaluated is not None and self.state.step > self.run.saved_step
+        if is_new and not self.parts.config.is_sharded:  # where no process has all of it to save
+            self.save()
+
+    def retry(self, told: str) -> None:
+        with contextlib.suppress(OSError):  # the next save reports a full disk
+            write_config(self.parts.config, self.parts.hardware.name)
+        less = self.parts.config.rows_at_once
+        self.report.say(f"{told} Kept for this run; another: --micro_batch_size {less}")

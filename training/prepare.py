@@ -1,0 +1,81 @@
+"""What a training is made of, checked and in place before it starts: each told in a line of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from examples import conversations
+from model import TransformerLanguageModel
+from tokenization.token_folder import DEFAULT_FOLDER, folder_of_text
+from tokenize_local_bpe import tokenize
+from training.config import TrainConfig
+from training.keeping.adapters import adapt
+from training.keeping.resume import own_tokenizer, with_given_shape
+from training.machine.hardware import detect_hardware
+from training.machine.processes import on_first
+from training.numbers.data import TokenData
+from training.numbers.optimizer import build_optimizer
+from training.numbers.prompts import check_prompts, read_prompts
+from training.numbers.schedule import repetition
+from training.parts import Parts
+from training.planning.memory_advice import memory_advice
+from training.planning.tuning import choose_micro_batch, use_tuning
+
+
+def prepare(config: TrainConfig) -> Parts:
+    """Find out what the machine can do, tokenize or read the data, build the model. Nothing is known yet of the run
+    that these parts start or continue."""
+    config = on_first(lambda: use_tuning(use_builtin_files(with_given_shape(config))))
+    hardware = detect_hardware(config)
+    print(hardware.describe())
+    config = on_first(lambda: tokenize_input(config))
+    prompts = on_first(lambda: read_prompts(config.eval_prompts) if config.eval_prompts else [])
+    data = TokenData.open(config, hardware)
+    print(data.describe() + repetition(data.windows, config))
+    check_prompts(prompts, data)
+
+    with memory_advice(config, data.vocab_size, hardware):
+        torch.manual_seed(config.seed)
+        model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
+        print(
+            f"Model      {model.num_parameters():,} parameters: {config.num_layers} layers x {config.embed_dim}, "
+            f"{config.num_heads} heads, context {config.max_seq_len}"
+        )
+        model.activation_checkpointing = config.activation_checkpointing
+        adapt(model, config)
+        config = on_first(lambda: choose_micro_batch(config, model, data, hardware))
+        optimizer = build_optimizer(model, config)
+    return Parts(config, hardware, data, prompts, model, optimizer, hardware.grad_scaler(), model)
+
+
+def use_builtin_files(config: TrainConfig) -> TrainConfig:
+    """Replace `builtin:conversations` by the files of the example corpus, written on first use."""
+    files: dict[str, Any] = {}
+    if config.input == "builtin:conversations":
+        text = Path(DEFAULT_FOLDER) / "conversations" / "conversations.txt"
+        if not text.exists():
+            text.parent.mkdir(parents=True, exist_ok=True)
+            conversations.write(text)
+        files["input"] = str(text)
+    if config.eval_prompts == "builtin:conversations":
+        files["eval_prompts"] = str(conversations.HELD_OUT_FILE)
+    return dataclasses.replace(config, **files)
+
+
+def tokenize_input(config: TrainConfig) -> TrainConfig:
+    """Tokenize `input`, if there is one, on first use, into a folder of its own unless `data_dir` names one. A run that
+    is continued keeps its tokenizer.
+
+    Raises DataError if `data_dir` holds other tokens than those of `input`: other runs may need them.
+    """
+    if not config.input:
+        return config
+    folder = config.data_dir or folder_of_text(config.input, config.tokenizer, config.vocab_size)
+    vocabulary = {key: getattr(config, key) for key in ("tokenizer", "vocab_size")}
+    own, replaceable = own_tokenizer(config), not config.data_dir
+    tokenize([config.input], folder, quiet=True, may_replace=replaceable, tokenizer_file=own, **vocabulary)
+    return dataclasses.replace(config, data_dir=folder)
