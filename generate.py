@@ -11,7 +11,6 @@ Importable: `load_model`, `generate_text`.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import sys
@@ -23,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from common.errors import ConfigError, DataError, script
 from common.files import read_text
 from common.flags import Parser, add_debug
+from generation.settings import FLAGS, Request, Sampling, settings_of
 
 # torch takes seconds to import, and --help should not wait for it: functions import what needs it when they run.
 if TYPE_CHECKING:
@@ -30,11 +30,9 @@ if TYPE_CHECKING:
 
     from common.chat import ChatTemplate
     from common.checkpoint import Checkpoint
-    from generation.sampling import Sampling
     from model import ModelConfig, TransformerLanguageModel
     from tokenizer import Tokenizer
 
-MOST_SAMPLES = 1_000_000  # beyond it nothing but mistakes
 CPU_BF16_MIN_WIDTH = 384  # see generation_dtype
 
 
@@ -101,7 +99,6 @@ def generate_text(
     """The prompt and its continuation, up to the end-of-text token. `sampling`: top_k, top_p, repetition_penalty,
     stop (a tuple of strings), seed. Raises ValueError for a value out of range."""
     from generation.decoding import generate
-    from generation.sampling import Sampling
 
     settings = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, **sampling)
     return prompt + generate(model, tokenizer, [prompt], settings)[0].text
@@ -109,22 +106,14 @@ def generate_text(
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
+    arguments, sampling = parse_arguments(argv)
     if arguments.score:
         score(arguments)
         return 0
     from common.checkpoint import newest_run, open_checkpoint
     from common.formatting import printable
-    from generation.sampling import Sampling
-    from generation.terminal import interact, stream_one, unescape
+    from generation.terminal import interact, stream_one
 
-    fields = {field.name for field in dataclasses.fields(Sampling)}
-    given = {key: value for key, value in vars(arguments).items() if key in fields}
-    given["stop"] = tuple(unescape(word) for word in given.get("stop", ()))
-    try:
-        sampling = Sampling(**given)
-    except ValueError as problem:
-        raise ConfigError(f"{problem}.") from None
     if arguments.compare:
         compare(arguments, sampling)
         return 0
@@ -137,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     prompts = [prompt for prompt in read_prompts(arguments) for _ in range(arguments.num_samples)]
     after_prompt = "" if template is None else "\n"
-    stream = arguments.stream if arguments.stream is not None else len(prompts) == 1 and not arguments.json
+    stream = arguments.stream or (len(prompts) == 1 and not arguments.json and not arguments.no_stream)
     if arguments.json:
         for row in rows_as_dicts(model, tokenizer, checkpoint, prompts, sampling, template):
             print(json.dumps(row), flush=True)
@@ -154,82 +143,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def build_parser() -> Parser:
+def parse_arguments(argv: Sequence[str] | None) -> tuple[Request, Sampling]:
+    """Raises ConfigError that lists unknown flags, values out of range, and flags that contradict each other."""
     parser = Parser(
         prog="generate.py",
         usage="%(prog)s [--prompt TEXT] [--FLAG VALUE ...]",
         description="Generate text with a trained model. The same command gives the same text; change --seed for "
         "another. With --score: how well the model predicts a text.",
     )
-    text = parser.add_argument_group("what")
-    text.add_argument("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable")
-    text.add_argument("--prompts_file", metavar="FILE", help="text file with one prompt a line")
-    text.add_argument("--interactive", action="store_true", help="type prompts one after the other")
-    text.add_argument("--raw", action="store_true", help="prompts as they are, to a model of conversations too")
-    text.add_argument("--num_samples", type=int, metavar="N", help="continuations of each prompt [1]")
-    text.add_argument("--checkpoint", metavar="PATH", help="checkpoint or run folder [the newest run in runs/]")
-    text.add_argument("--compare", nargs="+", metavar="PATH", help="answer the prompts with each of these checkpoints")
-    scoring = parser.add_argument_group("instead of generating")
-    scoring.add_argument("--score", nargs="+", metavar="FILE", help="loss, perplexity, bits per byte of text files")
-    scoring.add_argument("--stride", type=int, metavar="N", help="tokens between windows of text [half the context]")
-    how = parser.add_argument_group("how", argument_default=argparse.SUPPRESS)  # Sampling has the defaults
-    how.add_argument("--max_new_tokens", type=int, metavar="N", help="tokens to generate at most [200]")
-    how.add_argument("--temperature", type=float, metavar="X", help="randomness; 0 is greedy [0.8]")
-    how.add_argument("--top_k", type=int, metavar="N", help="only the N likeliest tokens, 0 is off [0]")
-    how.add_argument("--top_p", type=float, metavar="X", help="only the likeliest tokens, X in all [0.9]")
-    how.add_argument("--repetition_penalty", type=float, metavar="X", help="over 1: repeat less [1]")
-    how.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; repeatable")
-    how.add_argument("--seed", type=int, metavar="N", help="seed of the first continuation [1337]")
-    how.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="where to compute [auto]")
-    out = parser.add_argument_group("output")
-    streaming = out.add_mutually_exclusive_group()
-    streaming.add_argument("--stream", action="store_true", default=None, help="show text as it is made, in turn")
-    streaming.add_argument("--no_stream", action="store_false", dest="stream", help="show each text when it is done")
-    out.add_argument("--json", action="store_true", help="one JSON object a line")
-    add_debug(out)
-    return parser
+    parser.add_options(FLAGS)
+    add_debug(parser)
+    problems: list[str] = []
+    settings = settings_of(parser.read(argv, problems), problems)
+    parser.require_none(problems)
+    return settings
 
 
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    arguments = build_parser().parse_args(argv)
-    problems = score_problems(arguments)
-    if arguments.num_samples is None:
-        arguments.num_samples = 1
-    if not 1 <= arguments.num_samples <= MOST_SAMPLES:
-        problems.append(f"--num_samples is {arguments.num_samples}; 1 to {MOST_SAMPLES:,} is allowed")
-    if arguments.interactive and (arguments.prompt or arguments.prompts_file or arguments.json or arguments.compare):
-        problems.append("--interactive asks for prompts itself; leave --prompt, --prompts_file, --json, --compare out")
-    if arguments.interactive and arguments.num_samples > 1:
-        problems.append("--interactive makes one text a prompt; leave --num_samples out")
-    if arguments.interactive and arguments.stream is False:
-        problems.append("--interactive shows text as it is made; leave --no_stream out")
-    if arguments.compare and arguments.checkpoint:
-        problems.append("--compare names the checkpoints; leave --checkpoint out")
-    if arguments.stream and (arguments.json or arguments.compare):
-        problems.append("--stream shows plain text; leave --json and --compare out")
-    if problems:
-        raise ConfigError("; ".join(problems) + ".")
-    return arguments
-
-
-def score_problems(arguments: argparse.Namespace) -> list[str]:
-    """What contradicts --score, and --stride without it."""
-    if not arguments.score:
-        return ["--stride is of --score; name the files to score"] if arguments.stride is not None else []
-    problems = []
-    allowed = {"score", "stride", "checkpoint", "device", "json", "debug"}
-    given = [name for name, value in vars(arguments).items() if name not in allowed | {"stream"}]
-    given = [name for name in given if getattr(arguments, name) is not None and getattr(arguments, name) is not False]
-    if arguments.stream is not None:
-        given.append("stream" if arguments.stream else "no_stream")
-    if given:
-        problems.append(f"--score generates nothing; leave {', '.join(f'--{name}' for name in given)} out")
-    if arguments.stride is not None and arguments.stride < 1:
-        problems.append(f"--stride is {arguments.stride}; 1 or more is needed")
-    return problems
-
-
-def score(arguments: argparse.Namespace) -> None:
+def score(arguments: Request) -> None:
     """Print how well the model predicts each file: a table, or an object a file. In fp32, whatever the machine."""
     import torch
     from tqdm import tqdm
@@ -275,7 +205,7 @@ def score(arguments: argparse.Namespace) -> None:
         print(table_line("in all", total))
 
 
-def read_prompts(arguments: argparse.Namespace) -> list[str]:
+def read_prompts(arguments: Request) -> list[str]:
     """All prompts; without any, one empty prompt: text from scratch."""
     prompts = list(arguments.prompt or [])
     if arguments.prompts_file:
@@ -328,7 +258,7 @@ def rows_as_dicts(
             }
 
 
-def compare(arguments: argparse.Namespace, sampling: Sampling) -> None:
+def compare(arguments: Request, sampling: Sampling) -> None:
     """One table a prompt: what each checkpoint makes of it."""
     from common.checkpoint import open_checkpoint
 

@@ -5,7 +5,6 @@ python tokenize_local_bpe.py --input my_text.txt
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import os
@@ -13,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
@@ -24,7 +23,7 @@ from common.files import atomic_write, sha256_file
 from common.flags import Parser, add_debug
 from common.output import unbreakable_output
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, token_dtype
-from tokenization.settings import CHOICES, HELP, Settings
+from tokenization.settings import FLAGS, Settings, settings_of, without_effect
 from tokenization.token_folder import (
     DEFAULT_FOLDER,
     TokenFolder,
@@ -57,14 +56,21 @@ def tokenize(
 
     Raises ConfigError, DataError or TokenizerError.
     """
-    options = Settings(**settings)
-    with full_disk_told(DataError, output_dir):
-        return tokenize_with(options, inputs, output_dir, quiet, may_replace)
+    problems: list[str] = []
+    paths = {key: str(value) for key, value in settings.items() if isinstance(value, Path)}
+    given = {"input": [*map(str, inputs)], "output_dir": str(output_dir), **settings, **paths}
+    options = settings_of(given, problems)
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return tokenize_with(options, quiet, may_replace)
 
 
-def tokenize_with(
-    options: Settings, inputs: Sequence[str], output_dir: str | Path, quiet: bool, may_replace: bool
-) -> Path:
+def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = True) -> Path:
+    with full_disk_told(DataError, options.output_dir):
+        return fill_folder(options, quiet, may_replace)
+
+
+def fill_folder(options: Settings, quiet: bool, may_replace: bool) -> Path:
     from common.chat import end_of_text
     from tokenization.corpus import PIECE_CHARACTERS, find_sources, unpacked_bytes
     from tokenization.encoding import SUFFIXES
@@ -74,7 +80,7 @@ def tokenize_with(
     from tokenizer_bpe import BPETokenizer
 
     say = say_nothing if quiet else print
-    sources = find_sources(inputs, SUFFIXES[options.format])
+    sources = find_sources(options.input, SUFFIXES[options.format])
     kind = "character" if options.tokenizer == "char" else "bpe"
     if options.tokenizer_file:
         kind = load_tokenizer(options.tokenizer_file).kind
@@ -87,7 +93,7 @@ def tokenize_with(
     if options.format == "chat" and options.tokenizer_file:
         end_of_text(load_tokenizer(options.tokenizer_file))
 
-    folder = TokenFolder.of(output_dir, kind, options.output_name)
+    folder = TokenFolder.of(options.output_dir, kind, options.output_name)
     fingerprint = fingerprint_of(sources, options, kind)
     metadata = complete_metadata(folder, sources, options, kind)
     if metadata:
@@ -97,10 +103,10 @@ def tokenize_with(
             pack(folder.bin, folder.packed)
     else:
         if not may_replace:
-            require_tokens_of(folder.folder, inputs, sources, kind)
+            require_tokens_of(folder.folder, options.input, sources, kind)
         total_bytes = unpacked_bytes(sources)
         if total_bytes == 0:
-            raise DataError(f"The input is empty: {', '.join(map(str, inputs))}.")
+            raise DataError(f"The input is empty: {', '.join(options.input)}.")
         with folder.locked():
             folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS]), say)
             try:
@@ -114,7 +120,7 @@ def tokenize_with(
                         say(f"Left out: {len(bad):,} records that are no conversation. The first: {bad[0]}")
                     described = describe_tokens(folder, written, tokenizer, sources, options, fingerprint)
                     if not may_replace:
-                        require_the_same(folder, inputs, described)
+                        require_the_same(folder, options.input, described)
                     folder.prepare_publishing(described, options.compress)
             except (DataError, TokenizerError):
                 folder.discard_work()  # the text has to change before another run can end better
@@ -325,65 +331,26 @@ def describe_tokens(
     )
 
 
-TYPES = {"int": int, "float": float, "bool": bool}
-
-
-def build_parser() -> Parser:
-    parser = Parser(
-        prog="tokenize_local_bpe.py",
-        description=__doc__,
-        argument_default=argparse.SUPPRESS,
-    )
-    parser.add_argument(
-        "--input",
-        nargs="+",
-        metavar="PATH",
-        help="files, folders or patterns: .txt, .md, .jsonl (chat: .jsonl, .json), also as .gz",
-    )
-    parser.add_argument("--output_dir", metavar="FOLDER", help=f"where the files go [{DEFAULT_FOLDER}]")
-    for field in fields(Settings):
-        kind = TYPES.get(str(field.type), str)
-        if kind is bool:
-            parser.add_argument(f"--{field.name}", action="store_true", help=HELP[field.name])
-            continue
-        default = "" if field.default is None else f" [{field.default}]"
-        metavar = "|".join(CHOICES.get(field.name, ())) or {int: "N", float: "X", str: "TEXT"}[kind]
-        parser.add_argument(f"--{field.name}", type=kind, metavar=metavar, help=HELP[field.name] + default)
+def parse_arguments(argv: Sequence[str] | None) -> Settings:
+    """Raises ConfigError that lists unknown flags, values out of range, and flags that would have no effect."""
+    parser = Parser(prog="tokenize_local_bpe.py", description=__doc__)
+    parser.add_options(FLAGS)
     add_debug(parser)
-    return parser
-
-
-def parse_arguments(argv: Sequence[str] | None) -> dict[str, Any]:
-    """The flags that were given. Raises ConfigError for unknown ones and for ones that would have no effect."""
-    parser = build_parser()
-    known, unknown = parser.parse_known_args(argv)
-    given = vars(known)
-    problems = parser.unknown_words(unknown)
+    problems: list[str] = []
+    given = parser.read(argv, problems)
     if "input" not in given:
         problems.append("--input is missing: name the text to tokenize, as in --input my_text.txt")
-    if "tokenizer_file" in given or given.get("tokenizer") == "char":
-        reason = "with --tokenizer_file" if "tokenizer_file" in given else "with --tokenizer char"
-        for name in ("vocab_size", "min_frequency", "vocab_sample_mb"):
-            if name in given:
-                problems.append(f"--{name} has no effect {reason}; leave it out")
-    if given.get("format") == "chat":
-        for name in ("text_key", "document_separator", "unknown"):
-            if name in given:
-                problems.append(f"--{name} is for --format text; leave it out")
-    if given.get("unknown") == "drop" and given.get("tokenizer") == "char" and "tokenizer_file" not in given:
-        problems.append("--unknown drop has no effect where the vocabulary is learned from the text; leave it out")
-    if problems:
-        raise ConfigError("\n".join(problems) + f"\n`python {parser.prog} --help` lists all flags.")
-    return given
+    settings = settings_of(given, problems)
+    parser.require_none(problems + without_effect(given))
+    return settings
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    given = parse_arguments(argv)
-    given.pop("debug", None)
-    with unbreakable_output():  # the result is the files, whoever reads what is told of them
+    settings = parse_arguments(argv)
+    with unbreakable_output():  # the result is the files; closed stdout must not stop it
         try:
-            tokenize(given.pop("input"), given.pop("output_dir", DEFAULT_FOLDER), **given)
+            tokenize_with(settings)
         except KeyboardInterrupt:
             print("\nInterrupted. The same command continues where this one stopped.", file=sys.stderr)
             return INTERRUPTED

@@ -1,17 +1,48 @@
-"""Command lines: argparse without its surprises, and the nearest name for one that is not known."""
+"""Command lines: settings declared once, as the fields of a dataclass; argparse without its surprises."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import itertools
+import json
+import numbers
 import shlex
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 from common.errors import ConfigError
+
+Schema: TypeAlias = Mapping[str, dataclasses.Field[Any]]
+METAVARS = {"int": "N", "float": "X", "str": "TEXT", "bool": "true|false"}
+
+
+def option(default: Any, group: str, help: str, **allowed: Any) -> Any:
+    """A field of a dataclass that is a flag of the same name. `group` is its heading in --help; one without is no flag.
+
+    `allowed`: `low`, `high` (inclusive), `below`, `above` (exclusive), `choices`; `switch`, the values that a bare flag
+    (or JSON true) and JSON false stand for; `words` that stand for a number; `empty`, whether a text may be ""; `many`,
+    whether several values follow the flag (without it, a tuple is a flag to be repeated); `metavar`, what --help calls
+    the value.
+    """
+    return dataclasses.field(default=default, metadata={"group": group, "help": help, **allowed})
+
+
+def options_of(settings: type) -> dict[str, dataclasses.Field[Any]]:
+    """The fields of a dataclass that are options, by name."""
+    return {f.name: f for f in dataclasses.fields(settings) if f.metadata}
+
+
+def kind_of(f: dataclasses.Field[Any]) -> str:
+    """ "int", "float", "str" or "bool"; of a tuple, what it holds."""
+    return str(f.type).removeprefix("tuple[").split(",")[0].split(" | ")[0]  # annotations are strings here
+
+
+def is_tuple(f: dataclasses.Field[Any]) -> bool:
+    return str(f.type).startswith("tuple")
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -21,12 +52,22 @@ def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
     return f" Did you mean {prefix}{near[0]}?" if near else ""
 
 
+class Formatter(argparse.HelpFormatter):
+    """A value is shown as one that is needed, though the parser takes a flag without one, to report all that is missing
+    together. A switch that is off by default stands alone."""
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        if (action.const is True and action.nargs == "?") or action.nargs == "*":
+            return f"{action.metavar} [{action.metavar} ...]" if action.nargs == "*" else str(action.metavar)
+        return super()._format_args(action, default_metavar)
+
+
 class Parser(argparse.ArgumentParser):
     """argparse without its habit of guessing abbreviated flags and of exiting by itself."""
 
     def __init__(self, **options: Any):
         width = min(120, max(80, shutil.get_terminal_size((110, 24)).columns))
-        formatter = lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=width)  # noqa: E731
+        formatter = lambda prog: Formatter(prog, max_help_position=32, width=width)  # noqa: E731
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
         self.words: list[str] = []  # that were parsed last
 
@@ -35,6 +76,35 @@ class Parser(argparse.ArgumentParser):
     ) -> tuple[argparse.Namespace, list[str]]:
         self.words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
+
+    def add_options(self, schema: Schema) -> None:
+        """A flag for each option, below the heading of its group."""
+        groups: dict[str, argparse._ArgumentGroup] = {}
+        for key, f in schema.items():
+            heading, is_set = f.metadata["group"], not (f.default is None or f.default is False or f.default == ())
+            if not heading:
+                continue
+            groups[heading] = groups.get(heading) or self.add_argument_group(heading)
+            default = f"{f.default:g}" if isinstance(f.default, float) else f.default
+            text = f.metadata["help"] + (f" [{default}]" if is_set else "")
+            takes: dict[str, Any] = {"nargs": "?", "const": True, "action": "append" if is_tuple(f) else "store"}
+            if f.metadata.get("many"):
+                takes = {"nargs": "*", "action": "extend"}
+            metavar = "|".join([*(f.metadata.get("choices") or [metavar_of(f)]), *f.metadata.get("words", ())])
+            groups[heading].add_argument(
+                f"--{key}", default=argparse.SUPPRESS, metavar=metavar, help=text.replace("%", "%%"), **takes
+            )
+
+    def read(self, argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:
+        """The flags that were typed, as strings; True for one without a value. Words of no flag go to `problems`."""
+        known, unknown = self.parse_known_args(argv)
+        problems += self.unknown_words(unknown)
+        return {key: value for key, value in vars(known).items() if value is not None and key != "debug"}
+
+    def require_none(self, problems: Sequence[str]) -> None:
+        """Raises ConfigError that lists the problems, if there are any."""
+        if problems:
+            raise ConfigError("\n".join([*problems, f"`python {self.prog} --help` lists all flags."]))
 
     def parse_args(  # type: ignore[override]  # its overloads are for a namespace of one's own
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -74,3 +144,93 @@ class Parser(argparse.ArgumentParser):
 def add_debug(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     """`--debug` is read by `common.errors.script`, which wraps every script's main."""
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def metavar_of(f: dataclasses.Field[Any]) -> str:
+    """What --help calls its value."""
+    return "" if f.default is False else str(f.metadata.get("metavar") or METAVARS[kind_of(f)])
+
+
+def check_values(layer: Mapping[str, Any], schema: Schema, problems: list[str], source: str = "flag") -> dict[str, Any]:
+    """Convert values to the types of their options; what cannot be converted, is out of range or is no option goes to
+    `problems`. `source` is the file that they come from, "flag", or "" for neither."""
+    checked = {}
+    is_flag = source == "flag"
+    for key, value in layer.items():
+        where = f"--{key}" if is_flag else f"{key} in {source}" if source else key
+        if key not in schema:
+            problems.append(f"unknown key {where}.{suggest(key, schema)}")
+            continue
+        try:
+            checked[key] = convert(value, schema[key], from_flag=is_flag)
+        except ValueError as problem:
+            is_missing = is_flag and (value is True or value == [] or (isinstance(value, list) and True in value))
+            typed = parse_word(value) if isinstance(value, str) and kind_of(schema[key]) in ("int", "float") else value
+            shown = "missing" if is_missing else json.dumps(typed, ensure_ascii=False, default=str)
+            problems.append(f"{where} is {shown}; {problem}")
+    return checked
+
+
+def convert(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
+    """One value to its field's type. Raises ValueError saying what is allowed."""
+    if value is None and f.default is None:
+        return None
+    if not is_tuple(f):
+        return convert_one(value, f, from_flag)
+    values = list(value) if isinstance(value, list | tuple) else [value]
+    if not values and from_flag:
+        raise ValueError(f"one {metavar_of(f)} at least is needed")
+    return tuple(convert_one(each, f, from_flag) for each in values)
+
+
+def convert_one(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
+    allowed, kind = f.metadata, kind_of(f)
+    if isinstance(value, str) and value in allowed.get("words", {}):
+        return allowed["words"][value]
+    if from_flag and isinstance(value, str) and (kind != "str" or "switch" in allowed):
+        value = parse_word(value)
+    if "switch" in allowed and isinstance(value, bool):
+        value = allowed["switch"][0 if value else 1]
+    if kind == "bool":
+        if not isinstance(value, bool):
+            raise ValueError("true or false is needed")
+        return value
+    if kind == "str":
+        choices = allowed.get("choices")
+        if not isinstance(value, str) or not (value or allowed.get("empty")):
+            raise ValueError(f"one of {', '.join(choices)} is needed" if choices else "a text is needed")
+        if choices and value not in choices:
+            raise ValueError(f"allowed: {', '.join(choices)}.{suggest(value, choices)}")
+        return value
+    whole = kind == "int"
+    if isinstance(value, numbers.Integral) and not isinstance(value, bool):  # NumPy's too
+        value = int(value)
+    words = "".join(f" or {word}" for word in allowed.get("words", ()))
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:  # or NaN
+        raise ValueError(f"a whole number{words} is needed" if whole else "a number is needed")
+    if whole and value != int(value):
+        raise ValueError(f"a whole number{words} is needed")
+    value = int(value) if whole else float(value)
+    limits: dict[str, tuple[Callable[[float], bool], str]] = {
+        "low": (lambda limit: value >= limit, "at least"),
+        "above": (lambda limit: value > limit, "more than"),
+        "high": (lambda limit: value <= limit, "at most"),
+        "below": (lambda limit: value < limit, "less than"),
+    }
+    if not all(holds(allowed[name]) for name, (holds, _) in limits.items() if name in allowed):
+        said = [f"{words} {allowed[name]:,}" for name, (_, words) in limits.items() if name in allowed]
+        raise ValueError(f"allowed: {' and '.join(said)}")
+    return value
+
+
+def parse_word(word: str) -> Any:
+    """A flag's word as JSON would read it: 64, 3e-4, true; also 1_000. Anything else stays a word."""
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    try:
+        return int(word)
+    except ValueError:
+        try:
+            return float(word)
+        except ValueError:
+            return word

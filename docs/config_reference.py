@@ -5,7 +5,6 @@ python docs/config_reference.py
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import re
@@ -17,18 +16,17 @@ from typing import Any
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import generate
-import tokenize_local_bpe
+import generation.settings
+import tokenization.settings
 from common.errors import ConfigError, script
 from common.files import atomic_write, read_json
-from common.flags import Parser, add_debug
+from common.flags import Parser, Schema, add_debug, is_tuple, kind_of
 from common.formatting import cell, table_row
 from training.config import REPOSITORY, SCHEMA
-from training.conversion import kind_of
 
 DOCUMENT = REPOSITORY / "docs" / "configuration.md"
 KINDS = {"int": "whole number", "float": "number", "str": "text", "bool": "`true`, `false`"}
-METAVARS = {"N": "whole number", "X": "number", "TEXT": "text", "FILE": "file", "PATH": "path", "FOLDER": "folder"}
+METAVARS = {"FILE": "file", "PATH": "path", "FOLDER": "folder"}
 LIMITS = {"low": "at least", "above": "more than", "high": "at most", "below": "less than"}
 IN_BRACKETS = re.compile(r" ?\[([^]]+)]")  # how help texts give a default that is no plain value
 
@@ -54,7 +52,8 @@ What is not named here is at its default.
 PRE_TOKENIZER = """
 ## tokenize_local_bpe.py
 
-Where no default is given, nothing is set; where nothing is taken, the flag stands alone.
+Where no default is given, nothing is set. A flag without a value stands for `true`. `--debug` is a flag here
+too.
 """
 GENERATION = """
 ## generate.py
@@ -76,15 +75,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def reference() -> str:
     """The whole document."""
-    lines = [HEAD]
-    for group in dict.fromkeys(f.metadata["group"] for f in SCHEMA.values()):
-        keys = [key_row(key, f) for key, f in SCHEMA.items() if f.metadata["group"] == group]
-        lines += [f"### {group.capitalize()}", "", *table(["key", "default", "may be", "what it does"], keys), ""]
-    lines[-1] = CONFIGS
-    lines += table(["key", "set to"], config_rows())
-    lines += [PRE_TOKENIZER, *flag_tables(tokenize_local_bpe.build_parser())]
-    lines += [GENERATION, *flag_tables(generate.build_parser())]
+    lines = [HEAD, *option_tables(SCHEMA), CONFIGS, *table(["key", "set to"], config_rows())]
+    lines += [PRE_TOKENIZER, *option_tables(tokenization.settings.FLAGS, "flag")]
+    lines += [GENERATION, *option_tables(generation.settings.FLAGS, "flag")]
     return "\n".join(lines) + "\n"
+
+
+def option_tables(schema: Schema, called: str = "key") -> Iterator[str]:
+    """The options, one table for each of their groups."""
+    for number, group in enumerate(dict.fromkeys(f.metadata["group"] for f in schema.values())):
+        names = {key: key if called == "key" else f"--{key}" for key in schema}
+        rows = [key_row(names[key], f) for key, f in schema.items() if f.metadata["group"] == group]
+        yield from ([""] if number else [])
+        yield from (f"### {group.capitalize()}", "", *table([called, "default", "may be", "what it does"], rows))
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
@@ -92,9 +95,9 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def key_row(key: str, f: dataclasses.Field[Any]) -> list[str]:
-    """Of a key of the trainer: its name, its default, what it may be, what it does."""
+    """Of an option: its name, its default, what it may be, what it does."""
     default, text = split_default(f.metadata["help"])
-    return [f"`{key}`", default if f.default is None else code(f.default), allowed(f), text]
+    return [f"`{key}`", default if f.default in (None, ()) else code(f.default), allowed(f), text]
 
 
 def split_default(text: str) -> tuple[str, str]:
@@ -115,7 +118,7 @@ def code(value: Any) -> str:
 
 
 def allowed(f: dataclasses.Field[Any]) -> str:
-    """What `training.conversion.convert` accepts."""
+    """What `common.flags.convert` accepts."""
     if choices := f.metadata.get("choices"):
         return ", ".join(code(choice) for choice in choices)
     limits = [
@@ -124,7 +127,8 @@ def allowed(f: dataclasses.Field[Any]) -> str:
         if name in f.metadata
     ]
     words = [f"or {code(word)}" for word in f.metadata.get("words", ())]
-    return ", ".join([KINDS[kind_of(f)], *([" and ".join(limits)] if limits else []), *words])
+    kind = f"{METAVARS.get(f.metadata.get('metavar', ''), KINDS[kind_of(f)])}{', one or more' * is_tuple(f)}"
+    return ", ".join([kind, *([" and ".join(limits)] if limits else []), *words])
 
 
 def config_rows() -> list[list[str]]:
@@ -140,30 +144,6 @@ def config_rows() -> list[list[str]]:
             said = [f"{code(value)} {', '.join(names)}" for value, names in sorted(by_value.items())]
             rows.append([f"`{key}`", "; ".join(said)])
     return rows
-
-
-def flag_tables(parser: Parser) -> Iterator[str]:
-    """The flags of a script, one table for each of its groups."""
-    groups = [(group.title, [flag_row(action) for action in group._group_actions]) for group in parser._action_groups]
-    groups = [(title, [row for row in rows if row[0] != "`--help`"]) for title, rows in groups]
-    for number, (title, rows) in enumerate((title, rows) for title, rows in groups if rows):
-        if number:
-            yield ""
-        if title != "options":
-            yield from (f"### {str(title).capitalize()}", "")
-        yield from table(["flag", "default", "takes", "what it does"], rows)
-
-
-def flag_row(action: argparse.Action) -> list[str]:
-    default, text = split_default(action.help or "")
-    choices = action.choices or str(action.metavar).split("|")
-    if action.nargs == 0:
-        takes = ""
-    elif str(action.metavar) in METAVARS:
-        takes = METAVARS[str(action.metavar)] + ("s, one or more" if action.nargs == "+" else "")
-    else:
-        takes = ", ".join(code(choice) for choice in choices)
-    return [f"`{action.option_strings[-1]}`", default, takes, text]
 
 
 if __name__ == "__main__":

@@ -2,52 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 
 from common.machine import runs_ahead
+from generation.settings import Sampling as Sampling
 
-MOST_NEW_TOKENS = 1_000_000  # the random numbers for all of them are drawn at once
 SORTED_FIRST = 512  # likeliest tokens that are sorted first; the rest only where the choice depends on it
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the next token is chosen. Raises ValueError listing every value out of range."""
-
-    max_new_tokens: int = 200
-    temperature: float = 0.8  # 0: always the most likely token
-    top_k: int = 0  # 0: off
-    top_p: float = 0.9  # 1: off
-    repetition_penalty: float = 1.0  # 1: off
-    frequency_penalty: float = 0.0  # of each time that a token was generated; 0: off
-    presence_penalty: float = 0.0  # of a token that was generated at all; 0: off
-    stop: tuple[str, ...] = ()
-    seed: int = 1337
-
-    def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        problems = [
-            f"{name} is {getattr(self, name)}; {allowed}"
-            for name, holds, allowed in (
-                ("max_new_tokens", 0 <= self.max_new_tokens <= MOST_NEW_TOKENS, f"0 to {MOST_NEW_TOKENS:,} is allowed"),
-                ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or more is needed"),
-                ("top_k", self.top_k >= 0, "0 (off) or more is needed"),
-                ("top_p", 0 < self.top_p <= 1, "more than 0 and at most 1 is needed"),
-                ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "0.01 to 100 is allowed"),
-                ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 to 2 is allowed"),
-                ("presence_penalty", -2 <= self.presence_penalty <= 2, "-2 to 2 is allowed"),
-                ("seed", self.seed >= 0, "0 or more is needed"),
-            )
-            if not holds
-        ]
-        if "" in self.stop:
-            problems.append("an empty stop string would stop at once")
-        if problems:
-            raise ValueError("; ".join(problems))
 
 
 def draws(sampling: Sampling, index: int) -> torch.Tensor:

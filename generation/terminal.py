@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
 
 from common.chat import ChatTemplate, Message
-from common.flags import suggest
+from common.flags import convert, suggest
 from common.formatting import printable
 from generation.decoding import Completion, generate
-from generation.sampling import Sampling
+from generation.settings import SAMPLING, Sampling, unescape
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError
@@ -131,22 +130,10 @@ def change_setting(command: str, sampling: Sampling, settings: list[str], help_t
     if not value:
         print(f"{name} is {getattr(sampling, name)}")
         return sampling
-    kind = type(getattr(sampling, name))
-    converted: dict[str, Any]
     try:
-        converted = {name: (unescape(value),) if name == "stop" else kind(value)}
-    except ValueError:
-        print(f"{name} is {value}; a {'whole ' if kind is int else ''}number is needed")
-        return sampling
-    try:
-        changed = dataclasses.replace(sampling, **converted)
+        changed = dataclasses.replace(sampling, **{name: convert(unescape(value), SAMPLING[name], from_flag=True)})
     except ValueError as problem:
-        print(problem)
+        print(f"{name} is {value}; {problem}")
         return sampling
     print(f"{name} is now {getattr(changed, name)}")
     return changed
-
-
-def unescape(word: str) -> str:
-    """A stop string as typed: shells pass \\n on as two characters."""
-    return word.replace("\\n", "\n").replace("\\t", "\t")

@@ -22,11 +22,11 @@ from common.errors import DataError
 from common.files import atomic_write, read_json, sha256_file, sync_directory, write_json
 from common.lock import FolderLock, holder, session
 from tokenization.metadata import TokenMetadata, metadata_files
+from tokenization.settings import DEFAULT_FOLDER as DEFAULT_FOLDER
 
 if TYPE_CHECKING:
     from tokenization.corpus import Source
 
-DEFAULT_FOLDER = "datasets_cache"
 MARKER = "settings.json"  # in the work folder: what is being made there, and by whom
 
 

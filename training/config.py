@@ -5,9 +5,7 @@ Torch is imported only when the values are checked together, so that `--help` an
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from activations import ACTIVATIONS
 from common.errors import ConfigError
 from common.files import read_json
-from common.flags import Parser, add_debug, suggest
+from common.flags import Parser, add_debug, check_values, option, options_of, suggest
 from common.launch import place
 from training.contradictions import contradictions
-from training.conversion import convert, kind_of
 from training.numbers.decays import DECAYS
 
 if TYPE_CHECKING:
@@ -37,12 +34,6 @@ MODEL_KEYS = (
     "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len", "dropout", "bias", "tie_embeddings",
     "activation", "norm", "position", "qk_norm", "logit_softcap", "embed_norm", "zero_init",
 )  # fmt: skip
-
-
-def option(default: Any, group: str, help: str, **allowed: Any) -> Any:
-    """A configuration key. `allowed`: `low`, `high` (inclusive), `below`, `above` (exclusive), `choices`, `switch`, the
-    values that a bare flag (or JSON true) and JSON false stand for, and `words` that stand for a number."""
-    return field(default=default, metadata={"group": group, "help": help, **allowed})
 
 
 @dataclass(frozen=True)
@@ -260,7 +251,7 @@ class TrainConfig:
         return LoRA(self.lora_rank, self.lora_alpha, tuple(self.lora_targets.split(",")), base, base_sha256)
 
 
-SCHEMA = {f.name: f for f in dataclasses.fields(TrainConfig) if f.metadata}
+SCHEMA = options_of(TrainConfig)
 
 
 def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
@@ -280,7 +271,7 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
     values: dict[str, Any] = {key: f.default for key, f in SCHEMA.items()}
     sources = dict.fromkeys(SCHEMA, "default")
     for source, layer in layers:
-        checked = check_values(layer, source, problems)
+        checked = check_values(layer, SCHEMA, problems, source)
         if checked.get("model_size"):
             size = checked["model_size"]
             name = size if config_name is None else name
@@ -370,30 +361,5 @@ def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any
     )
     parser.add_argument("--config", metavar="FILE", help="JSON file of keys, looked up here and in configs/")
     add_debug(parser)
-    groups: dict[str, Any] = {}
-    for key, f in SCHEMA.items():
-        group = groups.setdefault(f.metadata["group"], parser.add_argument_group(f.metadata["group"]))
-        choices = f.metadata.get("choices")
-        metavar = "|".join(choices or [kind_of(f).upper(), *f.metadata.get("words", ())])
-        default = "" if f.default in (None, False) else f" [{f.default}]"
-        text = (f.metadata["help"] + default).replace("%", "%%")
-        group.add_argument(f"--{key}", nargs="?", const=True, default=argparse.SUPPRESS, metavar=metavar, help=text)
-    known, unknown = parser.parse_known_args(argv)
-    problems += parser.unknown_words(unknown)
-    return {key: value for key, value in vars(known).items() if value is not None and key != "debug"}
-
-
-def check_values(layer: dict[str, Any], source: str, problems: list[str]) -> dict[str, Any]:
-    """Convert one layer's values to their types; what cannot be converted or is out of range goes to `problems`."""
-    checked = {}
-    for key, value in layer.items():
-        where = f"--{key}" if source == "flag" else f"{key} in {source}"
-        if key not in SCHEMA:
-            problems.append(f"unknown key {where}.{suggest(key, SCHEMA)}")
-            continue
-        try:
-            checked[key] = convert(value, SCHEMA[key], from_flag=source == "flag")
-        except ValueError as problem:
-            shown = "missing" if value is True and source == "flag" else json.dumps(value, ensure_ascii=False)
-            problems.append(f"{where} is {shown}; {problem}")
-    return checked
+    parser.add_options(SCHEMA)
+    return parser.read(argv, problems)

@@ -1,14 +1,91 @@
-"""What is said about words that argparse could not take."""
+"""Flags that are declared as fields of a dataclass; what is said about words that argparse could not take."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import pytest
 
 import generate
 import tokenize_local_bpe
 import train_colab_mmap
+from common.errors import ConfigError
+from common.flags import Parser, check_values, option, options_of
+from tokenization.settings import FLAGS
+from tokenizer_bpe import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
+
+
+@dataclass(frozen=True)
+class Settings:
+    names: tuple[str, ...] = option((), "what", "files", many=True, metavar="FILE")
+    word: tuple[str, ...] = option((), "what", "texts; repeatable", empty=True)
+    share: float = option(0.5, "how", "100% of it", above=0.0, high=1.0)
+    count: int | None = option(None, "how", "a number", low=1, words={"auto": 0})
+    kind: str = option("red", "how", "a colour", choices=("red", "blue"), switch=("blue", "red"))
+    loud: bool = option(False, "how", "say more")
+    inner: float = option(0.0, "", "no flag")
+
+
+def parsed(*words: str) -> dict[str, Any]:
+    parser, problems = Parser(prog="script.py"), list[str]()
+    parser.add_options(options_of(Settings))
+    values = check_values(parser.read(words, problems), options_of(Settings), problems)
+    parser.require_none(problems)
+    return values
+
+
+def test_flags_are_what_a_dataclass_declares() -> None:
+    assert parsed() == {}, "defaults are those of the dataclass"
+    typed = ["--names", "a", "b", "--word", "", "--word", "c d", "--share", "1", "--count", "1e3", "--kind", "--loud"]
+    assert parsed(*typed) == {
+        "names": ("a", "b"), "word": ("", "c d"), "share": 1.0, "count": 1000, "kind": "blue", "loud": True,
+    }  # fmt: skip
+    assert parsed("--count", "auto", "--kind", "red", "--loud", "false") == {"count": 0, "kind": "red", "loud": False}
+    taken = check_values({"count": np.int64(3), "share": np.float64(0.5)}, options_of(Settings), problems := [])
+    assert (taken, problems) == ({"count": 3, "share": 0.5}, []) and type(taken["count"]) is int
+
+
+def test_all_that_is_wrong_is_said_together() -> None:
+    with pytest.raises(ConfigError) as refused:
+        parsed("--names", "--word", "--share", "0", "--count", "many", "--kind", "blu", "--loudd", "--inner", "1")
+    said = str(refused.value).splitlines()
+    assert sorted(said) == sorted(
+        [
+            "unknown flag --loudd. Did you mean --loud?",
+            "unknown flag --inner.",
+            "--names is missing; one FILE at least is needed",
+            "--word is missing; a text is needed",
+            "--share is 0; allowed: more than 0.0 and at most 1.0",
+            '--count is "many"; a whole number or auto is needed',
+            '--kind is "blu"; allowed: red, blue. Did you mean blue?',
+            "`python script.py --help` lists all flags.",
+        ]
+    )
+
+
+def test_help_shows_values_and_defaults() -> None:
+    parser = Parser(prog="script.py")
+    parser.add_options(options_of(Settings))
+    shown = [" ".join(line.split()) for line in parser.format_help().splitlines()]
+    for line in (
+        "--names FILE [FILE ...] files",
+        "--share X 100% of it [0.5]",
+        "--count N|auto a number",
+        "--kind red|blue a colour [red]",
+        "--loud say more",
+    ):
+        assert line in shown
+    assert "inner" not in parser.format_help()
+
+
+def test_the_limits_of_a_vocabulary_are_those_of_its_tokenizer() -> None:
+    assert (FLAGS["vocab_size"].metadata["low"], FLAGS["vocab_size"].metadata["high"]) == (
+        SMALLEST_VOCABULARY,
+        LARGEST_VOCABULARY,
+    )
 
 
 @pytest.mark.parametrize(
@@ -33,7 +110,7 @@ def test_how_a_value_that_begins_with_a_dash_is_written(
 @pytest.mark.parametrize(
     ("main", "words", "said"),
     [
-        (generate.main, ["--prompt", "--seed", "3"], "--prompt: expected one argument"),
+        (generate.main, ["--prompt", "--seed", "3"], "--prompt is missing; a text is needed"),
         (tokenize_local_bpe.main, ["--input", "x", "--compress", "--vocabsize"], "Did you mean --vocab_size?"),
         (train_colab_mmap.main, ["--data_dir", "--batchsize", "3"], "Did you mean --batch_size?"),
     ],

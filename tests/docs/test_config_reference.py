@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 import docs.config_reference
+from common.flags import convert
 from docs.config_reference import DOCUMENT, main, reference
 from tests.helpers import columns
 from training.config import SCHEMA
-from training.conversion import convert
 
 
 def test_the_committed_document_is_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

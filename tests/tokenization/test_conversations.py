@@ -277,7 +277,7 @@ def test_a_mask_that_was_lost_is_made_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
-        (["--format", "chats"], 2, "use text or chat"),
+        (["--format", "chats"], 2, "allowed: text, chat"),
         (["--skip_bad_records"], 2, "--skip_bad_records is for --format chat"),
         (["--format", "chat", "--text_key", "x"], 2, "--text_key is for --format text"),
         (["--format", "chat", "--document_separator", "x"], 2, "--document_separator is for --format text"),

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from common.errors import ConfigError
+from common.flags import kind_of
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import ROOT
 from training.config import MODEL_KEYS, MODEL_SIZES, SCHEMA, TrainConfig, parse_config
-from training.conversion import kind_of
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 BLOG_COMMAND = (
@@ -140,7 +140,7 @@ def test_all_problems_of_all_layers_are_reported_together(tmp_path: Path) -> Non
         f"dropout in {path} is 1.5; allowed: at least 0.0 and less than 1.0",
         f'precision in {path} is "bf61"; allowed: auto, bf16, fp16, fp32. Did you mean bf16?',
         f"max_seq_len in {path} is 2.5; a whole number is needed",
-        '--learning_rate is "-1"; allowed: more than 0.0',
+        "--learning_rate is -1; allowed: more than 0.0",
         "--warmup_stps. Did you mean --warmup_steps?",
         "--bin_file needs --tokenizer_file and --metadata_file",
     ):

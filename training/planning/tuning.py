@@ -20,13 +20,13 @@ import torch
 
 from common.errors import ConfigError, UserError, is_out_of_memory
 from common.files import read_json, write_json
+from common.flags import convert
 from common.formatting import clock, table_row
 from common.machine import device_name, pick_device
 from model import TransformerLanguageModel
 from tokenization.metadata import TokenMetadata
 from tokenization.token_folder import folder_of_text
 from training.config import COMPILE_MODES, MEASURED, NOT_GIVEN, SCHEMA, TrainConfig
-from training.conversion import convert
 from training.keeping.run import Run
 from training.machine.compilation import compile_model
 from training.machine.hardware import DEFAULT_THREADS, Hardware, choose_compile, detect_hardware, return_freed_memory
