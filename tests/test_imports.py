@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "tokenizer": {"tokenizer_base", "tokenizer_bpe"},  # load_tokenizer opens a file of either kind
     "common": {"model", "tokenizer", "tokenizer_base"},
     "tokenization": GROUND,
-    "generation": GROUND,
+    "generation": GROUND | {"tokenization"},  # which reads the text to score
     "training.config": GROUND | CONFIG,
     "training.conversion": GROUND | CONFIG,
     "training.contradictions": GROUND | CONFIG,
@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "training.keeping": NUMBERS,
     "training.telling": NUMBERS | {"training.keeping"},
     "tokenize_local_bpe": GROUND | {"tokenization"},
-    "generate": GROUND | {"tokenization", "generation"},
+    "generate": GROUND | {"generation"},
     "examples": {"common"},
     "training.prepare": NUMBERS | {"training.keeping", "training.planning", "examples", "tokenize_local_bpe"},
     "training.loop": NUMBERS | {"training.keeping", "training.planning", "training.telling", "training.prepare"},

@@ -39,10 +39,7 @@ class Settings:
     )
 
     tokenizer: str | None = option(  # None: the kind of tokenizer_file, else "bpe"
-        None,
-        "vocabulary",
-        "bpe: byte-level BPE; char: one token per character [bpe]",
-        choices=("bpe", "char"),
+        None, "vocabulary", "bpe: byte-level BPE; char: one token per character [bpe]", choices=("bpe", "char")
     )
     tokenizer_file: str | None = option(
         None, "vocabulary", "use this vocabulary, of either kind, instead of learning one", metavar="FILE"

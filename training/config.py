@@ -98,10 +98,7 @@ class TrainConfig:
     )
 
     optimizer: str = option(
-        "adamw",
-        "optimizer",
-        "muon: Muon for the matrices inside blocks, AdamW for the rest",
-        choices=("adamw", "muon"),
+        "adamw", "optimizer", "muon: Muon for the matrices inside blocks, AdamW for the rest", choices=("adamw", "muon")
     )
     learning_rate: float = option(1e-3, "optimizer", "peak learning rate (AdamW)", above=0.0)
     muon_learning_rate: float = option(

@@ -14,6 +14,7 @@ import torch
 
 import generate as script
 from common.checkpoint import save_checkpoint
+from generation import command, loading
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import columns, with_large_weights
 from tokenizer import CharacterTokenizer
@@ -142,11 +143,11 @@ def test_any_text_under_bpe_from_each_kind_of_file(bpe_checkpoint, rows):
 
 def test_fp32_where_generation_is_bf16(tmp_path, monkeypatch, rows):
     monkeypatch.setattr("common.machine.cpu_bf16_flag", lambda: "AMX")
-    wide = save(tmp_path / "wide", CharacterTokenizer.from_characters("\n abcdef"), width=script.CPU_BF16_MIN_WIDTH)
+    wide = save(tmp_path / "wide", CharacterTokenizer.from_characters("\n abcdef"), width=loading.CPU_BF16_MIN_WIDTH)
     assert script.load_model(wide)[0].token_embedding.weight.dtype == torch.bfloat16
     seen = []
     real = script.load_checkpoint
-    monkeypatch.setattr(script, "load_checkpoint", lambda *given: seen.append(real(*given)) or seen[-1])
+    monkeypatch.setattr(command, "load_checkpoint", lambda *given: seen.append(real(*given)) or seen[-1])
     rows("--score", "two.txt", "--checkpoint", wide)
     assert seen[0][0].token_embedding.weight.dtype == torch.float32
 

@@ -1,0 +1,175 @@
+"""What generate.py does once its flags are read: completions, a table that compares, a prompt loop, scores."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from common.chat import ChatTemplate, Message
+from common.checkpoint import Checkpoint, newest_run, open_checkpoint
+from common.errors import ConfigError, DataError
+from common.files import read_text
+from common.formatting import cell, printable, table_row
+from generation.decoding import ROWS_AT_ONCE, generate, prompt_ids
+from generation.loading import load_checkpoint
+from generation.scoring import Score, json_row, score_file, table_head, table_line, table_rows
+from generation.settings import Request, Sampling
+from generation.terminal import interact, stream_one
+from model import TransformerLanguageModel
+from tokenization.corpus import find_sources, read_pieces
+from tokenization.encoding import encode_documents
+from tokenizer import Tokenizer
+from tokenizer_base import TokenizerError, UnknownCharacterError
+
+
+def run(arguments: Request, sampling: Sampling) -> None:
+    if arguments.score:
+        score(arguments)
+        return
+    if arguments.compare:
+        compare(arguments, sampling)
+        return
+    checkpoint = open_checkpoint(arguments.checkpoint or newest_run())
+    model, tokenizer = load_checkpoint(checkpoint, arguments.device)
+    template = None if arguments.raw else checkpoint.chat_template()
+    if arguments.interactive:
+        print(f"{checkpoint.path}: {model.num_parameters():,} parameters.")
+        interact(model, tokenizer, sampling, template)
+        return
+    prompts = [prompt for prompt in read_prompts(arguments) for _ in range(arguments.num_samples)]
+    after_prompt = "" if template is None else "\n"
+    stream = arguments.stream or (len(prompts) == 1 and not arguments.json and not arguments.no_stream)
+    if arguments.json:
+        for row in rows_as_dicts(model, tokenizer, checkpoint, prompts, sampling, template):
+            print(json.dumps(row), flush=True)
+    elif stream:
+        for i, prompt in enumerate(prompts):
+            separate(i)
+            seeded = dataclasses.replace(sampling, seed=sampling.seed + i)
+            print(printable(prompt), end=after_prompt, flush=True)
+            stream_one(model, tokenizer, as_trained(prompt, template, tokenizer), seeded)
+    else:
+        for i, row in enumerate(rows_as_dicts(model, tokenizer, checkpoint, prompts, sampling, template)):
+            separate(i)
+            print(printable(row["prompt"] + after_prompt + row["completion"]), flush=True)
+
+
+def score(arguments: Request) -> None:
+    """Print how well the model predicts each file: a table, or an object a file. In fp32, whatever the machine."""
+    # A file by its name as it was given; what a folder or a pattern stands for by its whole path.
+    named = [
+        (name if Path(name).is_file() else str(source.path), source)
+        for name in arguments.score
+        for source in find_sources([name])
+    ]
+    checkpoint = open_checkpoint(arguments.checkpoint or newest_run())
+    model, tokenizer = load_checkpoint(checkpoint, arguments.device, torch.float32)
+    context = model.config.max_seq_len
+    stride = max(1, context // 2) if arguments.stride is None else arguments.stride
+    if stride > context:
+        raise ConfigError(f"--stride is {stride}; {checkpoint.path} reads {context} tokens, use {context} at most.")
+    if not arguments.json:
+        print(f"{checkpoint.path}: fp32, windows of {context} tokens, stride {stride}\n")
+    total = Score()
+    for i, (name, source) in enumerate(named):
+        size = None if source.is_compressed else source.size  # unpacked, which nobody knows yet
+        with tqdm(total=size, desc=source.name, unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
+            documents = encode_documents(tokenizer, read_pieces([source], on_read=bar.update))
+            try:
+                scored = score_file(model, tokenizer, name, documents, stride)
+            except UnknownCharacterError as error:
+                raise TokenizerError(
+                    f"{name}: {error.finding}. The model cannot give it a probability; take it out of the text."
+                ) from None
+        total.add(scored.total)
+        if arguments.json:
+            row = json_row(scored.total) | {"stride": stride, "checkpoint": str(checkpoint.path)}
+            print(json.dumps({"file": name} | row), flush=True)
+        else:
+            print(*([] if i else table_head()), *table_rows(name, scored), sep="\n", flush=True)
+    if len(named) > 1 and not arguments.json:
+        print(table_line("in all", total))
+
+
+def read_prompts(arguments: Request) -> list[str]:
+    """All prompts; without any, one empty prompt: text from scratch."""
+    prompts = list(arguments.prompt or [])
+    if arguments.prompts_file:
+        lines = read_text(arguments.prompts_file, DataError, "--prompts_file").split("\n")
+        prompts += [line.rstrip("\r") for line in lines if line.strip()]
+        if not prompts:
+            raise DataError(f"{arguments.prompts_file} holds no prompts.")
+    return prompts or [""]
+
+
+def as_trained(prompt: str, template: ChatTemplate | None, tokenizer: Tokenizer) -> str | list[int]:
+    """The prompt as it is, or the ids of the question that it is to a model of conversations."""
+    if template is None:
+        return prompt
+    if not prompt.strip():
+        raise ConfigError("This model answers: it needs a --prompt. For text from nothing, add --raw.")
+    return template.prompt_ids(tokenizer, [Message("user", prompt)])
+
+
+def rows_as_dicts(
+    model: TransformerLanguageModel,
+    tokenizer: Tokenizer,
+    checkpoint: Checkpoint,
+    prompts: list[str],
+    sampling: Sampling,
+    template: ChatTemplate | None,
+) -> Iterator[dict[str, Any]]:
+    """Complete all prompts, batch by batch. `tokens_per_second` is that of the whole batch."""
+    # All of them before the first is completed, for one may hold a character that the model does not know.
+    ids = {each: prompt_ids(tokenizer, as_trained(each, template, tokenizer)) for each in dict.fromkeys(prompts)}
+    for first in range(0, len(prompts), ROWS_AT_ONCE):
+        batch = prompts[first : first + ROWS_AT_ONCE]
+        started = time.perf_counter()
+        seeded = dataclasses.replace(sampling, seed=sampling.seed + first)
+        completions = generate(model, tokenizer, [ids[prompt] for prompt in batch], seeded)
+        seconds = time.perf_counter() - started
+        speed = sum(completion.tokens for completion in completions) / seconds
+        for prompt, completion in zip(batch, completions, strict=True):
+            yield {
+                "prompt": prompt,
+                "completion": completion.text if template is None else completion.text.strip(),
+                "tokens": completion.tokens,
+                "tokens_per_second": round(speed, 1),
+                "checkpoint": str(checkpoint.path),
+                "seed": completion.seed,
+            }
+
+
+def compare(arguments: Request, sampling: Sampling) -> None:
+    """One table a prompt: what each checkpoint makes of it."""
+    prompts = read_prompts(arguments)
+    checkpoints = [open_checkpoint(path) for path in arguments.compare]  # all of them, before the first is used
+    answers: list[list[dict[str, Any]]] = []
+    for checkpoint in checkpoints:
+        model, tokenizer = load_checkpoint(checkpoint, arguments.device)
+        repeated = [prompt for prompt in prompts for _ in range(arguments.num_samples)]
+        template = None if arguments.raw else checkpoint.chat_template()
+        answers.append(list(rows_as_dicts(model, tokenizer, checkpoint, repeated, sampling, template)))
+    if arguments.json:
+        for row in (row for rows in answers for row in rows):
+            print(json.dumps(row))
+        return
+    for i, prompt in enumerate(prompts):
+        separate(i)
+        print(table_row(["checkpoint", cell(prompt) or "(no prompt)"]))
+        print(table_row(["---", "---"]))
+        for checkpoint, rows in zip(checkpoints, answers, strict=True):
+            for row in rows[i * arguments.num_samples : (i + 1) * arguments.num_samples]:
+                print(table_row([str(checkpoint.path), cell(row["completion"])]))
+
+
+def separate(index: int) -> None:
+    if index:
+        print("---")

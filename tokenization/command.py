@@ -1,0 +1,271 @@
+"""What tokenize_local_bpe.py does once its flags are read: text to a token folder that is whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from common.chat import ChatTemplate, end_of_text
+from common.errors import ConfigError, DataError, full_disk_told
+from common.files import atomic_write, sha256_file
+from common.progress import BytesRead
+from tokenization.conversations import read_conversations
+from tokenization.corpus import PIECE_CHARACTERS, Piece, Source, find_sources, read_pieces, unpacked_bytes
+from tokenization.encoding import SUFFIXES, Reader, encode_in_order, read_chunks, sample_evenly, split_index
+from tokenization.metadata import FORMAT_VERSION, TokenMetadata, token_dtype
+from tokenization.result import print_result
+from tokenization.settings import Settings
+from tokenization.token_folder import TokenFolder, pack, require_the_same, require_tokens_of
+from tokenization.token_writer import TokenWriter, open_writer
+from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
+from tokenizer_base import TokenizerError
+from tokenizer_bpe import SMALLEST_VOCABULARY, BPETokenizer
+
+
+def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = True) -> Path:
+    """`tokenize` of tokenize_local_bpe.py, with settings that were checked."""
+    with full_disk_told(DataError, options.output_dir):
+        return fill_folder(options, quiet, may_replace)
+
+
+def fill_folder(options: Settings, quiet: bool, may_replace: bool) -> Path:
+    say = say_nothing if quiet else print
+    sources = find_sources(options.input, SUFFIXES[options.format])
+    kind = "character" if options.tokenizer == "char" else "bpe"
+    if options.tokenizer_file:
+        kind = load_tokenizer(options.tokenizer_file).kind
+        if options.tokenizer and not kind.startswith(options.tokenizer):
+            raise ConfigError(
+                f"--tokenizer is {options.tokenizer}, but {options.tokenizer_file} is a {kind} tokenizer."
+            )
+    if kind == "bpe" and options.unknown == "drop":
+        raise ConfigError("--unknown drop is for character tokenizers; a BPE tokenizer encodes any text.")
+    if options.format == "chat" and options.tokenizer_file:
+        end_of_text(load_tokenizer(options.tokenizer_file))
+
+    folder = TokenFolder.of(options.output_dir, kind, options.output_name)
+    fingerprint = fingerprint_of(sources, options, kind)
+    metadata = complete_metadata(folder, sources, options, kind)
+    if metadata:
+        say(f"{folder.folder} is already complete for this text and these settings.")
+        folder.discard_leftovers()
+        if options.compress and not folder.packed.exists():
+            pack(folder.bin, folder.packed)
+    else:
+        if not may_replace:
+            require_tokens_of(folder.folder, options.input, sources, kind)
+        total_bytes = unpacked_bytes(sources)
+        if total_bytes == 0:
+            raise DataError(f"The input is empty: {', '.join(options.input)}.")
+        with folder.locked():
+            folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS]), say)
+            try:
+                if not folder.awaits_publishing:
+                    bad: list[DataError] = []
+                    tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes, say)
+                    if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_name != "tiktoken":
+                        say(tokenizer.encoder_note)
+                    written = encode_sources(folder, tokenizer, sources, options, total_bytes, bad)
+                    if bad:
+                        say(f"Left out: {len(bad):,} records that are no conversation. The first: {bad[0]}")
+                    described = describe_tokens(folder, written, tokenizer, sources, options, fingerprint)
+                    if not may_replace:
+                        require_the_same(folder, options.input, described)
+                    folder.prepare_publishing(described, options.compress)
+            except (DataError, TokenizerError):
+                folder.discard_work()  # the text has to change before another run can end better
+                raise
+            metadata = folder.publish()
+    if not quiet:
+        print_result(folder, metadata, options.tokenizer_file)
+    return folder.metadata
+
+
+def say_nothing(message: str) -> None:
+    pass
+
+
+def fingerprint_of(sources: Sequence[Source], options: Settings, kind: str) -> str:
+    """Identifies everything the token file depends on: the files as they are now, and the settings that matter."""
+    settings = [FORMAT_VERSION, kind, options.train_split, options.text_key, options.document_separator]
+    if options.format == "chat":
+        settings += ["chat", ChatTemplate().to_dict(), options.skip_bad_records]
+    if options.tokenizer_file:
+        settings += [sha256_file(options.tokenizer_file), options.unknown]
+    elif kind == "bpe":
+        settings += [options.vocab_size, options.min_frequency, options.vocab_sample_mb]
+    return digest([settings, [[str(source.path), source.size, source.modified_ns] for source in sources]])
+
+
+def complete_metadata(
+    folder: TokenFolder, sources: Sequence[Source], options: Settings, kind: str
+) -> TokenMetadata | None:
+    """The metadata if the folder is complete for this text and these settings, else None. Tokens whose vocabulary was
+    learned from the text are those of `tokenizer_file` if that is the vocabulary."""
+    metadata = folder.complete_metadata(fingerprint_of(sources, options, kind))
+    if metadata is None and options.tokenizer_file:
+        learned = folder.complete_metadata(fingerprint_of(sources, replace(options, tokenizer_file=None), kind))
+        if learned and learned.tokenizer_sha256 == sha256_file(options.tokenizer_file):
+            return learned
+    return metadata
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
+
+
+def prepare_tokenizer(
+    folder: TokenFolder,
+    sources: Sequence[Source],
+    options: Settings,
+    kind: str,
+    total_bytes: int,
+    say: Callable[[str], None],
+) -> Tokenizer:
+    """The tokenizer in the work folder: kept from before, copied from `tokenizer_file`, or trained."""
+    path = folder.in_work(folder.tokenizer)
+    if not path.exists():
+        if options.tokenizer_file:
+            with atomic_write(path) as file:
+                file.write(Path(options.tokenizer_file).read_bytes())
+        else:
+            with BytesRead("Learning the vocabulary", total_bytes) as progress:
+                pieces = reader(sources, options, [])(progress.add)
+                if kind == "character":
+                    trained = CharacterTokenizer.train(
+                        piece.text + piece.line_break for piece in pieces if isinstance(piece, Piece)
+                    )
+                else:
+                    sample = sample_evenly(
+                        (piece.text for piece in pieces), options.vocab_sample_mb * 1e6 / total_bytes
+                    )
+                    texts = progress.to_the_end_of(sample)
+                    trained = in_background(
+                        lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency),
+                        lambda: progress.wait("counting and merging pairs"),
+                    )
+            if kind == "bpe" and trained.vocab_size == SMALLEST_VOCABULARY < options.vocab_size:
+                say(
+                    f"Warning: the vocabulary holds single bytes alone, for no pair of them occurs "
+                    f"{options.min_frequency} times in what it was learned from. Give it more text, a larger "
+                    f"--vocab_sample_mb or a lower --min_frequency."
+                )
+            with atomic_write(path) as file:
+                file.write(trained.to_json().encode())
+    return load_tokenizer(path)
+
+
+def reader(sources: Sequence[Source], options: Settings, bad: list[DataError]) -> Reader:
+    """What reads all of the text. Records that are left out are added to `bad`."""
+    if options.format == "text":
+        return lambda on_read: read_pieces(sources, options.document_separator, options.text_key, on_read)
+
+    def on_bad(problem: DataError) -> None:
+        if not options.skip_bad_records:
+            raise DataError(f"{problem} To go on without such records: --skip_bad_records.")
+        bad.append(problem)
+
+    return lambda on_read: read_conversations(sources, ChatTemplate(), on_bad, on_read)
+
+
+def in_background(function: Callable[[], Any], while_waiting: Callable[[], Any]) -> Any:
+    """Call `function` in a thread of its own: learning merges is one long native call that Ctrl-C cannot interrupt.
+
+    `while_waiting` is called about once a second.
+    """
+    result: Future[Any] = Future()
+
+    def call() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # handed on to the caller below
+            result.set_exception(error)
+
+    threading.Thread(target=call, daemon=True).start()
+    while not result.done():
+        try:
+            result.exception(timeout=1)  # Windows delivers Ctrl-C only between waits
+        except TimeoutError:
+            while_waiting()
+    return result.result()
+
+
+def encode_sources(
+    folder: TokenFolder,
+    tokenizer: Tokenizer,
+    sources: Sequence[Source],
+    options: Settings,
+    total_bytes: int,
+    bad: list[DataError],
+) -> TokenWriter:
+    """Encode, in order, what the work folder does not hold yet. Records that are left out are added to `bad`. Returns
+    what is known of the tokens then."""
+    dtype = token_dtype(tokenizer.vocab_size)
+    workers = options.num_workers or os.cpu_count() or 1
+    chunks = read_chunks(reader(sources, options, bad), options.chunk_size_mb * 1e6)
+    with open_writer(folder, dtype, tokenizer.byte_lengths) as writer, BytesRead("Encoding", total_bytes) as progress:
+        for chunk in islice(chunks, writer.chunks):
+            progress.start_at(chunk.bytes_read)
+        for chunk, encoded in encode_in_order(tokenizer, chunks, options.unknown, dtype, workers):
+            writer.append(*encoded)
+            progress.reach(chunk.bytes_read)
+    return writer
+
+
+def describe_tokens(
+    folder: TokenFolder,
+    written: TokenWriter,
+    tokenizer: Tokenizer,
+    sources: Sequence[Source],
+    options: Settings,
+    fingerprint: str,
+) -> TokenMetadata:
+    """The metadata of what the work folder holds. The token file, which may be large, is not read for it."""
+    total, documents = written.tokens, written.documents
+    ends = np.memmap(folder.document_ends, "<i8", "r") if documents else np.zeros(0, np.int64)
+    mask: dict[str, Any] = {}
+    if options.format == "chat":
+        if documents < 2:
+            raise DataError(
+                f"There are {documents} conversations; training needs one at least, and validation one to itself."
+            )
+        split = split_index(total, ends, options.train_split, tolerance=1.0)  # no conversation is cut
+        packed = np.packbits(np.memmap(folder.in_answer, bool, "r")).tobytes()
+        with atomic_write(folder.in_work(folder.mask)) as file:
+            file.write(packed)
+        mask = {"mask_file": folder.mask.name, "mask_sha256": hashlib.sha256(packed).hexdigest()}
+        mask["chat_template"] = ChatTemplate()
+    else:
+        split = split_index(total, ends, options.train_split)
+    train_bytes = written.text_bytes_before(split, folder.in_work(folder.bin))
+    return TokenMetadata(
+        path=folder.metadata,
+        vocab_size=tokenizer.vocab_size,
+        total_tokens=total,
+        train_tokens=split,
+        dtype=written.dtype.name,
+        tokenizer_type=tokenizer.kind,
+        bin_file=folder.bin.name,
+        tokenizer_file=folder.tokenizer.name,
+        tokens_sha256=written.sha256.hexdigest(),
+        tokenizer_sha256=sha256_file(folder.in_work(folder.tokenizer)),
+        val_bytes=written.text_bytes - train_bytes,
+        train_bytes=train_bytes,
+        train_split=options.train_split,
+        documents=documents,
+        source_files=tuple({"name": source.name, "size": source.size} for source in sources),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        fingerprint=fingerprint,
+        **mask,
+    )
