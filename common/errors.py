@@ -108,10 +108,10 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
     def run(argv: Sequence[str] | None = None) -> int:
         debug = "--debug" in (sys.argv[1:] if argv is None else argv)
         for name in ("stdout", "stderr"):
-            if getattr(sys, name) is None:  # closed by whoever started us, as by `2>&-`
+            if getattr(sys, name) is None:  # closed by the caller, as by `2>&-`
                 setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as we run)
         for stream in (sys.stdout, sys.stderr):
-            if reconfigure := getattr(stream, "reconfigure", None):  # a notebook's streams cannot be told
+            if reconfigure := getattr(stream, "reconfigure", None):  # a notebook's streams lack it
                 reconfigure(errors="replace")  # text that a terminal or a Windows pipe cannot show
         try:
             done = main(argv) or 0

@@ -54,7 +54,7 @@ def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
 
 class Formatter(argparse.HelpFormatter):
     """A value is shown as one that is needed, though the parser takes a flag without one, to report all that is missing
-    together. A switch that is off by default stands alone."""
+    together. A switch that is off by default takes no value."""
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         if (action.const is True and action.nargs == "?") or action.nargs == "*":

@@ -79,7 +79,7 @@ def score(arguments: Request) -> None:
         print(f"{checkpoint.path}: fp32, windows of {context} tokens, stride {stride}\n")
     total = Score()
     for i, (name, source) in enumerate(named):
-        size = None if source.is_compressed else source.size  # unpacked, which nobody knows yet
+        size = None if source.is_compressed else source.size  # the size of the unpacked text is not known yet
         with tqdm(total=size, desc=source.name, unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
             documents = encode_documents(tokenizer, read_pieces([source], on_read=bar.update))
             try:

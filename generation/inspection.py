@@ -57,7 +57,7 @@ def inspect(
 
 
 def token_label(tokenizer: Tokenizer, token: int) -> str:
-    """A token as it can be shown alone: its text, or the bytes of a part of a character."""
+    """A token as it can be shown by itself: its text, or the bytes of a part of a character."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode()

@@ -1,4 +1,4 @@
-"""How likely the model thought each token of a text, as `generate` tells it on the way."""
+"""How likely the model thought each token of a text, recorded by `generate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What generate.py can be told: its flags with their defaults and ranges, and what contradicts what. Needs no torch."""
+"""The flags of generate.py: defaults, ranges, help, and which of them contradict each other. Needs no torch."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def unescape(word: str) -> str:
 
 
 def contradictions(request: Request, given: set[str]) -> list[str]:
-    """Flags that are fine alone and not together; `given` are those that were typed."""
+    """Flags that contradict each other; `given` are those that were typed."""
     problems = []
     allowed = {"score", "stride", "checkpoint", "device", "json"}
     if request.stride is not None and not request.score:

@@ -99,11 +99,11 @@ class Conversation:
         messages = [*self.system, *self.turns, Message("user", question)]
         ids = self.template.prompt_ids(self.tokenizer, messages, self.room)
         if not self.is_forgetting and len(ids) < len(self.template.prompt_ids(self.tokenizer, messages)):
-            print("(There is no room for all that was said: from here on the oldest turns are forgotten.)")
+            print("(The conversation is longer than the context: from here on the oldest turns are forgotten.)")
             self.is_forgetting = True
         if len(ids) > self.room:
             print(
-                f"(That is longer than the {self.room} tokens it can read beside an answer: it may see the end alone.)"
+                f"(That is longer than the {self.room} tokens it can read beside an answer: it may see only the end.)"
             )
         return ids
 
@@ -119,7 +119,7 @@ class Conversation:
     def instruct(self, text: str) -> str:
         """Set what stands before the first turn; without a text it is taken away."""
         self.system = [Message("system", text)] if text.strip() else []
-        return f"It is told: {text}" if self.system else "It has no instructions."
+        return f"Instructions: {text}" if self.system else "It has no instructions."
 
 
 def change_setting(command: str, sampling: Sampling, settings: list[str], help_text: str) -> Sampling:

@@ -90,7 +90,7 @@ class Tables(Lines):
 
 class LiveView(Lines):
     """Progress lines are shown in place of each other, with the chart and the newest answers; all others as they come,
-    but for the table of answers at the end, which stands there already. A view that fails is no reason to lose the
+    but for the table of answers at the end, which stands there already. A view that fails must not stop the
     training."""
 
     def __init__(self, run_dir: Path):

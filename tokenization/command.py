@@ -84,7 +84,7 @@ def fill_folder(options: Settings, quiet: bool, may_replace: bool) -> Path:
                         require_the_same(folder, options.input, described)
                     folder.prepare_publishing(described, options.compress)
             except (DataError, TokenizerError):
-                folder.discard_work()  # the text has to change before another run can end better
+                folder.discard_work()  # another run can only succeed after the text has changed
                 raise
             metadata = folder.publish()
     if not quiet:
@@ -157,7 +157,7 @@ def prepare_tokenizer(
                     )
             if kind == "bpe" and trained.vocab_size == SMALLEST_VOCABULARY < options.vocab_size:
                 say(
-                    f"Warning: the vocabulary holds single bytes alone, for no pair of them occurs "
+                    f"Warning: the vocabulary holds only single bytes, because no pair of them occurs "
                     f"{options.min_frequency} times in what it was learned from. Give it more text, a larger "
                     f"--vocab_sample_mb or a lower --min_frequency."
                 )
@@ -180,7 +180,7 @@ def reader(sources: Sequence[Source], options: Settings, bad: list[DataError]) -
 
 
 def in_background(function: Callable[[], Any], while_waiting: Callable[[], Any]) -> Any:
-    """Call `function` in a thread of its own: learning merges is one long native call that Ctrl-C cannot interrupt.
+    """Call `function` in another thread: learning merges is one long native call that Ctrl-C cannot interrupt.
 
     `while_waiting` is called about once a second.
     """
@@ -189,7 +189,7 @@ def in_background(function: Callable[[], Any], while_waiting: Callable[[], Any])
     def call() -> None:
         try:
             result.set_result(function())
-        except BaseException as error:  # handed on to the caller below
+        except BaseException as error:  # raised in the caller below
             result.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()

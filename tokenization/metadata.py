@@ -56,7 +56,7 @@ class TokenMetadata:
 
     @property
     def source_names(self) -> list[str]:
-        """As far as they are told: training needs none, so that anything may stand there."""
+        """Names of the files; what is no text is skipped, because training does not need them."""
         named = (source.get("name") for source in self.source_files if isinstance(source, dict))
         return [name for name in named if isinstance(name, str)]
 
@@ -121,7 +121,7 @@ class TokenMetadata:
                 f"{path} is not usable: {'; '.join(problems)}. Run tokenize_local_bpe.py again on your text."
             )
 
-        def told(key: str, kind: type) -> Any:  # what training does not need is no reason to refuse a file
+        def optional(key: str, kind: type) -> Any:  # training does not need it: a wrong type is not an error
             return values[key] if type(values.get(key)) is kind else None
 
         return cls(
@@ -136,12 +136,12 @@ class TokenMetadata:
             tokens_sha256=values.get("tokens_sha256"),
             tokenizer_sha256=values.get("tokenizer_sha256"),
             val_bytes=values.get("val_bytes"),
-            train_bytes=told("train_bytes", int),
+            train_bytes=optional("train_bytes", int),
             train_split=split,
-            documents=told("documents", int),
-            source_files=tuple(told("source_files", list) or ()),
-            created=told("created", str),
-            fingerprint=told("fingerprint", str),
+            documents=optional("documents", int),
+            source_files=tuple(optional("source_files", list) or ()),
+            created=optional("created", str),
+            fingerprint=optional("fingerprint", str),
             chat_template=template,
             mask_file=values.get("mask_file"),
             mask_sha256=values.get("mask_sha256"),

@@ -1,4 +1,4 @@
-"""What the pre-tokenizer can be told: its flags with their defaults and ranges, and what contradicts what."""
+"""The flags of the pre-tokenizer: defaults, ranges, help, and which of them contradict each other."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def settings_of(given: Mapping[str, Any], problems: list[str]) -> Settings:
 
 
 def contradictions(s: Settings) -> list[str]:
-    """Values that are fine alone and not together, and names that no file can have."""
+    """Values that contradict each other, and names that no file can have."""
     problems = []
     if s.skip_bad_records and s.format != "chat":
         problems.append("--skip_bad_records is for --format chat; leave it out")

@@ -173,11 +173,11 @@ class TokenFolder:
 
 
 def being_written(folder: Path) -> DataError:
-    told = ""
+    who = ""
     with contextlib.suppress(OSError, ValueError):  # it ends while we look; it has only begun
-        told = holder(max(folder.glob(f".*.partial/{MARKER}"), key=lambda path: path.stat().st_mtime))
+        who = holder(max(folder.glob(f".*.partial/{MARKER}"), key=lambda path: path.stat().st_mtime))
     return DataError(
-        f"{folder} is being written by another tokenization{told}. Wait for it and give the same command again, stop "
+        f"{folder} is being written by another tokenization{who}. Wait for it and give the same command again, stop "
         f"it, or choose another folder (--output_dir here, --data_dir in training)."
     )
 
@@ -191,7 +191,7 @@ def folder_of_text(text: str, tokenizer: str, vocab_size: int) -> str:
 
 def require_tokens_of(folder: Path, inputs: Sequence[str], sources: Sequence[Source], kind: str) -> None:
     """Raises DataError if a folder holds tokens of another kind, or of other files than `sources`, which `inputs` stand
-    for, as far as their names and sizes tell."""
+    for, judged by names and sizes."""
     files = [{"name": source.name, "size": source.size} for source in sources]
     for path in metadata_files(folder):
         metadata = TokenMetadata.read(path)
@@ -211,10 +211,10 @@ def require_the_same(folder: TokenFolder, inputs: Sequence[str], metadata: Token
 
 def holds_others(metadata: TokenMetadata, asked_for: str) -> DataError:
     names = metadata.source_names
-    told = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more files" if len(names) > 3 else "")
+    files = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more files" if len(names) > 3 else "")
     counts = f"{metadata.vocab_size:,} ids, {metadata.total_tokens:,} tokens"
     return DataError(
-        f"{metadata.path.parent} holds {metadata.tokenizer_type} tokens of {told or 'another text'} ({counts}), "
+        f"{metadata.path.parent} holds {metadata.tokenizer_type} tokens of {files or 'another text'} ({counts}), "
         f"{asked_for}. The old ones stay: a run may need them. Name another --data_dir, or leave --input out to train "
         f"on what is there."
     )

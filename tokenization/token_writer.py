@@ -89,8 +89,8 @@ class TokenWriter:
         return self.chunk_ends[-1][1]
 
     def text_bytes_before(self, token: int, path: Path) -> int:
-        """UTF-8 bytes of text that the tokens before `token` stand for. Reads the chunk around it alone, from `path`,
-        where the token file is."""
+        """UTF-8 bytes of text that the tokens before `token` stand for. Reads only the chunk around it, from the token
+        file `path`."""
         whole = bisect.bisect_right(self.chunk_ends, token, key=lambda end: end[0]) - 1
         start, counted = self.chunk_ends[whole]
         rest = np.memmap(path, self.dtype, "r")[start:token]

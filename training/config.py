@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
 COMPILE_MODES = ("default", "coordinate_descent", "max_autotune")
-MOST_SEQUENCES = 1_000_000  # beyond it nothing but mistakes
-NOT_GIVEN = ("default", "memory", "out of memory", "tuned")  # sources of values that nobody asked for
+MOST_SEQUENCES = 1_000_000  # more can only be a mistake
+NOT_GIVEN = ("default", "memory", "out of memory", "tuned")  # sources of values that the user did not give
 MEASURED = 0  # micro_batch_size "auto"
 MODEL_KEYS = (
     "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len", "dropout", "bias", "tie_embeddings",
@@ -38,7 +38,7 @@ MODEL_KEYS = (
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Everything a run can be told. Each field is a key of a config JSON and a flag of the same name."""
+    """All settings of a run. Each field is a key of a config JSON and a flag of the same name."""
 
     # The order of fields is the order of --help.
     input: str | None = option(None, "data", "text file(s) to tokenize on first use, or builtin:conversations")
@@ -94,7 +94,7 @@ class TrainConfig:
         words={"auto": MEASURED},
     )
     activation_checkpointing: bool = option(
-        False, "batch", "keep a block's input alone for the backward pass: less memory, a third more time"
+        False, "batch", "keep only a block's input for the backward pass: less memory, a third more time"
     )
 
     optimizer: str = option(
@@ -128,7 +128,7 @@ class TrainConfig:
     lora_rank: int = option(
         0, "adapters", "train adapters of this rank beside the weights of --init_from, which stay; 0 is off", low=0
     )
-    lora_alpha: float = option(16.0, "adapters", "what the adapters say counts lora_alpha / lora_rank times", above=0.0)
+    lora_alpha: float = option(16.0, "adapters", "the adapters' output is scaled by lora_alpha / lora_rank", above=0.0)
     lora_targets: str = option(
         "attention,feed_forward,embeddings",
         "adapters",

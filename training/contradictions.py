@@ -1,4 +1,4 @@
-"""What a configuration cannot mean: values that are fine alone and not together."""
+"""Values of a configuration that contradict each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from training.numbers.decays import DECAYS
 
 
 def contradictions(values: dict[str, Any], sources: dict[str, str], processes: int = 1) -> list[str]:
-    """Values that are fine alone and not together, or not with so many processes, and where each came from."""
+    """Values that contradict each other, or the number of processes; `sources` says where each came from."""
     problems = []
     given = {key for key in values if sources[key] != "default"}
     three = ("bin_file", "tokenizer_file", "metadata_file")
@@ -34,7 +34,7 @@ def contradictions(values: dict[str, Any], sources: dict[str, str], processes: i
             if not is_on and key in given and not (sources[key_of] == "flag" and sources[key] != "flag")  # flags win
         ]
     if values["lora_rank"] and values["optimizer"] == "muon":
-        problems.append("lora_rank trains adapters, with AdamW alone; add --optimizer adamw")
+        problems.append("lora_rank trains adapters, only with AdamW; add --optimizer adamw")
     if values["lora_rank"] and not (values["init_from"] or values["resume_from"]):
         problems.append("lora_rank trains adapters of a trained model; name it with --init_from CHECKPOINT")
     if values["use_lr_scheduler"] == "constant" and sources["cooldown"] == "flag":
@@ -60,7 +60,7 @@ def contradictions(values: dict[str, Any], sources: dict[str, str], processes: i
     if processes > rows:
         problems.append(
             f"torchrun started {processes} processes for the {rows} sequences of a step (batch_size * "
-            f"gradient_accumulation_steps): --nproc_per_node={rows} at the most, or a larger --batch_size"
+            f"gradient_accumulation_steps): --nproc_per_node={rows} at most, or a larger --batch_size"
         )
     problems += [
         f"--{key} is for one process, and torchrun started {processes}: python train_colab_mmap.py ... --{key}"
@@ -73,7 +73,7 @@ def contradictions(values: dict[str, Any], sources: dict[str, str], processes: i
         problems.append("--compile_mode and --compile off contradict each other")
     looks = [f"--{key}" for key in ("dry_run", "profile", "tune") if values[key]]
     if len(looks) > 1:
-        problems.append(f"{' and '.join(looks)} each do something else than training; give one of them")
+        problems.append(f"{' and '.join(looks)} each replace the training; give one of them")
     if values["resume_from"] and values["resume"] == "never":
         problems.append("--resume_from and --resume never contradict each other")
     if values["resume_from"] and values["init_from"]:

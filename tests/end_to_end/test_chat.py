@@ -101,7 +101,7 @@ def test_a_conversation_is_remembered_and_can_be_forgotten(chat: Path, monkeypat
     alone = answer(chat, dog)
     assert said[:2] == [first, answer(chat, cat, Message("assistant", first), dog)]
     assert said[2:4] == ["What was said is forgotten.", alone]
-    assert said[4] == "It is told: sat on"
+    assert said[4] == "Instructions: sat on"
     assert said[5] == answer(chat, system, dog, Message("assistant", alone), dog)
     assert said[6] == "It has no instructions."
     assert len({said[1], said[3], said[5]}) == 3, "what was said before makes a difference"

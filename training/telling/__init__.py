@@ -1,1 +1,1 @@
-"""What a training tells: lines in the terminal, records in the run folder."""
+"""The output of a training: lines in the terminal, records in the run folder."""

@@ -1,7 +1,7 @@
 """`--tensorboard`: the rows of metrics.jsonl as TensorBoard's event files, in the run folder.
 
-Made of TensorBoard's own records, without its writer: that has a thread, which a full disk ends with a traceback, and
-imports TensorFlow where there is one.
+It uses TensorBoard's record format without its writer: the writer has a thread that a full disk ends with a traceback,
+and it imports TensorFlow where that is installed.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def require_tensorboard(config: TrainConfig) -> None:
 
 
 class Events:
-    """The event file of this session. What goes wrong with it is told once, and never ends the training."""
+    """The event file of this session. An error with it is one warning, and never ends the training."""
 
     def __init__(self, run_dir: Path, say: Callable[[str], None]):
-        """To be made when metrics.jsonl holds the rows up to where the run continues: what an earlier session wrote of
-        later steps is hidden. Rows of which no event file is left are written anew."""
+        """Make it after metrics.jsonl was rewound to where the run continues: events of later steps, from an earlier
+        session, are hidden. If no event file is left, all rows are written again."""
         self.say = say
         self.file: Any = None
         if not is_first():
@@ -54,7 +54,7 @@ class Events:
             self.give_up(problem)
 
     def begin(self, step: int) -> None:
-        """Whatever was written of this step and later ones counts no more."""
+        """Hide what was written of this step and later ones."""
         from tensorboard.compat.proto.event_pb2 import SessionLog
 
         self.add(file_version="brain.Event:2")
@@ -88,5 +88,5 @@ class Events:
     def close(self) -> None:
         file, self.file = self.file, None
         if file is not None:
-            with contextlib.suppress(OSError):  # of what was still to be written; it is closed all the same
+            with contextlib.suppress(OSError):  # of the last write; the file is closed all the same
                 file.close()

@@ -1,4 +1,4 @@
-"""What a run tells while it trains: a progress line, a line for each evaluation, and the records in its folder."""
+"""The output of a run while it trains: a progress line, a line per evaluation, and the records in its folder."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from training.telling.records import draw_curve, metrics_line, read_metrics, unw
 from training.telling.samples import Sample, drawn, read_samples, sample_line
 from training.telling.timer import Timer
 
-LONG_SECONDS = 20.0  # of silence that a user should not have to wonder about
-CURVE_SECONDS = 10.0  # between two drawings of the curve, which take a tenth of a second each
+LONG_SECONDS = 20.0  # longer silences are announced
+CURVE_SECONDS = 10.0  # between two drawings of the curve; each takes a tenth of a second
 
 
 class Report:
-    """The words of a run. A record that cannot be written is no reason to lose the training."""
+    """Prints and records. A record that cannot be written must not stop the training."""
 
     def __init__(self, run_dir: Path, timer: Timer, step: int, max_steps: int, tensorboard: bool = False):
         self.run_dir = run_dir
@@ -60,8 +60,8 @@ class Report:
             print(text, flush=True)
 
     def progress(self, row: dict[str, Any], copied: str = "") -> None:
-        """Refresh the progress line; in a log file, where it cannot be redrawn, write one now and then. `copied` says
-        how the mirror stands."""
+        """Refresh the progress line; in a log file, where it cannot be redrawn, write one now and then. `copied` is
+        the state of the mirror."""
         parts = [f"loss {row['train_loss']:.3f}", f"{si(row['tokens_per_second'])} tok/s"]
         if "mfu" in row:
             parts.append(f"MFU {row['mfu']:.0%}")
@@ -86,7 +86,7 @@ class Report:
                 self.say(f"Evaluating on {tokens:,} validation tokens, about {clock(seconds)} ...")
 
     def evaluation(self, row: dict[str, Any], answers: list[Answer]) -> None:
-        """Tell how an evaluation went, and keep its answers."""
+        """Print the result of an evaluation, and record its answers."""
         parts = [f"step {row['step']:,}: validation loss {row['val_loss']:.4f}"]
         parts.append(f"perplexity {perplexity(row['val_loss']):.2f}")
         if row["val_bits_per_byte"] is not None:
@@ -99,8 +99,7 @@ class Report:
             self.samples(row["step"], answers)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Append a row to metrics.jsonl, and draw the curve anew now and then, if it has a new point of the
-        validation's."""
+        """Append a row to metrics.jsonl. Redraw the curve now and then, if there is a new validation loss."""
         self.append(self.run_dir / METRICS, metrics_line(row))
         if self.events is not None:
             self.events.write(row)

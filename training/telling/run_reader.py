@@ -1,4 +1,4 @@
-"""What a run folder tells of a training while it goes on: metrics.jsonl, samples.jsonl and config.json, as they are."""
+"""Reads a run folder while the training goes on: metrics.jsonl, samples.jsonl and config.json."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FIELDS = (
 MOST_STRETCHES = 500  # of a long run, of which the page shows the extremes: a screen has not many more columns
 MOST_SAMPLES = 200  # evaluations whose answers the page shows
 LARGEST = 1e300  # JavaScript has no larger numbers than Python's floats
-# Without those of the command rather than the training.
+# Without keys of the command rather than of the training.
 SHOWN = {key for key, field in SCHEMA.items() if field.metadata["group"] != "checkpoints"} | {"init_from"}
-SHOWN -= {"vocab_size", "tokenizer"}  # the tokens bring their own, whatever a config says
+SHOWN -= {"vocab_size", "tokenizer"}  # those of the tokens count, not those of a config
 TRAINED = (*MODEL_KEYS, "vocab_size", "tokenizer_type")  # of a checkpoint's config.json
 
 
 class RunReader:
-    """A run folder that is read again and again. What is gone or cannot be read stays as it was seen last."""
+    """Reads a run folder again and again. What is gone or cannot be read stays as it was at the last reading."""
 
     def __init__(self, folder: Path, name: str):
         self.folder = folder
@@ -55,9 +55,9 @@ class RunReader:
         return {"name": self.name, "folder": str(self.folder), "problem": problem, **self.seen, "columns": columns}
 
     def read_rows(self) -> None:
-        """Take what was appended to metrics.jsonl since; or all of it, if it was written anew: a run that goes on
-        forgets the rows after its checkpoint, and one that starts over begins a file of its own. A line without its end
-        is still being written."""
+        """Read what was appended to metrics.jsonl; or all of it, if it was rewritten: a run that continues forgets the
+        rows after its checkpoint, and one that starts over begins a new file. A line without its end is still being
+        written."""
         path = self.folder / METRICS
         require_regular(path, DataError)
         try:
@@ -94,8 +94,7 @@ class RunReader:
         self.seen["device"] = str(resolved.get("device") or "")
 
     def settings(self, config: dict[str, Any]) -> dict[str, Any]:
-        """What the run was trained with. Its newest checkpoint knows the vocabulary and, whatever the weights began as,
-        the shape of the model."""
+        """The settings of the training. The vocabulary and the shape of the model come from its newest checkpoint."""
         values = {key: value for key, value in that_count(config).items() if key in SHOWN}
         there = [path for place in ("checkpoints/step_*", "step_*") for path in sorted(self.folder.glob(place))]
         for checkpoint in [*reversed(there), self.folder / "best"]:  # a copy's stand in the folder itself

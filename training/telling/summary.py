@@ -96,8 +96,8 @@ def finished_message(run: Run) -> str:
 
 def answer_table(answers: list[Answer], before: list[str], longest: int | None = None) -> list[str]:
     """A Markdown table of prompts and answers, wrong ones with what was expected; beside them those `before` the
-    training, of the weights that it started from, if there were any. Each text is cut after `longest` characters, None:
-    it is whole."""
+    training, of the weights that it started from, if there are any. Texts are cut after `longest` characters (None:
+    never)."""
 
     def text_cell(text: str) -> str:
         return cell(text if longest is None else shortened(text, longest))

@@ -14,7 +14,7 @@ from training.machine.hardware import Hardware
 
 
 class Timer:
-    """Evaluating and saving count in the time a run takes, and not in its speed."""
+    """Evaluating and saving count in the time of a run, not in its speed."""
 
     def __init__(self, hardware: Hardware, elapsed: float, units_per_hour: float | None):
         self.hardware = hardware
