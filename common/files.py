@@ -1,4 +1,4 @@
-"""Files that are either whole or absent: atomic writes, hashes, JSON with errors that point at the place."""
+"""Atomic writes (a file is whole, or not there), hashes, and JSON with errors that name the line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ from common.errors import UserError
 
 @contextlib.contextmanager
 def atomic_write(path: str | Path, staging: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a temporary file for writing, beside `path` or in the folder `staging` of the same disk; it takes the name
-    `path` only once it is complete and on disk.
+    """Open a temporary file for writing, beside `path` or in the folder `staging` on the same disk. It is renamed to
+    `path` when it is complete and on disk.
 
-    If the body raises (a full disk included), whatever stood at `path` before still stands there and the temporary
-    file is gone.
+    If the body raises, or if the disk is full, the file at `path` stays as it was, and the temporary file is deleted.
     """
     path = Path(path)
     temporary = (staging or path.parent) / f".{path.name}.{os.getpid()}.tmp"
@@ -35,7 +34,7 @@ def atomic_write(path: str | Path, staging: Path | None = None) -> Iterator[Bina
 
 
 def sync_directory(path: Path) -> None:
-    """Make a rename inside `path` durable. Windows cannot open a directory, and needs no such step."""
+    """Make a rename inside `path` durable. Windows cannot open a directory, and needs no sync of it."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -53,21 +52,21 @@ def write_json(path: str | Path, value: Any, staging: Path | None = None) -> Non
 
 
 def json_bytes(value: Any) -> bytes:
-    """UTF-8. A byte of a file name that is not comes as a lone surrogate, and is written as JSON's escape for it."""
+    """JSON in UTF-8. A byte of a file name that is not UTF-8 is a lone surrogate in Python, and becomes an escape."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def require_regular(path: Path, error: type[UserError]) -> None:
-    """Raises `error` for a folder, and for what can be opened and may never end: reading a pipe would wait for its
-    writer."""
+    """Raises `error` for a folder, and for a pipe or device: reading one may never end."""
     if os.path.isdir(path):
-        raise error(f"{path} is a folder, where a file is needed.")
+        raise error(f"{path} is a folder, and a file is needed.")
     if os.path.exists(path) and not os.path.isfile(path):
-        raise error(f"{path} is not a regular file: write what it holds to one first.")
+        raise error(f"{path} is not a regular file. Write its content to one first.")
 
 
 def read_text(path: str | Path, error: type[UserError], flag: str) -> str:
-    """A small file of UTF-8, less its byte order mark. Raises `error` naming the file, and `flag` if there is none."""
+    """A small file in UTF-8, without its byte order mark. Raises `error` that names the file, and `flag` if there is no
+    such file."""
     path = Path(path)
     require_regular(path, error)
     try:
@@ -79,7 +78,7 @@ def read_text(path: str | Path, error: type[UserError], flag: str) -> str:
 
 
 def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
-    """Read a JSON object. Raises `error` naming the file, and the line and column of a syntax error."""
+    """Read a JSON object. Raises `error` that names the file, and the line and column of a syntax error."""
     path = Path(path)
     require_regular(path, error)
     try:
@@ -91,7 +90,7 @@ def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
     except json.JSONDecodeError as problem:
         place = f"line {problem.lineno}, column {problem.colno}"
         raise error(f"{path} is not valid JSON: {problem.msg} at {place}.") from None
-    except (ValueError, RecursionError) as problem:  # a number of thousands of digits; thousands of open brackets
+    except (ValueError, RecursionError) as problem:  # a number with thousands of digits, or thousands of open brackets
         raise error(f"{path} is not usable JSON: {problem}.") from None
     if not isinstance(value, dict):
         raise error(f"{path} holds a JSON {type(value).__name__}; an object {{...}} was expected.")

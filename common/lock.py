@@ -1,4 +1,4 @@
-"""One process at a time writes into a folder, and the next one is told which."""
+"""Only one process at a time writes into a folder. The next one is told which process that is."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 from common.errors import UserError
 from common.files import read_json
 
-with contextlib.suppress(ImportError):  # Windows has none: there, two processes are not told apart
+with contextlib.suppress(ImportError):  # Windows has none, and there is no lock there
     import fcntl
 
 
 class FolderLock:
-    """Holds folders against other processes. The lock is on the open folder: the system lets it go when the process
-    ends, however it ends."""
+    """Locks folders against other processes. The system releases the locks when the process ends, even if it is
+    killed."""
 
     def __init__(self, busy: Callable[[Path], UserError]) -> None:
         """`busy(folder)` is the error that says who holds it."""
@@ -35,7 +35,7 @@ class FolderLock:
             os.close(descriptor)
 
     def take(self, folder: Path) -> None:
-        """Raises the error of `busy` if another process holds it. A folder that is not there yet is free."""
+        """Raises the error of `busy` if another process holds the folder. One that does not exist is not locked."""
         if os.name == "nt" or not folder.is_dir():
             return
         descriptor = os.open(folder, os.O_RDONLY)
@@ -56,13 +56,13 @@ class FolderLock:
 
 @functools.cache
 def session() -> dict[str, Any]:
-    """This process, for others to be told of: what the holder of a folder leaves in a JSON file there."""
+    """This process, as whoever holds a folder describes itself in a JSON file there."""
     started = datetime.datetime.now().isoformat(" ", timespec="seconds")
     return {"pid": os.getpid(), "machine": socket.gethostname(), "started": started}
 
 
 def holder(path: Path) -> str:
-    """Whose `session` stands in a JSON file, as the end of a sentence; "" if there is none."""
+    """The `session` in a JSON file, for the end of a sentence; "" if there is none."""
     with contextlib.suppress(UserError, KeyError, TypeError):
         theirs = read_json(path, UserError)["session"]
         return f" ({theirs['pid']} on {theirs['machine']}, since {theirs['started']})"

@@ -1,4 +1,4 @@
-"""How the folder of a checkpoint comes to its name, makes way for another and goes, wherever the process is killed."""
+"""Checkpoint folders are published, replaced and deleted by renames, so a kill at any moment leaves no half of one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from common.files import sync_directory
 
 STEP_NAME = re.compile(r"step_(\d{8})")
 CHECKPOINT_NAME = re.compile(rf"best|{STEP_NAME.pattern}")
-PUBLISHING = threading.Lock()  # held where a folder makes way for another of its name
+PUBLISHING = threading.Lock()  # held while one folder replaces another of its name
 
 
 def publish(temporary: Path, folder: Path, truncate: bool = False) -> None:
-    """Give a complete folder its name. A folder of that name makes way first, to beside `temporary`, and is back if the
-    machine dies between the two renames (`restore_interrupted`). `truncate` is that of `discard`."""
+    """Rename a complete folder `temporary` to `folder`. An older folder of that name is first renamed to `.old-<name>`
+    beside `temporary`. If the machine dies between the two renames, `restore_interrupted` brings it back. `truncate` is
+    that of `discard`."""
     sync_directory(temporary)
     replaced = temporary.with_name(f".old-{folder.name}")
-    # On a Drive a rename may hang, and nobody copies from there: no save may have to wait for it.
+    # No lock for the mirror: a rename on a Drive may hang, and a save would wait for it.
     with contextlib.nullcontext() if truncate else PUBLISHING:
         if folder.exists():
             discard(replaced, truncate)
@@ -37,26 +38,22 @@ def publish(temporary: Path, folder: Path, truncate: bool = False) -> None:
 
 
 def restore_interrupted(parent: Path, truncate: bool = False) -> None:
-    """Clean up after a process that was killed while saving into `parent`, nothing but what carries a name of ours.
-    `truncate` is that of `discard`."""
-    for old in parent.glob(".old-*"):
-        if not CHECKPOINT_NAME.fullmatch(old.name.removeprefix(".old-")):
-            continue
-        folder = old.with_name(old.name.removeprefix(".old-"))
-        if folder.exists():
-            discard(old, truncate)
-        else:
-            os.replace(old, folder)
-    for temporary in parent.glob(".tmp-*"):
-        if CHECKPOINT_NAME.fullmatch(temporary.name.removeprefix(".tmp-")):
-            discard(temporary, truncate)
+    """Clean up after a process that was killed while it saved into `parent`. Touches nothing but checkpoints under the
+    names that `publish` and `discard` give them. `truncate` is that of `discard`."""
+    for path in [*parent.glob(".old-*"), *parent.glob(".tmp-*")]:
+        folder = path.with_name(path.name[len(".old-") :])
+        if CHECKPOINT_NAME.fullmatch(folder.name):
+            if path.name.startswith(".old-") and not folder.exists():
+                os.replace(path, folder)
+            else:
+                discard(path, truncate)
 
 
 def discard(folder: Path, truncate: bool = False, staging: Path | None = None) -> None:
-    """Delete a checkpoint: gone from the succession of steps at once, even if the process is killed on the way.
+    """Delete a checkpoint. It is renamed first, so it is never found half deleted. Errors are ignored.
 
-    `truncate` empties its files first, for a Drive's bin counts against the quota. `staging` is the folder that it goes
-    through, on the same disk; by default its own.
+    `truncate` empties its files before, because what is in a Drive's bin counts against the quota. `staging` is the
+    folder that it is moved to first, on the same disk; by default it stays where it is.
     """
     going = folder if folder.name.startswith(".") else (staging or folder.parent) / f".tmp-{folder.name}"
     with contextlib.suppress(OSError):

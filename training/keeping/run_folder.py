@@ -1,4 +1,4 @@
-"""The run folder: whose it is, that one training at a time writes into it, and how an old one makes way."""
+"""The run folder: what it may hold already, how a killed process is cleaned up after, how an old run is set aside."""
 
 from __future__ import annotations
 
@@ -21,43 +21,40 @@ FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY, MARKER)
 
 
 def write_config(config: TrainConfig, device: str) -> None:
-    """Write the resolved configuration, and who trains on which device: the folder is a run's of ours from here on."""
+    """Write the resolved configuration, with the process and the device that train. It marks the folder as a run's."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     resolved = {"config": config.values(), "sources": config.sources, "device": device, "session": session()}
     write_json(config.run_dir / CONFIG, resolved)
 
 
 def require_ours(folder: Path, flag: str) -> None:
-    """Raises ConfigError if the folder that `flag` leads to holds other things than a run of ours, or cannot be one."""
-    reached = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
-    if not reached.is_dir():
-        kind = "a file" if reached.exists() else "a link that leads nowhere"
-        raise ConfigError(f"{folder} ({flag}) cannot be a folder, for {reached} is {kind}: choose another {flag}.")
-    if not folder.exists():
+    """Raises ConfigError if the folder that `flag` leads to cannot be made, or holds something else than a run."""
+    existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
+    if not existing.is_dir():
+        kind = "a file" if existing.exists() else "a link to nothing"
+        raise ConfigError(f"{folder} ({flag}) cannot be a folder, because {existing} is {kind}: choose another {flag}.")
+    if not folder.exists() or (folder / MARKER).exists() or step_folders(folder / "checkpoints"):
         return
-    if (folder / MARKER).exists() or step_folders(folder / "checkpoints"):
-        return
-    there = sorted(path.name for path in folder.iterdir() if not is_leftover(path.name))
     with contextlib.suppress(ConfigError):
         if is_resolved(read_json(folder / CONFIG, ConfigError)):
             return
-    if there:
-        named = ", ".join(there[:5]) + (f" and {len(there) - 5} more" if len(there) > 5 else "")
+    if others := sorted(path.name for path in folder.iterdir() if not is_leftover(path.name)):
+        named = ", ".join(others[:5]) + (f" and {len(others) - 5} more" if len(others) > 5 else "")
         raise ConfigError(
-            f"{folder} ({flag}) holds files that are not a run's ({named}), and training would write between them. "
-            f"Choose a folder that is empty or not there yet."
+            f"{folder} ({flag}) holds files that are not a run's ({named}), and training would add its own. Choose a "
+            f"folder that is empty or does not exist yet."
         )
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a file was on its way to a name of ours when a process was killed: as `atomic_write` calls it, or in the
-    folder of a session."""
+    """Whether a killed process left this: an unfinished file of a run, as `atomic_write` names it, or the folder that a
+    session wrote in."""
     return name.startswith(STAGING) or any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in FILES)
 
 
 def tidy(run_dir: Path, truncate: bool = False) -> None:
-    """Clean up after a process that was killed while it saved into a run folder: what carries names of ours."""
-    with contextlib.suppress(OSError):  # a Drive that is not there is reported when a copy fails
+    """Clean up after a process that was killed while it wrote into a run folder. `truncate` is that of `discard`."""
+    with contextlib.suppress(OSError):  # a Drive that is not there: the first copy tells it
         restore_interrupted(run_dir, truncate)
         restore_interrupted(run_dir / "checkpoints", truncate)
         for path in run_dir.iterdir():
@@ -73,13 +70,13 @@ def being_trained(folder: Path) -> CheckpointError:
 
 
 def require_movable(run_dir: Path) -> None:
-    """Raises ConfigError if this command stands in the old run that is to be set aside. It would go along: the same
-    command would then lead to the old run again."""
-    whole = run_dir.resolve()
-    if is_there(run_dir) and Path.cwd().is_relative_to(whole):
+    """Raises ConfigError if the old run cannot be set aside because this command was started in its folder: the working
+    directory would be renamed with it, and the same command would find the old run there again."""
+    absolute = run_dir.resolve()
+    if is_there(run_dir) and Path.cwd().is_relative_to(absolute):
         raise ConfigError(
-            f"--resume never renames {whole}, and this command was started in it: start it from another folder (cd "
-            f"{whole.parent}), with paths as they are from there."
+            f"--resume never renames {absolute}, and this command was started in it. Start it from another folder (cd "
+            f"{absolute.parent}), and change relative paths to fit."
         )
 
 
@@ -89,26 +86,26 @@ def set_aside(run_dir: Path) -> None:
         return
     folder = Path(os.path.normpath(run_dir))  # which ends in a name: `require_movable` refuses . and ..
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    names = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    candidates = (folder.with_name(f"{folder.name}.{stamp}{name}") for name in names)
+    endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    candidates = (folder.with_name(f"{folder.name}.{stamp}{ending}") for ending in endings)
     old = next(path for path in candidates if not path.exists())
     try:
         os.replace(folder, old)
-    except OSError as problem:  # a disk is mounted on it; the one it is on is read-only
+    except OSError as problem:  # a disk is mounted on the folder, or its disk is read-only
         raise CheckpointError(
-            f"The run in {run_dir} could not be set aside as {old} ({problem.strerror}): choose another folder for the "
-            f"new one, or leave --resume never out."
+            f"The run in {run_dir} could not be renamed to {old} ({problem.strerror}). Choose another folder for the "
+            f"new run, or leave --resume never out."
         ) from None
     print(f"The run that was in {run_dir} is now {old}.")
 
 
 def is_there(run_dir: Path) -> bool:
-    """Whether there is anything to be set aside."""
+    """Whether there is anything to set aside."""
     return run_dir.is_dir() and any(run_dir.iterdir())
 
 
 def quarantine(folder: Path) -> None:
-    """Take a damaged checkpoint out of the succession of steps, and keep it to be looked at."""
+    """Rename a damaged checkpoint, so that it no longer counts as one and can still be examined."""
     with contextlib.suppress(OSError):
         target = folder.with_name(f"damaged_{folder.name}")
         shutil.rmtree(target, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Saving beside the training: the loop waits for a snapshot in memory, and a thread writes, flushes and verifies it."""
+"""Saving during the training: the loop waits for a snapshot in memory, and a thread writes, flushes and verifies it."""
 
 from __future__ import annotations
 
@@ -13,33 +13,32 @@ from common.errors import CheckpointError, is_out_of_memory
 from common.machine import available_ram
 from common.publishing import STEP_NAME
 
-SNAPSHOT_SHARE = 0.5  # of the free memory that a snapshot may take
+SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
 
 
 class Saver:
-    """One save at a time. A save that failed is raised by the next call of any method."""
+    """One save at a time. If it fails, the next call of `save`, `check` or `finish` raises its error."""
 
     def __init__(self, saved: Callable[[], None] = lambda: None):
-        self.saved = saved  # called by the thread after each save
+        self.saved = saved  # called after each save, by the thread that made it
         self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self.under_way: Future[None] | None = None
-        self.seconds_held = 0.0  # that the training waited, in all
+        self.seconds_held = 0.0  # how long the training has waited for saves, in all
         self.closed = False
 
     def begin(self) -> None:
-        """Start the thread while there is memory for it."""
+        """Start the thread now: later there may be no memory for it."""
         self.thread.submit(int).result()
 
     def save(self, folders: Sequence[Path], take: Callable[[bool], Snapshot], size: int) -> None:
-        """Write the snapshot that `take(copy)` gives to each of the folders. `size` is about its bytes.
+        """Write the snapshot that `take(copy)` returns to each of the folders. `size`: about how many bytes it has.
 
-        Where memory is too short for a copy, the training waits until it is written.
+        If there is too little memory for a copy, the training waits until the weights themselves are written.
         """
         began = time.perf_counter()
         self.finish()
-        free = available_ram()
-        snapshot = None
+        free, snapshot = available_ram(), None
         if free is None or size <= SNAPSHOT_SHARE * free:
             try:
                 snapshot = take(True)
@@ -61,17 +60,17 @@ class Saver:
         self.saved()
 
     def go_on(self) -> None:
-        """Raises CheckpointError if nobody waits for what is being written: its folder may be another run's by now."""
+        """Raises CheckpointError after `close`: the folder may be another run's by now."""
         if self.closed:
-            raise CheckpointError("The save was given up.")
+            raise CheckpointError("The save was canceled.")
 
     def heard(self) -> Iterator[str]:
-        """What was saved since the last call."""
+        """Messages on what was saved since the last call."""
         while not self.news.empty():
             yield self.news.get()
 
     def check(self) -> None:
-        """Raises CheckpointError if the last save failed; waits for nothing."""
+        """Raises CheckpointError if the last save failed. Does not wait."""
         if self.under_way is not None and self.under_way.done():
             self.finish()
 
@@ -82,6 +81,6 @@ class Saver:
             under_way.result()
 
     def close(self) -> None:
-        """Give up what is not done yet, and end the thread."""
+        """Cancel the save under way, and end the thread."""
         self.closed = True
         self.thread.shutdown(wait=True, cancel_futures=True)

@@ -413,7 +413,7 @@ def test_a_folder_that_cannot_be_one_is_told_with_what_is_in_the_way(
         folders = {"output_dir": tmp_path / "run", flag: tmp_path / way}
         result = train(**folders, dry_run=dry_run)
         assert result.code == 2 and f"({'--' + flag}) cannot be a folder" in result.err, result
-        assert f"for {tmp_path / way.partition('/')[0]} is {kind}" in result.err and result.err.count("\n") == 1
+        assert f"because {tmp_path / way.partition('/')[0]} is {kind}" in result.err and result.err.count("\n") == 1
     assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
