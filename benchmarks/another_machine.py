@@ -23,7 +23,7 @@ class Machine:
 
     def become(self) -> None:
         """Make this process run on that machine. Raises OSError where the system forbids namespaces."""
-        from training.keeping import claim
+        from training.keeping import lease
 
         libc = ctypes.CDLL(None, use_errno=True)
         user, group, is_root = os.getuid(), os.getgid(), os.geteuid() == 0
@@ -37,7 +37,7 @@ class Machine:
         check(libc.mount(os.fsencode(self.disk), os.fsencode(self.mounted_at), None, MS_BIND, None))
         name = self.name.encode()
         check(libc.sethostname(name, len(name)))
-        claim.system = lambda: self.name  # its process ids mean nothing to others
+        lease.system = lambda: self.name  # its process ids mean nothing to others
         now = time.time
         time.time = lambda: now() + self.clock_off
 

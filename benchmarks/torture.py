@@ -323,10 +323,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     import train_colab_mmap  # noqa: F401
     from examples import conversations
-    from training.keeping import claim, mirror
+    from training.keeping import lease, mirror
     from training.telling import summary  # noqa: F401
 
-    vars(claim).update(HEARTBEAT=SIGN_OF_LIFE, GONE=GONE)
+    vars(lease).update(HEARTBEAT=SIGN_OF_LIFE, DEAD_AFTER=GONE)
     vars(mirror).update(HEARTBEAT=SIGN_OF_LIFE, LAST_ATTEMPTS_SECONDS=UNTIL_A_FULL_DISK_IS_GIVEN_UP)
     torch.set_num_threads(1)  # a process with threads cannot be forked
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)

@@ -22,7 +22,7 @@ from common.files import atomic_write, read_json, write_json
 from common.formatting import byte_size, clock
 from common.publishing import PUBLISHING, discard, publish
 from training.file_names import CONFIG, CURVE, MARKER, METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
-from training.keeping.claim import HEARTBEAT, Claim, TakenOver
+from training.keeping.lease import HEARTBEAT, Lease, TakenOver
 
 MIRRORED_FILES = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY)
 COPIES = 5  # checkpoints in the mirror at the most: two kept, the best one, and a new one of each kind
@@ -48,7 +48,7 @@ class Mirror:
         self.root = Path(checkpoint_dir).expanduser()
         absolute = os.path.abspath(run_dir)  # identifies the run, however its folder is spelled
         self.dir = self.root / os.path.basename(absolute)
-        self.claim = Claim(self.dir, absolute)
+        self.lease = Lease(self.dir, absolute)
         self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.worker: threading.Thread | None = None
         self.woken = threading.Event()
@@ -68,7 +68,7 @@ class Mirror:
                 f'(in Colab: from google.colab import drive; drive.mount("/content/drive")), or make the folder: '
                 f"mkdir -p {self.root.parent}"
             )
-        if self.had_copies and not self.claim.path.exists():
+        if self.had_copies and not self.lease.path.exists():
             raise ConfigError(
                 f"The copies of this run are gone from {self.dir}: there is no {MARKER} in it. Is the disk of "
                 f"--checkpoint_dir {self.root} unmounted? Mount it again. If you deleted the copies, delete "
@@ -93,11 +93,11 @@ class Mirror:
 
     def begin(self, run_id: str, checkpoint_bytes: int) -> None:
         """Start the worker. Its first request makes up for what an earlier session could not copy."""
-        self.claim.run_id = run_id
+        self.lease.run_id = run_id
         with contextlib.suppress(OSError):  # the first attempt meets the same problem, and tells it
             manifests = [folder / MANIFEST for folder in step_folders(self.dir / "checkpoints")]
             self.copied_at = max((path.stat().st_mtime for path in manifests), default=None)
-            self.claim.renew()
+            self.lease.renew()
             write_json(self.run_dir / MARKER, {"copies": os.path.abspath(self.dir)})
             missing = COPIES - len(manifests) - (self.dir / "best").is_dir()
             free = shutil.disk_usage(self.dir).free
@@ -157,7 +157,7 @@ class Mirror:
         """Called between two pieces of a copy, too. Gives a sign of life if one is due. Raises GivenUp, TakenOver."""
         if self.closed:
             raise GivenUp
-        self.claim.renew_if_due()
+        self.lease.renew_if_due()
 
     def bring_up_to_date(self) -> None:
         """Copy what is new in the run folder and verify the copies. Only then delete older ones.
@@ -185,44 +185,39 @@ class Mirror:
             raise errors[-1]
 
     def copy_files(self) -> None:
-        self.claim.renew()
+        self.lease.renew()
         for name in MIRRORED_FILES:
             source = self.run_dir / name
             if source.exists():
-                with atomic_write(self.dir / name, self.claim.staging) as file:
+                with atomic_write(self.dir / name, self.lease.staging) as file:
                     file.write(source.read_bytes())
             elif name == SUMMARY:  # the mirror has that of a shorter run, which this one continues
                 with contextlib.suppress(FileNotFoundError):
-                    os.replace(self.dir / name, self.claim.staging / name)
+                    os.replace(self.dir / name, self.lease.staging / name)
 
     def copy_newest_step(self, copy_the_rest: Callable[[], None]) -> None:
         """`copy_the_rest` is called before the copy gets its name: metrics and best weights in the mirror go as far as
-        its newest checkpoint, for whoever has nothing else."""
-
-        def before_publish() -> None:
-            copy_the_rest()
-            self.claim.renew()  # during a long copy another session may have taken the mirror over
-
+        its newest checkpoint, for whoever has nothing else. It also sees whether another session took the mirror over
+        during a long copy."""
         for newest in step_folders(self.run_dir / "checkpoints")[:1]:
             began = time.time()
-            if self.copy_if_new(newest, before_publish):
+            if self.copy_if_new(newest, copy_the_rest):
                 self.copied_at = began
                 self.news.put(f"Copied {newest.name} to {self.dir}")
-                prune(self.dir / "checkpoints", truncate=True, staging=self.claim.staging)
+                prune(self.dir / "checkpoints", truncate=True, staging=self.lease.staging)
 
     def copy_if_new(self, folder: Path, before_publish: Callable[[], None] = lambda: None) -> bool:
         """Whether a checkpoint is copied now, because the mirror lacked it. Raises OSError if it cannot be copied."""
         try:
-            with PUBLISHING:  # while best/ is replaced, there is none for a moment
-                manifest = (folder / MANIFEST).read_bytes()
-        except FileNotFoundError:  # no best weights yet
+            manifest = (folder / MANIFEST).read_bytes()
+        except FileNotFoundError:  # there is none yet, or another one replaces it: whoever saves that calls `wake`
             return False
         target = self.dir / folder.relative_to(self.run_dir)
         if (target / MANIFEST).exists() and (target / MANIFEST).read_bytes() == manifest:
             return False
-        self.claim.renew()
-        problem = copy_checkpoint(folder, target, self.go_on, before_publish, self.claim.staging)
-        if problem and folder.exists():  # else it was pruned: whoever saves the newer one calls `wake`
+        self.lease.renew()
+        problem = copy_checkpoint(folder, target, self.go_on, before_publish, self.lease.staging)
+        if problem and folder.exists():  # else it was pruned, and a newer one saved
             raise OSError(problem)
         return problem is None
 
@@ -280,7 +275,7 @@ class Mirror:
         self.worker.join(LAST_CALL_SECONDS)
         if self.worker.is_alive():  # it hangs in a call to the Drive
             return
-        self.claim.release()
+        self.lease.release()
         self.worker = None
 
 

@@ -45,7 +45,7 @@ def require_own_mirror(run_dir: Path, mirror: Mirror) -> None:
     theirs, ours = newest_state(mirror.dir), newest_state(run_dir)
     if theirs is None:
         return
-    place = mirror.claim.read().get("run_dir")  # not in those of older versions
+    place = mirror.lease.read().get("run_dir")  # not in those of older versions
     spelled = theirs.config.get("output_dir") or Path("runs") / mirror.dir.name
     if ours is not None:
         ids = {ours.state.run_id, theirs.state.run_id}

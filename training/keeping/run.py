@@ -13,7 +13,7 @@ import torch
 from common.checkpoint import BYTES_A_PARAMETER, Checkpoint, Snapshot, take_snapshot
 from common.errors import CheckpointError
 from common.launch import is_first
-from training.keeping.claim import TakenOver
+from training.keeping.lease import TakenOver
 from training.keeping.mirror import Mirror
 from training.keeping.saving import Saver
 from training.keeping.state import Saved, TrainState

@@ -57,7 +57,7 @@ def open_run(run: Run) -> TrainState:
     folders = [run.dir] if mirror is None else [run.dir, mirror.dir]
     require_own_folders(run)
     if mirror is not None and config.resume != "never":
-        mirror.claim.announce()
+        mirror.lease.announce()
     for folder in folders:
         tidy(folder, truncate=folder != run.dir)
     found = find(run)
@@ -68,7 +68,7 @@ def open_run(run: Run) -> TrainState:
         if config.init_from:
             initialize(run.parts, state)
         if mirror is not None:
-            state.continue_as(mirror.claim.earlier_run_id or state.run_id)
+            state.continue_as(mirror.lease.earlier_run_id or state.run_id)
             print(
                 f"Copies     go to {mirror.dir}. There are none of this run yet: if there should be, stop and mount "
                 f"the disk they are on."
@@ -95,7 +95,7 @@ def require_own_folders(run: Run) -> None:
         require_own_mirror(run.dir, mirror)
         if config.resume == "never":
             require_movable(mirror.dir)
-        mirror.claim.require_free()
+        mirror.lease.require_free()
     except OSError as problem:
         raise ConfigError(
             f"--checkpoint_dir {mirror.root} cannot be read ({problem.strerror}). Mount the Drive again, or leave "
@@ -113,7 +113,7 @@ def find(run: Run) -> Found | None:
         # Checked again: the newer checkpoints of a mirror that has gone, or is another's by now, look like none, or
         # damaged.
         mirror.require_mounted()
-        mirror.claim.require_unchanged()
+        mirror.lease.require_unchanged()
     if found is not None:
         saved = read_state(found.checkpoint)
         require_the_same(found.checkpoint, saved, parts)

@@ -21,7 +21,7 @@ from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
 from common.files import write_json
 from tests.helpers import flip, snapshot
 from tests.training.helpers import at_step, final_weights, measured, steps_of
-from training.keeping import claim
+from training.keeping import lease
 from training.keeping import mirror as mirror_module
 from training.keeping import run as run_module
 from training.keeping import start as start_module
@@ -302,7 +302,7 @@ def test_what_lies_in_a_mirror_that_is_read_only_from_the_start_is_told(
     def refuse(path: Path, *_: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
-    for module, name in ((claim, "write_json"), (mirror_module, "atomic_write"), (mirror_module, "copy_file")):
+    for module, name in ((lease, "write_json"), (mirror_module, "atomic_write"), (mirror_module, "copy_file")):
         monkeypatch.setattr(module, name, refuse)
     copies, why = tmp_path / "drive" / "run", "(Read-only file system); the newest checkpoint there is step_00000012."
     finished = train(tmp_path / "run", **flags, max_steps=12)
@@ -602,7 +602,7 @@ def test_a_mirror_that_another_machine_trains_into_is_refused_with_its_name(
     """By its signs of life, whatever its clock says."""
     marker = another_machine()
     write_json(marker, {**json.loads(marker.read_text()), "seen": time.time() + clock_is_off})
-    monkeypatch.setattr(claim, "GONE", 20.0)
+    monkeypatch.setattr(lease, "DEAD_AFTER", 20.0)
     before, is_over = snapshot(tmp_path / "run"), threading.Event()
 
     def live() -> None:
@@ -627,7 +627,7 @@ def test_whoever_trains_gives_signs_of_life_and_copies_metrics_with_checkpoints_
     mirrors: list[Mirror],
     requests: list[threading.Event],
 ) -> None:
-    for module in (claim, mirror_module):
+    for module in (lease, mirror_module):
         monkeypatch.setattr(module, "HEARTBEAT", 0.02)
     seen: list[float] = []
     copied: list[list[dict[str, Any]]] = []
@@ -647,7 +647,7 @@ def test_whoever_trains_gives_signs_of_life_and_copies_metrics_with_checkpoints_
 
 
 def test_a_long_copy_gives_signs_of_life_too(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (claim, mirror_module):
+    for module in (lease, mirror_module):
         monkeypatch.setattr(module, "HEARTBEAT", 0.02)
     marker, seen = tmp_path / "drive" / "run" / "run.json", list[float]()
 
@@ -722,7 +722,7 @@ def test_a_machine_that_was_killed_does_not_keep_the_mirror(
     train: Callable, another_machine: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     another_machine()
-    monkeypatch.setattr(claim, "GONE", 1.0)
+    monkeypatch.setattr(lease, "DEAD_AFTER", 1.0)
     result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=12)
     assert result.code == 0 and "was in use by process 1 on another" in result.out
     assert steps_of(tmp_path / "drive" / "run") == [12, 6]
@@ -733,7 +733,7 @@ def test_a_process_of_this_machine_that_is_dead_is_not_waited_for(
 ) -> None:
     marker = another_machine()
     content = json.loads(marker.read_text())
-    content["holder"] |= {"pid": 2**22 + 1, "system": claim.system()}  # beyond the largest number of a process
+    content["holder"] |= {"pid": 2**22 + 1, "system": lease.system()}  # beyond the largest number of a process
     marker.write_text(json.dumps(content))
     result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=12)
     assert result.code == 0 and "was in use" not in result.out
@@ -778,14 +778,14 @@ def test_a_session_that_slept_writes_nothing_over_a_newer_mirror(
         taken: list[dict[str, bytes]] = []
 
         def take_over(second: Mirror = second, taken: list = taken) -> None:
-            second.claim.run_id = "the run"
+            second.lease.run_id = "the run"
             with monkeypatch.context() as patch:  # as the first session's thread does, but for its name
                 patch.setattr(threading.current_thread(), "name", "another machine")
-                second.claim.require_free()
-                second.claim.announce()
-                second.claim.renew()
+                second.lease.require_free()
+                second.lease.announce()
+                second.lease.renew()
                 second.bring_up_to_date()
-                second.claim.release()
+                second.lease.release()
             taken.append(snapshot(second.dir))
 
         renames[:] = [*[lambda: None] * position, take_over]
@@ -820,11 +820,11 @@ def test_a_run_that_another_machine_has_taken_further_stops_and_continues_from_t
     def sleep() -> None:
         wait_until(lambda: steps_of(drive / "run") == [6] and requests[-1].is_set())
         second = Mirror(elsewhere, str(drive))
-        second.claim.require_free()
-        second.claim.announce()
-        second.claim.run_id = mirrors[0].claim.run_id
+        second.lease.require_free()
+        second.lease.announce()
+        second.lease.run_id = mirrors[0].lease.run_id
         second.bring_up_to_date()
-        second.claim.release()
+        second.lease.release()
 
     at_step(monkeypatch, 8, sleep)
     result = train(run, checkpoint_dir=drive)
@@ -847,8 +847,8 @@ def test_a_mirror_that_is_taken_over_while_it_is_looked_through_is_not_taken_for
 
     def find_meanwhile(*args: Any) -> Any:
         second = Mirror(run, str(drive))
-        second.claim.require_free()
-        second.claim.announce()
+        second.lease.require_free()
+        second.lease.announce()
         shutil.rmtree(drive / "run" / "checkpoints" / "step_00000006")
         return find(*args)
 

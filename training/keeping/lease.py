@@ -1,4 +1,4 @@
-"""Who may write into a mirror: one session at a time, over all machines."""
+"""A lease: one session at a time, on any machine, may write into a mirror."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from common.publishing import CHECKPOINT_NAME, STEP_NAME, discard
 from training.file_names import MARKER, STAGING
 
 HEARTBEAT = 60.0  # seconds between two signs of life of the session that holds the mirror
-GONE = 150.0  # seconds without a sign of life after which a session counts as dead: disconnected, killed or asleep
+DEAD_AFTER = 150.0  # seconds without one, and a session counts as dead: disconnected, killed or asleep
 
 
 class TakenOver(CheckpointError):
     """Another session holds the mirror, or has held it since this one's last sign of life."""
 
 
-class Claim:
-    """A session's claim to the mirror `folder` of the run folder `run_dir`.
+class Lease:
+    """The right to write into the mirror `folder` of the run folder `run_dir`. It lasts as long as it is renewed.
 
     No file lock works over a Drive, from one machine to another. Instead:
 
@@ -67,10 +67,10 @@ class Claim:
         holder = first.get("holder")
         if not isinstance(holder, dict) or has_ended(holder):
             return
-        say(f"{self.path.parent} was in use by {described(holder)}. Waiting {GONE:.0f} s for a sign that it still is.")
-        deadline = time.monotonic() + GONE
+        say(f"{self.path.parent} was in use by {described(holder)}. Waiting {DEAD_AFTER:.0f} s for a sign of life.")
+        deadline = time.monotonic() + DEAD_AFTER
         while time.monotonic() < deadline:
-            time.sleep(min(1.0, GONE / 10))
+            time.sleep(min(1.0, DEAD_AFTER / 10))
             now = self.read()
             if not now.get("holder"):
                 return
@@ -115,7 +115,7 @@ class Claim:
             target = (folder / "checkpoints" if STEP_NAME.fullmatch(name) else folder) / name
             if CHECKPOINT_NAME.fullmatch(name) and not target.exists():
                 os.replace(replaced, target)
-        self.give_sign_of_life(run)
+        self.write_heartbeat(run)
         for leftover in self.staging.iterdir():
             discard(leftover, truncate=True)
 
@@ -126,7 +126,7 @@ class Claim:
             raise CheckpointError(f"{self.path} is gone: was the disk unmounted?")
         self.require_unchanged()
         if self.is_ours and self.staging.is_dir():
-            self.give_sign_of_life(self.run)
+            self.write_heartbeat(self.run)
         else:
             self.take(self.run)
         self.renewed_at = time.monotonic()
@@ -153,7 +153,7 @@ class Claim:
                 f"checkpoint of both; to train a second run, choose another --output_dir."
             )
 
-    def give_sign_of_life(self, run: dict[str, Any]) -> None:
+    def write_heartbeat(self, run: dict[str, Any]) -> None:
         holder = {**session(), "id": self.id, "system": system()}
         run = {"run_id": run.get("run_id"), "run_dir": run.get("run_dir")}
         write_json(self.path, {**run, "holder": holder, "seen": time.time()}, self.staging)
