@@ -5,7 +5,7 @@
     Assistant: Paris.<|endoftext|>User: And of Italy?
     Assistant: Rome.<|endoftext|>
 
-The end-of-text token is written by its id, so nothing that anybody types can forge one.
+The end-of-text token is written by its id, so no text that a user types can imitate it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from tokenizer_base import TokenizerError
 ROLES = ("system", "user", "assistant")
 LONGEST_LABEL = 100  # characters
 
-# The content of a turn is a text or a list of OpenAI's text parts, a line each as in tools/serve.py.
+# The content of a turn is a text, or a list of OpenAI's text parts, one per line as in tools/serve.py.
 JINJA = string.Template("""\
 {%- set labels = $labels -%}
 {%- set first = 1 if messages[0].role == 'system' else 0 -%}
 {%- if tools -%}
-    {{- raise_exception('this model calls no tools') -}}
+    {{- raise_exception('this model cannot call tools') -}}
 {%- endif -%}
 {{- bos_token -}}
 {%- for message in messages -%}
-    {%- set turn = 'turn ' ~ loop.index ~ ', of the ' ~ message.role ~ ', ' -%}
+    {%- set turn = 'turn ' ~ loop.index ~ ', from the ' ~ message.role ~ ', ' -%}
     {%- set expected = 'system' if loop.index0 < first else ['user', 'assistant'][(loop.index0 - first) % 2] -%}
     {%- if message.role != expected -%}
-        {{- raise_exception(turn ~ 'stands where one of the ' ~ expected ~ ' is expected') -}}
+        {{- raise_exception(turn ~ 'should be from the ' ~ expected) -}}
     {%- endif -%}
     {%- set parts = [{'type': 'text', 'text': message.content}] if message.content is string else message.content -%}
     {%- if parts | rejectattr('type', 'equalto', 'text') | list -%}
@@ -47,7 +47,7 @@ JINJA = string.Template("""\
         {{- raise_exception(turn ~ 'is empty') -}}
     {%- endif -%}
     {%- for token in $special if token in text -%}
-        {{- raise_exception(turn ~ 'has ' ~ token ~ ' in it, which would be read as the token of that name') -}}
+        {{- raise_exception(turn ~ 'contains ' ~ token ~ ', which would be read as the token of that name') -}}
     {%- endfor -%}
     {{- labels[message.role] -}}
     {%- if message.role == 'assistant' -%}
@@ -58,7 +58,7 @@ JINJA = string.Template("""\
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {%- if messages[-1].role != 'user' -%}
-        {{- raise_exception('the last turn is of the ' ~ messages[-1].role ~ '; it should be of the user') -}}
+        {{- raise_exception('the last turn is from the ' ~ messages[-1].role ~ '; it should be from the user') -}}
     {%- endif -%}
     {{- labels.assistant -}}
 {%- endif -%}
@@ -74,11 +74,11 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The label that stands before a turn of each role.
+    """The label before a turn of each role.
 
-    A prompt ends with the assistant's label and no space after it: byte-level BPE takes a space into the word that
-    follows, so the ids of a prompt are a prefix of those of the whole conversation. White space around a turn is
-    dropped for the same reason.
+    A prompt ends with the assistant's label and no space: byte-level BPE joins a space with the word after it, so the
+    ids of a prompt are a prefix of those of the whole conversation. White space around a turn is dropped for the same
+    reason.
     """
 
     system: str = "System:"
@@ -86,25 +86,25 @@ class ChatTemplate:
     assistant: str = "Assistant:"
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a label that would not keep a prompt's ids a prefix."""
+        """Raises ValueError for a label with which a prompt's ids would not be a prefix."""
         for role, label in asdict(self).items():
             if not isinstance(label, str) or not label or label != label.strip() or len(label) > LONGEST_LABEL:
                 raise ValueError(
-                    f"the label of {role} is {label!r:.100}; a short text without space around it is needed"
+                    f"the label of {role} is {label!r:.100}; it must be a short text without white space around it"
                 )
 
     @classmethod
     def from_dict(cls, values: Any) -> ChatTemplate:
-        """Raises ValueError for anything but a label for each role."""
+        """Raises ValueError unless there is a label for each role and nothing else."""
         if not isinstance(values, dict) or sorted(values) != sorted(ROLES):
-            raise ValueError(f"the chat template is {values!r:.100}; a label for each of {', '.join(ROLES)} is needed")
+            raise ValueError(f"the chat template is {values!r:.100}; it needs a label for each of {', '.join(ROLES)}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, str]:
         return asdict(self)
 
     def parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """(text, whether it is an answer) in turn; the assistant's label belongs to what precedes its answer."""
+        """[(text, whether it is an answer)]. The assistant's label belongs to the text before its answer."""
         parts, prompt = [], ""
         for role, content in messages:
             if role == "assistant":
@@ -115,7 +115,7 @@ class ChatTemplate:
         return [*parts, (prompt, False)] if prompt else parts
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids,) int32 of a conversation and (ids,) bool: those of answers, their end included.
+        """(ids,) int32 of a conversation, and (ids,) bool that is True in answers, including their end.
 
         Raises TokenizerError for a tokenizer without an end-of-text token.
         """
@@ -124,8 +124,8 @@ class ChatTemplate:
     def prompt_ids(self, tokenizer: Tokenizer, messages: Sequence[Message], room: int | None = None) -> list[int]:
         """The ids after which an answer to `messages` is generated.
 
-        Where they are more than `room`, the oldest turns after the system's are forgotten, a question with its answer
-        at a time; the last question stays. Raises TokenizerError as `encode` does.
+        If there are more than `room`, the oldest turns after the system's are dropped, a question together with its
+        answer. The last question always stays. Raises TokenizerError like `encode`.
         """
         system = [message for message in messages[:1] if message.role == "system"]
         turns = messages[len(system) :]
@@ -137,16 +137,16 @@ class ChatTemplate:
 
         if room is None:
             return without(0)
-        # By halves: one after the other would encode a long conversation as many times as it has questions.
+        # Binary search: dropping one at a time would encode a long conversation as often as it has questions.
         most = max(0, len(turns) - 1) // 2
         return without(bisect.bisect_left(range(most), True, key=lambda forgotten: len(without(forgotten)) <= room))
 
     def jinja(self, special_tokens: Iterable[str], marks_answers: bool = True) -> str:
         """The template for `apply_chat_template` of Hugging Face, and for llama.cpp.
 
-        It refuses what `require_order` refuses, and a turn with the name of one of `special_tokens`: what it writes is
-        made into tokens as one text, in which that name would be the token. `marks_answers` with the tags by which
-        Hugging Face finds them, an extension that others do not read.
+        It refuses what `require_order` refuses, and a turn that contains a name of `special_tokens`: the output is
+        tokenized as one text, in which that name would become the token. `marks_answers` adds the tags by which
+        Hugging Face finds answers; other programs do not know them.
         """
         begin, end = ("{%- generation -%}", "{%- endgeneration -%}") if marks_answers else ("", "")
         return JINJA.substitute(labels=self.to_dict(), special=list(special_tokens), begin=begin, end=end)
@@ -166,27 +166,27 @@ def end_of_text(tokenizer: Tokenizer) -> int:
     """The id that ends an answer. Raises TokenizerError for a tokenizer that has none."""
     if tokenizer.end_of_text_id is None:
         raise TokenizerError(
-            f"A {tokenizer.kind} tokenizer without an end-of-text token cannot express a conversation, for nothing "
+            f"A {tokenizer.kind} tokenizer without an end-of-text token cannot express a conversation, because nothing "
             "would end an answer. Use a BPE tokenizer."
         )
     return tokenizer.end_of_text_id
 
 
 def require_order(messages: Sequence[Message], last: str) -> None:
-    """Raises ValueError unless questions and answers take turns, after a system's turn or none, up to one of `last`
-    ("user" to be answered, "assistant" to learn from), and none of them is empty."""
+    """Raises ValueError unless questions and answers take turns, after at most one turn of the system, up to a turn of
+    `last` ("user": to be answered; "assistant": to learn from), and no turn is empty."""
     if not messages:
         raise ValueError("it has no turns")
     for number, (role, content) in enumerate(messages, 1):
         if role not in ROLES:
-            raise ValueError(f"turn {number} has the role {role!r:.50}; it is one of {', '.join(ROLES)}")
+            raise ValueError(f"turn {number} has the role {role!r:.50}; allowed: {', '.join(ROLES)}")
         if not content.strip():
-            raise ValueError(f"turn {number}, of the {role}, is empty")
+            raise ValueError(f"turn {number}, from the {role}, is empty")
     roles = [message.role for message in messages]
     turns = roles[1:] if roles[0] == "system" else roles
     expected = ["user", "assistant"] * (len(turns) // 2 + 1)
     for number, (role, wanted) in enumerate(zip(turns, expected, strict=False), 1 + len(roles) - len(turns)):
         if role != wanted:
-            raise ValueError(f"turn {number} is of the {role} where one of the {wanted} is expected")
+            raise ValueError(f"turn {number} is from the {role}; it should be from the {wanted}")
     if roles[-1] != last:
-        raise ValueError(f"the last turn is of the {roles[-1]}; it should be of the {last}")
+        raise ValueError(f"the last turn is from the {roles[-1]}; it should be from the {last}")

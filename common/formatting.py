@@ -1,4 +1,4 @@
-"""Numbers, durations and generated text as a person can read them, in a terminal and in a Markdown table."""
+"""Numbers, durations and generated text for people to read, in a terminal and in a Markdown table."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import unicodedata
 
 
 def printable(text: str) -> str:
-    """Text without control characters: what a model makes up must not be able to drive the terminal."""
+    """Text without control characters, so that generated text cannot control the terminal."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
@@ -16,7 +16,7 @@ def cell(text: str) -> str:
 
 
 def shortened(text: str, most: int) -> str:
-    """The first so many characters, and a sign that there are more."""
+    """The first `most` characters, with " ..." if there are more."""
     return text if len(text) <= most else f"{text[:most]} ..."
 
 

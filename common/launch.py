@@ -1,4 +1,4 @@
-"""Which of the processes this is that torchrun started for one job. Without torchrun it is the only one."""
+"""The rank of this process in the job that torchrun started. Without torchrun there is one process, of rank 0."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from common.errors import Script, UserError
 @dataclass(frozen=True)
 class Place:
     rank: int = 0
-    count: int = 1  # of processes, on all machines
+    count: int = 1  # world size: processes on all machines
     local_rank: int = 0
     local_count: int = 1  # of processes on this machine
 
 
 def place() -> Place:
-    """As torchrun tells in the environment."""
+    """From the environment variables that torchrun sets."""
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
         return Place()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -29,13 +29,13 @@ def place() -> Place:
 
 
 def is_first() -> bool:
-    """Whether this is the process that prints, and that writes files."""
+    """Whether this is rank 0, the process that prints and writes files."""
     return place().rank == 0
 
 
 @contextlib.contextmanager
 def one_voice() -> Iterator[None]:
-    """Of several processes only the first prints; a user's mistake is told by one on each machine."""
+    """Only rank 0 prints; a user's error is reported by one process on each machine."""
     here = place()
     if here.rank == 0:
         yield
@@ -53,8 +53,8 @@ def one_voice() -> Iterator[None]:
 def end(main: Script) -> NoReturn:
     """Run a script, and end the process with its exit code.
 
-    One of several leaves out the interpreter's own end: what gloo's threads still hold then, where an error kept the
-    group from being taken down, may abort the process and with it the exit code (pytorch pull request 179291).
+    With several processes it skips the interpreter's shutdown: if an error kept the process group open, gloo's threads
+    may abort the process there and lose the exit code (pytorch pull request 179291).
     """
     try:
         code = main()
@@ -62,7 +62,7 @@ def end(main: Script) -> NoReturn:
         code = int(left.code or 0)
     if place().count > 1:
         for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):  # nobody listens
+            with contextlib.suppress(OSError, ValueError):  # the stream is closed
                 stream.flush()
         os._exit(code)
     sys.exit(code)

@@ -1,7 +1,7 @@
-"""LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"): a trained model, its base, stays as it
-is, and beside its matrices two thin ones each learn what is to change.
+"""LoRA (Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models"): the weights of a trained model, the
+base, are frozen. Two thin matrices beside each adapted one are trained instead.
 
-y = W x + alpha / rank * B A x, with A (rank, in) and B (out, rank). B starts at zero: at first the model is its base.
+y = W x + alpha / rank * B A x, with A (rank, in) and B (out, rank). B starts at zero, so the model starts as its base.
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ from common.files import sha256_file
 from common.tensors import weights_file
 from model import Head, Linear, ModelConfig, TransformerLanguageModel, listed
 
-# What can be adapted, and the modules of a block that it stands for. The embeddings are those of tokens, and the head.
+# What can be adapted, and which modules of a block that is. "embeddings" are the token embedding and the head.
 TARGETS = {
     "attention": ("attention.qkv", "attention.out_proj"),
     "feed_forward": ("feed_forward.fc1", "feed_forward.fc2"),
     "embeddings": (),
 }
 EMBEDDING, HEAD = "token_embedding", "head"
-LARGEST_RANK = 65_536  # and of alpha; beyond it nothing but mistakes
+LARGEST_RANK = 65_536  # also the largest alpha; anything larger is a mistake
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """What adapters are, and what for. Raises ValueError listing every value that is out of range."""
+    """The shape of adapters, and their base. Raises ValueError listing every value that is out of range."""
 
     rank: int
     alpha: float
     targets: tuple[str, ...]
-    base: str  # folder of a checkpoint: absolute, or relative to where the training was started
-    base_sha256: str  # of the file that holds its weights
+    base: str  # a checkpoint folder: absolute, or relative to the folder in which the training started
+    base_sha256: str  # of the base's weights file
 
     def __post_init__(self) -> None:
         problems = []
         if type(self.rank) is not int or not 1 <= self.rank <= LARGEST_RANK:
-            problems.append(f"rank is {self.rank!r:.100}; a whole number from 1 to {LARGEST_RANK:,} is needed")
+            problems.append(f"rank is {self.rank!r:.100}; it must be a whole number from 1 to {LARGEST_RANK:,}")
         if type(self.alpha) not in (int, float) or not 0 < self.alpha <= LARGEST_RANK:
-            problems.append(f"alpha is {self.alpha!r:.100}; a number above 0, up to {LARGEST_RANK:,}, is needed")
+            problems.append(f"alpha is {self.alpha!r:.100}; it must be a number above 0, up to {LARGEST_RANK:,}")
         if not self.targets or any(target not in TARGETS for target in self.targets):
             problems.append(f"targets is {self.targets!r:.100}; allowed: {', '.join(TARGETS)}")
         if not isinstance(self.base, str) or not self.base:
-            problems.append(f"base is {self.base!r:.100}; the folder of a checkpoint is needed")
+            problems.append(f"base is {self.base!r:.100}; it must be the folder of a checkpoint")
         if not isinstance(self.base_sha256, str) or not re.fullmatch("[0-9a-f]{64}", self.base_sha256):
-            problems.append(f"base_sha256 is {self.base_sha256!r:.100}; 64 hexadecimal digits are needed")
+            problems.append(f"base_sha256 is {self.base_sha256!r:.100}; it must have 64 hexadecimal digits")
         if problems:
             raise ValueError("; ".join(problems))
 
@@ -65,24 +65,24 @@ class LoRA:
 
     @property
     def block_modules(self) -> tuple[str, ...]:
-        """Those of a block that are adapted."""
+        """The adapted modules of a block."""
         return tuple(module for target, modules in TARGETS.items() if target in self.targets for module in modules)
 
     @property
     def end_modules(self) -> tuple[str, ...]:
-        """Those outside the blocks that are adapted. A tied head shares the adapters of the embedding, too."""
+        """The adapted modules outside the blocks. A tied head shares the adapters of the embedding."""
         return (EMBEDDING, HEAD) if "embeddings" in self.targets else ()
 
     def modules(self, config: ModelConfig) -> list[str]:
-        """All that are adapted in a model, by name."""
+        """The names of all adapted modules of a model."""
         layers = range(config.num_layers)
         return [*self.end_modules, *(f"blocks.{layer}.{module}" for layer in layers for module in self.block_modules)]
 
     @classmethod
     def from_dict(cls, values: Any) -> LoRA:
-        """Build from the `lora` of a config.json. Raises ValueError for anything that is none."""
+        """Build from the `lora` of a config.json. Raises ValueError for anything else."""
         if not isinstance(values, dict) or values.keys() != cls.__dataclass_fields__.keys():
-            raise ValueError(f"lora is {values!r:.200}; an object of {', '.join(cls.__dataclass_fields__)} is needed")
+            raise ValueError(f"lora is {values!r:.200}; it must be an object of {', '.join(cls.__dataclass_fields__)}")
         targets = values["targets"]
         is_list = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
         return cls(**{**values, "targets": tuple(targets) if is_list else ()})
@@ -92,7 +92,7 @@ class LoRA:
 
 
 class AdaptedLinear(Linear):
-    """A linear layer whose weight and bias are the base's, under their names, and are not trained."""
+    """A linear layer with adapters. Weight and bias are the base's, keep their names, and are not trained."""
 
     def __init__(self, base: Linear, lora: LoRA):
         super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
@@ -106,11 +106,11 @@ class AdaptedLinear(Linear):
 
 
 class AdaptedHead(AdaptedLinear, Head):
-    """The same of the head, which the base computes in a way of its own."""
+    """The same for the head, whose forward is Head's own."""
 
 
 class AdaptedEmbedding(nn.Embedding):
-    """An embedding whose weight is the base's and is not trained; a token's row is W[t] + alpha / rank * B[t] A."""
+    """An embedding with adapters. The weight is the base's and not trained; a row is W[t] + alpha / rank * B[t] A."""
 
     def __init__(self, base: nn.Embedding, lora: LoRA):
         super().__init__(base.num_embeddings, base.embedding_dim, device="meta")
@@ -124,15 +124,14 @@ class AdaptedEmbedding(nn.Embedding):
 
 
 def new_adapters(weight: torch.Tensor, lora: LoRA) -> tuple[nn.Parameter, nn.Parameter]:
-    """A and B of a weight (out, in), drawn on the CPU, so that a seed gives the same on every device."""
+    """A and B for a weight (out, in). They are drawn on the CPU, so that a seed gives the same on every device."""
     a, b = torch.empty(lora.rank, weight.size(1)), torch.zeros(weight.size(0), lora.rank)
-    nn.init.kaiming_uniform_(a, a=math.sqrt(5))  # as the reference does
+    nn.init.kaiming_uniform_(a, a=math.sqrt(5))  # as in the reference implementation
     return nn.Parameter(a.to(weight.device)), nn.Parameter(b.to(weight.device))
 
 
 def add_adapters(model: TransformerLanguageModel, lora: LoRA) -> None:
-    """From here on the adapters of `model` are all that trains. Its own weights, in place already or still to be
-    loaded, keep their names."""
+    """Freeze `model` and add adapters to it. Its own weights keep their names, so that they can still be loaded."""
     model.requires_grad_(False)
     for name in lora.modules(model.config):
         adapted = ADAPTED[type(model.get_submodule(name))]
@@ -149,18 +148,18 @@ ADAPTED: dict[type[nn.Module], Callable[[Any, LoRA], nn.Module]] = {
 
 
 def lora_of(model: nn.Module) -> LoRA | None:
-    """What the model was adapted with; None if all of its weights train."""
+    """The model's LoRA settings; None if it has no adapters."""
     adapted = (module for module in model.modules() if isinstance(module, AdaptedLinear | AdaptedEmbedding))
     return next((module.lora for module in adapted), None)
 
 
 def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By name: `blocks.N.attention.qkv.lora_A` and so on; what is shared once, under the name that comes first."""
+    """Adapters by name: `blocks.N.attention.qkv.lora_A` and so on. Shared ones appear once, under their first name."""
     return {name: p.detach() for name, p in model.named_parameters() if name.endswith((".lora_A", ".lora_B"))}
 
 
 def load_adapters(model: nn.Module, adapters: dict[str, torch.Tensor]) -> None:
-    """Into a model that has some. Raises ValueError for those of another model, and for numbers that are not finite."""
+    """Load adapters into a model that has them. Raises ValueError if they do not fit it or are not finite."""
     own = adapters_of(model)
     require_fitting(adapters, {name: tuple(tensor.shape) for name, tensor in own.items()})
     broken = [name for name, tensor in adapters.items() if not tensor.float().sum().isfinite()]
@@ -172,9 +171,9 @@ def load_adapters(model: nn.Module, adapters: dict[str, torch.Tensor]) -> None:
 def merge(
     weights: dict[str, torch.Tensor], adapters: dict[str, torch.Tensor], lora: LoRA, config: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """The weights of a base, W + alpha / rank * B A where it is adapted, under the names that it has.
+    """The base's weights with the adapters added, W + alpha / rank * B A, under the same names.
 
-    Either may be on the meta device. Raises ValueError for adapters of another model.
+    Both may be on the meta device. Raises ValueError for adapters of another model.
     """
     adapted, modules = {}, set(lora.modules(config))
     for name, weight in weights.items():
@@ -195,7 +194,7 @@ def merge(
 
 
 def require_fitting(adapters: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError naming adapters that are missing, unknown, of another shape or whole numbers."""
+    """Raises ValueError naming adapters that are missing, unknown, of another shape or not floating-point."""
     problems = [f"{name} is missing" for name in shapes if name not in adapters]
     problems += [f"{name} is unknown" for name in adapters if name not in shapes]
     problems += [
@@ -208,10 +207,10 @@ def require_fitting(adapters: dict[str, torch.Tensor], shapes: dict[str, tuple[i
 
 
 def find_base(lora: LoRA, checkpoint: Path) -> Path:
-    """The folder of the base of an adapter checkpoint: where it was, as seen from the current folder, or from one that
-    the checkpoint lies in, for a project may have moved.
+    """The folder of an adapter checkpoint's base. Its path is tried from the current folder, and from every folder
+    above the checkpoint, because a project may have moved.
 
-    Raises CheckpointError if there is none, or one with other weights than those the adapters were trained on.
+    Raises CheckpointError if there is no base, or if it has other weights than those the adapters were trained on.
     """
     places = [Path(lora.base), *(parent / lora.base for parent in checkpoint.absolute().parents)]
     found = [place for place in places if os.path.isfile(weights_file(place))]
@@ -221,16 +220,16 @@ def find_base(lora: LoRA, checkpoint: Path) -> Path:
             return place
     if not found:
         raise CheckpointError(
-            f"{checkpoint} is an adapter for the weights of {lora.base}, and there are none: put them back, or "
-            "type the command in the folder that its path begins in."
+            f"{checkpoint} is an adapter for the weights of {lora.base}, which are not there: put them back, or "
+            "give the command in the folder from which this path starts."
         )
     raise CheckpointError(
-        f"{checkpoint} is an adapter for another base than the weights that are now in {found[0]} (their SHA-256 is "
-        f"not {lora.base_sha256[:16]}...): put those back that it was trained on."
+        f"{checkpoint} is an adapter for another base: the weights in {found[0]} are not those that it was trained on "
+        f"(their SHA-256 is not {lora.base_sha256[:16]}...). Put the right ones back."
     )
 
 
 @functools.cache
 def sha256_once(file: Path, size: int, changed: int) -> str:
-    """Of a file as it is: a command looks at its base several times, and half a gigabyte takes a second to hash."""
+    """SHA-256 of an unchanged file, computed once: half a gigabyte takes a second, and a command asks several times."""
     return sha256_file(file)

@@ -1,4 +1,4 @@
-"""What this machine is: its device and the name of it, its memory, and which arithmetic it has units for."""
+"""What this machine is: its device and its name, its memory, and its units for bf16."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from common.launch import place
 DEVICES = ("auto", "cpu", "cuda", "mps")
 LIMITED = "ATEN_CPU_CAPABILITY"
 
-# Dense bf16/fp16 tensor-core peaks in FLOP/s by the vendor's datasheets, SXM parts where there are several. The first
-# name found in the device's name counts. An unknown device has no peak, and no MFU is reported for it.
+# Dense bf16/fp16 tensor-core peaks in FLOP/s from the vendor's datasheets, for the SXM version if there are several.
+# The first name found in the device's name counts. An unknown device has no peak, and its MFU is not reported.
 PEAK_FLOPS = {
     "B200": 2250e12,
     "H200": 989e12,
@@ -36,33 +36,33 @@ PEAK_FLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """Of the device of this name, in FLOP/s; None for one that is not in the table."""
+    """FLOP/s of the device with this name; None if it is not in the table."""
     return next((peak for part, peak in PEAK_FLOPS.items() if names_part(name, part)), None)
 
 
 def names_part(name: str, part: str) -> bool:
-    """Whether a device's name holds the part's as whole words: an RTX A1000 is no A100, an L40 no L4."""
+    """Whether a device's name contains `part` as whole words: an RTX A1000 is not an A100, an L40 not an L4."""
     return re.search(rf"\b{part}\b", name) is not None
 
 
 def pick_device(name: str) -> torch.device:
-    """One of DEVICES to a device. Raises ConfigError if it is not there."""
+    """The device for one of DEVICES. Raises ConfigError if this machine does not have it."""
     if name not in DEVICES:
         raise ConfigError(f"device is {name!r}; allowed: {', '.join(DEVICES)}.")
     if name == "mps":
         if not torch.backends.mps.is_available():
             raise ConfigError(
-                "--device mps, but PyTorch sees no GPU of Apple's: it needs a Mac with macOS 14 or later, and a build "
-                "of torch for arm64. --device auto uses what is there."
+                "--device mps, but PyTorch finds no Apple GPU. It needs a Mac with macOS 14 or later and a build of "
+                "torch for arm64. --device auto uses what is there."
             )
         if place().count > 1:
-            raise ConfigError("--device mps is one GPU, for one process: leave torchrun out, or --device cpu.")
+            raise ConfigError("--device mps is one GPU, for one process: leave out torchrun, or add --device cpu.")
         return torch.device("mps", 0)
     has_cuda = torch.cuda.is_available()
     if name == "cuda" and not has_cuda:
         raise ConfigError(
-            "--device cuda, but PyTorch sees no CUDA GPU. In Colab choose Runtime > Change runtime type > GPU; "
-            "elsewhere check `nvidia-smi` and that this is a CUDA build of torch. --device auto uses what is there."
+            "--device cuda, but PyTorch finds no CUDA GPU. In Colab choose Runtime > Change runtime type > GPU. "
+            "Elsewhere check `nvidia-smi`, and that torch is a CUDA build. --device auto uses what is there."
         )
     # With its index, as the tensors on it report it: torch.device("cuda") is not equal to torch.device("cuda:0").
     return torch.device("cuda", place().local_rank) if has_cuda and name != "cpu" else torch.device("cpu")
@@ -75,14 +75,14 @@ def device_name(device: torch.device) -> str:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether matrix products in bf16 are known to run on units made for it."""
+    """Whether matrix products in bf16 are known to run on special units."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu" and cpu_bf16_flag() is not None
 
 
 def exact_device(device: torch.device) -> torch.device:
-    """Where sums in fp64 are taken of what `device` computes: Apple's GPUs have none."""
+    """Where to add up in fp64 what `device` computes: Apple's GPUs have no fp64."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -95,9 +95,9 @@ def cpu_info() -> str:
 
 
 def cpu_bf16_flag() -> str | None:
-    """The instruction set that makes bf16 fast on this CPU, None if there is none (or none that can be known)."""
+    """The instruction set that makes bf16 fast on this CPU; None if it has none or the system does not say."""
     flags = next((line.split() for line in cpu_info().splitlines() if line.startswith("flags")), [])
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()  # of the library that computes products in bf16
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()  # oneDNN computes the products in bf16
     units = (("amx_bf16", "AMX", "AMX"), ("avx512_bf16", "AVX512-BF16", "AVX512_CORE_BF16|AVX512_CORE_FP16|AVX10|AMX"))
     usable = (name for flag, name, isa in units if flag in flags and re.search(f"ALL|DEFAULT|{isa}", limit))
     return next(usable, None)
@@ -106,7 +106,7 @@ def cpu_bf16_flag() -> str | None:
 def cpu_name() -> str:
     lines = (line for line in cpu_info().splitlines() if line.startswith("model name"))
     model = next(lines, "").partition(":")[2].strip() or platform.processor() or platform.machine()
-    # As a test of what other CPUs do: PyTorch then takes other kernels, and a figure is none of this CPU.
+    # This limit simulates other CPUs: PyTorch uses other kernels, so a measured figure is not one of this CPU.
     limit = f", limited to {os.environ[LIMITED].upper()}" if os.environ.get(LIMITED) else ""
     return f"{model} ({os.cpu_count()} cores){limit}"
 
@@ -119,13 +119,13 @@ CGROUP_MEMORY = (
 
 
 def total_ram() -> int | None:
-    """Bytes of memory of this machine, or of the container we run in; None where the system does not tell."""
+    """Bytes of memory of this machine, or of the container we run in; None if the system does not say."""
     limit, _ = container_memory()
     return least(memory_info("MemTotal"), limit)
 
 
 def available_ram() -> int | None:
-    """Bytes of memory a process could use without swapping; None where the system does not tell."""
+    """Bytes of memory a process could use without swapping; None if the system does not say."""
     limit, used = container_memory()
     return least(memory_info("MemAvailable"), None if limit is None else max(0, limit - used))
 
@@ -135,7 +135,7 @@ def least(*values: int | None) -> int | None:
 
 
 def container_memory() -> tuple[int | None, int]:
-    """(limit, used) in bytes; None where there is no limit."""
+    """(limit, used) in bytes; the limit is None if there is none."""
     for limit, used in CGROUP_MEMORY:
         with contextlib.suppress(OSError, ValueError):  # "max" is no limit
             return int(Path(limit).read_text()), int(Path(used).read_text())
@@ -152,5 +152,5 @@ def memory_info(name: str) -> int | None:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether generating queues work on the device ahead of what the host reads."""
+    """Whether generation queues work on the device before the host has read the token before."""
     return device.type == "cuda"

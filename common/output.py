@@ -1,4 +1,4 @@
-"""Output that may be lost: a reader that ends (`| head`), a terminal that closes, a full disk behind `> log`."""
+"""Closed output must not stop a script: a reader that ended (`| head`), a closed terminal, a full disk (`> log`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TextIO, cast
 
 
 class Unbreakable:
-    """A stream whose writes never fail: what can no longer be written is dropped."""
+    """A stream whose writes never fail: text that cannot be written is dropped."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -28,10 +28,10 @@ class Unbreakable:
     def dropping(self) -> Iterator[None]:
         try:
             yield
-        except UnicodeError:  # this text alone cannot be written
+        except UnicodeError:  # only this text cannot be written
             pass
         except (OSError, ValueError):  # ValueError: the stream was closed
-            with contextlib.suppress(OSError, ValueError):  # a stream without a file
+            with contextlib.suppress(OSError, ValueError):  # the stream has no file
                 drop(self.stream)
 
     def __getattr__(self, name: str) -> Any:
@@ -39,7 +39,7 @@ class Unbreakable:
 
 
 def drop(stream: TextIO) -> None:
-    """Have the file behind a stream swallow what is still to come; Python flushes the stream at exit, and complains."""
+    """Send all further output of a stream to /dev/null; else Python flushes the stream at exit and reports an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
@@ -47,7 +47,7 @@ def drop(stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def unbreakable_output() -> Iterator[None]:
-    """Nothing that is printed inside can fail, nor its end in a buffer afterwards."""
+    """Printing inside never raises, and neither does flushing the rest afterwards."""
     stdout, stderr = cast(TextIO, Unbreakable(sys.stdout)), cast(TextIO, Unbreakable(sys.stderr))
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         try:

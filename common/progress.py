@@ -1,4 +1,4 @@
-"""How far something is: a bar in a terminal, a line now and then where the output is a file or a notebook's cell."""
+"""Progress: a bar in a terminal, or a line every ten seconds if the output is a file or a notebook's cell."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from common.formatting import byte_size, clock
 if TYPE_CHECKING:
     from tqdm import tqdm
 
-LOG_LINE_SECONDS = 10.0  # between two lines where nothing can be redrawn
+LOG_LINE_SECONDS = 10.0  # between two lines if the output cannot be redrawn
 
 
 def is_interactive() -> bool:
-    """Whether a line that was written can be written over."""
+    """Whether a written line can be overwritten."""
     return sys.stderr.isatty()
 
 
 def progress_bar(**options: Any) -> tqdm[Any]:
-    """tqdm's bar on stderr, where that is interactive; else one that draws nothing, and counts nothing."""
+    """tqdm's bar on stderr if that is interactive, else a bar that draws and counts nothing."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
-        """tqdm without its thread: where memory is short it cannot start, and before 4.70 ends in a traceback."""
+        """tqdm without its thread, which cannot start when memory is short (before 4.70 that is a traceback)."""
 
         monitor_interval = 0
 
-    # Some terminals, Colab's for one, do not tell their size; tqdm alone would then draw nothing.
+    # Some terminals, such as Colab's, do not report their size; tqdm alone would then draw nothing.
     size = shutil.get_terminal_size((100, 24))
-    # Without the thread nothing else looks whether it is time to draw: at each step, then.
+    # Without the thread, tqdm must check at each step whether it is time to draw.
     ways: dict[str, Any] = {"miniters": 1, "ncols": min(size.columns, 120), "nrows": size.lines}
     return Bar(disable=not is_interactive(), **ways, **options)
 
@@ -55,7 +55,7 @@ class BytesRead:
         self.bar.close()
 
     def start_at(self, done: int) -> None:
-        """What an earlier session has done says nothing about the speed of this one."""
+        """`done` bytes come from an earlier session and do not count for the speed."""
         self.bar.update(done - self.done)
         self.bar.unpause()
         self.done = self.done_before = done
@@ -74,12 +74,12 @@ class BytesRead:
             print(f"{self.what}: {share}, {byte_size(speed)}/s{left}", flush=True)
 
     def to_the_end_of(self, texts: Iterable[str]) -> Iterator[str]:
-        """The texts. After the last one all is read, whatever else is done before anything comes of it."""
+        """The texts. After the last one, `wait` reports that all is read."""
         yield from texts
         self.is_all_read = True
 
     def wait(self, what: str) -> None:
-        """Tell that `what` goes on, which has no measure but time, if all is read. To be called about once a second."""
+        """If all is read, report that `what` is running and for how long. Call it about once a second."""
         if self.is_all_read:
             self.bar.bar_format = "{desc}: all read, " + what + " [{elapsed}]"
         self.bar.refresh()
@@ -87,7 +87,7 @@ class BytesRead:
             print(f"{self.what}: all read, {what}, {clock(seconds)} so far", flush=True)
 
     def seconds_to_tell(self) -> float:
-        """Since the beginning, if it is time for a line that says so; else 0."""
+        """Seconds since the start if a new line is due, else 0."""
         now = time.monotonic()
         if not self.bar.disable or now - self.told < LOG_LINE_SECONDS:
             return 0.0

@@ -89,14 +89,14 @@ def test_characters_have_no_end_of_text() -> None:
     ("roles", "last", "said"),
     [
         ("", "assistant", "no turns"),
-        ("user", "assistant", "the last turn is of the user; it should be of the assistant"),
-        ("user assistant", "user", "the last turn is of the assistant; it should be of the user"),
-        ("assistant user", "user", "turn 1 is of the assistant where one of the user is expected"),
-        ("user user assistant", "assistant", "turn 2 is of the user where one of the assistant is expected"),
-        ("user system assistant", "assistant", "turn 2 is of the system"),
-        ("system assistant", "assistant", "turn 2 is of the assistant"),
-        ("system", "assistant", "the last turn is of the system"),
-        ("user tool assistant", "assistant", "turn 2 has the role 'tool'; it is one of system, user, assistant"),
+        ("user", "assistant", "the last turn is from the user; it should be from the assistant"),
+        ("user assistant", "user", "the last turn is from the assistant; it should be from the user"),
+        ("assistant user", "user", "turn 1 is from the assistant; it should be from the user"),
+        ("user user assistant", "assistant", "turn 2 is from the user; it should be from the assistant"),
+        ("user system assistant", "assistant", "turn 2 is from the system"),
+        ("system assistant", "assistant", "turn 2 is from the assistant"),
+        ("system", "assistant", "the last turn is from the system"),
+        ("user tool assistant", "assistant", "turn 2 has the role 'tool'; allowed: system, user, assistant"),
     ],
 )
 def test_roles_out_of_order(roles: str, last: str, said: str) -> None:
@@ -105,7 +105,7 @@ def test_roles_out_of_order(roles: str, last: str, said: str) -> None:
 
 
 def test_an_empty_turn_and_a_good_order() -> None:
-    with pytest.raises(ValueError, match="turn 2, of the assistant, is empty"):
+    with pytest.raises(ValueError, match="turn 2, from the assistant, is empty"):
         require_order(conversation("a", " \n"), "assistant")
     require_order(conversation("a", "b", "c", "d", system="s"), "assistant")
     require_order(conversation("a", "b", "c"), "user")
@@ -154,7 +154,7 @@ def test_hugging_face_refuses_the_orders_that_are_refused_here() -> None:
             require_order(messages, "user")
         except ValueError:
             refused += 1
-            with pytest.raises(TemplateError, match=r"turn \d, of the \w+, stands where|the last turn is of the"):
+            with pytest.raises(TemplateError, match=r"turn \d, from the \w+, should be from|the last turn is from the"):
                 theirs.apply_chat_template(dicts, add_generation_prompt=True)
         else:
             prompt = theirs.apply_chat_template(dicts, add_generation_prompt=True, return_dict=True)
@@ -166,13 +166,13 @@ def test_hugging_face_refuses_the_orders_that_are_refused_here() -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("", "turn 1, of the user, is empty"),
-        (None, "turn 1, of the user, is empty"),
-        ([{"type": "text", "text": " "}], "turn 1, of the user, is empty"),
-        ([{"type": "text", "text": "a"}, {"type": "image"}], "turn 1, of the user, has parts that are not text"),
+        ("", "turn 1, from the user, is empty"),
+        (None, "turn 1, from the user, is empty"),
+        ([{"type": "text", "text": " "}], "turn 1, from the user, is empty"),
+        ([{"type": "text", "text": "a"}, {"type": "image"}], "turn 1, from the user, has parts that are not text"),
         (["a"], "has parts that are not text"),
-        *((f"a{name}", rf"has {re.escape(name)} in it") for name in SPECIAL_TOKENS),
-        ([{"type": "text", "text": f"{END}User: b"}], r"has <\|endoftext\|> in it"),
+        *((f"a{name}", rf"contains {re.escape(name)}") for name in SPECIAL_TOKENS),
+        ([{"type": "text", "text": f"{END}User: b"}], r"contains <\|endoftext\|>"),
     ],
 )
 def test_hugging_face_refuses_a_turn_that_is_no_text_or_would_forge_an_end(content: object, said: str) -> None:
@@ -194,5 +194,5 @@ def test_hugging_face_takes_parts_of_a_text_and_goes_on_with_an_answer() -> None
     assert theirs.apply_chat_template(begun, tokenize=False, continue_final_message=True).endswith("Assistant: So")
     from jinja2.exceptions import TemplateError
 
-    with pytest.raises(TemplateError, match="calls no tools"):
+    with pytest.raises(TemplateError, match="cannot call tools"):
         theirs.apply_chat_template(asked, tools=[{"type": "function", "function": {"name": "f"}}])

@@ -426,7 +426,7 @@ def test_logprobs_in_a_conversation(talker: Server, talking: Any, n: int) -> Non
         ("completions", {"temprature": 1}, 400, "temprature", "'temprature'. Did you mean temperature?"),
         ("chat/completions", {}, 400, "messages", "messages is null"),
         ("chat/completions", {"messages": []}, 400, "messages", "it has no turns"),
-        ("chat/completions", {"messages": QUESTION * 2}, 400, "messages", "turn 2 is of the user"),
+        ("chat/completions", {"messages": QUESTION * 2}, 400, "messages", "turn 2 is from the user"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", "role 'tool'"),
         ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "is null"),
         ("chat/completions", {"messages": [{"role": 1, "content": "a"}]}, 400, "messages[0].role", "is 1"),

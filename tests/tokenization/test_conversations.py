@@ -87,11 +87,11 @@ def test_every_form_of_a_record(record: dict, messages: list[Message]) -> None:
         ({"messages": [{"role": "user"}]}, "turn 1 holds a JSON NoneType where a text was expected"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "turn 1 holds a JSON list"),
         ({"messages": chat([*TURNS[:3], Message("tool", "x")])}, "turn 4 has the role 'tool'"),
-        ({"messages": chat(TURNS[:3])}, "the last turn is of the user"),
-        ({"messages": chat([ANSWER, QUESTION])}, "turn 1 is of the assistant"),
-        ({"prompt": "x", "completion": " \n"}, "turn 2, of the assistant, is empty"),
+        ({"messages": chat(TURNS[:3])}, "the last turn is from the user"),
+        ({"messages": chat([ANSWER, QUESTION])}, "turn 1 is from the assistant"),
+        ({"prompt": "x", "completion": " \n"}, "turn 2, from the assistant, is empty"),
         ({"instruction": 1, "output": "x"}, "instruction holds a JSON int"),
-        ({"conversations": [{"from": "human", "value": "x"}]}, "the last turn is of the user"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, "the last turn is from the user"),
     ],
 )
 def test_what_is_no_conversation_is_said(record: Any, said: str) -> None:
@@ -149,10 +149,10 @@ def test_files_of_every_kind_give_the_same_tokens(tmp_path: Path, form: str) -> 
 
 BAD_LINES = [
     ('{"prompt": "a", "compl', "line 3, column 23: not valid JSON"),
-    ('{"prompt": "a", "completion": ""}', "line 3: turn 2, of the assistant, is empty"),
+    ('{"prompt": "a", "completion": ""}', "line 3: turn 2, from the assistant, is empty"),
     ('{"text": "x"}', "line 3: no conversation that is known"),
     ("17", "line 3: a JSON int"),
-    ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 3: turn 1 is of the assistant"),
+    ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 3: turn 1 is from the assistant"),
     ("[" * 100_000, "line 3: not usable JSON"),
 ]
 

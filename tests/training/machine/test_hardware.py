@@ -184,7 +184,7 @@ def test_mps_elsewhere_is_refused_with_what_to_do(cpu: Callable) -> None:
 
 def test_several_processes_do_not_share_the_gpu_of_a_mac(mac: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common.machine, "place", lambda: SimpleNamespace(count=2))
-    with pytest.raises(ConfigError, match="leave torchrun out"):
+    with pytest.raises(ConfigError, match="leave out torchrun"):
         common.machine.pick_device("mps")
 
 
