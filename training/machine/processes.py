@@ -1,8 +1,8 @@
 """Several processes that train one model, as torchrun starts them: one for each GPU, or on CPUs.
 
-A step's sequences are sliced over them, and gradients are added up by DistributedDataParallel while the backward pass
-goes on. The first process alone prints and writes; the others get from it what they need. Without torchrun there is one
-process, and every function here returns at once.
+Each process takes its slice of a step's sequences. DistributedDataParallel averages the gradients (all-reduce) during
+the backward pass. Only rank 0 prints and writes files; it broadcasts what the others need. Without torchrun there is
+one process, and every function here returns at once.
 """
 
 from __future__ import annotations
@@ -28,98 +28,101 @@ from common.machine import pick_device
 if TYPE_CHECKING:
     from training.config import TrainConfig
 
-PATIENCE = datetime.timedelta(days=30)  # with the first process where it works alone: tokenizing, answering prompts
-SIGN_SECONDS = 5.0  # that a sign of life is waited for
-POLL_SECONDS = 0.5  # between two looks whether one is asked for
-PARTS = ("data", "forward", "backward", "optimizer")  # of a step, in their order
+RANK_0_TIMEOUT = datetime.timedelta(days=30)  # for work that rank 0 does alone: tokenizing, answering prompts
+HEARTBEAT_SECONDS = 5.0  # how long to wait for another process's heartbeat
+POLL_SECONDS = 0.5  # between two checks whether a heartbeat is wanted
+PARTS = ("data", "forward", "backward", "optimizer")  # of a step, in order
 
 Made = TypeVar("Made")
 
 
 class Group:
-    """The processes of this job, seen from one of them."""
+    """The processes of this job, as one of them sees them."""
 
     def __init__(self, here: Place, seconds: float, device: torch.device):
-        """Raises what torch.distributed raises if not all of them come within `seconds`."""
-        wait = datetime.timedelta(seconds=seconds)
+        """Raises what torch.distributed raises if not all processes join within `seconds`."""
+        timeout = datetime.timedelta(seconds=seconds)
         self.here = here
-        with hushed():
-            if device.type == "cuda":  # NCCL ends the process where it loses patience: hosts notice before it does
-                dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * wait)
+        with silenced_stdout():
+            if device.type == "cuda":  # NCCL kills the process at its timeout: the hosts, over gloo, time out before it
+                dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * timeout)
             else:
-                dist.init_process_group("gloo", timeout=wait)
-            self.hosts = dist.new_group(backend="gloo", timeout=wait)  # agree while GPUs are at work
-            self.patient = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.is_alone = False  # at work on what only the first process does
-        self.rounds = 0  # of agreement
-        self.part = 0  # of PARTS
-        self.notes = connect()
+                dist.init_process_group("gloo", timeout=timeout)
+            self.hosts = dist.new_group(backend="gloo", timeout=timeout)  # communicate while the GPUs are busy
+            self.patient_hosts = dist.new_group(backend="gloo", timeout=RANK_0_TIMEOUT)
+        self.in_rank_0_only = False  # rank 0 runs code that the others do not
+        self.rounds = 0  # calls of any_process: one a step
+        self.part = 0  # index in PARTS
+        self.store = open_store()
         self.is_over = threading.Event()
-        self.thread = threading.Thread(target=self.answer, daemon=True, name="sign-of-life")
+        self.thread = threading.Thread(target=self.answer_heartbeat, daemon=True, name="heartbeat")
         self.thread.start()
 
-    def answer(self) -> None:
-        """Give a sign of life when another process asks for it: how far this one has come."""
-        with contextlib.suppress(RuntimeError):  # the notes are gone
+    def answer_heartbeat(self) -> None:
+        """When another process asks for a heartbeat, answer with this process's progress."""
+        with contextlib.suppress(RuntimeError):  # the store is gone
             while not self.is_over.wait(POLL_SECONDS):
-                if self.notes.check(["asked"]):
-                    self.notes.set(f"alive/{self.here.rank}", str(self.rounds * len(PARTS) + self.part))
+                if self.store.check(["heartbeat_wanted"]):
+                    self.store.set(f"alive/{self.here.rank}", str(self.rounds * len(PARTS) + self.part))
                     return
 
     def close(self) -> None:
         self.is_over.set()
         self.thread.join()
 
-    def take_leave(self) -> None:
-        """End by an error that the others hear of. Where it is the first process that keeps the notes, and no agent of
-        torchrun, it is the last to go."""
+    def close_after_error(self) -> None:
+        """Close once the others could read this process's error. If rank 0 hosts the store, and not torchrun's agent,
+        rank 0 leaves last."""
         self.close()
         with contextlib.suppress(RuntimeError):
-            self.notes.set(f"left/{self.here.rank}", "")
+            self.store.set(f"left/{self.here.rank}", "")
         if self.here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            deadline = time.monotonic() + SIGN_SECONDS
+            deadline = time.monotonic() + HEARTBEAT_SECONDS
             for rank in range(1, self.here.count):
                 self.read(f"left/{rank}", deadline - time.monotonic())
 
     def read(self, key: str, seconds: float) -> str | None:
-        """A note of another process; None if it is not there in time."""
+        """A value of the store; None if no process has set it within `seconds`."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(RuntimeError):
-            while not self.notes.check([key]):
+            while not self.store.check([key]):
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(POLL_SECONDS / 4)
-            return self.notes.get(key).decode()
+            return self.store.get(key).decode()
         return None
 
-    def what_happened(self, seconds: float) -> tuple[str, int]:
-        """Why a collective failed, in a sentence, and the first of the processes that are left to say it."""
+    def diagnose(self, seconds: float) -> tuple[str, int]:
+        """Why a collective failed, as a sentence, and the rank that should print it: the lowest that is alive."""
         ranks = range(self.here.count)
-        ended = {rank: note for rank in ranks if (note := self.read(f"ended/{rank}", 0)) is not None}
-        with contextlib.suppress(RuntimeError):  # where the first process kept the notes, they went with it
-            self.notes.set("asked", "")
-        deadline = time.monotonic() + SIGN_SECONDS
+        ended = {rank: error for rank in ranks if (error := self.read(f"ended/{rank}", 0)) is not None}
+        with contextlib.suppress(RuntimeError):  # if rank 0 hosted the store, the store ended with it
+            self.store.set("heartbeat_wanted", "")
+        deadline = time.monotonic() + HEARTBEAT_SECONDS
         others = [rank for rank in ranks if rank not in {self.here.rank, *ended}]
-        signs = {rank: self.read(f"alive/{rank}", deadline - time.monotonic()) for rank in others}
-        came = {rank: int(sign) for rank, sign in signs.items() if sign is not None}
-        speaker, named = min([self.here.rank, *came]), f"of {self.here.count}"
+        heartbeats = {rank: self.read(f"alive/{rank}", deadline - time.monotonic()) for rank in others}
+        progress = {rank: int(heartbeat) for rank, heartbeat in heartbeats.items() if heartbeat is not None}
+        speaker, of_all = min([self.here.rank, *progress]), f"of {self.here.count}"
         if ended:
-            return " ".join(f"Process {rank} {named} ended: {note}" for rank, note in ended.items()), speaker
-        if gone := [str(rank) for rank in others if rank not in came]:
+            return " ".join(f"Process {rank} {of_all} ended: {error}" for rank, error in ended.items()), speaker
+        if silent := [str(rank) for rank in others if rank not in progress]:
             sentence = (
-                f"Process {' and '.join(gone)} {named} gives no sign of life: killed (as the system does where memory "
-                f"runs out), stopped, or gone with its machine."
+                f"Process {' and '.join(silent)} {of_all} does not respond. It was killed (the system does this when "
+                f"memory runs out) or stopped, or its machine is gone."
             )
         else:
-            behind = " or ".join(str(rank) for rank in others if came[rank] == min(came.values()))
-            sentence = f"Process {behind} {named} is alive and did not come within {seconds:g} s (--process_timeout)."
-        return f"{sentence} Checkpoints saved before are whole: the same command continues.", speaker
+            behind = " or ".join(str(rank) for rank in others if progress[rank] == min(progress.values()))
+            sentence = (
+                f"Process {behind} {of_all} is alive, but the others waited for it for {seconds:g} s "
+                f"(--process_timeout)."
+            )
+        return f"{sentence} Saved checkpoints are whole: run the same command to continue.", speaker
 
 
 @contextlib.contextmanager
-def hushed() -> Iterator[None]:
-    """Nothing written to standard output, not even past Python: torch 2.9's gloo counts there who has come, in each
-    process, between the lines of the others."""
+def silenced_stdout() -> Iterator[None]:
+    """Discard what is written to standard output, also by C++ code: torch 2.9's gloo prints there, in each process, how
+    many have joined."""
     kept = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), 1)
@@ -130,36 +133,39 @@ def hushed() -> Iterator[None]:
         os.close(kept)
 
 
-GROUP: Group | None = None  # None: this process is the only one
+GROUP: Group | None = None  # None: a single process
 
 
-def connect() -> Store:
-    """The store of this job, as torchrun started it last: its agent keeps it, so it outlives every process."""
+def open_store() -> Store:
+    """A key-value store of this job, new after each restart by torchrun. torchrun's agent hosts it, so it outlives the
+    processes."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = TCPStore(address, port, is_master=False, wait_for_workers=False)
-    return PrefixStore(f"notes/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return PrefixStore(f"gpt2/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 @contextlib.contextmanager
 def together(config: TrainConfig) -> Iterator[None]:
-    """What happens inside, all processes do at the same time; they leave together. Raises ProcessLost in the one that
-    says so, where another is gone or does not come."""
+    """Join the other processes that torchrun started; at the end, wait for them and leave the group.
+
+    If another process is gone or hangs, one of those that are left raises ProcessLost, and the others exit.
+    """
     global GROUP
     here = place()
     if here.count == 1:
         if config.shard_optimizer:
-            print("Note       shard_optimizer: this is the only process, and keeps all of the optimizer's state")
+            print("Note       shard_optimizer has no effect: there is only one process")
         yield
         return
     try:
         GROUP = join(config, here)
         yield
-        dist.barrier(GROUP.patient)  # torchrun ends all when one ends with an exit code, also the one that still saves
+        dist.barrier(GROUP.patient_hosts)  # torchrun kills the others when one exits, even while they save
         GROUP.close()
-        dist.barrier(GROUP.hosts)  # nobody asks for the notes any more, which may go with the first process
+        dist.barrier(GROUP.hosts)  # no process needs the store any more, which may end with rank 0
         dist.destroy_process_group()
     except BaseException as error:
-        leave(error, here, config.process_timeout)
+        end_all(error, here, config.process_timeout)
     finally:
         if GROUP is not None:
             GROUP.close()
@@ -184,25 +190,26 @@ def join(config: TrainConfig, here: Place) -> Group:
     return group
 
 
-def leave(error: BaseException, here: Place, seconds: float) -> NoReturn:
-    """Raise `error`, or what it is about: one process tells, and the others end with the same exit code."""
+def end_all(error: BaseException, here: Place, seconds: float) -> NoReturn:
+    """Raise `error`, or ProcessLost if its cause lies in another process. One process prints the error, and the others
+    exit with the same code."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which torchrun ends those that are left, mid-sentence
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the others, before they have printed
     group, speaker = GROUP, here.rank
-    if is_of_others(error):
+    if is_collective_error(error):
         if group is None:
-            sentence = f"The {here.count} processes that torchrun started did not find each other ({error})."
+            sentence = f"The {here.count} processes that torchrun started could not connect to each other ({error})."
         else:
-            sentence, speaker = group.what_happened(seconds)
+            sentence, speaker = group.diagnose(seconds)
         cause, error = error, ProcessLost(sentence)
         error.__cause__ = cause
     elif group is not None:
         text = str(error) or type(error).__name__
         with contextlib.suppress(RuntimeError):
-            group.notes.set(f"ended/{here.rank}", text)
-        if here.rank and group.read("ended/0", SIGN_SECONDS) == text:
+            group.store.set(f"ended/{here.rank}", text)
+        if here.rank and group.read("ended/0", HEARTBEAT_SECONDS) == text:
             speaker = 0
-        group.take_leave()
+        group.close_after_error()
     if here.rank == 0 or not isinstance(error, UserError):
         raise error
     if speaker == here.rank:
@@ -211,8 +218,8 @@ def leave(error: BaseException, here: Place, seconds: float) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def is_of_others(error: BaseException) -> bool:
-    """Whether a collective failed. gloo has no type of error of its own, but names its source file."""
+def is_collective_error(error: BaseException) -> bool:
+    """Whether a collective failed. gloo raises RuntimeError, but names its source file in the message."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
@@ -225,38 +232,40 @@ def rank() -> int:
 
 
 def reached(part: str) -> None:
-    """The part of a step that begins here: what is told of this process where it hangs."""
+    """Note which part of a step begins, so that the process that hangs can be found by its progress."""
     if GROUP is not None:
         GROUP.part = PARTS.index(part)
 
 
 def on_first(make: Callable[[], Made]) -> Made:
-    """What the first process makes, for all of them; the others wait. What it raises ends the others too. Not for use
-    inside `make`: the others are not there to take what the first process sends."""
+    """Run `make` on rank 0 only, and broadcast its result; the other ranks wait. If it raises, the others exit too.
+
+    Calls cannot be nested: inside `make`, the other ranks do not receive.
+    """
     if GROUP is None:
         return make()
-    assert not GROUP.is_alone, "on_first inside on_first"
+    assert not GROUP.in_rank_0_only, "on_first inside on_first"
     sent: list[Any] = [None, None]
     if GROUP.here.rank == 0:
-        GROUP.is_alone = True
+        GROUP.in_rank_0_only = True
         try:
             sent[0] = make()
         except BaseException as error:
-            # What a user did wrong is told once; the wish to stop is everyone's.
+            # A user's mistake is printed once, by rank 0; an interruption (Ctrl-C) goes to all.
             sent[1] = SystemExit(getattr(error, "exit_code", 1)) if isinstance(error, Exception) else error
-            dist.broadcast_object_list(sent, 0, GROUP.patient)
+            dist.broadcast_object_list(sent, 0, GROUP.patient_hosts)
             raise
         finally:
-            GROUP.is_alone = False
-    dist.broadcast_object_list(sent, 0, GROUP.patient)
+            GROUP.in_rank_0_only = False
+    dist.broadcast_object_list(sent, 0, GROUP.patient_hosts)
     if sent[1] is not None:
         raise sent[1]
     return sent[0]
 
 
 def any_process(*flags: bool) -> list[bool]:
-    """Each of the flags, true if it is in any process. Hosts wait for each other; no GPU is waited for."""
-    if GROUP is None or GROUP.is_alone:
+    """For each flag, whether it is true in any process. An all-reduce between hosts: no GPU is waited for."""
+    if GROUP is None or GROUP.in_rank_0_only:
         return list(flags)
     held = torch.tensor(flags, dtype=torch.float32)
     dist.all_reduce(held, dist.ReduceOp.MAX, GROUP.hosts)
@@ -265,7 +274,7 @@ def any_process(*flags: bool) -> list[bool]:
 
 
 def slowest(seconds: float) -> float:
-    """The longest time of any process."""
+    """The largest of the processes' times."""
     if GROUP is None:
         return seconds
     held = torch.tensor(seconds, dtype=torch.float64)
@@ -274,38 +283,39 @@ def slowest(seconds: float) -> float:
 
 
 def added_up(number: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all processes."""
+    """Sum a tensor over all processes, in place."""
     if GROUP is not None:
         dist.all_reduce(number)
     return number
 
 
 def own_rows(rows: int) -> tuple[int, int]:
-    """Where this process's share of a step's `rows` sequences begins, and how many they are: one more or less than
-    those of others, where they do not come out even."""
+    """This process's slice of a step's `rows` sequences: its first row, and its number of rows. The numbers of two
+    processes differ by one at most."""
     first, end = (rows * part // count() for part in (rank(), rank() + 1))
     return first, end - first
 
 
 def data_parallel(model: torch.nn.Module) -> Callable[..., torch.Tensor]:
-    """The model, with the mean of its gradients over all processes where there are several."""
+    """The model. With several processes, its gradients are averaged over them."""
     if GROUP is None:
         return model
     return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
 def apart(step_model: Callable[..., torch.Tensor], is_apart: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Inside, gradients stay in the process that they are of: those of all micro-batches but the last."""
+    """Inside, gradients are not averaged over the processes: for all micro-batches but the last."""
     return step_model.no_sync() if is_apart and GROUP is not None else contextlib.nullcontext()  # type: ignore[attr-defined]
 
 
 def shared_out(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
-    """`work` on a batch of independent things, (N, ...) -> (N, ...), of which each process does its share."""
+    """`work` on a batch whose N entries are independent, (N, ...) -> (N, ...). Each process does its share of them, and
+    all get the whole result (all-gather)."""
     if GROUP is None:
         return work(batch)
     share = -(-len(batch) // count())
     mine = batch[share * rank() : share * (rank() + 1)]
-    done = batch.new_zeros(share, *batch.shape[1:])  # in all processes of one size
+    done = batch.new_zeros(share, *batch.shape[1:])  # of the same size in all processes, as all-gather needs it
     if len(mine):
         done[: len(mine)] = work(mine)
     parts = [torch.empty_like(done) for _ in range(count())]
@@ -314,34 +324,35 @@ def shared_out(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor
 
 
 def share_tensors(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-    """The numbers of one process, for all of them."""
+    """Overwrite the tensors with those of rank `source`."""
     if GROUP is not None:
         for tensor in tensors:
             dist.broadcast(tensor.detach(), source)
 
 
 def share_state(state: Any, source: int = 0) -> Any:
-    """The structure of dicts and lists, with tensors in it, of one process, for all of them."""
+    """The state of rank `source`: dicts and lists with tensors in them. Tensors arrive on the device that they have
+    there."""
     if GROUP is None:
         return state
     tensors: list[torch.Tensor] = []
 
-    def outline(value: Any) -> Any:
+    def with_tensors_emptied(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             tensors.append(value)
             return value.to("meta"), value.device.type
-        return rebuilt(value, outline)
+        return rebuilt(value, with_tensors_emptied)
 
-    def filled(value: Any) -> Any:
+    def with_new_tensors(value: Any) -> Any:
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
             tensors.append(torch.empty_like(value[0], device=value[1]))
             return tensors[-1]
-        return rebuilt(value, filled)
+        return rebuilt(value, with_new_tensors)
 
-    told = [outline(state) if rank() == source else None]
-    dist.broadcast_object_list(told, source, GROUP.hosts)
+    sent = [with_tensors_emptied(state) if rank() == source else None]
+    dist.broadcast_object_list(sent, source, GROUP.hosts)
     if rank() != source:
-        state = filled(told[0])
+        state = with_new_tensors(sent[0])
     share_tensors(tensors, source)
     return state
 

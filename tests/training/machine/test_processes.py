@@ -1,4 +1,4 @@
-"""Several processes that train one model, over gloo: the numbers of one, one voice, and an end when one is gone."""
+"""Several processes that train one model, over gloo: the numbers of one process, one output, and an end if one dies."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ Process = Forked | subprocess.Popen[str]
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 LEARNING_RATE = 0.005  # of tests.helpers.flags_of_a_tiny_run
 NUMBERS = ("train_loss", "grad_norm", "val_loss")
-# No biases: the gradient of a key's is nothing but rounding, which AdamW takes for a direction.
+# No biases: the gradient of a key's bias is rounding alone, which AdamW would scale up to whole steps.
 HALF = {"dropout": 0, "bias": "false", "max_steps": 12, "use_lr_scheduler": "constant", "eval_interval": 6}
 WHOLE = HALF | {"max_steps": 24}
 
-# Three steps on gradients that are the same in both processes, the third after saving and loading.
+# Three steps with the same gradients in both processes; before the third, the state is saved and loaded.
 SHARES = """
 import sys, torch
 from model import ModelConfig, TransformerLanguageModel
@@ -103,8 +103,8 @@ def places(count: int) -> list[dict[str, str]]:
 
 
 def trained(count: int, *flags: object, folders: Sequence[Path] = ()) -> list[Forked]:
-    """The trainer in `count` processes, as torchrun starts them, in folders of their own if they are given: their exit
-    codes and words are seen one by one."""
+    """The trainer in `count` processes, as torchrun starts them, each in its own folder if `folders` are given. Unlike
+    with torchrun, each one's exit code and output can be read."""
     return [Forked(flags, folders[rank] if folders else None, place) for rank, place in enumerate(places(count))]
 
 
@@ -131,9 +131,9 @@ def weights(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def assert_same(ours: Path, theirs: Path, step: int) -> None:
-    """To rounding: losses and norms in six digits, as metrics.jsonl holds them, and the weights to a thousandth of one
-    update. Adam divides by the size of a weight's own gradients: where they are next to zero, rounding that differs
-    between CPUs becomes a share of an update."""
+    """Up to rounding: losses and norms in the six digits of metrics.jsonl, and weights to a thousandth of an update.
+    Adam divides by the size of a weight's gradients: if that is close to zero, rounding that differs between CPUs
+    becomes a part of an update."""
     assert len(numbers(ours)) == len(numbers(theirs))
     for here, there in zip(numbers(ours), numbers(theirs), strict=True):
         assert here == pytest.approx(there, rel=2e-5)
@@ -149,7 +149,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(train: Callable, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty-four steps by one process; the folder as it was after twelve lies beside it. Not to be changed."""
+    """The run folder after 24 steps by one process; beside it "half", the folder after 12. Tests do not change them."""
     folder = tmp_path_factory.mktemp("one")
     assert train(folder / "half", **HALF, eval_prompts=prompts).code == 0
     shutil.copytree(folder / "half", folder / "run")
@@ -161,17 +161,17 @@ def one(train: Callable, prompts: Path, tmp_path_factory: pytest.TempPathFactory
 def two(
     train_flags: Callable, prompts: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """Twelve steps by two machines of one process, one sequence at a time, and how the first's command ended. Not to be
-    changed."""
+    """The run folder after 12 steps by two machines with one process each, one sequence at a time, and how the first
+    machine's command ended. Tests do not change it."""
     folder = tmp_path_factory.mktemp("two")
     machines = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    # What the second's trainer says, without its torchrun: which may complain that the first's left before it did.
-    apart = ["--redirects=3", f"--log_dir={folder / 'log'}"]
+    # The output of the second trainer alone: its torchrun may complain that the first machine left before it.
+    to_files = ["--redirects=3", f"--log_dir={folder / 'log'}"]
     commands = [
         torchrun(
             1,
             *train_flags("run", **HALF, eval_prompts=prompts, micro_batch_size=1),
-            place=[*machines, f"--node_rank={number}", *(apart if number == 1 else [])],
+            place=[*machines, f"--node_rank={number}", *(to_files if number == 1 else [])],
         )
         for number in range(2)
     ]
@@ -188,7 +188,7 @@ def two(
 
 @pytest.fixture
 def reaped() -> Iterator[list[Process]]:
-    """Processes that do not outlive the test."""
+    """Processes to kill after the test."""
     processes: list[Process] = []
     yield processes
     for process in processes:
@@ -204,7 +204,7 @@ def test_two_machines_give_the_numbers_of_one_process(one: Path, two: tuple[Path
         assert (run / name).read_bytes() == (one.with_name("half") / name).read_bytes()
 
 
-def test_one_of_them_speaks_and_writes(one: Path, two: tuple[Path, Any]) -> None:
+def test_only_rank_0_prints_and_writes(one: Path, two: tuple[Path, Any]) -> None:
     run, result = two
     assert "Processes  2, over gloo: 4 of the 8 sequences of a step each" in result.stdout
     for line in ("Device  ", "Training   steps", "Saved ", "step 12: validation loss", "Talk to it"):
@@ -225,8 +225,8 @@ def test_one_process_ends_what_two_began(
 def test_two_processes_end_what_one_began_though_one_of_them_is_killed(
     one: Path, train: Callable, train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
-    """The job ends by itself, with a sentence, and the same command continues. Each has a share of the optimizer's
-    state; the checkpoints are those of one."""
+    """The job ends by itself and says why, and the same command continues. The optimizer is sharded; checkpoints are
+    those of one process."""
     for name in ("killed", "unbroken"):
         shutil.copytree(one.with_name("half"), tmp_path / name)
     longer = HALF | {"max_steps": 60}
@@ -240,7 +240,7 @@ def test_two_processes_end_what_one_began_though_one_of_them_is_killed(
     assert time.monotonic() - began < 25
     assert launcher.returncode != 0
     (told,) = re.findall("error: .*", err)
-    assert told.startswith("error: Process 1 of 2 gives no sign of life") and "the same command continues" in told
+    assert told.startswith("error: Process 1 of 2 does not respond") and "run the same command to continue" in told
     assert 12 < steps_of(tmp_path / "killed")[0] < 60, "the kill did not land in the middle of the run"
 
     reaped += trained(2, *train_flags(tmp_path / "killed", **longer), "--shard_optimizer")
@@ -256,12 +256,12 @@ def worker_of(launcher: subprocess.Popen[str], rank: int) -> int:
         for pid in children.read_text().split():
             if f"RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                 return int(pid)
-    pytest.skip("the system does not tell who started whom")
+    pytest.skip("the system does not list child processes")
 
 
 def test_four_processes_with_muon_on_conversations_and_uneven_shares(tmp_path: Path, reaped: list[Process]) -> None:
-    """Six sequences a step over four processes, which count different numbers of tokens, between one process that
-    begins and one that goes on. Muon in bf16, where it is, makes more of a difference in rounding."""
+    """One process begins, four continue, and one ends. Of six sequences a step, the four get different numbers, with
+    different numbers of tokens that count. Muon in bf16 enlarges differences in rounding."""
     rows = [{"prompt": f"Fox {i}?", "completion": f"The fox {i} {'sleeps ' * (i % 7)}."} for i in range(120)]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "tokens", format="chat", vocab_size=300, quiet=True)
@@ -284,7 +284,7 @@ def test_four_processes_with_muon_on_conversations_and_uneven_shares(tmp_path: P
 
 
 def test_shares_of_an_optimizer_make_the_updates_of_the_whole(reaped: list[Process]) -> None:
-    """AdamW to the bit, and Muon's state: its iterations are of other batches, so rounded otherwise."""
+    """AdamW's weights and both states to the bit. Muon's weights up to rounding: its batches differ."""
     reaped += [in_python(SHARES, place, "--device", "cpu") for place in places(2)]
     told = [process.communicate(timeout=60) for process in reaped]
     assert [process.returncode for process in reaped] == [0, 0], told
@@ -306,8 +306,8 @@ def test_a_signal_to_one_of_them_saves_once_and_ends_all(
     assert step == read_metrics(tmp_path / "run")[-1]["step"]
 
 
-def stand_still_later() -> None:
-    """The disk hangs after some steps."""
+def hang_later() -> None:
+    """Reading data hangs after some steps."""
     batch = TokenData.batch
 
     def hanging(data: TokenData, sequences_seen: int, rows: int) -> Any:
@@ -317,37 +317,40 @@ def stand_still_later() -> None:
     TokenData.batch = hanging
 
 
-def test_one_that_stands_still_ends_the_job_in_the_time_that_was_given(
+def test_a_process_that_hangs_ends_the_job_after_the_timeout(
     train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
-    """Its data does not come: it is alive, and farther behind than the one that waits for its gradients."""
+    """It gets no data. It is alive, and its progress is behind that of the one that waits for its gradients."""
     flags = train_flags(tmp_path / "run", max_steps=10**6, checkpoint_steps=0, eval_interval=0, process_timeout=3)
     first, second = places(2)
-    reaped += [Forked(flags, environment=first), Forked(flags, environment=second, first=stand_still_later)]
+    reaped += [Forked(flags, environment=first), Forked(flags, environment=second, first=hang_later)]
     wait_for(reaped[0], "step ")
     began = time.monotonic()
     _, err = reaped[0].communicate(timeout=60)
     assert 2 < time.monotonic() - began < 20
     assert reaped[0].returncode == 1
-    assert err.startswith("error: Process 1 of 2 is alive and did not come within 3 s") and "Traceback" not in err
+    assert (
+        err.startswith("error: Process 1 of 2 is alive, but the others waited for it for 3 s")
+        and "Traceback" not in err
+    )
 
 
-def test_one_that_never_comes_is_not_waited_for_longer(
+def test_a_process_that_never_joins_is_waited_for_until_the_timeout(
     train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
-    """A flag that only the command on the second machine has wrong: both say so."""
+    """Only the command on the second machine has a wrong flag: both report an error."""
     flags = train_flags(tmp_path / "run", process_timeout=3)
     first, second = places(2)
     reaped += [Forked(flags, environment=first), Forked([*flags, "--batch_sise", 4], environment=second)]
     told = [process.communicate(timeout=60) for process in reaped]
     assert [process.returncode for process in reaped] == [1, 2]
-    assert "error: The 2 processes that torchrun started did not find each other" in told[0][1]
+    assert "error: The 2 processes that torchrun started could not connect to each other" in told[0][1]
 
 
 def test_a_run_that_another_machine_began_is_not_begun_anew(
     one: Path, train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
-    """Which of them is the first may be torchrun's choice, and the run folder is that of the first."""
+    """torchrun may choose which machine has rank 0, and rank 0 looks for the run on its own disk."""
     machines = [tmp_path / "first", tmp_path / "second"]
     machines[0].mkdir()
     shutil.copytree(one, machines[1] / "run")
@@ -369,10 +372,8 @@ with together(parse_config(sys.argv[1:])):
 """
 
 
-def test_the_first_asks_nobody_to_wait_while_they_wait(
-    train_flags: Callable, tmp_path: Path, reaped: list[Process]
-) -> None:
-    """The others would take what the inner one sends for the result of the outer one, and then wait for 30 days."""
+def test_work_on_rank_0_cannot_be_nested(train_flags: Callable, tmp_path: Path, reaped: list[Process]) -> None:
+    """The others would receive the inner result as the outer one, and then wait for 30 days."""
     script = tmp_path / "nested.py"
     script.write_text(NESTED)
     reaped += [Forked(train_flags(tmp_path / "run"), environment=place, script=script) for place in places(2)]
@@ -382,7 +383,7 @@ def test_the_first_asks_nobody_to_wait_while_they_wait(
 
 
 def compiling_gets_a_signal() -> None:
-    """In one of them, while all compile."""
+    """Send a signal to this process while all compile."""
 
     def compiled(model: torch.nn.Module, *_: object, **__: object) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -391,10 +392,10 @@ def compiling_gets_a_signal() -> None:
     loop.compile_model = compiled
 
 
-def test_a_signal_while_they_compile_says_what_it_waits_for(
+def test_a_signal_during_compilation_says_what_it_waits_for(
     train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
-    """The others wait for this one when they are done."""
+    """The other process waits for this one after compiling."""
     first, second = places(2)
     flags = train_flags(tmp_path / "run")
     reaped += [Forked(flags, environment=first, first=compiling_gets_a_signal), Forked(flags, environment=second)]
@@ -404,7 +405,7 @@ def test_a_signal_while_they_compile_says_what_it_waits_for(
     assert "Interrupted after step 0" in told[0][0]
 
 
-def test_a_mistake_is_told_once(train_flags: Callable, tmp_path: Path, reaped: list[Process]) -> None:
+def test_a_mistake_is_printed_once(train_flags: Callable, tmp_path: Path, reaped: list[Process]) -> None:
     flags = train_flags(tmp_path / "run", data_dir=tmp_path / "nothing")
     reaped += trained(2, *flags)
     told = [process.communicate(timeout=60)[1] for process in reaped]
@@ -435,17 +436,15 @@ def as_one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, ("--tune",), "--tune is for one process, and torchrun started 3"),
     ],
 )
-def test_what_is_not_for_several_processes_is_refused(
+def test_flags_for_one_process_are_refused_with_several(
     changes: dict[str, Any], extra: tuple[str, ...], said: str, train_flags: Callable, as_one_of_three: None
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         parse_config([*train_flags(Path("run"), **changes), *extra])
 
 
-def test_memory_that_runs_out_in_one_of_them_is_told_with_the_flag_that_helps(
-    train_flags: Callable, as_one_of_three: None
-) -> None:
-    """None gives way alone: all would have to take the same batch once more."""
+def test_out_of_memory_in_one_process_names_the_flag_that_helps(train_flags: Callable, as_one_of_three: None) -> None:
+    """No process retries alone: all would have to repeat the same batch."""
     config = parse_config(train_flags(Path("run"), batch_size=24, gradient_accumulation_steps=1))
     model = torch.nn.Linear(1, 1)
     assert (config.sequences_per_process, config.rows_at_once) == (8, 8)
