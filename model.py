@@ -26,13 +26,13 @@ POSITIONS = ("learned", "rope")
 ROPE_BASE = 10_000.0
 VOCAB_MULTIPLE = 128
 SIZE_LIMIT = 2**31  # of any one size: token ids are int32
-LARGEST_SOFTCAP = 1e6  # beyond it, and below its inverse, only mistakes; fp32 would overflow far from there
+LARGEST_SOFTCAP = 1e6  # larger values, and values below its inverse, can only be mistakes
 IGNORE_INDEX = -100  # a target with this value adds nothing to the loss
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a model. Plain values only, so that it goes to JSON and back unchanged.
+    """The shape of a model. Plain values only, so that JSON keeps it unchanged.
 
     Raises ValueError listing every value that is out of range.
     """
@@ -113,11 +113,11 @@ class ModelConfig:
 
 
 class KVCache:
-    """Keys and values of the tokens a model has read, so that each new token costs one position, not T.
+    """Keys and values of the tokens that a model has read: each new token then costs one position, not T.
 
-    Rows may hold texts of different lengths: a row's `length` is the position its next token takes. What lies beyond
-    it is left over from padding and hidden from attention until it is overwritten. `capacity` is the number of tokens
-    a row has room for (max_seq_len by default).
+    Rows may hold texts of different lengths: a row's `length` is the position of its next token. Entries beyond it are
+    left over from padding: attention does not see them, and new tokens overwrite them. `capacity` is the number of
+    tokens that a row has room for (max_seq_len by default).
     """
 
     def __init__(
@@ -138,10 +138,10 @@ class KVCache:
         return min(self.lengths) == max(self.lengths)
 
     def place(self, T: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where the next T tokens of each row stand and what they may look at.
+        """The positions of the next T tokens of each row, and their attention mask.
 
-        Positions: (T,) where all rows are equally long, else (B, T). Mask: broadcastable to (B, H, T, S), or None where
-        the causal order says it all.
+        Positions: (T,) if all rows are equally long, else (B, T). Mask: broadcastable to (B, H, T, S), or None if the
+        causal order is enough.
         """
         device, held = self.keys.device, max(self.lengths)
         if self.uniform:
@@ -173,15 +173,15 @@ class KVCache:
         self.lengths = [length + T for length in self.lengths]
 
     def truncate(self, lengths: list[int]) -> None:
-        """Forget what lies beyond each row's length: the padding of a batch of prompts."""
+        """Set each row's length, which forgets the entries beyond it: the padding of a batch of prompts."""
         self.lengths = list(lengths)
 
 
 def place_texts(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Several texts in each row: starts (B, T), the column in which each token's text starts.
+    """For several texts in each row. starts (B, T): the column in which each token's text starts.
 
-    Returns positions (B, T), counted from there, and a mask (B, 1, T, T) of the tokens of its own text that each may
-    look at.
+    Returns positions (B, T), counted from there, and a mask (B, 1, T, T): each token sees the tokens before it in its
+    own text.
     """
     columns = torch.arange(starts.size(1), device=starts.device)
     seen = (columns <= columns[:, None]) & (starts[:, None, :] == starts[:, :, None])  # (B, T, T)
@@ -202,8 +202,8 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor) -> torch.Tensor:
-    """x over the root mean square of its last dimension (Zhang & Sennrich 2019), without a gain. In fp32 by itself, for
-    what autocast makes of it differs between versions of PyTorch."""
+    """x over the root mean square of its last dimension (Zhang & Sennrich 2019), without a gain. Cast to fp32 here,
+    because autocast treats it differently in different versions of PyTorch."""
     return F.rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
 
 
@@ -217,20 +217,20 @@ def build_norm(config: ModelConfig) -> nn.Module:
 
 
 def residual_dtype(x: torch.Tensor) -> torch.dtype:
-    """Of the residual stream: bf16 where autocast computes in it. Every layer reads and writes the stream, and on a GPU
-    its bytes are time; what they bring, and what it does to the loss: docs/benchmarks/gpu_forecast.md. Not fp16, whose
-    range is narrow for a sum over all layers."""
+    """The dtype of the residual stream: bf16 if autocast computes in bf16. Every layer reads and writes the stream, so
+    on a GPU fewer bytes take less time; the gain, and the effect on the loss: docs/benchmarks/gpu_forecast.md. Not
+    fp16: its range is too narrow for a sum over all layers."""
     kind = x.device.type
     is_bf16 = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16
     return torch.bfloat16 if is_bf16 else x.dtype
 
 
 class Linear(nn.Linear):
-    """nn.Linear, but on a CPU a single bf16 vector takes the matrix-vector product.
+    """nn.Linear, but on a CPU a single bf16 vector is multiplied by the matrix-vector product.
 
-    Generation reads every weight for one token, so it is as fast as memory is. The general product in bf16 first
-    rearranges the weight for the CPU's matrix unit, at each call: measured at GPT-2 small's size, 15 ms a token for all
-    weights against 10 ms, and 16 to 17 ms in fp32.
+    Generation reads every weight for each token, so memory limits its speed. The matrix-matrix product in bf16
+    rearranges the weight for the CPU's matrix unit at each call. Measured at GPT-2 small's size, for all weights: 15 ms
+    a token, and 10 ms with the matrix-vector product; 16 to 17 ms in fp32.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -242,10 +242,11 @@ class Linear(nn.Linear):
 
 
 class Head(Linear):
-    """From what the last block gives to logits."""
+    """The last layer, which gives the logits."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Tensor cores are slow at odd sizes. Not for the few rows of a generated token: there, copying costs more.
+        # Tensor cores are slow at odd sizes, so pad the weight. Not for the few rows of a generated token: copying the
+        # weight would cost more.
         rows, padding = x.shape[:-1].numel(), -self.out_features % VOCAB_MULTIPLE
         if not (x.is_cuda and padding and rows >= VOCAB_MULTIPLE):
             return super().forward(x)
@@ -272,20 +273,19 @@ class MultiHeadAttention(nn.Module):
         B, T, C = x.shape
         shape = (B, T, self.config.num_heads, self.config.head_dim)
         q, k, v = (part.view(shape) for part in self.qkv(x).split(C, dim=-1))  # each (B, T, H, D)
-        # A rotation leaves lengths as they are: the order of these two is free, and this one keeps less for backward.
+        # A rotation does not change lengths, so the order of these two is free; this one keeps less for backward.
         if self.config.qk_norm:  # Henry et al. 2020, with RMSNorm in place of the L2 norm
             q, k = rms_norm(q), rms_norm(k)
         if self.config.position == "rope":
             q, k = rotate(q, positions), rotate(k, positions)
-        # Views, and only now: attention returns its output in the layout of q, and (B, T, H, D) is what out_proj reads.
+        # Transpose last, as views: attention's output has the memory layout of q, and out_proj reads (B, T, H, D).
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # each (B, H, T, D)
-        if x.device.type == "mps":  # which attends wrongly to views (pytorch issues 163597, 181133)
+        if x.device.type == "mps":  # whose attention is wrong on views (pytorch issues 163597, 181133)
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if cache is not None:
             k, v = cache.write(layer, positions, k, v)
-        # is_causal, not a mask of ones and zeros: it is what lets PyTorch choose the flash kernel. A single new token
-        # may look at everything in the cache, so it needs neither. With a mask, is_causal would align it with the
-        # start of the cache.
+        # is_causal instead of a mask, because PyTorch then may choose the flash kernel. A single new token sees all of
+        # the cache, so it needs neither. After tokens in the cache is_causal would be wrong: it counts from its start.
         y = F.scaled_dot_product_attention(
             q,
             k,
@@ -350,15 +350,15 @@ class TransformerLanguageModel(nn.Module):
         self.head = Head(config.embed_dim, config.vocab_size, bias=False)
         if config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
-        self.activation_checkpointing = False  # how it is trained, not what it is
+        self.activation_checkpointing = False  # set by the trainer; not part of the config
         self.initialize()
 
     @torch.no_grad()
     def initialize(self) -> None:
-        """GPT-2's initialisation (Radford et al. 2019, section 2.3): normal(0, 0.02), zero biases, and the projections
-        that write to the residual stream scaled by 1 / sqrt(2 * num_layers), for its variance grows with each of them.
+        """GPT-2's initialisation (Radford et al. 2019, section 2.3): normal(0, 0.02), zero biases. The projections that
+        write to the residual stream are scaled by 1 / sqrt(2 * num_layers), because its variance grows with each.
 
-        With `zero_init` these projections and the head start at zero: every block is the identity at first, and all
+        With `zero_init` these projections and the head start at zero: at first every block is the identity, and all
         tokens are equally likely.
         """
         for module in self.modules():
@@ -380,13 +380,13 @@ class TransformerLanguageModel(nn.Module):
         return self.token_embedding.weight.device
 
     def num_parameters(self, trained_only: bool = False) -> int:
-        """Numbers that are learned, or with `trained_only` those that still are; a tied head counts once."""
+        """Number of parameters, with `trained_only` without the frozen ones. A tied head counts once."""
         return sum(p.numel() for p in self.parameters() if p.requires_grad or not trained_only)
 
     def flops_per_token(self) -> int:
         """Floating-point operations of one token forward and backward (Chowdhery et al. 2022, "PaLM", appendix B):
-        6 per parameter (4 if it is frozen: no gradient of its own), 12 * L * T * C for attention. Looking up an
-        embedding costs none."""
+        6 per parameter (4 if it is frozen: it gets no gradient), and 12 * L * T * C for attention. Looking up an
+        embedding costs nothing."""
         c = self.config
         looked_up = [] if c.tie_embeddings else [*self.token_embedding.parameters()]
         if c.position == "learned":
@@ -415,11 +415,11 @@ class TransformerLanguageModel(nn.Module):
     def hidden(
         self, tokens: torch.Tensor, cache: KVCache | None = None, starts: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """tokens (B, T) -> what the head reads, (B, T, C).
+        """tokens (B, T) -> the input of the head, (B, T, C).
 
-        With a `cache`, `tokens` continue what the cache holds and are added to it. Where rows hold several texts each,
-        `starts` (B, T) says for each token in which column its text starts: a text then sees nothing of the others, as
-        if it stood alone. The two exclude each other. Raises ValueError if the tokens would not fit in max_seq_len.
+        With a `cache`, `tokens` continue the texts in the cache and are added to it. If rows hold several texts each,
+        `starts` (B, T) gives for each token the column in which its text starts: each text is then computed as if it
+        were alone. Use one or the other. Raises ValueError if the tokens do not fit in max_seq_len.
         """
         T = tokens.size(1)
         held = max(cache.lengths) if cache is not None else 0
@@ -456,23 +456,23 @@ class TransformerLanguageModel(nn.Module):
         return logits
 
     def next_logits(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens (B,), which continue the cache -> logits of what follows each, (B, V)."""
+        """tokens (B,), one for each row of the cache -> logits of the next token of each row, (B, V)."""
         return self(tokens[:, None], cache=cache)[:, -1]
 
     def load_weights(self, state: dict[str, torch.Tensor]) -> None:
-        """Load a state dict under this class's names, or those of the blog's checkpoints. Raises ValueError for one
-        that `fit_weights` refuses, and naming weights that are not finite."""
+        """Load a state dict with the names of this class or of the blog's checkpoints. Raises ValueError if
+        `fit_weights` does, and for weights that are not finite, which it names."""
         state = self.fit_weights(state)
         if self.config.tie_embeddings and not torch.equal(state["head.weight"], state["token_embedding.weight"]):
             raise ValueError("head.weight and token_embedding.weight differ; the model has tie_embeddings")
-        # Of the sum, which takes no memory: it is finite only if all of them are.
+        # Test the sum, which takes no memory: it is finite only if all weights are.
         broken = [name for name, tensor in state.items() if not tensor.float().sum().isfinite()]
         if broken:
             raise ValueError(f"the weights are not finite: {listed(broken)}")
         self.load_state_dict(state)
 
     def fit_weights(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A state dict under the names of this class. Looks at shapes alone, so that either may be on the meta device.
+        """The state dict with the names of this class. Only shapes and dtypes are read: it may be on the meta device.
 
         An `_orig_mod.` prefix (left by torch.compile) and a stored `causal_mask` are accepted and dropped. Raises
         ValueError naming weights that are missing, unknown, of another shape or whole numbers.
