@@ -14,7 +14,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":  # Python looks beside the script, not in the project
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from matplotlib.figure import Figure
+
+from benchmarks.measure import RESULTS, describe_machine, markdown_table, this_command, train, write_results
+from common.errors import ConfigError, script
+from common.flags import Parser, add_debug, suggest
+
 STEPS = 300
 SHAPE = {
     "num_layers": 4, "embed_dim": 256, "max_seq_len": 256, "batch_size": 16, "min_lr": 0, "eval_batches": 64,
@@ -86,8 +94,6 @@ def mean(measured: Mapping[int, Mapping[str, Any]]) -> float:
 
 def table(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
     """A row a variant: bits per byte with each seed, their mean, and how far that is from the modern recipe's."""
-    from benchmarks.measure import markdown_table
-
     base = mean(results["modern"]) if "modern" in results else None
     rows = []
     for name, measured in results.items():
@@ -100,8 +106,6 @@ def table(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
 
 def draw(results: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path) -> None:
     """A point a run: what it costs to leave a piece out."""
-    from matplotlib.figure import Figure
-
     figure = Figure(figsize=(9, 0.36 * len(results) + 1.2), layout="constrained")
     axes = figure.subplots()
     for place, (name, measured) in enumerate(results.items()):
@@ -117,18 +121,14 @@ def draw(results: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path) -> 
     figure.savefig(path, dpi=120)
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
-    from common.errors import ConfigError
-    from common.flags import Parser, add_debug, suggest
-
     parser = Parser(prog="benchmarks/ablation.py", description=__doc__.split("\n")[0])
     parser.add_argument("--data_dir", default="datasets_cache", metavar="DIR", help="token folder [datasets_cache]")
     parser.add_argument("--variants", nargs="+", metavar="NAME", default=list(VARIANTS), help="some of them [all]")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", default=[1337], help="[1337]")
     parser.add_argument("--runs_dir", metavar="DIR", default="runs/ablation", help="[runs/ablation]")
-    parser.add_argument(
-        "--output_dir", metavar="DIR", default=str(ROOT / "docs" / "benchmarks"), help="[docs/benchmarks]"
-    )
+    parser.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
     add_debug(parser)
     flags = parser.parse_args(argv)
@@ -137,8 +137,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 f"--variants {name} is not known.{suggest(name, VARIANTS)} There are: {', '.join(VARIANTS)}."
             )
-
-    from benchmarks.measure import describe_machine, this_command, train, write_results
 
     results: dict[str, dict[int, dict[str, Any]]] = {}
     for seed in flags.seeds:
@@ -167,7 +165,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    from common.errors import script
-
-    sys.exit(script(main)())
+    sys.exit(main())

@@ -16,12 +16,21 @@ import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from tokenization.metadata import TokenMetadata
+if __name__ == "__main__":  # Python looks beside the script, not in the project
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ROOT = Path(__file__).resolve().parents[1]
+from matplotlib.figure import Figure
+
+from benchmarks.measure import RESULTS, describe_machine, markdown_table, this_command, train, write_results
+from common.errors import DataError, script
+from common.flags import Parser, add_debug
+from tokenization.corpus import find_sources, read_pieces
+from tokenization.metadata import TokenMetadata
+from tokenize_local_bpe import tokenize
+from training.config import parse_config
+
 LAYERS = 4
 BATCH = 16
 CONTEXT = 128
@@ -97,8 +106,6 @@ CASES = {"recipes": (RECIPES, "choosing"), "configs": (CONFIGS, "choosing-config
 
 def flags_of(case: Case, train_tokens: int) -> dict[str, Any]:
     """The trainer's flags: a config at the size of the case, or as it is, evaluated along its way."""
-    from training.config import parse_config
-
     is_ready = case.config in AS_IT_IS
     tokens_per_step = parse_config(["--config", case.config]).tokens_per_step if is_ready else BATCH * CONTEXT
     steps = math.ceil(case.epochs * train_tokens / tokens_per_step)
@@ -116,8 +123,6 @@ def flags_of(case: Case, train_tokens: int) -> dict[str, Any]:
 
 def passages(inputs: Sequence[str]) -> list[str]:
     """The corpus in passages, in an order that is the same each time: its beginning is a fair sample of the whole."""
-    from tokenization.corpus import find_sources, read_pieces
-
     found = [passage for piece in read_pieces(find_sources(inputs)) for passage in cut(piece.text)]
     random.Random(0).shuffle(found)
     return found
@@ -140,10 +145,6 @@ def tokenized(
 
     Raises DataError if the corpus is smaller than the largest text.
     """
-    from common.errors import DataError
-    from tokenization.metadata import TokenMetadata
-    from tokenize_local_bpe import tokenize
-
     found, sizes = iter(passages(inputs)), sorted({case.megabytes for case in cases})
 
     def take(text: str, megabytes: float) -> str:
@@ -200,8 +201,6 @@ Results = Mapping[Case, Mapping[str, Any]]
 
 
 def table(results: Results) -> str:
-    from benchmarks.measure import markdown_table
-
     rows = []
     for case, result in sorted(results.items(), key=lambda item: (item[0].megabytes, item[0].width, item[0][2:])):
         rows.append(
@@ -225,8 +224,6 @@ def table(results: Results) -> str:
 
 def draw(results: Results, path: Path) -> None:
     """A panel for each text: validation along the way."""
-    from matplotlib.figure import Figure
-
     sizes = sorted({case.megabytes for case in results})
     figure = Figure(figsize=(6 * min(2, len(sizes)), 4 * math.ceil(len(sizes) / 2)), layout="constrained")
     panels = figure.subplots(math.ceil(len(sizes) / 2), min(2, len(sizes)), sharey=True, squeeze=False)
@@ -246,23 +243,18 @@ def draw(results: Results, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
-    from common.flags import Parser, add_debug
-
     parser = Parser(prog="benchmarks/choosing.py", description=__doc__.split("\n")[0])
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="a corpus larger than the texts")
     parser.add_argument(
         "--cases", choices=CASES, default="recipes", help="small models, or configs as they are [recipes]"
     )
     parser.add_argument("--runs_dir", metavar="DIR", default="runs/choosing", help="[runs/choosing]")
-    parser.add_argument(
-        "--output_dir", metavar="DIR", default=str(ROOT / "docs" / "benchmarks"), help="[docs/benchmarks]"
-    )
+    parser.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
     add_debug(parser)
     flags = parser.parse_args(argv)
-
-    from benchmarks.measure import describe_machine, this_command, train, write_results
 
     cases, name = CASES[flags.cases]
     folder, stem = Path(flags.runs_dir), Path(flags.output_dir) / name
@@ -298,7 +290,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    from common.errors import script
-
-    sys.exit(script(main)())
+    sys.exit(main())

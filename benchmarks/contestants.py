@@ -1,47 +1,24 @@
-"""What `peers.py` measures: our trainer aside, other ways to train the same model, each as its own code does it."""
+"""The contestants of `peers.py`, ready to train, and the measurement of one of them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
+import torch
 
-CONTESTANTS = {
-    "ours": "the trainer's own step with its automatic choices",
-    "plain PyTorch": "our model in a plain loop: fp32, eager, AdamW that is not fused, rows stacked one by one",
-    "transformers": "GPT2LMHeadModel with `labels=` and the Trainer's defaults: fp32, eager, fused AdamW. It shifts "
-    "the labels itself, and so learns from one token less in each row. Head untied, exact GELU, no dropout, as ours",
-    "nanoGPT": "its GPT and its configure_optimizers, as its train.py uses them: on a CPU fp32, eager, AdamW that is "
-    "not fused; on CUDA compiled, bf16 (fp16 where there is none), TF32, fused AdamW. Its head is always tied: it has "
-    "that many parameters less to update",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A shape of model and batch. `max_steps` is the length of run for which ours makes its choices."""
-
-    num_layers: int
-    embed_dim: int
-    num_heads: int
-    max_seq_len: int
-    vocab_size: int
-    batch_size: int
-    max_steps: int
-
-    def flags(self, folder: str) -> list[str]:
-        """The trainer's flags for this case on a token folder."""
-        values = {"data_dir": folder, **dataclasses.asdict(self)}
-        del values["vocab_size"]  # that of the tokens
-        return [word for key, value in values.items() for word in (f"--{key}", str(value))]
-
-    def __str__(self) -> str:
-        return f"{self.num_layers} x {self.embed_dim}, context {self.max_seq_len}, batch {self.batch_size}"
+from benchmarks.cases import Case
+from benchmarks.other_models import gpt2_config, nanogpt_model
+from benchmarks.workload import measure_training, time_steps
+from common.machine import pick_device
+from model import ModelConfig, TransformerLanguageModel
+from training.machine.hardware import Hardware
 
 
 class Contestant(NamedTuple):
@@ -53,9 +30,6 @@ class Contestant(NamedTuple):
 
 def random_batches(case: Case, folder: str, device: torch.device) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
     """Draws inputs and targets, each (B, T) int64, the usual way: random places of a memory map, one row at a time."""
-    import numpy as np
-    import torch
-
     tokens = np.memmap(Path(folder) / "tokens.bin", "<u2", mode="r")
     T = case.max_seq_len
 
@@ -70,13 +44,12 @@ def random_batches(case: Case, folder: str, device: torch.device) -> Callable[[]
     return draw
 
 
+def model_config(case: Case) -> ModelConfig:
+    return ModelConfig(case.vocab_size, case.embed_dim, case.num_heads, case.num_layers, max_seq_len=case.max_seq_len)
+
+
 def plain_pytorch(case: Case, folder: str, device: torch.device) -> Contestant:
-    import torch
-
-    from model import ModelConfig, TransformerLanguageModel
-
-    shape = {key: value for key, value in dataclasses.asdict(case).items() if key not in ("batch_size", "max_steps")}
-    model = TransformerLanguageModel(ModelConfig(**shape)).to(device)
+    model = TransformerLanguageModel(model_config(case)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
     draw = random_batches(case, folder, device)
 
@@ -91,25 +64,12 @@ def plain_pytorch(case: Case, folder: str, device: torch.device) -> Contestant:
 
 
 def transformers_gpt2(case: Case, folder: str, device: torch.device) -> Contestant:
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments
+    from transformers import GPT2LMHeadModel, TrainingArguments
 
-    config = GPT2Config(
-        vocab_size=case.vocab_size,
-        n_positions=case.max_seq_len,
-        n_embd=case.embed_dim,
-        n_layer=case.num_layers,
-        n_head=case.num_heads,
-        activation_function="gelu",
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        tie_word_embeddings=False,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model: Any = GPT2LMHeadModel(config)  # typed too narrowly: `to` takes a device
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    as_ours = {"activation_function": "gelu", "tie_word_embeddings": False, **dropout}
+    # Any: typed too narrowly, `to` takes a device.
+    model: Any = GPT2LMHeadModel(gpt2_config(model_config(case), use_cache=False, eos_token_id=0, **as_ours))
     model.to(device).train()
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     optimizer = torch.optim.AdamW(
@@ -128,21 +88,7 @@ def transformers_gpt2(case: Case, folder: str, device: torch.device) -> Contesta
 
 
 def nanogpt(case: Case, folder: str, device: torch.device, checkout: str) -> Contestant:
-    import torch
-
-    from benchmarks.measure import load_nanogpt
-
-    module = load_nanogpt(checkout)
-    config = module.GPTConfig(
-        block_size=case.max_seq_len,
-        vocab_size=case.vocab_size,
-        n_layer=case.num_layers,
-        n_head=case.num_heads,
-        n_embd=case.embed_dim,
-        dropout=0.0,
-        bias=True,
-    )
-    model = module.GPT(config).to(device)
+    model = nanogpt_model(checkout, model_config(case)).to(device)
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), device.type)
     precision, step_model = torch.float32, model
@@ -170,3 +116,35 @@ def nanogpt(case: Case, folder: str, device: torch.device, checkout: str) -> Con
         optimizer.zero_grad(set_to_none=True)
 
     return Contestant(step, parameters)
+
+
+def measure(
+    name: str, case: Case, folder: str, device: str, checkout: str | None, seconds: float, started: float
+) -> dict[str, Any]:
+    """Train one contestant in this process, which began at `started`."""
+    if name == "ours":
+        return measure_training([*case.flags(folder), "--device", device], seconds, started)
+
+    target = pick_device(device)
+    builders: dict[str, Callable[[Case, str, torch.device], Contestant]] = {
+        "plain PyTorch": plain_pytorch,
+        "transformers": transformers_gpt2,
+        "nanoGPT": functools.partial(nanogpt, checkout=checkout or ""),
+    }
+    torch.manual_seed(0)
+    contestant = builders[name](case, folder, target)
+    # Not detect_hardware, which would tune this process as it tunes ours.
+    hardware = Hardware(target, "", "fp32", "", compiles=False, compile_reason="", peak_flops=None, memory_bytes=None)
+    contestant.step()
+    hardware.synchronize()
+    startup = time.perf_counter() - started
+    step_seconds, steps = time_steps(contestant.step, hardware.synchronize, seconds)
+    peak = hardware.peak_memory()
+    return {
+        "parameters": contestant.parameters,
+        "tokens_per_second": case.batch_size * case.max_seq_len / step_seconds,
+        "ms_per_step": 1000 * step_seconds,
+        "steps": steps,
+        "startup_seconds": startup,
+        "peak_memory_gb": peak and peak / 1e9,
+    }

@@ -15,11 +15,7 @@ the next command.
 
 from __future__ import annotations
 
-import contextlib
 import getpass
-import multiprocessing
-import os
-import signal
 import sys
 import tempfile
 import time
@@ -31,45 +27,23 @@ from typing import Any
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.suite_parts import PARTS, ROOT, Setting, work
+from benchmarks.measure import RESULTS, describe_machine, machine_kind, require_known, this_command
 from benchmarks.suite_rows import append, collect, read, summary, write_report
+from common.errors import ConfigError, script
+from common.flags import Parser, add_debug
 
 MINUTES = 8.75  # of a call of nine, less what Python takes to start and to end
-LOG_LINES = 15
+# Part -> its time limit in seconds. The most useful first, in calls of less than nine minutes that their limits fit.
+CALLS: tuple[dict[str, float], ...] = (
+    {"step": 125, "variants": 395},
+    {"tests": 120, "fp16": 55, "losses": 85, "memory": 135, "resume": 40, "placements": 35, "generation": 55},
+    {"ladder": 235, "presets": 190, "peers": 100},
+)
+PARTS = {name: limit for call in CALLS for name, limit in call.items()}
 
 
-def fresh_processes() -> multiprocessing.context.ForkServerContext:
-    """Processes that start from one that has imported torch and done nothing else: soon there, with no GPU in use."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.workload", "torch._dynamo"])
-    return context
-
-
-def run_part(name: str, setting: Setting, limit: float, rows: Path) -> dict[str, Any]:
-    """Run one part in a process of its own, which leaves its rows in the file. Returns how it ended."""
-    started = time.monotonic()
-    log = setting.folder / "log"
-    process = fresh_processes().Process(target=work, args=(name, setting, rows, log))
-    process.start()
-    assert process.pid is not None
-    try:
-        process.join(limit)
-        status = "out of time" if process.is_alive() else "failed" if process.exitcode else "done"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with all the processes it started
-        process.kill()  # if it was not a group yet
-        process.join()
-    ended: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - started, 1)}
-    if status != "done" and log.exists():
-        ended["log"] = log.read_text(errors="replace").splitlines()[-LOG_LINES:]
-    return ended
-
-
+@script
 def main(argv: Sequence[str] | None = None) -> int:
-    from common.errors import ConfigError
-    from common.flags import Parser, add_debug
-
     parser = Parser(prog="benchmarks/gpu_suite.py", description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", metavar="PART", default=list(PARTS), help=f"of {', '.join(PARTS)} [all]")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"limit of all parts together [{MINUTES}]")
@@ -86,16 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(f"--report {flags.report} is not there; the .jsonl that a command left was expected.")
         write_report(Path(flags.report))
         return 0
-    unknown = [name for name in flags.parts if name not in PARTS]
-    if unknown:
-        raise ConfigError(f"--parts {unknown[0]} is not known; there are: {', '.join(PARTS)}.")
-
-    from benchmarks.measure import describe_machine, machine_kind, this_command
+    require_known("--parts", flags.parts, PARTS)
+    from benchmarks.suite_parts import Setting  # here, because --help must not import torch
+    from benchmarks.suite_process import fresh_processes, run_part
 
     started = time.monotonic()
     with ProcessPoolExecutor(1, fresh_processes()) as pool:  # elsewhere: asking takes some of the GPU's memory
         machine = pool.submit(describe_machine, "cpu" if flags.toy else "cuda").result()
-    output = Path(flags.output or ROOT / "docs" / "benchmarks" / f"gpu_suite-{machine_kind(machine)}.json")
+    output = Path(flags.output or RESULTS / f"gpu_suite-{machine_kind(machine)}.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     rows = output.with_suffix(".jsonl")
     append(rows, {"run": {"command": this_command(), "machine": machine}})
@@ -107,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if left > 0:
             with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
                 setting = Setting(flags.toy, Path(folder), Path(flags.cache_dir), flags.nanogpt)
-                ended = run_part(name, setting, min(PARTS[name].limit, left), rows)
+                ended = run_part(name, setting, min(PARTS[name], left), rows)
         append(rows, {"part": name, "end": ended})
         write_report(rows)
         statuses.append(ended["status"])
@@ -121,6 +93,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from common.errors import script
-
-    sys.exit(script(main)())
+    sys.exit(main())

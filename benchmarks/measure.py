@@ -1,9 +1,11 @@
-"""Shared by the benchmark scripts: contestants measured in turn, each in a process of its own; medians and spreads."""
+"""Shared by the benchmark scripts: processes measured in turn, medians and spreads, and written results.
+
+Imports no torch, so that --help of the scripts does not.
+"""
 
 from __future__ import annotations
 
 import datetime
-import importlib.util
 import json
 import os
 import platform
@@ -11,13 +13,15 @@ import re
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from common.errors import ConfigError
+
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "benchmarks"
 CPU_LIMITS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")  # of PyTorch, oneDNN and MKL
 
 
@@ -32,6 +36,10 @@ class Spread:
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
         return cls(statistics.median(values), min(values), max(values))
+
+    @classmethod
+    def of_key(cls, rows: Iterable[Mapping[str, Any]], key: str) -> Spread:
+        return cls.of([row[key] for row in rows])
 
     def __str__(self) -> str:
         return self.text(".3g")
@@ -50,11 +58,11 @@ def measure_in_turn(
     say: Callable[[str], None] = print,
     so_far: Callable[[Measured], object] = lambda measured: None,
 ) -> Measured:
-    """Run each command `rounds` times, A B C A B C: a machine whose speed drifts then slows all of them alike.
+    """Run each command `rounds` times, A B C A B C, so that a machine whose speed drifts slows all of them alike.
 
-    A command prints one JSON object as its last line. One that fails is reported, left out of the rounds that follow,
-    and has no entry in the result. `so_far` is told after each measurement what there is, by those that have been
-    measured: whoever writes it down then keeps it if the rest is cut off.
+    A command prints one JSON object as its last line. If it fails, `say` gets a message, the following rounds leave it
+    out, and it has no entry in the result. `so_far` gets all results after each measurement, to write them down in case
+    the rest is interrupted.
     """
     results: Measured = {name: [] for name in commands}
     for _ in range(rounds):
@@ -71,30 +79,37 @@ def measure_in_turn(
 
 
 def train(run: Path, flags: Mapping[str, Any]) -> None:
-    """Train in the folder `run`; one that is trained already ends at once, one on other data is refused.
+    """Train in the folder `run`. A finished run ends at once; a run on other data is refused.
 
-    Raises RuntimeError with what the trainer said.
+    Raises RuntimeError with the trainer's message.
     """
-    words = [word for key, value in {**flags, "output_dir": run}.items() for word in (f"--{key}", str(value))]
+    words = flag_words({**flags, "output_dir": run})
     print(f"{run.name} ...", flush=True)
     log = subprocess.run([sys.executable, str(ROOT / "train_colab_mmap.py"), *words], capture_output=True, text=True)
     if log.returncode:
         raise RuntimeError(f"{run.name} failed: {log.stderr.strip()}")
 
 
-def load_nanogpt(checkout: str | Path) -> ModuleType:
-    """The model.py of a checkout of nanoGPT."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout) / "model.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
-    return module
+def flag_words(values: Mapping[str, Any]) -> list[str]:
+    """{"epochs": 2} -> ["--epochs", "2"]"""
+    return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+
+
+def require_known(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Raises ConfigError for the first name that is not known."""
+    known = list(known)
+    if unknown := [name for name in given if name not in known]:
+        raise ConfigError(f"{flag} {unknown[0]!r} is not known; there are: {', '.join(known)}.")
+
+
+def require_measurable(rounds: int, seconds: float) -> None:
+    if rounds < 1 or seconds <= 0:
+        raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
 
 
 def describe_machine(device: str = "auto") -> dict[str, Any]:
-    """What a figure depends on besides the code. `device`: auto, cpu or cuda."""
-    import torch
+    """What a result depends on besides the code. `device`: auto, cpu or cuda."""
+    import torch  # here, because --help must not import torch
 
     from common.machine import device_name, pick_device
 

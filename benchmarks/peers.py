@@ -17,76 +17,36 @@ import json
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.contestants import CONTESTANTS, Case, Contestant, nanogpt, plain_pytorch, transformers_gpt2
+from benchmarks import STARTED, generation
+from benchmarks.cases import CONTESTANTS, Case, cases
+from benchmarks.measure import (
+    RESULTS,
+    ROOT,
+    Measured,
+    Spread,
+    describe_machine,
+    machine_kind,
+    markdown_table,
+    measure_in_turn,
+    require_known,
+    require_measurable,
+    this_command,
+    write_results,
+)
+from benchmarks.random_tokens import write_random_tokens
+from common.errors import ConfigError, script
+from common.flags import Parser, add_debug
+from common.formatting import si
 
-if TYPE_CHECKING:
-    import torch
-
-    from benchmarks.measure import Measured
-
-STARTED = time.perf_counter()
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "benchmarks"
 TOKENS = 2_000_000
 README_SECTION = re.compile(r"(<!-- performance: [^\n]*-->\n).*?(<!-- /performance -->)", re.DOTALL)
-
-
-def cases(is_cuda: bool) -> dict[str, Case]:
-    return {
-        "shakespeare_char": Case(4, 128, 4, 64, 65, 12, max_steps=2_000),
-        "4x256": Case(4, 256, 4, 256, 65, 32, max_steps=5_000),
-        "gpt2_small": Case(12, 768, 12, 512, 32_000, 64 if is_cuda else 4, max_steps=20_000),
-        "toy": Case(1, 32, 2, 16, 65, 4, max_steps=100),
-    }
-
-
-def measure(name: str, case: Case, folder: str, device: str, checkout: str | None, seconds: float) -> dict[str, Any]:
-    """What one contestant does in this process."""
-    from benchmarks.workload import measure_training, time_steps
-
-    if name == "ours":
-        return measure_training([*case.flags(folder), "--device", device], seconds, STARTED)
-
-    import torch
-
-    from common.machine import pick_device
-    from training.machine.hardware import Hardware
-
-    target = pick_device(device)
-    builders: dict[str, Callable[[Case, str, torch.device], Contestant]] = {
-        "plain PyTorch": plain_pytorch,
-        "transformers": transformers_gpt2,
-        "nanoGPT": functools.partial(nanogpt, checkout=checkout or ""),
-    }
-    torch.manual_seed(0)
-    contestant = builders[name](case, folder, target)
-    # Not detect_hardware, which would tune this process as it tunes ours.
-    hardware = Hardware(target, "", "fp32", "", compiles=False, compile_reason="", peak_flops=None, memory_bytes=None)
-    contestant.step()
-    hardware.synchronize()
-    startup = time.perf_counter() - STARTED
-    step_seconds, steps = time_steps(contestant.step, hardware.synchronize, seconds)
-    peak = hardware.peak_memory()
-    return {
-        "parameters": contestant.parameters,
-        "tokens_per_second": case.batch_size * case.max_seq_len / step_seconds,
-        "ms_per_step": 1000 * step_seconds,
-        "steps": steps,
-        "startup_seconds": startup,
-        "peak_memory_gb": peak and peak / 1e9,
-    }
-
-
-def worker(spec: Mapping[str, Any]) -> None:
-    print(json.dumps(measure(case=Case(**spec["case"]), **{k: v for k, v in spec.items() if k != "case"})))
 
 
 def compare(
@@ -99,9 +59,6 @@ def compare(
     so_far: Callable[[Measured], None],
 ) -> Measured:
     """Measurements of each contestant, in turn; `so_far` is told after each what there is."""
-    from benchmarks.measure import measure_in_turn
-    from benchmarks.workload import write_random_tokens
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_random_tokens(Path(temporary) / "tokens", TOKENS, case.vocab_size)
         commands = {}
@@ -127,8 +84,6 @@ def speedups(measured: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> 
 
 
 def case_table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    from benchmarks.measure import Spread, markdown_table
-
     def spread(rows: Sequence[Mapping[str, Any]], key: str, digits: str) -> str:
         values = [row[key] for row in rows]
         return "unknown" if None in values else Spread.of(values).text(digits)
@@ -173,9 +128,6 @@ def document(results: Mapping[str, Any]) -> str:
 
 def performance_table(folder: Path = RESULTS) -> str:
     """The README's table: of each machine in `folder` its largest case, the last; the other figures are a link away."""
-    from benchmarks.measure import Spread, markdown_table
-    from common.formatting import si
-
     peers = [name for name in CONTESTANTS if name != "ours"]
     table = []
     for path in sorted(folder.glob("training-*.json")):
@@ -203,10 +155,8 @@ def update_readme() -> None:
     readme.write_text(with_table(readme.read_text(encoding="utf-8"), performance_table()), encoding="utf-8")
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
-    from common.errors import ConfigError
-    from common.flags import Parser, add_debug
-
     parser = Parser(prog="benchmarks/peers.py", description=__doc__.split("\n")[0])
     names = list(cases(False))
     parser.add_argument("--cases", nargs="+", metavar="CASE", default=names[:-1], help=f"of {', '.join(names)} [all]")
@@ -221,28 +171,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--worker", help="(used by the script itself)")
     add_debug(parser)
     flags = parser.parse_args(argv)
-    if flags.worker:
-        worker(json.loads(flags.worker))
-        return 0
     if flags.update_readme:
         update_readme()
         return 0
-    unknown = [name for name in flags.cases if name not in names]
-    if unknown:
-        raise ConfigError(f"--cases {unknown[0]} is not known; there are: {', '.join(names)}.")
+    require_known("--cases", flags.cases, names)
     only = ["ours", *(flags.only or CONTESTANTS)]
-    if unknown := [name for name in only if name not in CONTESTANTS]:
-        raise ConfigError(f"--only {unknown[0]!r} is not known; there are: {', '.join(CONTESTANTS)}.")
-    if flags.rounds < 1 or flags.seconds <= 0:
-        raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
+    require_known("--only", only, CONTESTANTS)
+    require_measurable(flags.rounds, flags.seconds)
     if flags.generation and flags.device != "auto":
         raise ConfigError("--generation is measured on the device that generate.py takes; leave --device out.")
     if flags.nanogpt and not (Path(flags.nanogpt) / "model.py").is_file():
         raise ConfigError(f"--nanogpt {flags.nanogpt} holds no model.py; a checkout of nanoGPT is expected.")
 
-    from benchmarks.measure import describe_machine, machine_kind, this_command, write_results
+    from benchmarks.contestants import measure  # here, because --help must not import torch
     from common.machine import pick_device
 
+    if flags.worker:
+        spec = json.loads(flags.worker)
+        print(json.dumps(measure(**spec | {"case": Case(**spec["case"]), "started": STARTED})))
+        return 0
     device = pick_device(flags.device).type
     left_out = {name: "--only does not name it" for name in CONTESTANTS if name not in only}
     if "transformers" in only and importlib.util.find_spec("transformers") is None:
@@ -273,14 +220,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         write(name, measured)
     print(f"\nWritten to {stem}.json and .md")
     if flags.generation:
-        from benchmarks import generation
-
         more = ["--nanogpt", flags.nanogpt] if flags.nanogpt else []
         return generation.main(["--write", machine_kind(machine), *more])
     return 0
 
 
 if __name__ == "__main__":
-    from common.errors import script
-
-    sys.exit(script(main)())
+    sys.exit(main())

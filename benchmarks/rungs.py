@@ -10,14 +10,22 @@ import io
 import math
 import os
 import time
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
+import numpy as np
+import torch
+import torch.nn.functional as F
 
-    from training.config import TrainConfig
-    from training.numbers.data import TokenData
+import training.machine.hardware
+from common.machine import has_fast_bf16
+from model import TransformerLanguageModel
+from training.config import TrainConfig
+from training.machine.compilation import compile_model
+from training.machine.hardware import detect_hardware
+from training.numbers.data import TokenData
+from training.numbers.optimizer import build_optimizer
+from training.numbers.step import train_step
+from training.parts import Parts
 
 WARM_UP_STEPS = 2  # the first uses every kernel first, the second takes its memory
 
@@ -67,9 +75,6 @@ def materialized_attention(
     is_causal: bool = False,
 ) -> torch.Tensor:
     """Attention as it is written in a textbook, with every score in memory. q, k, v: (B, H, T, D) -> (B, H, T, D)."""
-    import torch
-    import torch.nn.functional as F
-
     assert is_causal and attn_mask is None, "training needs no other mask"
     T = q.size(-2)
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
@@ -80,8 +85,6 @@ def materialized_attention(
 
 def gather_row_by_row(data: TokenData, starts: np.ndarray) -> torch.Tensor:
     """`TokenData.gather` with a Python loop: a read for each row. (rows, T + 1), as stored."""
-    import torch
-
     return torch.stack([data.tokens[start : start + data.seq_len + 1] for start in starts.tolist()])
 
 
@@ -91,18 +94,6 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
     `losses` are those of the first and the last step. Raises SystemExit if the rung is torch.compile and it fails.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(config.run_dir / "compiled")  # empty at first: compiling is timed
-    import torch
-    import torch.nn.functional as F
-
-    import training.machine.hardware
-    from model import TransformerLanguageModel
-    from training.machine.compilation import compile_model
-    from training.machine.hardware import detect_hardware
-    from training.numbers.data import TokenData
-    from training.numbers.optimizer import build_optimizer
-    from training.numbers.step import train_step
-    from training.parts import Parts
-
     if rung < Rung.OURS:
         training.machine.hardware.keep_freed_memory = lambda: None  # in this process alone, like the attention below
     hardware = detect_hardware(config)
@@ -161,8 +152,6 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
 
 def mixed_precision(device: torch.device) -> str:
     """What the machine has units for; measured also where the trainer would not choose it."""
-    from common.machine import has_fast_bf16
-
     if has_fast_bf16(device):
         return "bf16"
     return "fp16" if device.type == "cuda" else "fp32"

@@ -11,13 +11,34 @@ import json
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-STARTED = time.perf_counter()
-ROOT = Path(__file__).resolve().parents[1]
+if __name__ == "__main__":  # Python looks beside the script, not in the project
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
+
+from benchmarks import STARTED
+from benchmarks.measure import (
+    RESULTS,
+    Spread,
+    describe_machine,
+    flag_words,
+    machine_kind,
+    markdown_table,
+    measure_in_turn,
+    require_known,
+    require_measurable,
+    this_command,
+    write_results,
+)
+from benchmarks.random_tokens import write_random_tokens
+from common.errors import script
+from common.flags import Parser, add_debug
+
 MEGABYTE = 1_000_000
 AXES = {
     "data": "size of the token file in MB",
@@ -27,7 +48,7 @@ AXES = {
 }
 MODELS = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
 DATA_MB = 4  # of the tokens where something else grows
-# Memory and disk a token file may take of what is free: it is read into RAM once, the page cache holds it too.
+# The share of free memory and disk that a token file may take: it is read into RAM, and the page cache holds it too.
 FREE_SHARE = 0.4
 
 Flags = dict[str, Any]
@@ -64,12 +85,10 @@ def axes(size: str, data_mb: Sequence[float]) -> dict[str, dict[str, Flags]]:
     }
 
 
-def data_sizes(size: str, folder: Path) -> tuple[list[int], str]:
-    """Sizes of token files in MB that fit here, and a sentence if the largest of them do not."""
-    from common.machine import available_ram
-
+def data_sizes(size: str, folder: Path, free_ram: int | None) -> tuple[list[int], str]:
+    """Sizes of token files in MB that fit here, and a sentence if the largest do not."""
     wanted = [1, 2] if size == "toy" else [1, 10, 100, 1_000, 5_000]
-    free = min(shutil.disk_usage(folder).free, available_ram() or sys.maxsize)
+    free = min(shutil.disk_usage(folder).free, free_ram or sys.maxsize)
     fitting = [mb for mb in wanted if mb * MEGABYTE <= FREE_SHARE * free]
     if fitting == wanted:
         return fitting, ""
@@ -81,8 +100,6 @@ def data_sizes(size: str, folder: Path) -> tuple[list[int], str]:
 
 def tokens_of(point: Flags, folder: Path) -> Path:
     """The token folder a point trains on, written on first use."""
-    from benchmarks.workload import write_random_tokens
-
     data_mb, vocab_size = point.get("data_mb", DATA_MB), point["vocab_size"]
     path = folder / f"{data_mb}mb_{vocab_size}"
     return path if path.exists() else write_random_tokens(path, int(data_mb * MEGABYTE) // 2, vocab_size)
@@ -91,37 +108,31 @@ def tokens_of(point: Flags, folder: Path) -> Path:
 def command(point: Flags, folder: Path, device: str, seconds: float) -> list[str]:
     values = {key: value for key, value in point.items() if key not in ("data_mb", "vocab_size")}
     values |= {"data_dir": tokens_of(point, folder), "device": device, "max_steps": 2_000}
-    flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
-    return [sys.executable, __file__, "--worker", json.dumps({"flags": flags, "seconds": seconds})]
+    return [sys.executable, __file__, "--worker", json.dumps({"flags": flag_words(values), "seconds": seconds})]
 
 
 def measure_axes(
-    size: str, chosen: Sequence[str], device: str, rounds: int, seconds: float, folder: Path
-) -> tuple[dict[str, dict[str, list[dict[str, Any]]]], str]:
-    """Measurements of every point of the chosen axes, by axis and name, and what had to be left out."""
-    from benchmarks.measure import measure_in_turn
-
-    sizes, left_out = data_sizes(size, folder)
+    size: str, chosen: Sequence[str], sizes: Sequence[float], device: str, rounds: int, seconds: float, folder: Path
+) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """Measurements of every point of the chosen axes, by axis and name."""
     measured = {}
     for axis in chosen:
         points = axes(size, sizes)[axis]
         print(f"{AXES[axis]}: {', '.join(points)}", flush=True)
         commands = {name: command(point, folder, device, seconds) for name, point in points.items()}
         results = measure_in_turn(commands, rounds)
-        if results:  # none, if not a single point fits in memory
+        if results:  # empty if no point fits in memory
             measured[axis] = results
         if axis == "data":
-            for path in folder.iterdir():  # the large files have been read for the last time
+            for path in folder.iterdir():  # the large files are not needed again
                 shutil.rmtree(path)
-    return measured, left_out
+    return measured
 
 
 def table(axis: str, measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    from benchmarks.measure import Spread, markdown_table
-
     rows = []
     for name, runs in measured.items():
-        speed, startup = (Spread.of([run[key] for run in runs]) for key in ("tokens_per_second", "startup_seconds"))
+        speed, startup = (Spread.of_key(runs, key) for key in ("tokens_per_second", "startup_seconds"))
         peaks = [run["peak_memory_gb"] for run in runs]
         first = runs[0]
         rows.append(
@@ -129,7 +140,7 @@ def table(axis: str, measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str
                 name,
                 f"{first['parameters']:,}",
                 speed.text(",.0f"),
-                f"{Spread.of([run['ms_per_step'] for run in runs]).median:,.1f}",
+                f"{Spread.of_key(runs, 'ms_per_step').median:,.1f}",
                 startup.text(".1f"),
                 "unknown" if None in peaks else f"{max(peaks):.2f}",
                 f"{first['precision']}{', compiled' if first['compiled'] else ''}",
@@ -142,16 +153,11 @@ def table(axis: str, measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str
 
 def draw(measured: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], machine: str, path: Path) -> None:
     """One panel for each axis, tokens/s upwards from 0; the models on a logarithmic scale of parameters."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullFormatter
-
-    from benchmarks.measure import Spread
-
     figure = Figure(figsize=(10, 7), layout="constrained")
     figure.suptitle(f"Training speed on {machine}")
     panels = figure.subplots(2, 2).flat
     for panel, (axis, points) in zip(panels, measured.items(), strict=False):
-        speeds = [Spread.of([run["tokens_per_second"] for run in runs]) for runs in points.values()]
+        speeds = [Spread.of_key(runs, "tokens_per_second") for runs in points.values()]
         medians = [speed.median for speed in speeds]
         x = [runs[0]["parameters"] for runs in points.values()] if axis == "model" else [float(name) for name in points]
         errors = [[s.median - s.low for s in speeds], [s.high - s.median for s in speeds]]
@@ -178,40 +184,33 @@ def draw(measured: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], mach
     figure.savefig(path, dpi=100)
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
-    from common.errors import ConfigError
-    from common.flags import Parser, add_debug
-
     parser = Parser(prog="benchmarks/scaling.py", description=__doc__.split("\n")[0])
     parser.add_argument("--axes", nargs="+", metavar="AXIS", default=list(AXES), help=f"of {', '.join(AXES)} [all]")
     parser.add_argument("--rounds", type=int, default=2, help="measurements of each point [2]")
     parser.add_argument("--seconds", type=float, default=1.5, help="timed in each measurement; a step at least [1.5]")
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to see that it works")
-    parser.add_argument("--output_dir", metavar="DIR", default=str(ROOT / "docs" / "benchmarks"))
+    parser.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
     parser.add_argument("--worker", help="(used by the script itself)")
     add_debug(parser)
     flags = parser.parse_args(argv)
-    if flags.worker:
-        from benchmarks.workload import measure_training
+    require_known("--axes", flags.axes, AXES)
+    require_measurable(flags.rounds, flags.seconds)
+    from benchmarks.workload import measure_training  # here, because --help must not import torch
+    from common.machine import available_ram, pick_device
 
+    if flags.worker:
         print(json.dumps(measure_training(**json.loads(flags.worker), started=STARTED)))
         return 0
-    unknown = [name for name in flags.axes if name not in AXES]
-    if unknown:
-        raise ConfigError(f"--axes {unknown[0]} is not known; there are: {', '.join(AXES)}.")
-    if flags.rounds < 1 or flags.seconds <= 0:
-        raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
-
-    from benchmarks.measure import describe_machine, machine_kind, this_command, write_results
-    from common.machine import pick_device
-
     device = pick_device(flags.device).type
     machine = describe_machine(device)
     stem = Path(flags.output_dir) / f"scaling-{machine_kind(machine)}"
     with tempfile.TemporaryDirectory() as temporary:
         size = "toy" if flags.toy else device
-        measured, left_out = measure_axes(size, flags.axes, device, flags.rounds, flags.seconds, Path(temporary))
+        sizes, left_out = data_sizes(size, Path(temporary), available_ram())
+        measured = measure_axes(size, flags.axes, sizes, device, flags.rounds, flags.seconds, Path(temporary))
     body = ""
     for axis, points in measured.items():
         body += f"## By {AXES[axis]}\n\n{table(axis, points)}\n\n"
@@ -229,7 +228,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    from common.errors import script
-
-    sys.exit(script(main)())
+    sys.exit(main())

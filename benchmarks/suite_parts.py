@@ -7,21 +7,29 @@ import dataclasses
 import json
 import math
 import multiprocessing
-import os
 import re
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from benchmarks.suite_rows import Row, append
+import torch
 
-ROOT = Path(__file__).resolve().parents[1]
+import train_colab_mmap
+from benchmarks.gpu_facts import machine_facts, under_load
+from benchmarks.kernels import kernel_table, profiled
+from benchmarks.measure import ROOT, flag_words
+from benchmarks.random_tokens import write_random_tokens
+from benchmarks.suite_rows import Row
+from benchmarks.variants import OURS, VARIANTS, Variant, measure_variant
+from benchmarks.workload import Training, figures, measure_training
+from common.machine import pick_device
+from examples import conversations
+from tokenize_local_bpe import tokenize
+
 PRESETS = {  # vocabulary of the tokens each is measured on
     "quickstart": 2_048,
     "shakespeare_char": 65,
@@ -55,8 +63,6 @@ class Setting:
         return "cpu" if self.toy else "auto"
 
     def tokens(self, vocab_size: int) -> Path:
-        from benchmarks.workload import write_random_tokens
-
         folder = self.folder / f"tokens_{vocab_size}"
         return folder if folder.exists() else write_random_tokens(folder, 10_000 if self.toy else TOKENS, vocab_size)
 
@@ -72,7 +78,7 @@ class Setting:
         if self.toy:
             values["compile"] = "off"
             values.pop("compile_mode", None)  # which would contradict it
-        return [word for key, value in values.items() for word in (f"--{key}", str(value))]
+        return flag_words(values)
 
 
 def isolated(measure: Callable[..., Row], *arguments: Any) -> Row:
@@ -91,19 +97,12 @@ def attempt(name: str, measure: Callable[..., Row], *arguments: Any) -> Row:
 
 
 def timed_training(flags: Sequence[str], seconds: float) -> Row:
-    from benchmarks.workload import measure_training
-
     return measure_training(flags, seconds, time.perf_counter())
 
 
 def step(setting: Setting) -> Iterator[Row]:
     """GPT-2 small's step as it is, in this process: the machine, the speed, the kernels, the clocks under load. The
     start-up is counted without Python's imports."""
-    from benchmarks.gpu_facts import machine_facts, under_load
-    from benchmarks.kernels import kernel_table, profiled
-    from benchmarks.workload import Training, figures
-    from common.machine import pick_device
-
     yield {"name": "machine", **machine_facts(pick_device(setting.device))}
     started = time.perf_counter()
     training = Training.open(setting.flags("gpt2_small"))
@@ -120,7 +119,6 @@ def step(setting: Setting) -> Iterator[Row]:
 
 def variants(setting: Setting) -> Iterator[Row]:
     """Other ways to run the same step. Ours comes first, for each preset, and last, to show what the machine drifts."""
-    from benchmarks.variants import OURS, VARIANTS, Variant, measure_variant
 
     def measure(name: str, variant: Variant, preset: str) -> Row:
         flags = setting.flags(preset, **dict(variant.flags))
@@ -169,8 +167,6 @@ def tests(setting: Setting) -> Iterator[Row]:
 
 def scaled_training(flags: Sequence[str], seconds: float) -> Row:
     """A training whose gradients are scaled: what the scale has come to, and whether the loss is a number."""
-    from benchmarks.workload import Training, figures
-
     training = Training.open(flags)
     training.step()
     measured = figures(training, seconds)
@@ -188,10 +184,6 @@ def fp16(setting: Setting) -> Iterator[Row]:
 
 def curve(flags: Sequence[str], steps: int, span: int) -> Row:
     """The mean loss of each `span` steps, by its last step."""
-    import torch
-
-    from benchmarks.workload import Training
-
     training = Training.open(flags)
     losses = []
     for _ in range(steps):
@@ -209,9 +201,6 @@ def curve(flags: Sequence[str], steps: int, span: int) -> Row:
 
 def losses(setting: Setting) -> Iterator[Row]:
     """The built-in conversations on the CPU and on this device: the same losses."""
-    from examples import conversations
-    from tokenize_local_bpe import tokenize
-
     text, folder = setting.folder / "conversations.txt", setting.folder / "conversations"
     conversations.write(text)
     if setting.toy:
@@ -304,8 +293,6 @@ def placements(setting: Setting) -> Iterator[Row]:
 
 def run_losses(flags: Sequence[str], run_dir: Path) -> Row:
     """The loss of each step of a run in `run_dir`. Raises RuntimeError if it fails."""
-    import train_colab_mmap
-
     code = train_colab_mmap.main([*flags, "--output_dir", str(run_dir)])
     if code:
         raise RuntimeError(f"the trainer ended with code {code}")
@@ -328,44 +315,10 @@ def resume(setting: Setting) -> Iterator[Row]:
     yield {"name": "resumed", "straight": straight, "resumed": resumed, "largest_difference": difference}
 
 
-class Part(NamedTuple):
-    rows: Callable[[Setting], Iterator[Row]]
-    limit: float  # seconds
-
-
-# In the order of their value, in calls of less than nine minutes, into which the limits of their parts fit.
-CALLS: tuple[dict[str, Part], ...] = (
-    {"step": Part(step, 125), "variants": Part(variants, 395)},
-    {
-        "tests": Part(tests, 120),
-        "fp16": Part(fp16, 55),
-        "losses": Part(losses, 85),
-        "memory": Part(memory, 135),
-        "resume": Part(resume, 40),
-        "placements": Part(placements, 35),
-        "generation": Part(generation, 55),
-    },
-    {"ladder": Part(ladder, 235), "presets": Part(presets, 190), "peers": Part(peers, 100)},
-)
-PARTS = {name: part for call in CALLS for name, part in call.items()}
-
-
-def end_with_the_command() -> None:
-    """A command that is killed cannot end its part, which would disturb the next one."""
-    command = multiprocessing.parent_process()
-    assert command is not None
-    command.join()
-    os.killpg(0, signal.SIGKILL)
-
-
-def work(name: str, setting: Setting, rows: Path, log: Path) -> None:
-    """A part, in a process of its own: its rows go to the file `rows` as they come, what it prints to `log`."""
-    os.setpgid(0, 0)  # to be ended with all the processes it starts; in the session of the command, which may be ended
-    threading.Thread(target=end_with_the_command, daemon=True).start()
-    with open(log, "ab", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(setting.cache_dir / "inductor")
-    os.environ["TRITON_CACHE_DIR"] = str(setting.cache_dir / "triton")
-    for row in PARTS[name].rows(setting):
-        append(rows, {"part": name, "row": row})
+# By the names in gpu_suite.PARTS.
+PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {
+    part.__name__: part
+    for part in (
+        step, variants, tests, fp16, losses, memory, resume, placements, generation, ladder, presets, peers,
+    )
+}  # fmt: skip

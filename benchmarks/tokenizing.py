@@ -16,12 +16,22 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from tokenization.corpus import Source
+if __name__ == "__main__":  # Python looks beside the script, not in the project
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-ROOT = Path(__file__).resolve().parents[1]
+from tokenizers import Tokenizer
+
+from benchmarks.measure import ROOT, markdown_table
+from common.errors import script
+from common.flags import Parser, add_debug
+from tokenization.corpus import Source, find_sources, read_pieces, unpacked_bytes
+from tokenization.encoding import encode_in_order, read_chunks
+from tokenization.metadata import token_dtype
+from tokenizer import load_tokenizer
+from tokenizer_bpe import BPETokenizer
+
 MEGABYTE = 1_000_000
 
 
@@ -60,11 +70,6 @@ def peak_memory_of_children() -> float | None:
 
 
 def encode_all(sources: Sequence[Source], vocabulary: Path, workers: int) -> None:
-    from tokenization.corpus import read_pieces
-    from tokenization.encoding import encode_in_order, read_chunks
-    from tokenization.metadata import token_dtype
-    from tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(vocabulary)
     chunks = read_chunks(lambda on_read: read_pieces(sources, on_read=on_read), 4 * MEGABYTE)
     for _ in encode_in_order(tokenizer, chunks, "error", token_dtype(tokenizer.vocab_size), workers):
@@ -72,11 +77,6 @@ def encode_all(sources: Sequence[Source], vocabulary: Path, workers: int) -> Non
 
 
 def measure(sources: Sequence[Source], inputs: Sequence[str], vocab_size: int, slice_mb: float) -> list[Row]:
-    from tokenizers import Tokenizer
-
-    from tokenization.corpus import read_pieces, unpacked_bytes
-    from tokenizer_bpe import BPETokenizer
-
     megabytes = unpacked_bytes(sources) / MEGABYTE
     rows = []
     with tempfile.TemporaryDirectory() as folder:
@@ -105,9 +105,8 @@ def measure(sources: Sequence[Source], inputs: Sequence[str], vocab_size: int, s
     return rows
 
 
+@script
 def main(argv: Sequence[str] | None = None) -> int:
-    from common.flags import Parser, add_debug
-
     parser = Parser(prog="benchmarks/tokenizing.py", description=__doc__.split("\n")[0])
     parser.add_argument("--input", nargs="+", metavar="PATH", help="text to tokenize (default: generated text)")
     parser.add_argument("--generate_mb", type=float, default=20, help="size of the generated text (default: 20)")
@@ -115,8 +114,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--slice_mb", type=float, default=10, help="text for `tokenizers` alone (default: 10)")
     add_debug(parser)
     flags = parser.parse_args(argv)
-
-    from tokenization.corpus import find_sources
 
     with tempfile.TemporaryDirectory() as folder:
         inputs = flags.input
@@ -129,9 +126,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = ", ".join(f"{name} {version(name)}" for name in ("tiktoken", "tokenizers"))
     print(f"{platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()}, {versions}")
     print(f"vocabulary of {flags.vocab_size:,}\n")
-    print("| what | MB | s | MB/s |\n|---|---:|---:|---:|")
-    for row in rows:
-        print(f"| {row.what} | {row.megabytes:.1f} | {row.seconds:.1f} | {row.megabytes / row.seconds:.1f} |")
+    cells = [[r.what, f"{r.megabytes:.1f}", f"{r.seconds:.1f}", f"{r.megabytes / r.seconds:.1f}"] for r in rows]
+    print(markdown_table(["what", "MB", "s", "MB/s"], cells))
     peak = peak_memory_of_children()
     if peak:
         print(f"\nPeak memory of the whole command: {peak:,.0f} MB")
@@ -139,7 +135,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
-    from common.errors import script
-
-    sys.exit(script(main)())
+    sys.exit(main())

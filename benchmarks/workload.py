@@ -1,23 +1,17 @@
-"""Shared by the benchmark scripts: random token folders, and the trainer's pieces joined as the trainer joins them."""
+"""The trainer's own step for the benchmarks: set up as the trainer does it, and timed."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from common.files import sha256_file
-from tokenization.metadata import TokenMetadata
-from tokenizer import CharacterTokenizer
 from training.config import parse_config
 from training.machine.compilation import compile_model
 from training.numbers.schedule import last_step, learning_rate
@@ -26,40 +20,7 @@ from training.parts import Parts
 from training.planning.estimate import estimate_memory, held_memory
 from training.prepare import prepare
 
-BLOCK_TOKENS = 8_000_003  # random ids drawn once and repeated; a prime, so that windows of one epoch differ
-WARM_UP_SHARE = 0.2  # of the time of a measurement goes before it, not counted
-
-
-def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
-    """A complete token folder of `tokens` random ids (uint16), as the pre-tokenizer would leave it; returns `folder`.
-
-    Speed does not depend on what the tokens say. The vocabulary is one of characters, which any size up to 55,000 is.
-    """
-    folder.mkdir(parents=True)
-    tokenizer = CharacterTokenizer([chr(256 + i) for i in range(vocab_size)])
-    tokenizer.save(folder / "tokenizer.json")
-    block = np.random.RandomState(0).randint(0, vocab_size, min(tokens, BLOCK_TOKENS)).astype("<u2")
-    sha256 = hashlib.sha256()
-    with open(folder / "tokens.bin", "wb") as file:
-        for start in range(0, tokens, len(block)):
-            part = block[: tokens - start].tobytes()
-            sha256.update(part)
-            file.write(part)
-    metadata = TokenMetadata(
-        path=folder / "tokens_metadata.json",
-        vocab_size=vocab_size,
-        total_tokens=tokens,
-        train_tokens=tokens * 9 // 10,
-        dtype="uint16",
-        tokenizer_type="character",
-        bin_file="tokens.bin",
-        tokenizer_file="tokenizer.json",
-        tokens_sha256=sha256.hexdigest(),
-        tokenizer_sha256=sha256_file(folder / "tokenizer.json"),
-        val_bytes=None,
-    )
-    metadata.write(metadata.path)
-    return folder
+WARM_UP_SHARE = 0.2  # of a measurement's time, before it and not counted
 
 
 @dataclass
@@ -73,8 +34,8 @@ class Training(Parts):
 
     @classmethod
     def open(cls, flags: Sequence[str]) -> Training:
-        """Prepare what `python train_colab_mmap.py FLAGS` would train, with the choices it would make by itself."""
-        # On the token folder that is named: a config with text of its own would tokenize that into it.
+        """Prepare what `python train_colab_mmap.py FLAGS` would train, with the trainer's automatic choices."""
+        # Only the given token folder: a config with its own text would tokenize that into it.
         parts = prepare(dataclasses.replace(parse_config(flags), input=None, eval_prompts=None))
         config, data = parts.config, parts.data
         started = time.perf_counter()
@@ -93,11 +54,12 @@ class Training(Parts):
 
 
 def time_steps(step: Callable[[], object], synchronize: Callable[[], object], seconds: float) -> tuple[float, int]:
-    """Mean seconds of a call of `step`, and the number of calls timed: as many as take about `seconds`, at least three,
-    or one where it alone takes as long.
+    """Mean seconds of a call of `step`, and the number of timed calls: as many as take about `seconds`, at least three,
+    or one if it alone takes that long.
 
-    Call `step` once before this, for the first use of everything; another call here and a share of `seconds` of them
-    are not counted either. `synchronize` waits for the device, before and after the timed calls only.
+    Call `step` once before this, for everything that happens only the first time. This function first makes one more
+    call and then calls for a share of `seconds`, which do not count. `synchronize` waits for the device, before and
+    after the timed calls only.
     """
 
     def timed(count: int) -> float:
@@ -115,9 +77,9 @@ def time_steps(step: Callable[[], object], synchronize: Callable[[], object], se
 
 
 def measure_training(flags: Sequence[str], seconds: float, started: float) -> dict[str, Any]:
-    """Train with the trainer's FLAGS for about `seconds` and tell how fast it went.
+    """Train with the trainer's FLAGS for about `seconds`, and return how fast it was.
 
-    `started` is the time.perf_counter() from which the time to the end of the first step counts.
+    The start-up time runs from `started`, a time.perf_counter(), to the end of the first step.
     """
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -129,7 +91,7 @@ def measure_training(flags: Sequence[str], seconds: float, started: float) -> di
 
 
 def figures(training: Training, seconds: float) -> dict[str, Any]:
-    """How fast a training that has taken a step goes in about `seconds`, and what memory it has taken at most."""
+    """Speed over about `seconds`, and peak memory, of a training that has taken a step."""
     hardware, model, config = training.hardware, training.model, training.config
     step_seconds, steps = time_steps(training.step, hardware.synchronize, seconds)
     tokens_per_second = config.tokens_per_step / step_seconds

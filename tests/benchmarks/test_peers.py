@@ -10,15 +10,11 @@ from typing import Any
 
 import pytest
 
-import benchmarks.measure
 from benchmarks import peers
-from benchmarks.contestants import Case
-from benchmarks.peers import cases, compare, performance_table, with_table
-from common.errors import script
+from benchmarks.cases import Case, cases
+from benchmarks.peers import compare, main, performance_table, with_table
 from tests.forked import fork_what_is_measured
 from tests.helpers import ROOT
-
-main = script(peers.main)
 
 # Stands for nanoGPT's model.py: its names and its tied head, over our model.
 NANOGPT = """
@@ -117,9 +113,8 @@ def test_what_is_cut_off_leaves_what_was_measured(tmp_path: Path, monkeypatch: p
         so_far({"ours": ours, "plain PyTorch": ours[:1]})
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(benchmarks.measure, "measure_in_turn", in_turn)
-    with pytest.raises(KeyboardInterrupt):
-        peers.main(["--cases", "toy", "--device", "cpu", "--output_dir", str(tmp_path)])
+    monkeypatch.setattr(peers, "measure_in_turn", in_turn)
+    assert main(["--cases", "toy", "--device", "cpu", "--output_dir", str(tmp_path)]) == 130
     (path,) = tmp_path.glob("training-*.json")
     assert set(json.loads(path.read_text())["cases"]["toy"]["measured"]) == {"ours", "plain PyTorch"}
     assert "| plain PyTorch | " in path.with_suffix(".md").read_text()
@@ -127,7 +122,7 @@ def test_what_is_cut_off_leaves_what_was_measured(tmp_path: Path, monkeypatch: p
 
 def test_another_number_of_parameters_is_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     measured = {"ours": [run_of(10)], "transformers": [run_of(10, parameters=900)]}
-    monkeypatch.setattr(benchmarks.measure, "measure_in_turn", lambda commands, rounds, so_far: measured)
+    monkeypatch.setattr(peers, "measure_in_turn", lambda commands, rounds, so_far: measured)
     with pytest.raises(AssertionError, match="transformers has 900 parameters, not 1,000"):
         compare(cases(False)["toy"], list(measured), "cpu", None, 1, 0.1, lambda measured: None)
 

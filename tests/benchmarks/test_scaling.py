@@ -10,14 +10,9 @@ from typing import Any
 
 import pytest
 
-import common.machine
-from benchmarks import scaling
-from benchmarks.scaling import AXES, axes, data_sizes, draw, table
-from common.errors import script
+from benchmarks.scaling import AXES, axes, data_sizes, draw, main, table
 from tests.forked import fork_what_is_measured
 from training.config import parse_config
-
-main = script(scaling.main)
 
 
 def run_of(tokens_per_second: float, **more: Any) -> dict[str, Any]:
@@ -66,12 +61,10 @@ def test_one_thing_changes_at_a_time(size: str) -> None:
 
 
 def test_token_files_too_large_for_this_machine_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.machine, "available_ram", lambda: 2_000_000_000)
-    sizes, said = data_sizes("cpu", tmp_path)
+    sizes, said = data_sizes("cpu", tmp_path, free_ram=2_000_000_000)
     assert sizes == [1, 10, 100] and "above 100 MB are left out: 2.0 GB" in said
-    monkeypatch.setattr(common.machine, "available_ram", lambda: 10**12)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
-    assert data_sizes("cpu", tmp_path) == ([1, 10, 100, 1000, 5000], "")
+    assert data_sizes("cpu", tmp_path, free_ram=10**12) == ([1, 10, 100, 1000, 5000], "")
 
 
 def test_tables_and_plot_take_any_number_of_axes_and_unknown_memory(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.another_machine import Machine, is_possible
-from benchmarks.torture import Round, Session, Tally, damage, result, wait
+from benchmarks.torture_round import Round, Session, Tally, damage, result, wait
 from tests.helpers import ROOT
 
 

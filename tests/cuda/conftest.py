@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.workload import write_random_tokens
+from benchmarks.random_tokens import write_random_tokens
 
 
 @pytest.fixture(autouse=True)

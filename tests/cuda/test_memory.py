@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.workload import Training, write_random_tokens
+from benchmarks.random_tokens import write_random_tokens
+from benchmarks.workload import Training
 from tests.cuda.helpers import DEVICE, ON_GPU, losses_of, memory_limit, opened
 from training.planning.estimate import estimate_memory
 from training.telling.records import read_metrics

@@ -1,0 +1,336 @@
+"""A round of `torture.py`: a text is tokenized and trained on in sessions that are killed, disturbed and damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure  # noqa: F401 (sessions import it on first use)
+import torch
+
+import tokenize_local_bpe
+import train_colab_mmap
+from benchmarks.another_machine import Machine, is_possible
+from benchmarks.measure import flag_words
+from common.checkpoint import problems_of, step_folders
+from examples import conversations
+from training.keeping import lease, mirror
+from training.telling import summary  # noqa: F401 (as above)
+
+STEPS = 60
+TEXT_BYTES = 60_000
+CLOCK = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # differs between any two runs
+WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ALLOWED = {0, 4, 130, -signal.SIGKILL}  # finished, a full disk, stopped, killed
+LATEST = 0.7  # seconds into a training that it is disturbed; it takes about two
+LONGEST_SESSION = 120.0  # seconds, then it hangs
+UNTIL_A_FULL_DISK_IS_GIVEN_UP = 5.0  # seconds; half a minute for users, who may make room
+SIGN_OF_LIFE, GONE = 0.2, 3.0  # seconds; 60 and 150 for users
+CLOCKS_APART = 300.0  # seconds, at most
+
+
+@dataclass
+class Tally:
+    """How often each thing was done, where kills hit, and every loss."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    losses: list[str] = field(default_factory=list)
+
+    def require(self, holds: bool, loss: str) -> None:
+        if not holds:
+            self.losses.append(loss)
+            print(f"LOSS       {loss}", flush=True)
+
+
+@dataclass
+class Session:
+    """A script in its own process: forked, because importing torch takes longer than the work here."""
+
+    main: Callable[[list[str]], int]
+    argv: list[str]
+    log: Path
+    machine: Machine | None = None  # None: this one
+
+    def start(self, largest_file: int | None = None) -> int:
+        """Returns the process id. Writing a file beyond `largest_file` bytes fails, like on a full disk."""
+        self.log.unlink(missing_ok=True)  # from the session before: this one may be killed before it opens its own
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 1
+        try:
+            with open(self.log, "wb", buffering=0) as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            if self.machine is not None:
+                self.machine.become()
+            if largest_file is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+            code = self.main(self.argv)
+            sys.stdout.flush()
+            sys.stderr.flush()
+        except KeyboardInterrupt:  # the script is over, but the process is not
+            code = 130
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+def wait(pid: int, seconds: float) -> int | None:
+    """The exit code of a process, negative for a signal; None if it has not ended by then."""
+    deadline = time.monotonic() + seconds
+    while True:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(0.001)
+
+
+class Round:
+    """One text, tokenized and trained on in its own folder."""
+
+    def __init__(self, folder: Path, moments: random.Random, tally: Tally, has_two_machines: bool = False):
+        self.folder, self.moments, self.tally, self.has_two_machines = folder, moments, tally, has_two_machines
+        self.tokens, self.disk, self.drive = folder / "tokens", folder / "disk", folder / "drive"
+        self.run = self.disk / "run"
+        (self.drive / "MyDrive").mkdir(parents=True)
+        self.disk.mkdir()
+
+    def tokenizing(self, text: Path) -> Session:
+        flags = ["--input", str(text), "--output_dir", str(self.tokens), "--vocab_size", "300"]
+        return Session(
+            tokenize_local_bpe.main, [*flags, "--chunk_size_mb", "0.002", "--num_workers", "1"], self.folder / "log"
+        )
+
+    def training(self, machine: Machine | None = None) -> Session:
+        flags: dict[str, Any] = {
+            "data_dir": self.tokens, "output_dir": self.run, "checkpoint_dir": self.copies.parent, "device": "cpu",
+            "num_layers": 1, "embed_dim": 32, "num_heads": 2, "max_seq_len": 16, "dropout": 0.1, "batch_size": 4,
+            "max_steps": STEPS, "log_interval": 1, "eval_interval": 10, "eval_batches": 4, "checkpoint_steps": 4,
+            "checkpoint_interval": 0, "checkpoint_minutes": 0, "compile": "off",
+        }  # fmt: skip
+        log = self.folder / ("log" if machine is None else f"log of {machine.name}")
+        return Session(train_colab_mmap.main, flag_words(flags), log, machine)
+
+    @property
+    def copies(self) -> Path:
+        return self.drive / "MyDrive" / "copies" / self.run.name
+
+    def finish(self, text: Path) -> None:
+        """Finish undisturbed."""
+        for session in (self.tokenizing(text), self.training()):
+            code = wait(session.start(), LONGEST_SESSION)
+            if code != 0:
+                raise RuntimeError(f"an undisturbed session ended with {code}:\n{session.said()}")
+
+    def suffer(self, text: Path, tokenizing_seconds: float) -> None:
+        """Finish in spite of kills and damage. Undisturbed, tokenizing takes `tokenizing_seconds`."""
+        while not self.disturb("tokenizing", self.tokenizing(text), 1.1 * tokenizing_seconds):
+            pass
+        while not self.disturb("training", self.training(), LATEST):
+            pass
+
+    def disturb(self, name: str, session: Session, latest: float) -> bool:
+        """One session, disturbed at a random moment up to `latest` seconds. True if it finished everything."""
+        expected = None
+        if name == "training":
+            self.lose_something()
+            expected = max(whole(self.run) | whole(self.copies), default=0)
+        what = self.moments.choices(["kill", "wish", "full disk", "unmount", "two machines"], [80, 10, 5, 5, 10])[0]
+        if name == "tokenizing" and what in ("wish", "unmount", "two machines"):
+            what = "kill"  # it catches no signals, and copies nothing
+        if what == "two machines" and not self.has_two_machines:
+            what = "kill"
+        limit = self.moments.randrange(1, 60_000) if what == "full disk" else None
+        pid = session.start(limit)
+        code = None if what == "full disk" else wait(pid, self.moments.uniform(0.0, latest))
+        if code is None and what == "kill":
+            os.kill(pid, signal.SIGKILL)
+            self.tally.counts[f"SIGKILL while {name}"] += 1
+        elif code is None and what == "wish":
+            os.kill(pid, self.moments.choice(WISHES))
+            self.tally.counts["signals that ask to stop"] += 1
+        elif code is None and what == "unmount" and (self.drive / "MyDrive" / "copies").exists():
+            self.unmount(pid)
+        elif code is None and what == "two machines":
+            self.train_elsewhere(pid, session)
+        if code is None:
+            code = wait(pid, LONGEST_SESSION)
+        if code is None:
+            os.kill(pid, signal.SIGKILL)
+            wait(pid, LONGEST_SESSION)
+            code = 1
+            self.tally.require(False, f"a session hung:\n{session.said()}")
+        if what == "full disk" and code != 0:
+            self.tally.counts[f"full disk while {name}"] += 1
+        self.examine(name, session, code, what, expected)
+        # After these, copies may be missing; the next session makes up for it.
+        return code == 0 and what not in ("full disk", "unmount", "two machines")
+
+    def train_elsewhere(self, pid: int, first: Session) -> None:
+        """Another machine trains the run and is killed, stopped or left alone, while this one sleeps or goes on. A
+        sleeping one wakes up during that or afterwards."""
+        clock_off = self.moments.uniform(-CLOCKS_APART, CLOCKS_APART)
+        machine = Machine("another", self.folder / "its disk", self.disk, clock_off)
+        sleeps = self.moments.random() < 0.7
+        if sleeps:
+            os.kill(pid, signal.SIGSTOP)
+        expected = max(whole(machine.disk / self.run.name) | whole(self.copies), default=0) if sleeps else None
+        session = self.training(machine)
+        other = session.start()
+        what = self.moments.choice(["kill", "wish", "nothing"])
+        code = wait(other, self.moments.uniform(0.0, GONE + 3 * LATEST))
+        if sleeps and self.moments.random() < 0.3:
+            os.kill(pid, signal.SIGCONT)
+            self.tally.counts["woken beside another machine"] += 1
+        if code is None and what == "kill":
+            os.kill(other, signal.SIGKILL)
+            self.tally.counts["SIGKILL while training elsewhere"] += 1
+        elif code is None and what == "wish":
+            os.kill(other, signal.SIGINT)
+        code = wait(other, LONGEST_SESSION) if code is None else code
+        if code is None:
+            os.kill(other, signal.SIGKILL)
+            code = wait(other, LONGEST_SESSION)
+            self.tally.require(False, f"a session elsewhere hung:\n{session.said()}")
+        self.tally.counts["trained elsewhere, the first machine asleep" if sleeps else "two machines at once"] += 1
+        self.examine("training elsewhere", session, 1 if code is None else code, what, expected)
+        if sleeps:
+            os.kill(pid, signal.SIGCONT)
+        else:
+            self.tally.require("took over" not in first.said(), f"a live session was taken for dead:\n{first.said()}")
+
+    def unmount(self, pid: int) -> None:
+        """Unmount the Drive, which leaves the empty folder it was mounted on, and mount it again."""
+        away = self.folder / "away"
+        self.drive.rename(away)
+        self.drive.mkdir()
+        time.sleep(self.moments.uniform(0.0, 0.5))
+        self.tally.require(list(self.drive.iterdir()) == [], "something was written where the Drive was unmounted")
+        shutil.rmtree(self.drive)
+        away.rename(self.drive)
+        self.tally.counts["Drive unmounted and back"] += 1
+
+    def lose_something(self) -> None:
+        """Damage a checkpoint or lose the machine, if something remains to continue from."""
+        chance = self.moments.random()
+        here, there = whole(self.run), whole(self.copies)
+        if chance < 0.05 and there and (self.copies / "best").exists():
+            shutil.rmtree(self.run, ignore_errors=True)
+            self.tally.counts["run folder lost"] += 1
+        elif chance < 0.15 and len(here | there) > 1 and here:
+            damage(self.run / "checkpoints" / f"step_{max(here):08d}", self.moments)
+            self.tally.counts["newest checkpoint damaged"] += 1
+
+    def examine(self, name: str, session: Session, code: int, what: str, expected: int | None) -> None:
+        """Count where the kill hit, and check what the session did."""
+        said = session.said()
+        also = {"full disk": {3}, "unmount": {2}}.get(what, set())  # no room for the tokens; no Drive at the start
+        allowed = ALLOWED | also
+        if what == "wish" and ("First step" not in said or (self.run / "summary.md").exists()):
+            # The signal came before there was anything to save, or after the end.
+            allowed |= {-number for number in WISHES}
+        self.tally.require(code in allowed and "Traceback" not in said, f"{name} ended with {code}:\n{said}")
+        if code == -signal.SIGKILL:
+            for place, folder in (("saving", self.run), ("copying to the mirror", self.copies)):
+                if any(any(folder.glob(f"{place_of}/.tmp-*")) for place_of in (".", "checkpoints", ".session-*")):
+                    self.tally.counts[f"of the kills: while {place}"] += 1
+            if name == "training" and said.rstrip().endswith("..."):
+                self.tally.counts["of the kills: while evaluating or waiting for a copy"] += 1
+        if expected and "Training   steps" in said:
+            self.tally.require(
+                f"Training   steps {expected:,} to" in said, f"not continued from step {expected}, the newest:\n{said}"
+            )
+
+
+def whole(run: Path) -> set[int]:
+    """The steps of the whole checkpoints of a run folder."""
+    return {int(path.name.removeprefix("step_")) for path in step_folders(run / "checkpoints") if not problems_of(path)}
+
+
+def damage(checkpoint: Path, moments: random.Random) -> None:
+    """Cut a file short, flip a bit, or delete it."""
+    path = moments.choice(sorted(checkpoint.iterdir()))
+    data = bytearray(path.read_bytes())
+    how = moments.choice(["cut", "bit", "gone"])
+    if how == "gone":
+        path.unlink()
+    else:
+        place = moments.randrange(len(data))
+        data[place] ^= 1 << moments.randrange(8)
+        path.write_bytes(data[:place] if how == "cut" else data)
+
+
+def result(of: Round) -> dict[str, str]:
+    """The outcome of a round without times: hashes of tokens, weights, optimizer, best weights, and metrics."""
+    final = of.run / "checkpoints" / f"step_{STEPS:08d}"
+    paths = [*sorted(path for path in of.tokens.iterdir() if "metadata" not in path.name)]
+    paths += [final / "model.safetensors", final / "optimizer_state.bin", of.run / "best" / "model.safetensors"]
+    paths += [of.copies / "checkpoints" / final.name / "model.safetensors", of.copies / "best" / "model.safetensors"]
+    found = {str(path.relative_to(of.folder)): "missing" for path in paths}
+    for path in paths:
+        if path.exists():
+            found[str(path.relative_to(of.folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    for folder in (of.run, of.copies):
+        lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
+        rows = [{key: value for key, value in json.loads(line).items() if key not in CLOCK} for line in lines]
+        found[f"{folder.relative_to(of.folder)}/metrics.jsonl"] = json.dumps(rows)
+    return found
+
+
+def run_rounds(least_kills: int, seed: int, scratch: Path) -> tuple[int, Tally]:
+    """Rounds in the folder `scratch` until there were so many kills: how many rounds, and what happened in them."""
+    prepare_to_fork()
+    tally, moments = Tally(), random.Random(seed)
+    text = scratch / "text.txt"
+    has_two_machines = is_possible(scratch)
+    if not has_two_machines:
+        print("Note: this system forbids namespaces, so no second machine trains.", flush=True)
+    conversations.write(text)
+    text.write_bytes(text.read_bytes()[:TEXT_BYTES])
+    unbroken = Round(scratch / "unbroken", moments, tally)
+    started = time.monotonic()
+    wait(unbroken.tokenizing(text).start(), LONGEST_SESSION)
+    seconds = time.monotonic() - started
+    unbroken.finish(text)
+    expected = result(unbroken)
+    kills = rounds = 0
+    while kills < least_kills:
+        rounds += 1
+        suffering = Round(scratch / f"round_{rounds}", moments, tally, has_two_machines)
+        suffering.suffer(text, seconds)
+        for name, value in result(suffering).items():
+            tally.require(value == expected[name], f"round {rounds}: {name} is not what it should be")
+        kills = sum(count for name, count in tally.counts.items() if name.startswith("SIGKILL"))
+        print(f"Round {rounds}: {kills:,} kills, {len(tally.losses)} losses", flush=True)
+        with contextlib.suppress(OSError):
+            shutil.rmtree(suffering.folder)
+    return rounds, tally
+
+
+def prepare_to_fork() -> None:
+    """Do once what each session, forked from here, would do again; and make waiting for other machines short."""
+    vars(lease).update(HEARTBEAT=SIGN_OF_LIFE, DEAD_AFTER=GONE)
+    vars(mirror).update(HEARTBEAT=SIGN_OF_LIFE, LAST_ATTEMPTS_SECONDS=UNTIL_A_FULL_DISK_IS_GIVEN_UP)
+    torch.set_num_threads(1)  # a process with threads cannot be forked
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)

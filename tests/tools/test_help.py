@@ -1,0 +1,33 @@
+"""The menu: every script in tools/ and benchmarks/ answers --help at once, and says how it is called."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from tests.helpers import ROOT
+
+# What a user types, and what developers do.
+TOOLS = ("export_hf", "import_hf", "merge_lora", "serve", "speed_ladder", "watch", "web_demo")
+BENCHMARKS = ("ablation", "choosing", "generation", "gpu_suite", "peers", "scaling", "tokenizing", "torture")
+CODE = """
+import importlib, sys
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name).main(["--help"])
+    except SystemExit as end:
+        assert not end.code, name
+    assert "torch" not in sys.modules, f"{name} imports torch"
+"""
+
+
+def test_help_answers_without_torch() -> None:
+    names = [*(f"tools.{name}" for name in TOOLS), *(f"benchmarks.{name}" for name in BENCHMARKS)]
+    done = subprocess.run([sys.executable, "-c", CODE, *names], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name in names:
+        assert f"usage: {name.replace('.', '/')}.py" in done.stdout, name
+
+
+def test_the_folder_is_the_menu() -> None:
+    assert sorted(path.stem for path in (ROOT / "tools").glob("*.py")) == ["__init__", *TOOLS]
