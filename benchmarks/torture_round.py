@@ -22,8 +22,10 @@ from typing import Any
 import matplotlib.figure  # noqa: F401 (sessions import it on first use)
 import torch
 
+import tokenization.command  # noqa: F401 (sessions import it on first use)
 import tokenize_local_bpe
 import train_colab_mmap
+import training.loop  # noqa: F401 (as above)
 from benchmarks.another_machine import Machine, is_possible
 from benchmarks.measure import flag_words
 from common.checkpoint import problems_of, step_folders

@@ -1,7 +1,7 @@
-"""What the cells of notebooks/train_in_colab.ipynb call. Each may be called again, and goes on where it was.
+"""The functions that the cells of notebooks/train_in_colab.ipynb call. Each can be called again, and continues.
 
-The scripts run in the kernel itself: what Colab starts with ! is killed half a second after its stop button was
-pressed, and saving a large model takes longer.
+The scripts run inside the kernel: Colab kills a command started with ! half a second after its stop button is pressed,
+and saving a large model takes longer.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import shlex
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+import generate
+import tokenize_local_bpe
+import tools.export_hf
+import train_colab_mmap
 from common.checkpoint import Checkpoint, open_checkpoint, step_folders
 from common.errors import INTERRUPTED, CheckpointError, Script, UserError
-from notebooks.notebook_view import LiveView, Tables, Until, framed, show_markdown
+from examples import conversations
+from exchange import gguf_export, push_hub
+from generation.sampling import Sampling
+from generation.terminal import Conversation, room_for_prompt, stream_one
+from model import TransformerLanguageModel
+from notebooks.gpus import describe_machine as describe_machine  # a cell calls it from here
+from notebooks.notebook_view import LiveView, Tables, Until, framed
+from serving.watch_page import named, page
 from tokenization.metadata import TokenMetadata, metadata_files
+from tokenizer import Tokenizer
+from training.config import parse_config
 from training.keeping.state import read_state
 from training.telling.run_reader import RunReader
 
-if TYPE_CHECKING:
-    from generation.terminal import Conversation
-    from model import TransformerLanguageModel
-    from tokenizer import Tokenizer
-
-# Name in the device's name, memory in bytes, precision; and compute units an hour, as others report.
-CARDS = (
-    ("T4", 15.6e9, "fp16", "about 1.1"),
-    ("L4", 23.6e9, "bf16", ""),
-    ("A100", 42.4e9, "bf16", "7 to 13"),
-    ("H100", 85.0e9, "bf16", ""),
-    ("RTX PRO 6000", 101.0e9, "bf16", "about 9"),
-)
-COLAB_NAMES = {"RTX PRO 6000": "G4 (RTX PRO 6000)", "A100": "A100 (40 GB; there are some of 80)"}
-PRESETS = ("gpt2_small", "gpt2_medium")
 # Of a text of at most so many bytes, as docs/choosing.md advises; and of more.
 SIZES = ((10e6, "small_modern"), (30e6, "medium_modern"), (300e6, "large"))
 LARGEST = "gpt2_small"
@@ -45,87 +45,26 @@ BUILT_IN, UPLOAD, UPLOAD_ANOTHER = "built-in", "upload", "upload another"
 
 
 class Stopped(Exception):
-    """Ends a cell, and those that were to follow, with a sentence instead of a traceback."""
+    """Ends a cell, and the cells after it, with a sentence instead of a traceback."""
 
     def _render_traceback_(self) -> list[str]:  # the name by which IPython asks
         return [str(self)]
 
 
 def run(name: str, main: Script, *words: object) -> None:
-    """A script as a cell calls it, with the command that does the same in a terminal. Raises Stopped if it fails."""
+    """Run a script, after printing the command that does the same in a terminal. Raises Stopped if it fails."""
     argv = [str(word) for word in words]
     print(f"$ python {name} {shlex.join(argv)}\n", flush=True)
     code = main(argv)
     if code == INTERRUPTED:
-        raise Stopped("Stopped. What was done is kept: run this cell again to go on.")
+        raise Stopped("Stopped. The progress is kept: run this cell again to go on.")
     if code:
         raise Stopped(f"{name} ended with exit code {code}; its message above says what to do.")
 
 
-# The machine
-
-
-def describe_machine() -> None:
-    """What this machine is, and what to do with it and with others; its memory and batches are by the estimate that the
-    trainer makes, too."""
-    import torch
-
-    from common.formatting import byte_size
-    from training.config import parse_config
-    from training.machine.hardware import detect_hardware
-
-    hardware = detect_hardware(parse_config([]))
-    print(f"Device     {hardware.name}")
-    if hardware.is_cuda and hardware.memory_bytes:
-        print(f"Memory     {byte_size(hardware.memory_bytes)}")
-    elif not torch.cuda.is_available():
-        print("There is no GPU here. In Colab: Runtime > Change runtime type. The built-in text needs none.")
-    print("Precision and compiling depend on the model too: step 6 says them.")
-    here = card_of(hardware.name)
-    lines = [
-        "| GPU | memory | precision | "
-        + " | ".join(f"`{preset}`: sequences at once, forecast" for preset in PRESETS)
-        + " | compute units an hour, as others report |",
-        "|---" * (4 + len(PRESETS)) + "|",
-    ]
-    for name, memory, precision, units in CARDS:
-        shown = f"{COLAB_NAMES.get(name, name)}" + (" (yours)" if name == here else "")
-        fits = [sequences_at_once(preset, name, int(memory), precision) for preset in PRESETS]
-        cells = [shown, byte_size(memory), precision, *fits, units or "see Colab's Resources panel"]
-        lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "Forecast by the trainer's estimate of memory, with a vocabulary of 32,000: step 6 tries it."]
-    show_markdown("\n".join(lines))
-
-
-def card_of(device_name: str) -> str | None:
-    from common.machine import names_part
-
-    return next((name for name, *_ in CARDS if names_part(device_name, name)), None)
-
-
-def sequences_at_once(preset: str, card: str, memory: int, precision: str) -> str:
-    """Of a preset with a vocabulary of 32,000, by the trainer's own estimate: a step is taken in slices that fit."""
-    import torch
-
-    from model import TransformerLanguageModel
-    from training.config import parse_config
-    from training.machine.hardware import Hardware
-    from training.planning.memory import fit_micro_batch
-
-    config = parse_config(["--config", preset])
-    with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(32_000))
-    hardware = Hardware(torch.device("cuda"), card, precision, "", True, "", None, memory)
-    with contextlib.redirect_stdout(None):
-        fitted = fit_micro_batch(config, model, hardware)
-    return f"{fitted.rows_at_once} of {config.sequences_per_step}"
-
-
 def choose_config(asked: str, text: Path, source: str) -> str:
-    """`asked`, or for "auto" what suits the text and the machine. Raises Stopped for the quickstart's config with a
-    text that its questions are not about."""
-    import torch
-
+    """`asked`; for "auto" the config that suits the text and the machine. Raises Stopped for the quickstart's config
+    with another text, which its questions are not about."""
     if asked == QUICKSTART and source != BUILT_IN:
         raise Stopped(f"{QUICKSTART} is for the built-in text: choose auto, or small_modern for a first try.")
     if asked != "auto":
@@ -141,7 +80,7 @@ def choose_config(asked: str, text: Path, source: str) -> str:
 
 
 def size_of(text: Path) -> int:
-    """Bytes, of a file or of all files in a folder."""
+    """Bytes of a file, or of all files in a folder."""
     files = [text] if text.is_file() else [path for path in text.rglob("*") if path.is_file()]
     return sum(path.stat().st_size for path in files)
 
@@ -159,8 +98,8 @@ def colab() -> Any:
 
 
 def mount_drive(mount_point: str, folder: str) -> Path | None:
-    """The folder on Drive that keeps what is to outlive this machine; None outside Colab. Nothing is written before
-    Drive is there: it cannot be mounted on a folder that holds files."""
+    """The folder on Drive that keeps what must outlive this machine; None outside Colab. Nothing may be written before
+    Drive is mounted: it cannot be mounted on a folder with files."""
     if colab() is None:
         print("This is not Colab: nothing is mounted, and checkpoints stay in runs/.")
         return None
@@ -176,11 +115,9 @@ def mount_drive(mount_point: str, folder: str) -> Path | None:
 
 
 def get_text(source: str, path: str, drive: Path | None) -> Path:
-    """The text to train on: the built-in one, one that is uploaded (and kept on Drive, if there is one), or whatever
-    `path` names."""
+    """The text to train on: the built-in one, an uploaded one (kept on Drive, if there is one), or the one at
+    `path`."""
     if source == BUILT_IN:
-        from examples import conversations
-
         text = Path("datasets_cache") / "conversations" / "conversations.txt"  # where the trainer looks for it, too
         if not text.exists():
             text.parent.mkdir(parents=True, exist_ok=True)
@@ -198,7 +135,7 @@ def get_text(source: str, path: str, drive: Path | None) -> Path:
 
 
 def uploaded(kept: Path, is_another: bool) -> Path:
-    """The file that was uploaded last, or one that is uploaded now."""
+    """The file uploaded last, or one to upload now."""
     folder = kept / "texts"
     there = sorted(folder.glob("*"), key=lambda path: path.stat().st_mtime) if folder.is_dir() else []
     if there and not is_another:
@@ -219,12 +156,9 @@ def uploaded(kept: Path, is_another: bool) -> Path:
 
 
 def tokenize(text: Path, tokens: Path, vocab_size: int, config: str, run_dir: Path, drive: Path | None) -> None:
-    """Tokens of the text, in the folder `tokens`: with the vocabulary of the run that is to be continued, if there is
-    one here or on Drive; else with one of `vocab_size` (0: as the config says). Raises Stopped if that run was trained
-    on another text."""
-    import tokenize_local_bpe
-    from training.config import parse_config
-
+    """Tokenize the text into the folder `tokens`: with the vocabulary of the run to continue, if there is one here or
+    on Drive; else with one of `vocab_size` (0: as in the config). Raises Stopped if that run was trained on another
+    text."""
     kept = newest_of(run_dir, drive)
     if kept:
         vocabulary: list[object] = ["--tokenizer_file", kept.tokenizer_path()]
@@ -242,7 +176,7 @@ def tokenize(text: Path, tokens: Path, vocab_size: int, config: str, run_dir: Pa
 
 
 def newest_of(run_dir: Path, drive: Path | None) -> Checkpoint | None:
-    """A run's newest whole checkpoint, here or among the copies on Drive."""
+    """A run's newest complete checkpoint, here or among the copies on Drive."""
     copies = [mirror_of(drive) / run_dir.name / "checkpoints"] if drive else []
     for folder in step_folders(run_dir / "checkpoints", *copies):
         with contextlib.suppress(UserError, OSError):
@@ -259,11 +193,11 @@ def mirror_of(drive: Path) -> Path:
 def training_flags(
     config: str, tokens: Path, run_dir: Path, drive: Path | None, more: str = "", prompts: str = "", **values: float
 ) -> list[str]:
-    """The trainer's command line. `values` that are 0 are left out: as the config says. `more`: flags as they are
-    typed. `prompts`, with | between them, are written beside the tokens. The quickstart has its own length, evaluations
-    and prompts; and max_steps is a length in place of epochs."""
+    """The trainer's command line. `values` of 0 are left out: the config decides. `more`: flags as typed. `prompts`,
+    separated by |, are written to a file beside the tokens. The quickstart has its own length, evaluations and prompts.
+    max_steps replaces epochs."""
     words: list[object] = ["--config", f"{config}.json", "--data_dir", tokens, "--output_dir", run_dir]
-    if config == QUICKSTART:  # which names its text: that is tokenized already, with the vocabulary that was chosen
+    if config == QUICKSTART:  # its config names a text, which is already tokenized with the chosen vocabulary
         for file in metadata_files(tokens):
             words += ["--vocab_size", TokenMetadata.read(file).vocab_size]
     if drive:
@@ -282,17 +216,13 @@ def training_flags(
 
 
 def try_out(flags: Sequence[str]) -> None:
-    """Everything that a training does, once: nothing is kept."""
-    import train_colab_mmap
-
+    """A dry run: everything that a training does, once, without writing a run."""
     forget_model()
     run("train_colab_mmap.py", train_colab_mmap.main, *flags, "--dry_run")
 
 
 def train(flags: Sequence[str], run_dir: Path) -> None:
-    """Start or continue the training, with the loss and the newest answers in view. The stop button, once, saves."""
-    import train_colab_mmap
-
+    """Start or continue the training, showing the loss and the newest answers. Pressing the stop button once saves."""
     forget_model()
     with LiveView(run_dir) as view, contextlib.redirect_stdout(view):
         run("train_colab_mmap.py", train_colab_mmap.main, *flags)
@@ -300,8 +230,6 @@ def train(flags: Sequence[str], run_dir: Path) -> None:
 
 def show(*run_dirs: Path) -> None:
     """The page of tools/watch.py in a cell."""
-    from serving.watch_page import named, page
-
     runs = [RunReader(folder, name).read() for folder, name in named(run_dirs).items()]
     framed(page(runs).decode(), height=1100)
 
@@ -310,16 +238,14 @@ def show(*run_dirs: Path) -> None:
 
 
 class Loaded:
-    """The model that was talked to last, for the next time, and what was said to it."""
+    """The model used last, kept for the next call, and its conversation."""
 
     def __init__(self, path: Path):
-        from generate import load_checkpoint
-
         checkpoint = open_checkpoint(path)
         self.path = checkpoint.path
         self.model: TransformerLanguageModel
         self.tokenizer: Tokenizer
-        self.model, self.tokenizer = load_checkpoint(checkpoint, "auto")
+        self.model, self.tokenizer = generate.load_checkpoint(checkpoint, "auto")
         self.template = checkpoint.chat_template()
         self.conversation: Conversation | None = None
 
@@ -328,18 +254,15 @@ LOADED: Loaded | None = None
 
 
 def forget_model() -> None:
-    """Its memory is the training's now."""
+    """Free its memory for the training."""
     global LOADED
     LOADED = None
 
 
 def talk(prompt: str, checkpoint: Path, is_new: bool = True, **sampling: Any) -> None:
-    """The model's continuation of the prompt, as it is made; of a model that was trained on conversations its answer,
-    which it remembers unless the conversation `is_new`. The stop button ends the text where it is."""
+    """Stream the model's continuation of the prompt. A model of conversations answers, and remembers the turns before
+    unless the conversation `is_new`. The stop button ends the text where it is."""
     global LOADED
-    from generation.sampling import Sampling
-    from generation.terminal import Conversation, room_for_prompt, stream_one
-
     try:
         settings = Sampling(**sampling)
         if LOADED is None or LOADED.path != open_checkpoint(checkpoint).path:
@@ -357,16 +280,14 @@ def talk(prompt: str, checkpoint: Path, is_new: bool = True, **sampling: Any) ->
             print(f"> {prompt}")
             answer = stream_one(loaded.model, loaded.tokenizer, loaded.conversation.ask(prompt), settings)
             loaded.conversation.answered(answer.text)
-    except (UserError, ValueError) as problem:  # of the settings, or of characters it does not know
+    except (UserError, ValueError) as problem:  # wrong settings, or unknown characters
         raise Stopped(str(problem)) from None
 
 
 def score(passage: str, checkpoint: Path) -> None:
-    """How well the model predicts a file, or the passage itself."""
-    import generate
-
+    """Print how well the model predicts a file, or the passage itself."""
     text = Path(passage)
-    if len(passage) > 255 or not text.is_file():  # no name of a file is longer
+    if len(passage) > 255 or not text.is_file():  # no file name is longer
         text = Path("datasets_cache") / "passage.txt"
         text.parent.mkdir(exist_ok=True)
         text.write_text(passage, encoding="utf-8")
@@ -378,12 +299,8 @@ def score(passage: str, checkpoint: Path) -> None:
 
 
 def export(checkpoint: Path, gguf: bool) -> Path:
-    """The newest checkpoint as a folder for transformers, and with `gguf` a file for llama.cpp beside it; each is
-    written once. Where there can be no such file it is said why, and the folder is there. Raises Stopped if the
-    checkpoint is not."""
-    import tools.export_hf
-    from exchange import gguf_export
-
+    """Export the newest checkpoint as a folder for transformers, and with `gguf` as a file for llama.cpp beside it;
+    each once. If there can be no such file, print why. Raises Stopped if there is no checkpoint."""
     try:
         newest = open_checkpoint(checkpoint)
     except CheckpointError as problem:
@@ -404,7 +321,7 @@ def export(checkpoint: Path, gguf: bool) -> Path:
 
 
 def download(out: Path) -> None:
-    """The exported folder as one file, by the browser; outside Colab it is said where that file lies."""
+    """Download the exported folder as one file in the browser; outside Colab, print where that file is."""
     files = [Path(shutil.make_archive(str(out), "zip", out)), out.with_suffix(".gguf")]
     for file in filter(Path.exists, files):
         if colab() is None:
@@ -418,9 +335,7 @@ def download(out: Path) -> None:
 def push(out: Path, repository: str, public: bool) -> None:
     """Upload the exported folder to the Hugging Face Hub, with the token of Colab's secret HF_TOKEN, or of `hf auth
     login`."""
-    from exchange.push_hub import push as upload
-
     try:
-        print(upload(out, repository, public=public))
+        print(push_hub.push(out, repository, public=public))
     except UserError as problem:
         raise Stopped(str(problem)) from None
