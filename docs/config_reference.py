@@ -1,4 +1,4 @@
-"""docs/configuration.md: every key and flag of the three scripts, from where they are defined.
+"""Write docs/configuration.md: every key and flag of the three scripts, from their definitions.
 
 python docs/config_reference.py
 """
@@ -28,7 +28,7 @@ DOCUMENT = REPOSITORY / "docs" / "configuration.md"
 KINDS = {"int": "whole number", "float": "number", "str": "text", "bool": "`true`, `false`"}
 METAVARS = {"FILE": "file", "PATH": "path", "FOLDER": "folder"}
 LIMITS = {"low": "at least", "above": "more than", "high": "at most", "below": "less than"}
-IN_BRACKETS = re.compile(r" ?\[([^]]+)]")  # how help texts give a default that is no plain value
+IN_BRACKETS = re.compile(r" ?\[([^]]+)]")  # how help texts give a default that is not a plain value
 
 HEAD = """\
 # Configuration
@@ -64,7 +64,7 @@ As above; the groups are those of `--help`.
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="config_reference.py", description="Write docs/configuration.md anew.")
+    parser = Parser(prog="docs/config_reference.py", description="Write docs/configuration.md again.")
     add_debug(parser)
     parser.parse_args(argv)
     with atomic_write(DOCUMENT) as file:
@@ -95,16 +95,16 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def key_row(key: str, f: dataclasses.Field[Any]) -> list[str]:
-    """Of an option: its name, its default, what it may be, what it does."""
+    """The row of an option: its name, its default, its values, what it does."""
     default, text = split_default(f.metadata["help"])
     return [f"`{key}`", default if f.default in (None, ()) else code(f.default), allowed(f), text]
 
 
 def split_default(text: str) -> tuple[str, str]:
-    """A help text -> the default that it gives in brackets, and the rest, both as Markdown."""
+    """A help text -> the default in its brackets, and the rest, both as Markdown."""
     found = IN_BRACKETS.search(text)
     default = found[1] if found else ""
-    is_value = bool(default) and " " not in default  # that could be typed
+    is_value = bool(default) and " " not in default  # one can type it
     return code(default) if is_value else escaped(default), escaped(IN_BRACKETS.sub("", text, count=1))
 
 
@@ -113,7 +113,7 @@ def escaped(text: str) -> str:
 
 
 def code(value: Any) -> str:
-    """A value as it is written in JSON; texts as they are typed."""
+    """A value as in JSON; texts as typed."""
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
@@ -132,7 +132,7 @@ def allowed(f: dataclasses.Field[Any]) -> str:
 
 
 def config_rows() -> list[list[str]]:
-    """Every key that a file in configs/ sets, in the order of the schema, and the configs by value."""
+    """Every key that a file in configs/ sets, in the order of the schema, with its configs by value."""
     files = {path.stem: read_json(path, ConfigError) for path in sorted((REPOSITORY / "configs").glob("*.json"))}
     rows = []
     for key in SCHEMA:

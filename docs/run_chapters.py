@@ -1,9 +1,9 @@
-"""docs/how_it_works/: run the Python of its pages, and compare what it prints with what stands below it.
+"""Run the Python of the chapters in docs/how_it_works/, and compare what it prints with the output in the page.
 
-    python docs/run_chapters.py            # do the pages tell the truth, on this machine?
-    python docs/run_chapters.py --write    # bring them up to it
+    python docs/run_chapters.py            # are the pages right, on this machine?
+    python docs/run_chapters.py --write    # update them
 
-Each page runs by itself but for the files that earlier pages wrote: they share one temporary folder.
+Each page runs by itself, but all share one temporary folder and the files in it.
 """
 
 from __future__ import annotations
@@ -27,55 +27,57 @@ from common.flags import Parser, add_debug
 from training.config import REPOSITORY
 
 FOLDER = REPOSITORY / "docs" / "how_it_works"
-# Python, and below it what it prints, if anything.
+# Python, and its output below it, if any.
 BLOCK = re.compile(r"(^```python\n(?P<code>.*?)^```\n)(?P<shown>\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
 END = "-- the end of a block --"
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e-?\d+)?")
-LAST_DIGITS = 3  # by how much of its last digit a number with a decimal point may differ from machine to machine
+LAST_DIGITS = 3  # how many units of its last digit a decimal number may differ between machines
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    """Raises DataError listing what does not agree."""
+    """Raises DataError listing the differences."""
     arguments = parse_arguments(argv)
     pages = read_pages()
     now = run(pages)
     differing = [problem for path, text in pages.items() for problem in differences(path, text, now[path])]
     if arguments.write:
         for path, text in now.items():
-            if any(differences(path, pages[path], text)):  # rounding aside, so that a page changes for a reason
+            if any(differences(path, pages[path], text)):  # not for rounding alone
                 with atomic_write(path) as file:
                     file.write(text.encode())
                 print(f"Wrote {path}")
     elif differing:
-        raise DataError("\n".join([*differing, "If that is meant: python docs/run_chapters.py --write"]))
+        raise DataError("\n".join([*differing, "If the new output is right: python docs/run_chapters.py --write"]))
     print(f"{len(pages)} pages, {sum(len(BLOCK.findall(text)) for text in pages.values())} blocks")
     return 0
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="how_it_works.py", description="Run the Python of docs/how_it_works/ and compare the output.")
-    parser.add_argument("--write", action="store_true", help="put what is printed now into the pages")
+    parser = Parser(
+        prog="docs/run_chapters.py", description="Run the Python of docs/how_it_works/, compare its output."
+    )
+    parser.add_argument("--write", action="store_true", help="write the current output into the pages")
     add_debug(parser)
     return parser.parse_args(argv)
 
 
 def read_pages() -> dict[Path, str]:
-    """The chapters in their order."""
+    """The chapters in order."""
     return {path: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("[0-9]*.md"))}
 
 
 def run(pages: dict[Path, str]) -> dict[Path, str]:
-    """The pages with what their Python prints now."""
+    """The pages with the current output of their Python."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         return {path: run_page(path.stem, text) for path, text in pages.items()}
 
 
 def run_page(name: str, text: str) -> str:
-    """A page with what its Python prints now, run as a script in the current folder."""
+    """A page with the current output of its Python, run as a script in the current folder."""
     code = ""
     for block in BLOCK.finditer(text):
-        code += "\n" * (line_of(block) - code.count("\n"))  # so that a traceback has the lines of the page
+        code += "\n" * (line_of(block) - code.count("\n"))  # so that tracebacks have the line numbers of the page
         code += f"{block['code']}print({END!r})\n"
     script = Path(f"{name}.py")
     script.write_text(code, encoding="utf-8")
@@ -95,18 +97,18 @@ def line_of(block: re.Match[str]) -> int:
 
 
 def differences(path: Path, before: str, after: str) -> list[str]:
-    """A message for each block whose output is another, and not by rounding."""
+    """A message for each block whose output differs by more than rounding."""
     blocks = zip(BLOCK.finditer(before), BLOCK.finditer(after), strict=True)
     return [
-        f"{path}, line {line_of(old)}, prints:{new['shown']}and the page has:{old['shown']}"
+        f"{path}, line {line_of(old)}, prints:{new['shown']}but the page has:{old['shown']}"
         for old, new in blocks
         if not agree(old["shown"] or "", new["shown"] or "")
     ]
 
 
 def agree(shown: str, printed: str) -> bool:
-    """Whether two outputs are the same: words and whole numbers exactly, numbers with a decimal point but for the last
-    digit, and white space as far as it is there."""
+    """Whether two outputs agree: words and whole numbers exactly, decimal numbers up to the last digit, and any amount
+    of white space."""
     words = [re.sub(r"\s+", " ", NUMBER.sub("0", text)) for text in (shown, printed)]
     numbers = [NUMBER.findall(text) for text in (shown, printed)]
     return words[0] == words[1] and all(near(*pair) for pair in zip(*numbers, strict=True))
