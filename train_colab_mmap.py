@@ -15,14 +15,14 @@ import time
 from collections.abc import Sequence
 
 from common.errors import CheckpointError, full_disk_told, script
-from common.launch import end, one_voice
+from common.launch import end, only_rank_0_prints
 from common.output import unbreakable_output
 from training.config import parse_config
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    with unbreakable_output(), one_voice():  # a closed stdout must not stop the training
+    with unbreakable_output(), only_rank_0_prints():  # a closed stdout must not stop the training
         started = time.perf_counter()
         config = parse_config(argv)
         # torch takes seconds to import, and --help should not wait for it.

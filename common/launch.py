@@ -28,13 +28,13 @@ def place() -> Place:
     return Place(*(int(os.environ.get(name, 1)) for name in names))
 
 
-def is_first() -> bool:
+def is_rank_0() -> bool:
     """Whether this is rank 0, the process that prints and writes files."""
     return place().rank == 0
 
 
 @contextlib.contextmanager
-def one_voice() -> Iterator[None]:
+def only_rank_0_prints() -> Iterator[None]:
     """Only rank 0 prints; a user's error is reported by one process on each machine."""
     here = place()
     if here.rank == 0:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import INTERRUPTED
-from common.launch import is_first
+from common.launch import is_rank_0
 from common.lock import FolderLock
 from training.config import TrainConfig
 from training.file_names import SUMMARY
@@ -20,7 +20,7 @@ from training.keeping.start import start_or_resume
 from training.keeping.state import Start
 from training.machine.compilation import compile_model
 from training.machine.hardware import frozen_garbage
-from training.machine.processes import on_first, share_tensors, together
+from training.machine.processes import broadcast_tensors, on_rank_0, process_group
 from training.numbers.evaluate import Evaluation, answer_prompts, evaluate, evaluated_windows, validation_loss
 from training.numbers.prompts import Answer
 from training.numbers.schedule import has_stopped_early, learning_rate
@@ -46,29 +46,29 @@ def train(config: TrainConfig, started: float, ends_process: bool) -> int:
 
     `started` is the time.perf_counter() at which the command began. `ends_process`: the process ends after this.
     """
-    with together(config), FolderLock(being_trained) as lock:
-        on_first(lambda: require_ours(config.run_dir, "--output_dir"))
-        on_first(lambda: require_tensorboard(config))
+    with process_group(config), FolderLock(being_trained) as lock:
+        on_rank_0(lambda: require_ours(config.run_dir, "--output_dir"))
+        on_rank_0(lambda: require_tensorboard(config))
         parts = prepare(config)
         with memory_advice(parts.config, parts.data.vocab_size, parts.hardware):
             if look := next((look for key, look in LOOKS.items() if getattr(config, key)), None):
                 look(Run(parts))
                 return 0
-            on_first(lambda: lock.take(config.run_dir))
+            on_rank_0(lambda: lock.take(config.run_dir))
             run = start_or_resume(parts)
-            on_first(lambda: lock.take(run.dir))  # which may have been made just now
+            on_rank_0(lambda: lock.take(run.dir))  # which may have been made just now
             return train_run(run, started, ends_process)
 
 
 def train_run(run: Run, started: float, ends_process: bool) -> int:
     """Take a run from where it stands to its end, or to where it is stopped. Returns the exit code."""
     parts, state, config = run.parts, run.state, run.parts.config
-    if on_first(lambda: state.finished and (run.dir / SUMMARY).is_file()):
+    if on_rank_0(lambda: state.finished and (run.dir / SUMMARY).is_file()):
         with run.saving(print, lambda: False):
             pass  # but for the mirror, which may not be up to date
         print(finished_message(run))
         return 0
-    if is_first():
+    if is_rank_0():
         write_config(config, parts.hardware.name)
         rewind(run.dir, state.step if state.unevaluated is None else state.step - 1)
     print(f"Training   steps {state.step:,} to {state.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
@@ -84,7 +84,7 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
         interruption.answer = "Stopping once what is under way is saved and copied"
         run.finish_saving(report.say)
         is_done = state.finished and state.unevaluated is None
-        if is_done and is_first():
+        if is_done and is_rank_0():
             if parts.prompts and not answers:  # evaluation is off, or the machine went away after the last step
                 answers = answer_prompts(parts)
             write_summary(run, timer, answers)
@@ -220,8 +220,8 @@ class Loop:
         model = self.parts.model
         current = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         try:
-            on_first(self.run.load_best)
-            share_tensors(list(model.state_dict().values()))
+            on_rank_0(self.run.load_best)
+            broadcast_tensors(list(model.state_dict().values()))
             yield
         finally:
             model.load_state_dict(current)

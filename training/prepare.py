@@ -16,7 +16,7 @@ from training.config import TrainConfig
 from training.keeping.adapters import adapt
 from training.keeping.resume import own_tokenizer, with_given_shape
 from training.machine.hardware import detect_hardware
-from training.machine.processes import on_first
+from training.machine.processes import on_rank_0
 from training.numbers.data import TokenData
 from training.numbers.optimizer import build_optimizer
 from training.numbers.prompts import check_prompts, read_prompts
@@ -29,11 +29,11 @@ from training.planning.tuning import choose_micro_batch, use_tuning
 def prepare(config: TrainConfig) -> Parts:
     """Find out what the machine can do, tokenize or read the data, build the model. Nothing is known yet of the run
     that these parts start or continue."""
-    config = on_first(lambda: use_tuning(use_builtin_files(with_given_shape(config))))
+    config = on_rank_0(lambda: use_tuning(use_builtin_files(with_given_shape(config))))
     hardware = detect_hardware(config)
     print(hardware.describe())
-    config = on_first(lambda: tokenize_input(config))
-    prompts = on_first(lambda: read_prompts(config.eval_prompts) if config.eval_prompts else [])
+    config = on_rank_0(lambda: tokenize_input(config))
+    prompts = on_rank_0(lambda: read_prompts(config.eval_prompts) if config.eval_prompts else [])
     data = TokenData.open(config, hardware)
     print(data.describe() + repetition(data.windows, config))
     check_prompts(prompts, data)
@@ -47,7 +47,7 @@ def prepare(config: TrainConfig) -> Parts:
         )
         model.activation_checkpointing = config.activation_checkpointing
         adapt(model, config)
-        config = on_first(lambda: choose_micro_batch(config, model, data, hardware))
+        config = on_rank_0(lambda: choose_micro_batch(config, model, data, hardware))
         optimizer = build_optimizer(model, config)
     return Parts(config, hardware, data, prompts, model, optimizer, hardware.grad_scaler(), model)
 

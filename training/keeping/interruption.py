@@ -11,8 +11,8 @@ import warnings
 from collections.abc import Iterator
 from types import FrameType
 
-from common.launch import is_first
-from training.machine.processes import any_process, count, reached
+from common.launch import is_rank_0
+from training.machine.processes import any_process, count, note_part
 
 SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 SAME_WISH_SECONDS = 2.0  # a notebook's stop button sends two signals for one click
@@ -72,7 +72,7 @@ class Interruption:
             else:
                 now = "Stopping now, and saving the last finished step" if gives_up else self.answer
             with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
-                if is_first():
+                if is_rank_0():
                     os.write(2, f"\n{now}. Once more, after two seconds, stops at once.\n".encode())
             if gives_up:
                 raise StopRequested
@@ -96,7 +96,7 @@ class Interruption:
         if part == "data":
             self.step_began = time.monotonic()
         self.part = part
-        reached(part)
+        note_part(part)
 
     def step_over(self) -> str:
         """Done or not: from here on there is none to give up. Returns the part that it had come to."""

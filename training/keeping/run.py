@@ -12,12 +12,12 @@ import torch
 
 from common.checkpoint import BYTES_A_PARAMETER, Checkpoint, Snapshot, take_snapshot
 from common.errors import CheckpointError
-from common.launch import is_first
+from common.launch import is_rank_0
 from training.keeping.lease import TakenOver
 from training.keeping.mirror import Mirror
 from training.keeping.saving import Saver
 from training.keeping.state import Saved, TrainState
-from training.machine.processes import any_process, on_first
+from training.machine.processes import any_process, on_rank_0
 from training.numbers.optimizer import whole_state
 from training.numbers.schedule import epoch_sequences, last_step
 from training.numbers.stability import diverged
@@ -36,7 +36,7 @@ class Run:
         self.parts = parts
         self.state = state or TrainState(max_steps=last_step(0, 0, parts.data.windows, config))
         self.dir = config.run_dir
-        self.mirror = Mirror(self.dir, config.checkpoint_dir) if config.checkpoint_dir and is_first() else None
+        self.mirror = Mirror(self.dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
         self.saver = Saver(self.mirror.wake if self.mirror else lambda: None)
         self.saved_step = 0  # of the newest checkpoint
         self.last_saved = time.monotonic()
@@ -75,7 +75,7 @@ class Run:
             raise
         else:
             self.finish(say, is_asked_to_stop)
-            on_first(self.require_not_taken_over)
+            on_rank_0(self.require_not_taken_over)
         finally:
             try:
                 self.saver.close()
@@ -146,7 +146,7 @@ class Run:
             self.is_due = False
         self.best_is_new = False
         optimizer_state = whole_state(self.parts.optimizer)
-        if is_first():
+        if is_rank_0():
             self.saver.save(folders, functools.partial(self.snapshot, optimizer_state), self.checkpoint_bytes)
 
     def load_best(self) -> None:

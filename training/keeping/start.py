@@ -21,9 +21,9 @@ from training.keeping.resume import (
 from training.keeping.run import Run
 from training.keeping.run_folder import quarantine, require_movable, require_ours, set_aside, tidy
 from training.keeping.state import TrainState, read_state
-from training.machine.processes import any_process, count, on_first, share_tensors
+from training.machine.processes import any_process, broadcast_tensors, count, on_rank_0
 from training.numbers.evaluate import evaluated_windows
-from training.numbers.optimizer import apply_hyperparameters, follow_first
+from training.numbers.optimizer import apply_hyperparameters, follow_rank_0
 from training.numbers.schedule import has_stopped_early, last_step, learning_rate
 from training.parts import Parts
 
@@ -35,8 +35,8 @@ def start_or_resume(parts: Parts) -> Run:
     """
     config = parts.config
     run = Run(parts)
-    run.state = state = on_first(lambda: open_run(run))
-    follow_rank_0(run)
+    run.state = state = on_rank_0(lambda: open_run(run))
+    share_rank_0(run)
     run.saved_step = state.step
     state.plan(planned_steps(parts, state))
     # As the last step left it: what is saved before the next one is then what was saved there.
@@ -172,15 +172,15 @@ def initialize(parts: Parts, state: TrainState) -> None:
     print(f"Starting from the weights of {checkpoint.path}.")
 
 
-def follow_rank_0(run: Run) -> None:
+def share_rank_0(run: Run) -> None:
     """Give all processes what rank 0 has loaded. Raises CheckpointError if this run was begun on another machine than
     that of rank 0."""
     if count() == 1:
         return
     parts = run.parts
-    parts.scaler.load_state_dict(on_first(parts.scaler.state_dict))
-    share_tensors(list(parts.model.state_dict().values()))
-    follow_first(parts.optimizer)
+    parts.scaler.load_state_dict(on_rank_0(parts.scaler.state_dict))
+    broadcast_tensors(list(parts.model.state_dict().values()))
+    follow_rank_0(parts.optimizer)
     own = step_folders(run.dir / "checkpoints") if parts.config.resume == "auto" else []
     (is_elsewhere,) = any_process(bool(own) and run.state.step == 0)
     if is_elsewhere:

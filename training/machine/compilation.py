@@ -17,7 +17,7 @@ from common.files import atomic_write
 from common.lora import lora_of
 from model import TransformerLanguageModel
 from training.machine.hardware import Hardware
-from training.machine.processes import apart, count, data_parallel, rank
+from training.machine.processes import count, data_parallel, no_sync, rank
 
 MODES: dict[str, dict[str, Any]] = {
     "default": {},
@@ -57,7 +57,7 @@ def compile_model(
         # Cut where gradients can travel while the rest is computed; what is computed again cannot be cut.
         torch._dynamo.config.optimize_ddp = not model.activation_checkpointing
         compiled = torch.compile(whole, dynamic=False, **MODES[hardware.compile_mode])
-        with apart(whole):
+        with no_sync(whole):
             with hardware.autocast():
                 loss = compiled(*batch)
             # The backward pass is compiled here. On a GPU autograd would do that in a thread of its own, and this one,

@@ -145,7 +145,7 @@ def open_store() -> Store:
 
 
 @contextlib.contextmanager
-def together(config: TrainConfig) -> Iterator[None]:
+def process_group(config: TrainConfig) -> Iterator[None]:
     """Join the other processes that torchrun started; at the end, wait for them and leave the group.
 
     If another process is gone or hangs, one of those that are left raises ProcessLost, and the others exit.
@@ -231,20 +231,20 @@ def rank() -> int:
     return 0 if GROUP is None else GROUP.here.rank
 
 
-def reached(part: str) -> None:
+def note_part(part: str) -> None:
     """Note which part of a step begins, so that the process that hangs can be found by its progress."""
     if GROUP is not None:
         GROUP.part = PARTS.index(part)
 
 
-def on_first(make: Callable[[], Made]) -> Made:
+def on_rank_0(make: Callable[[], Made]) -> Made:
     """Run `make` on rank 0 only, and broadcast its result; the other ranks wait. If it raises, the others exit too.
 
     Calls cannot be nested: inside `make`, the other ranks do not receive.
     """
     if GROUP is None:
         return make()
-    assert not GROUP.in_rank_0_only, "on_first inside on_first"
+    assert not GROUP.in_rank_0_only, "on_rank_0 inside on_rank_0"
     sent: list[Any] = [None, None]
     if GROUP.here.rank == 0:
         GROUP.in_rank_0_only = True
@@ -273,7 +273,7 @@ def any_process(*flags: bool) -> list[bool]:
     return [bool(flag) for flag in held.tolist()]
 
 
-def slowest(seconds: float) -> float:
+def max_over_ranks(seconds: float) -> float:
     """The largest of the processes' times."""
     if GROUP is None:
         return seconds
@@ -282,7 +282,7 @@ def slowest(seconds: float) -> float:
     return held.item()
 
 
-def added_up(number: torch.Tensor) -> torch.Tensor:
+def all_reduce_sum(number: torch.Tensor) -> torch.Tensor:
     """Sum a tensor over all processes, in place."""
     if GROUP is not None:
         dist.all_reduce(number)
@@ -303,12 +303,12 @@ def data_parallel(model: torch.nn.Module) -> Callable[..., torch.Tensor]:
     return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def apart(step_model: Callable[..., torch.Tensor], is_apart: bool = True) -> contextlib.AbstractContextManager[None]:
+def no_sync(step_model: Callable[..., torch.Tensor], enabled: bool = True) -> contextlib.AbstractContextManager[None]:
     """Inside, gradients are not averaged over the processes: for all micro-batches but the last."""
-    return step_model.no_sync() if is_apart and GROUP is not None else contextlib.nullcontext()  # type: ignore[attr-defined]
+    return step_model.no_sync() if enabled and GROUP is not None else contextlib.nullcontext()  # type: ignore[attr-defined]
 
 
-def shared_out(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+def map_over_ranks(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
     """`work` on a batch whose N entries are independent, (N, ...) -> (N, ...). Each process does its share of them, and
     all get the whole result (all-gather)."""
     if GROUP is None:
@@ -323,14 +323,14 @@ def shared_out(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor
     return torch.cat(parts)[: len(batch)]
 
 
-def share_tensors(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
     """Overwrite the tensors with those of rank `source`."""
     if GROUP is not None:
         for tensor in tensors:
             dist.broadcast(tensor.detach(), source)
 
 
-def share_state(state: Any, source: int = 0) -> Any:
+def broadcast_state(state: Any, source: int = 0) -> Any:
     """The state of rank `source`: dicts and lists with tensors in them. Tensors arrive on the device that they have
     there."""
     if GROUP is None:
@@ -353,7 +353,7 @@ def share_state(state: Any, source: int = 0) -> Any:
     dist.broadcast_object_list(sent, source, GROUP.hosts)
     if rank() != source:
         state = with_new_tensors(sent[0])
-    share_tensors(tensors, source)
+    broadcast_tensors(tensors, source)
     return state
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from training.machine.processes import count, rank, share_state
+from training.machine.processes import broadcast_state, count, rank
 
 
 def owners(sizes: Sequence[int], processes: int) -> list[int]:
@@ -56,7 +56,7 @@ def gather_state(share: dict[int, Any]) -> dict[int, Any]:
     for process in range(1, count()):
         sent = share if rank() == process else {}
         sent = {number: {name: tensor.cpu() for name, tensor in held.items()} for number, held in sent.items()}
-        received = share_state(sent, process)
+        received = broadcast_state(sent, process)
         if rank() == 0:
             whole |= received
     return dict(sorted(whole.items()))
@@ -66,6 +66,6 @@ def scatter_state(whole: dict[int, Any], owner: Sequence[int]) -> dict[int, Any]
     """This process's share of the state that rank 0 has. All processes have to call it."""
     own = share_of(whole, owner, 0) if rank() == 0 else {}
     for process in range(1, count()):
-        received = share_state(share_of(whole, owner, process))
+        received = broadcast_state(share_of(whole, owner, process))
         own = received if rank() == process else own
     return own

@@ -19,7 +19,7 @@ from model import IGNORE_INDEX
 from training.config import TrainConfig
 from training.machine import processes
 from training.machine.hardware import return_freed_memory
-from training.machine.processes import on_first
+from training.machine.processes import on_rank_0
 from training.numbers.data import TokenData
 from training.numbers.prompts import Answer
 from training.numbers.step import pad_rows
@@ -38,7 +38,7 @@ class Evaluation(NamedTuple):
 def evaluate(parts: Parts, between: Callable[[], None] = lambda: None) -> Evaluation:
     """Evaluate the weights as they are. `between` is that of `validation_loss`."""
     loss = validation_loss(parts, between)
-    answers = on_first(lambda: answer_prompts(parts, between)) if parts.prompts else []
+    answers = on_rank_0(lambda: answer_prompts(parts, between)) if parts.prompts else []
     windows = evaluated_windows(parts.data, parts.config)
     return Evaluation(loss, bits_per_byte(loss, parts.data), windows, answers)
 
@@ -73,7 +73,10 @@ def validation_loss(parts: Parts, between: Callable[[], None] = lambda: None) ->
             counted += count
     finally:
         model.train()
-    total, counts = processes.added_up(total), processes.added_up(torch.as_tensor(counted, device=data.device))
+    total, counts = (
+        processes.all_reduce_sum(total),
+        processes.all_reduce_sum(torch.as_tensor(counted, device=data.device)),
+    )
     return (total / counts).item()
 
 

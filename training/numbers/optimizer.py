@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from common.machine import has_fast_bf16
 from training.config import TrainConfig
-from training.machine.processes import count, rank, share_state, shared_out
+from training.machine.processes import broadcast_state, count, map_over_ranks, rank
 from training.machine.sharding import broadcast_from_owners, gather_state, owners, scatter_state, share_of
 
 ADAMW_EPSILON = 1e-8
@@ -84,7 +84,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state of all parameters, also from a checkpoint of an older version. If sharded, keep the own share;
-        `follow_first` gives the other processes theirs. Raises ValueError for the state of other parameters."""
+        `follow_rank_0` gives the other processes theirs. Raises ValueError for the state of other parameters."""
         checked = self.checked(joined(state_dict))
         if self.is_sharded:
             self.loaded = checked["state"]
@@ -188,7 +188,7 @@ def update_muon(
     for shape, batch in batches.items():
         scale = math.sqrt(max(1.0, shape[0] / shape[1]))
         matrices = torch.stack([piece for _, piece, _ in batch])
-        orthogonal = orthogonalize(matrices) if optimizer.is_sharded else shared_out(orthogonalize, matrices)
+        orthogonal = orthogonalize(matrices) if optimizer.is_sharded else map_over_ranks(orthogonalize, matrices)
         for (part, _, group), update in zip(batch, orthogonal * keep, strict=True):
             decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
             part.mul_(decay).add_(update, alpha=-group["lr"] * scale)
@@ -299,11 +299,11 @@ def whole_state(optimizer: Optimizer) -> dict[str, Any]:
     return saved | {"state": gather_state(saved["state"])} if optimizer.is_sharded else saved
 
 
-def follow_first(optimizer: Optimizer) -> None:
+def follow_rank_0(optimizer: Optimizer) -> None:
     """Give all processes the state that rank 0 has loaded. All processes have to call it."""
     saved = optimizer.state_dict()
     if not optimizer.is_sharded:
-        optimizer.load_state_dict(share_state(saved))
+        optimizer.load_state_dict(broadcast_state(saved))
         return
     share = scatter_state(optimizer.loaded, optimizer.owners)
     if rank():

@@ -46,7 +46,7 @@ def train_step(
     weights = shares(batch[1], rows, data.layout.has_mask, whole)
     micro_batches = zip(*(part.split(rows) for part in batch), strict=True)
     for number, (micro_batch, share) in enumerate(zip(micro_batches, weights, strict=True), 1):
-        with processes.apart(parts.step_model, number * rows < own):
+        with processes.no_sync(parts.step_model, number * rows < own):
             begin("forward")
             with parts.hardware.autocast():
                 loss = parts.step_model(*pad_rows(micro_batch, rows))
@@ -55,7 +55,7 @@ def train_step(
             scaler.scale(loss).backward()
         total += loss.detach()
     begin("optimizer")
-    total = processes.added_up(total) / processes.count()
+    total = processes.all_reduce_sum(total) / processes.count()
     if scaler.is_enabled():
         scaler.unscale_(optimizer)
     apply_hyperparameters(optimizer, lr, config)
@@ -78,7 +78,7 @@ def shares(targets: torch.Tensor, rows: int, has_mask: bool, whole: int) -> list
         own = len(targets)
         return [processes.count() * min(rows, own - first) / whole for first in range(0, own, rows)]
     counts = torch.stack([(part != IGNORE_INDEX).sum() for part in targets.split(rows)])
-    return list(processes.count() * counts / processes.added_up(counts.sum()))
+    return list(processes.count() * counts / processes.all_reduce_sum(counts.sum()))
 
 
 def pad_rows(batch: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, ...]:

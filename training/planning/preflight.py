@@ -26,7 +26,7 @@ from training.keeping.run import Run
 from training.keeping.start import find, require_own_folders
 from training.machine.compilation import compile_model
 from training.machine.hardware import Hardware
-from training.machine.processes import on_first, slowest
+from training.machine.processes import max_over_ranks, on_rank_0
 from training.numbers.evaluate import evaluated_windows, validation_loss
 from training.numbers.optimizer import whole_state
 from training.numbers.schedule import epoch_sequences
@@ -49,7 +49,7 @@ def dry_run(run: Run) -> None:
     """
     parts, config = run.parts, run.parts.config
     model, data, hardware, max_steps = parts.model, parts.data, parts.hardware, run.state.max_steps
-    found = on_first(lambda: look(run))
+    found = on_rank_0(lambda: look(run))
     estimate = estimate_memory(config, model, hardware) + held_memory(data, hardware)
     there_is = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     several = f" in each of {config.processes} processes" if config.processes > 1 else ""
@@ -72,7 +72,7 @@ def dry_run(run: Run) -> None:
     seconds, rows = until_it_fits(parts, lambda: try_steps(parts), print)
     config = parts.config
     optimizer_state = whole_state(parts.optimizer)
-    saving = on_first(lambda: time_save(run, optimizer_state))
+    saving = on_rank_0(lambda: time_save(run, optimizer_state))
     evaluating = time_evaluation(parts)
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
@@ -235,7 +235,7 @@ def time_step(parts: Parts) -> tuple[float, int]:
         started = time.perf_counter()
         train_step(part, 0, 0, 0.0)
         hardware.synchronize()
-        return slowest(time.perf_counter() - started)
+        return max_over_ranks(time.perf_counter() - started)
 
     whole = config.sequences_per_step
     unit = smallest_part(config, hardware)

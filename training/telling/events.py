@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.launch import is_first
+from common.launch import is_rank_0
 from training.config import TrainConfig
 from training.telling.records import finite, read_metrics
 
@@ -40,7 +40,7 @@ class Events:
         session, are hidden. If no event file is left, all rows are written again."""
         self.say = say
         self.file: Any = None
-        if not is_first():
+        if not is_rank_0():
             return
         try:
             rows = read_metrics(run_dir)

@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from common.formatting import clock, si
-from common.launch import is_first
+from common.launch import is_rank_0
 from common.progress import LOG_LINE_SECONDS, is_interactive, progress_bar
 from training.file_names import CURVE, METRICS, SAMPLES, SAMPLES_TABLE
 from training.numbers.evaluate import perplexity
@@ -36,7 +36,7 @@ class Report:
         self.next_line = 0.0
         self.next_curve = time.perf_counter() + CURVE_SECONDS
         self.has_new_point = False  # that the curve does not show yet
-        self.is_first = is_first()  # of several processes one writes
+        self.is_rank_0 = is_rank_0()  # of several processes one writes
         self.warned: set[str] = set()  # files that cannot be written: one warning each, not one per row
         self.last_sample: list[Sample] = []  # the row at the end of samples.md, if there is one
         with contextlib.suppress(OSError):  # `rewind` has warned
@@ -103,7 +103,7 @@ class Report:
         self.append(self.run_dir / METRICS, metrics_line(row))
         if self.events is not None:
             self.events.write(row)
-        self.has_new_point |= "val_loss" in row and self.is_first
+        self.has_new_point |= "val_loss" in row and self.is_rank_0
         if self.has_new_point and time.perf_counter() >= self.next_curve:
             self.curve()
 
@@ -124,7 +124,7 @@ class Report:
         self.append(self.run_dir / SAMPLES_TABLE, drawn([*last, sample]).removeprefix(drawn(last)))
 
     def append(self, path: Path, text: str) -> None:
-        if not self.is_first:
+        if not self.is_rank_0:
             return
         try:
             with open(path, "a", encoding="utf-8", errors="replace") as file:

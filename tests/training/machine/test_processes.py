@@ -47,8 +47,8 @@ import sys, torch
 from model import ModelConfig, TransformerLanguageModel
 from training.machine import compilation
 from training.config import parse_config
-from training.numbers.optimizer import apply_hyperparameters, build_optimizer, follow_first, update, whole_state
-from training.machine.processes import together
+from training.numbers.optimizer import apply_hyperparameters, build_optimizer, follow_rank_0, update, whole_state
+from training.machine.processes import process_group
 
 def trained(*flags):
     config = parse_config([*sys.argv[1:], *flags])
@@ -60,14 +60,14 @@ def trained(*flags):
             kept, optimizer = whole_state(optimizer), build_optimizer(model, config)
             if first:
                 optimizer.load_state_dict(kept)
-            follow_first(optimizer)
+            follow_rank_0(optimizer)
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         apply_hyperparameters(optimizer, 0.01, config)
         update(optimizer, torch.tensor(2.0), 1.0, torch.tensor(0.0))
     return list(model.parameters()), whole_state(optimizer), len(optimizer.state_dict()["state"])
 
-with together(parse_config(sys.argv[1:])):
+with process_group(parse_config(sys.argv[1:])):
     from training.machine.processes import rank
     first = rank() == 0
     for name in ("adamw", "muon"):
@@ -365,10 +365,10 @@ NESTED = """
 import sys
 from training.machine import compilation
 from training.config import parse_config
-from training.machine.processes import on_first, together
+from training.machine.processes import on_rank_0, process_group
 
-with together(parse_config(sys.argv[1:])):
-    on_first(lambda: on_first(list))
+with process_group(parse_config(sys.argv[1:])):
+    on_rank_0(lambda: on_rank_0(list))
 """
 
 
@@ -379,7 +379,7 @@ def test_work_on_rank_0_cannot_be_nested(train_flags: Callable, tmp_path: Path, 
     reaped += [Forked(train_flags(tmp_path / "run"), environment=place, script=script) for place in places(2)]
     told = [process.communicate(timeout=60) for process in reaped]
     assert [process.returncode for process in reaped] == [1, 1], told
-    assert "AssertionError: on_first inside on_first" in told[0][1]
+    assert "AssertionError: on_rank_0 inside on_rank_0" in told[0][1]
 
 
 def compiling_gets_a_signal() -> None:
