@@ -13,7 +13,7 @@ import pytest
 from tests.helpers import ROOT, SOURCES
 
 GROUND = {"common", "activations", "model", "tokenizer", "tokenizer_base", "tokenizer_bpe"}
-CONFIG = {"training.config", "training.conversion", "training.contradictions", "training.file_names"}
+CONFIG = {"training.config", "training.contradictions", "training.file_names"}
 CONFIG |= {"training.numbers.decays"}  # a table of choices
 NUMBERS = GROUND | CONFIG | {"tokenization", "generation", "training.machine", "training.numbers", "training.parts"}
 # A room is a folder, or a file beside rooms. It may import itself and what stands here.
@@ -27,7 +27,6 @@ MAY_IMPORT = {
     "tokenization": GROUND,
     "generation": GROUND | {"tokenization"},  # which reads the text to score
     "training.config": GROUND | CONFIG,
-    "training.conversion": GROUND | CONFIG,
     "training.contradictions": GROUND | CONFIG,
     "training.file_names": set(),
     "training.machine": GROUND | CONFIG,
@@ -39,7 +38,7 @@ MAY_IMPORT = {
     "tokenize_local_bpe": GROUND | {"tokenization"},
     "generate": GROUND | {"generation"},
     "examples": {"common"},
-    "training.prepare": NUMBERS | {"training.keeping", "training.planning", "examples", "tokenize_local_bpe"},
+    "training.prepare": NUMBERS | {"training.keeping", "training.planning", "examples"},
     "training.loop": NUMBERS | {"training.keeping", "training.planning", "training.telling", "training.prepare"},
     "train_colab_mmap": {"common", "training"},
 }
@@ -48,7 +47,9 @@ PRODUCT = set(MAY_IMPORT) | {"training"}
 MAY_IMPORT["exchange"] = GROUND | {"training.file_names", "training.telling"}  # a card tells how the training went
 MAY_IMPORT["serving"] = GROUND | {"generation", "generate", "training.file_names", "training.telling"}
 MAY_IMPORT["benchmarks"] = PRODUCT
-MAY_IMPORT["docs"] = GROUND | CONFIG | {"generate", "tokenize_local_bpe"}
+MAY_IMPORT["docs"] = (
+    GROUND | CONFIG | {"generation.settings", "tokenization.settings", "generate", "tokenize_local_bpe"}
+)
 MAY_IMPORT["tools"] = GROUND | {"exchange", "serving", "benchmarks", "training.config"} | {
     "training.file_names", "training.telling",  # of watch.py
 }  # fmt: skip

@@ -10,8 +10,9 @@ import torch
 
 from examples import conversations
 from model import TransformerLanguageModel
-from tokenization.token_folder import DEFAULT_FOLDER, folder_of_text
-from tokenize_local_bpe import tokenize
+from tokenization.command import tokenize_with
+from tokenization.settings import DEFAULT_FOLDER, Settings
+from tokenization.token_folder import folder_of_text
 from training.config import TrainConfig
 from training.keeping.adapters import adapt
 from training.keeping.resume import own_tokenizer, with_given_shape
@@ -75,7 +76,12 @@ def tokenize_input(config: TrainConfig) -> TrainConfig:
     if not config.input:
         return config
     folder = config.data_dir or folder_of_text(config.input, config.tokenizer, config.vocab_size)
-    vocabulary = {key: getattr(config, key) for key in ("tokenizer", "vocab_size")}
-    own, replaceable = own_tokenizer(config), not config.data_dir
-    tokenize([config.input], folder, quiet=True, may_replace=replaceable, tokenizer_file=own, **vocabulary)
+    settings = Settings(
+        input=(config.input,),
+        output_dir=folder,
+        tokenizer=config.tokenizer,
+        vocab_size=config.vocab_size,
+        tokenizer_file=own_tokenizer(config),
+    )
+    tokenize_with(settings, quiet=True, may_replace=not config.data_dir)
     return dataclasses.replace(config, data_dir=folder)

@@ -23,7 +23,6 @@ from tokenize_local_bpe import tokenize
 from training import loop
 from training.keeping import run_folder
 from training.numbers import evaluate
-from training.telling import summary as summary_module
 from training.telling.records import read_metrics
 from training.telling.samples import drawn
 
@@ -211,7 +210,7 @@ def test_a_run_killed_before_its_summary_writes_it_at_the_next_start(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(summary_module, "write_summary", die)
+        patch.setattr(loop, "write_summary", die)
         with pytest.raises(Killed):
             train(tmp_path / "run", max_steps=12)
     assert train(tmp_path / "run", max_steps=12).code == 0

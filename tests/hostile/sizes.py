@@ -36,7 +36,7 @@ from tests.hostile.readers import (
 )
 from tokenizer import load_tokenizer
 from tokenizer_base import TokenizerError
-from train_colab_mmap import prepare
+from training.prepare import prepare
 
 SPARE_MEMORY = 1_000_000_000  # bytes
 LARGEST_FILE = 50_000_000  # bytes that may be written

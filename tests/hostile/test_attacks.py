@@ -122,9 +122,11 @@ def test_an_optimizers_state_brings_no_hyperparameters_and_no_other_shapes(train
     torch.save(state, training.checkpoint / "optimizer_state.bin")
     seal(training.checkpoint)
     run = training.start_or_resume()
-    fresh = build_optimizer(run.model, training.config)
-    apply_hyperparameters(fresh, learning_rate(run.step - 1, run.max_steps, training.config), training.config)
-    for group, expected in zip(run.optimizer.param_groups, fresh.param_groups, strict=True):
+    fresh = build_optimizer(run.parts.model, training.config)
+    apply_hyperparameters(
+        fresh, learning_rate(run.state.step - 1, run.state.max_steps, training.config), training.config
+    )
+    for group, expected in zip(run.parts.optimizer.param_groups, fresh.param_groups, strict=True):
         assert {key: group[key] for key in group if key != "params"} == {k: expected[k] for k in group if k != "params"}
 
     for shape in ((3,), (1,)):
