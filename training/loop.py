@@ -38,13 +38,13 @@ from training.telling.report import Report
 from training.telling.summary import finished_message, write_summary
 from training.telling.timer import Timer
 
-LOOKS = {"dry_run": dry_run, "profile": profile, "tune": tune}  # flags that look at a run and train nothing
+LOOKS = {"dry_run": dry_run, "profile": profile, "tune": tune}  # flags that inspect a run instead of training it
 
 
 def train(config: TrainConfig, started: float, ends_process: bool) -> int:
-    """Do what `config` says, in a run folder that is this process's alone. Returns the exit code.
+    """Train, or inspect, the run of `config`. Returns the exit code.
 
-    `started` is the time.perf_counter() at which the command began. `ends_process`: the process ends after this.
+    `started` is the time.perf_counter() at which the command began; `ends_process`: the process ends after this call.
     """
     with process_group(config), FolderLock(being_trained) as lock:
         on_rank_0(lambda: require_ours(config.run_dir, "--output_dir"))
@@ -56,16 +56,16 @@ def train(config: TrainConfig, started: float, ends_process: bool) -> int:
                 return 0
             on_rank_0(lambda: lock.take(config.run_dir))
             run = start_or_resume(parts)
-            on_rank_0(lambda: lock.take(run.dir))  # which may have been made just now
+            on_rank_0(lambda: lock.take(run.dir))  # again: the folder may be new
             return train_run(run, started, ends_process)
 
 
 def train_run(run: Run, started: float, ends_process: bool) -> int:
-    """Take a run from where it stands to its end, or to where it is stopped. Returns the exit code."""
+    """Train until the run is finished or stopped. Returns the exit code."""
     parts, state, config = run.parts, run.state, run.parts.config
     if on_rank_0(lambda: state.finished and (run.dir / SUMMARY).is_file()):
         with run.saving(print, lambda: False):
-            pass  # but for the mirror, which may not be up to date
+            pass  # only the mirror may need the newest files
         print(finished_message(run))
         return 0
     if is_rank_0():
@@ -85,7 +85,7 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
         run.finish_saving(report.say)
         is_done = state.finished and state.unevaluated is None
         if is_done and is_rank_0():
-            if parts.prompts and not answers:  # evaluation is off, or the machine went away after the last step
+            if parts.prompts and not answers:  # evaluation is off, or the last session ended before its summary
                 answers = answer_prompts(parts)
             write_summary(run, timer, answers)
     if not is_done:
@@ -98,8 +98,8 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
 
 
 class Loop:
-    """The steps of one session. Where the training stands is in `run.state` alone, and what it is made of in
-    `run.parts`: the loop can be left at any step, and entered again."""
+    """The steps of one session. All that changes is in `run.state` and `run.parts`, so the loop can be left at any step
+    and entered again."""
 
     def __init__(self, run: Run, report: Report, timer: Timer, interruption: Interruption, started: float):
         self.run, self.parts, self.state = run, run.parts, run.state
@@ -111,23 +111,23 @@ class Loop:
         self.answers: list[Answer] = []  # of the last evaluation
 
     def run_to_end(self) -> list[Answer]:
-        """Train to the last step, or until it is asked to stop. Returns the answers of the last evaluation."""
+        """Train to the last step, or until somebody asks to stop. Returns the answers of the last evaluation."""
         with contextlib.suppress(StopRequested):
             until_it_fits(self.parts, self.take_steps, self.retry, self.interruption.step_over, self.save_unevaluated)
         self.interruption.step_over()
-        if self.state.step > self.run.saved_step:  # asked to stop, or out of time
+        if self.state.step > self.run.saved_step:  # the loop was stopped
             self.save()
         return self.answers
 
     def take_steps(self) -> None:
-        """The loop. Raises StopRequested where it is asked to stop in the middle of something long."""
+        """The loop. Raises StopRequested if somebody asks to stop during something long."""
         run, state, parts = self.run, self.state, self.parts
         with self.timer.paused():
             self.compile()
             self.evaluate_before()
         with frozen_garbage():
             while not self.interruption.agreed(self.timer.limit_reached(parts.config) or run.taken_over):
-                if state.unevaluated is None:  # else the session before ended, or memory ran out, in an evaluation
+                if state.unevaluated is None:  # else an evaluation was interrupted, or ran out of memory
                     if state.finished:
                         break
                     self.step()
@@ -139,7 +139,7 @@ class Loop:
                     self.report.say(line)
 
     def step(self) -> None:
-        """One update of the weights, and its report if that is due."""
+        """One update of the weights, and its report if one is due."""
         parts, state, config = self.parts, self.state, self.parts.config
         lr = learning_rate(state.step, state.max_steps, config)
         result = train_step(parts, state.step, state.sequences_seen, lr, self.interruption.begin)
@@ -149,7 +149,7 @@ class Loop:
         self.report.step_done(config.tokens_per_step)
         reporting = state.due(config.log_interval)
         if state.step == self.first_step + 1:
-            reporting = bool(config.log_interval)  # on a slow machine a sign of life should not take hours
+            reporting = bool(config.log_interval)  # soon, also where steps take minutes
             parts.hardware.synchronize()
             self.report.say(f"First step {time.perf_counter() - self.started:.1f} s after the start")
         if reporting or not parts.hardware.is_cuda or state.step % 100 == 0:
@@ -164,7 +164,7 @@ class Loop:
             self.report.write(row)
 
     def reported(self, result: StepResult, row: dict[str, Any], lr: float) -> dict[str, Any]:
-        """Tell how a step went. Returns its row of metrics. Only here does the host wait for the device."""
+        """Report a step. Returns its row of metrics. Only here the host waits for the device."""
         row = row | self.timer.training_row(result.loss, result.grad_norm, lr, self.flops_per_token)
         row |= self.stability.row()
         self.report.progress(row, self.run.mirror.status() if self.run.mirror else "")
@@ -173,7 +173,7 @@ class Loop:
         return row
 
     def evaluate(self, row: dict[str, Any]) -> None:
-        """Complete the row of metrics of this step by an evaluation."""
+        """Evaluate, and write the row of metrics of this step."""
         parts, state = self.parts, self.state
         self.report.announce_evaluation(evaluated_windows(parts.data, parts.config) * parts.config.max_seq_len)
         with self.timer.paused():
@@ -187,8 +187,8 @@ class Loop:
         self.report.write(row)
 
     def evaluate_before(self) -> None:
-        """What has to be known before the next step: how good trained weights are that a new run starts from, and the
-        loss of the best weights if the validation windows are not those of the session before."""
+        """Evaluations before the first step of this session: of the trained weights that a new run starts from, and of
+        the best weights so far if their loss is over other validation windows."""
         parts, state, check = self.parts, self.state, self.interruption.check
         if not parts.config.eval_interval:
             return
@@ -209,7 +209,7 @@ class Loop:
             self.report.say(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
 
     def finite(self, result: Evaluation, what: str) -> Evaluation:
-        """Raises ConfigError if the training diverged: from here on it would only burn time."""
+        """Raises ConfigError if the training diverged: more steps would only waste time."""
         if not math.isfinite(result.val_loss):
             raise diverged(self.state.step, self.run.saved_step, f"{what} is not finite")
         return result
@@ -238,8 +238,8 @@ class Loop:
             )
 
     def save_if_sound(self) -> None:
-        """Begin to write what is due, unless the last update was skipped: then it waits for a step that shows the
-        weights to be sound, as the evaluation of the best ones has shown already."""
+        """Save what is due. After a skipped update, wait for a step that shows the weights to be sound. The best
+        weights were just evaluated, so they are sound."""
         with self.timer.paused():
             self.stability.require_stable(self.state.step, self.run.saved_step)
             if self.run.best_is_new or self.state.finished or not self.stability.in_doubt:
@@ -251,9 +251,9 @@ class Loop:
             self.run.save(best_only)
 
     def save_unevaluated(self) -> None:
-        """Memory ran out. In an evaluation, save this step first: what helps may have to be tried in a new session."""
+        """Out of memory in an evaluation: save this step first, because a retry may fail, too."""
         is_new = self.state.unevaluated is not None and self.state.step > self.run.saved_step
-        if is_new and not self.parts.config.is_sharded:  # where no process has all of it to save
+        if is_new and not self.parts.config.is_sharded:  # sharded: saving needs memory on all ranks
             self.save()
 
     def retry(self, told: str) -> None:

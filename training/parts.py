@@ -17,8 +17,8 @@ from training.numbers.prompts import Prompt
 
 @dataclass
 class Parts:
-    """Two of them change on the way: `step_model` when the model is compiled, and the micro-batch of `config` where
-    memory runs out."""
+    """Two fields change during a training: `step_model` when the model is compiled, and the micro-batch in `config`
+    when memory runs out."""
 
     config: TrainConfig
     hardware: Hardware

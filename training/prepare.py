@@ -1,4 +1,4 @@
-"""What a training is made of, checked and in place before it starts: each told in a line of its own."""
+"""Everything that a training needs, checked and built before it starts. Each part prints one line."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from training.planning.tuning import choose_micro_batch, use_tuning
 
 
 def prepare(config: TrainConfig) -> Parts:
-    """Find out what the machine can do, tokenize or read the data, build the model. Nothing is known yet of the run
-    that these parts start or continue."""
+    """Look at the machine, tokenize or read the data, build the model. The run folder is not opened yet."""
     config = on_rank_0(lambda: use_tuning(use_builtin_files(with_given_shape(config))))
     hardware = detect_hardware(config)
     print(hardware.describe())
@@ -68,10 +67,10 @@ def use_builtin_files(config: TrainConfig) -> TrainConfig:
 
 
 def tokenize_input(config: TrainConfig) -> TrainConfig:
-    """Tokenize `input`, if there is one, on first use, into a folder of its own unless `data_dir` names one. A run that
-    is continued keeps its tokenizer.
+    """Tokenize `input`, if there is one, on first use: into `data_dir`, or else into a folder of this text alone. A run
+    that is continued keeps its tokenizer.
 
-    Raises DataError if `data_dir` holds other tokens than those of `input`: other runs may need them.
+    Raises DataError if `data_dir` holds the tokens of another text, which other runs may need.
     """
     if not config.input:
         return config

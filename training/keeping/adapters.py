@@ -1,4 +1,4 @@
-"""LoRA in a run: which weights its adapters are for."""
+"""LoRA in a run: the base that its adapters are for."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from training.keeping.resume import own_checkpoint
 
 
 def adapt(model: TransformerLanguageModel, config: TrainConfig) -> None:
-    """If it is to have adapters, load the base into the model and add them; tell how much of it trains.
+    """If the configuration asks for adapters, load their base into the model, add them, and print what trains.
 
-    Raises ConfigError for a rank larger than the model, CheckpointError for a base that is not there or is none.
+    Raises ConfigError for a rank larger than the model, CheckpointError for a base that is missing or unsuitable.
     """
     if not config.lora_rank:
         return

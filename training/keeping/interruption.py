@@ -1,4 +1,4 @@
-"""The wish to stop: Ctrl-C, a notebook's stop button, a terminal that closes, a machine that goes away."""
+"""Signals that ask the training to stop: Ctrl-C, a notebook's stop button, a closed terminal, a shutdown."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from training.machine.processes import any_process, count, note_part
 
 SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 SAME_WISH_SECONDS = 2.0  # a notebook's stop button sends two signals for one click
-LONG_STEP_SECONDS = 1.0  # that whoever sent the signal may not wait for
+LONG_STEP_SECONDS = 1.0  # a longer step is not finished first: the machine may be gone by then
 
 
 class StopRequested(BaseException):
-    """What was under way is given up, so that the state before it can be saved in time. Not an Exception: nothing that
-    handles errors on the way, a compiler's say, may take it for one."""
+    """Abandon what is under way, so that the state before it can be saved in time. Not an Exception, so that code which
+    handles errors, of a compiler for instance, does not catch it."""
 
 
 class Interruption:
-    """The first signal asks: `requested` is true from then on, and the loop saves and ends.
+    """The first signal sets `requested`: the loop saves and ends.
 
-    A step in hand is finished first, unless steps are long: then it is given up (StopRequested out of train_step, where
-    nothing but gradients has changed yet), and the state after the last finished step is what is saved. Compiling takes
-    minutes and changes nothing that is saved: it is given up, too (StopRequested out of `compiling`). A second signal
-    within two seconds is the same wish; a later or a third one stops at once, without saving (KeyboardInterrupt).
+    The current step is finished first. If steps are long, it is abandoned instead (StopRequested out of train_step,
+    while only gradients have changed), and the state after the step before it is saved. Compiling takes minutes and
+    changes nothing that is saved, so it is abandoned, too (StopRequested out of `compiling`). A second signal within
+    two seconds is ignored. A later or a third one stops at once, without saving (KeyboardInterrupt).
     """
 
     def __init__(self, ends_process: bool = False) -> None:
-        """`ends_process`: nothing follows the training in this process, as in a script that a shell started. What asks
-        for its end once more is then ignored up to it: a default handler would end it without its exit code."""
+        """`ends_process`: the process ends after the training, as a script does. Further signals are then ignored until
+        its end, because a default handler would change its exit code."""
         self.ends_process = ends_process
         self.requested = False
         self.signals = 0
@@ -48,7 +48,7 @@ class Interruption:
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
-            yield  # signals reach the main thread alone
+            yield  # only the main thread gets signals
             return
         heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
         before = {number: signal.signal(number, self.ask) for number in heard}
@@ -81,7 +81,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """The model is compiled inside. Raises StopRequested, also if the signal came before."""
+        """Compile the model inside. Raises StopRequested, also if the signal came before."""
         self.part = "compile"
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Error detected in")  # PyTorch's own, of where the signal came
@@ -92,14 +92,14 @@ class Interruption:
                 self.part = ""
 
     def begin(self, part: str) -> None:
-        """The part of a step that begins, as train_step tells it."""
+        """A `part` of a step begins, as train_step reports."""
         if part == "data":
             self.step_began = time.monotonic()
         self.part = part
         note_part(part)
 
     def step_over(self) -> str:
-        """Done or not: from here on there is none to give up. Returns the part that it had come to."""
+        """The step has ended, done or not. Returns the part that it had reached."""
         part, self.part = self.part, ""
         return part
 
@@ -108,13 +108,14 @@ class Interruption:
         self.step_seconds = time.monotonic() - self.step_began
 
     def agreed(self, limit: object = None) -> bool:
-        """Whether all processes stop here: one of them was asked to, or has another reason (`limit`, if not None)."""
+        """Whether all processes stop here, because one of them got a signal or has another reason (`limit` is not
+        None)."""
         requested, is_over = any_process(self.requested, limit is not None)
         if requested:
             self.requested = True
         return requested or is_over
 
     def check(self) -> None:
-        """Between two batches of what takes long and can be given up. Raises StopRequested."""
+        """To be called between two batches of something long that can be abandoned. Raises StopRequested."""
         if self.agreed():
             raise StopRequested

@@ -1,4 +1,4 @@
-"""How a run begins: from a checkpoint of its own, or from other weights; and what may not have changed since."""
+"""The checkpoint that a run continues from, and what may not have changed since it was saved."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from training.keeping.state import Saved, TrainState, read_state
 from training.numbers.data import TokenData
 from training.parts import Parts
 
-# Keys that say where files lie or how to start, not how to train: a change of them is no news.
+# Keys about where files are or how to start. `print_changes` does not report them.
 UNREPORTED = (
     "input", "tokenizer", "vocab_size", "data_dir", "bin_file", "tokenizer_file", "metadata_file", "placement",
     "output_dir", "checkpoint_dir", "compile_cache_dir", "resume", "resume_from", "init_from", "dry_run", "profile",
@@ -36,8 +36,8 @@ class Found(NamedTuple):
     """What a run continues from."""
 
     checkpoint: Checkpoint
-    damaged: list[Path]  # newer checkpoints, which are not whole
-    own: bool = True  # it is one of this run, here or in the mirror
+    damaged: list[Path]  # newer checkpoints that are not whole
+    own: bool = True  # the checkpoint is this run's, here or in the mirror
 
 
 def require_own_mirror(run_dir: Path, mirror: Mirror) -> None:
@@ -61,11 +61,12 @@ def require_own_mirror(run_dir: Path, mirror: Mirror) -> None:
 
 
 def leads_to(spelled: str, place: Any, run_dir: Path) -> bool:
-    """Whether the folder of a run is `run_dir`, of which nothing is left: its `--output_dir` was spelled so, and it lay
-    at `place` (None: not known).
+    """Whether a run was trained in `run_dir`, which is empty now. Its `--output_dir` was `spelled`, and its folder was
+    `place` (None: not known).
 
-    The same place, however spelled, is the same folder. So is the same way from another working directory, which may be
-    on another machine; unless the run is still where it was, or the way does not say which folder it leads to.
+    The same absolute path is the same folder. The same relative path counts as the same folder, too: the working
+    directory may be another one on this machine. It does not count if the run is still at `place`, or if the path
+    begins with "..".
     """
     if place == os.path.abspath(run_dir):
         return True
@@ -78,10 +79,8 @@ def leads_to(spelled: str, place: Any, run_dir: Path) -> bool:
 
 
 def own_checkpoint(config: TrainConfig) -> Checkpoint | None:
-    """One of the checkpoints that this configuration would continue, its files not verified: they are all of one shape.
-
-    None if it starts a run.
-    """
+    """A checkpoint of the run that this configuration would continue. Its files are not verified: all checkpoints of a
+    run have the same shape. None if the configuration starts a new run."""
     folders = [config.run_dir / "checkpoints"]
     if config.checkpoint_dir:
         folders.append(Mirror(config.run_dir, config.checkpoint_dir).dir / "checkpoints")
@@ -102,10 +101,10 @@ def with_given_shape(config: TrainConfig) -> TrainConfig:
 
 
 def own_tokenizer(config: TrainConfig) -> str | None:
-    """The tokenizer file of the run that this configuration would continue, for `input` to become the same tokens:
-    what is learned anew, with another version of `tokenizers` say, can be another vocabulary.
+    """The tokenizer file of the run that this configuration would continue, so that `input` becomes the same tokens
+    again. Another version of `tokenizers` could learn another vocabulary.
 
-    None if it starts a run, and if it asks for another vocabulary than the run's.
+    None for a new run, and for a configuration with other tokenizer settings.
     """
     checkpoint = own_checkpoint(config)
     if checkpoint is None:
@@ -119,7 +118,7 @@ def own_tokenizer(config: TrainConfig) -> str | None:
 
 
 def newest_state(run_dir: Path) -> Saved | None:
-    """That of the newest checkpoint that has a readable one."""
+    """The training state of the newest checkpoint whose state can be read."""
     for folder in step_folders(run_dir / "checkpoints"):
         with contextlib.suppress(CheckpointError, OSError):
             return read_state(Checkpoint(folder))
@@ -129,8 +128,8 @@ def newest_state(run_dir: Path) -> Saved | None:
 def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: TrainConfig) -> Found | None:
     """The newest whole checkpoint here or in the mirror, or the one that `resume_from` asks for; None if there is none.
 
-    Raises CheckpointError if there are checkpoints and none is whole, or if `resume_from` belongs to another run than
-    the one that is there.
+    Raises CheckpointError if there are checkpoints and none is whole, or if the folder holds a run that did not start
+    from `resume_from`.
     """
     folders = step_folders(*(parent / "checkpoints" for parent in (run_dir, mirror_dir) if parent is not None))
     try:
@@ -145,7 +144,7 @@ def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: TrainConfig)
     found = Found(newest, folders[: folders.index(newest.path)])
     if config.resume_from is None:
         return found
-    # The same command again: the run has come further than the checkpoint it was once started from.
+    # The same command again: the run has gone further than the checkpoint that it started from.
     if newest.training_state().get("resumed_from") == resolved(config.resume_from):
         return found
     asked = open_checkpoint(config.resume_from)
@@ -158,7 +157,7 @@ def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: TrainConfig)
 
 
 def resolved(path: str) -> str:
-    """A path as a state keeps it: from wherever the next command is typed, the same."""
+    """The path as states keep it: the same in every working directory."""
     return str(Path(path).resolve())
 
 
@@ -197,7 +196,7 @@ def require_the_same(checkpoint: Checkpoint, saved_as: Saved, parts: Parts) -> N
 
 
 def what_adapts(lora: LoRA | None) -> dict[str, Any]:
-    """What of adapters may not change: all but where their base lies."""
+    """The fields of adapters that may not change: all except the path of their base."""
     keys = ("rank", "alpha", "targets", "base_sha256")
     return {key: getattr(lora, key) for key in keys} if lora else {"rank": 0} | dict.fromkeys(keys[1:])
 
@@ -212,7 +211,7 @@ def require_the_same_start(state: TrainState, config: TrainConfig) -> None:
 
 
 def print_changes(saved: dict[str, Any], config: TrainConfig) -> None:
-    """Tell which keys of the configuration have another value than in the session before."""
+    """Print the keys of the configuration that changed since the last session."""
     now = config.values()
     for key, value in saved.items():
         fixed = key in UNREPORTED or (key in MODEL_KEYS and key != "dropout")
@@ -221,9 +220,8 @@ def print_changes(saved: dict[str, Any], config: TrainConfig) -> None:
 
 
 def bring_back_files(checkpoint: Checkpoint, run_dir: Path, mirror_dir: Path | None) -> None:
-    """Metrics, samples and best weights belong to the state that is continued: one that is found elsewhere (in the
-    mirror, say, where another machine went on) brings its own. A best/ that was lost here comes back from the mirror.
-    """
+    """Copy metrics, samples and best weights that belong to a checkpoint from elsewhere into the run folder: from the
+    mirror, for instance, if another machine has trained on. A best/ that was lost here comes back from the mirror."""
     source = checkpoint.path.resolve().parent  # of best/, or of a folder of checkpoints
     if source.name == "checkpoints":
         source = source.parent

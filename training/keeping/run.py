@@ -30,11 +30,11 @@ COPY_SECONDS_IF_STOPPED = 60.0  # likewise, once somebody has pressed stop
 class Run:
     """A run folder, the mirror with its copies, and what is saved there of `parts` and `state`."""
 
-    def __init__(self, parts: Parts, state: TrainState | None = None):
-        """Touches no file. Without a `state`, that of a run which begins."""
+    def __init__(self, parts: Parts):
+        """Touches no file. The state is that of a new run; `start_or_resume` may replace it."""
         config = parts.config
         self.parts = parts
-        self.state = state or TrainState(max_steps=last_step(0, 0, parts.data.windows, config))
+        self.state = TrainState(max_steps=last_step(0, 0, parts.data.windows, config))
         self.dir = config.run_dir
         self.mirror = Mirror(self.dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
         self.saver = Saver(self.mirror.wake if self.mirror else lambda: None)

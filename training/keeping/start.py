@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from common.checkpoint import open_checkpoint, step_folders
 from common.errors import CheckpointError, ConfigError
@@ -24,7 +25,7 @@ from training.keeping.state import TrainState, read_state
 from training.machine.processes import any_process, broadcast_tensors, count, on_rank_0
 from training.numbers.evaluate import evaluated_windows
 from training.numbers.optimizer import apply_hyperparameters, follow_rank_0
-from training.numbers.schedule import has_stopped_early, last_step, learning_rate
+from training.numbers.schedule import epoch_sequences, has_stopped_early, last_step, learning_rate
 from training.parts import Parts
 
 
@@ -35,10 +36,10 @@ def start_or_resume(parts: Parts) -> Run:
     """
     config = parts.config
     run = Run(parts)
-    run.state = state = on_rank_0(lambda: open_run(run))
-    share_rank_0(run)
+    state = on_rank_0(lambda: open_run(run))
+    run.state = state = replace(state, max_steps=planned_steps(parts, state))
     run.saved_step = state.step
-    state.plan(planned_steps(parts, state))
+    share_rank_0(run)
     # As the last step left it: what is saved before the next one is then what was saved there.
     apply_hyperparameters(parts.optimizer, learning_rate(max(state.step - 1, 0), state.max_steps, config), config)
     return run
@@ -52,7 +53,7 @@ def planned_steps(parts: Parts, state: TrainState) -> int:
 
 
 def open_run(run: Run) -> TrainState:
-    """Continue what the folders hold, or set it aside. Returns where the run stands."""
+    """Continue the run that the folders hold, or set it aside and start a new one. Returns where the run stands."""
     config, mirror = run.parts.config, run.mirror
     folders = [run.dir] if mirror is None else [run.dir, mirror.dir]
     require_own_folders(run)
@@ -61,22 +62,26 @@ def open_run(run: Run) -> TrainState:
     for folder in folders:
         tidy(folder, truncate=folder != run.dir)
     found = find(run)
-    if found is not None:
-        state = restore(run, found)
-    else:
-        state = TrainState(resumed_from=resolved(config.resume_from) if config.resume_from else None)
-        if config.init_from:
-            initialize(run.parts, state)
-        if mirror is not None:
-            state.continue_as(mirror.lease.earlier_run_id or state.run_id)
-            print(
-                f"Copies     go to {mirror.dir}. There are none of this run yet: if there should be, stop and mount "
-                f"the disk they are on."
-            )
-    if config.resume == "never":  # last: the weights may come from the very run that makes way
+    state = restore(run, found) if found is not None else new_state(run)
+    if config.resume == "never":  # last: the new weights may come from the old run
         for folder in folders:
             set_aside(folder)
     run.dir.mkdir(parents=True, exist_ok=True)
+    return state
+
+
+def new_state(run: Run) -> TrainState:
+    """That of a run which starts now: with trained weights if `init_from` names some."""
+    config, mirror, state = run.parts.config, run.mirror, run.state
+    if config.init_from:
+        initialize(run.parts)
+        state = replace(state, initialized_from=resolved(config.init_from))
+    if mirror is not None:
+        state = replace(state, run_id=mirror.lease.earlier_run_id or state.run_id)
+        print(
+            f"Copies     go to {mirror.dir}. There are none of this run yet: if there should be, stop and mount the "
+            f"disk they are on."
+        )
     return state
 
 
@@ -122,8 +127,8 @@ def find(run: Run) -> Found | None:
 
 
 def restore(run: Run, found: Found) -> TrainState:
-    """Load everything; report what changed since."""
-    parts, checkpoint = run.parts, found.checkpoint
+    """Load everything that a checkpoint holds, and print what changed since."""
+    parts, checkpoint, asked = run.parts, found.checkpoint, run.parts.config.resume_from
     saved = read_state(checkpoint)
     state = saved.state
     for folder in found.damaged:
@@ -132,43 +137,44 @@ def restore(run: Run, found: Found) -> TrainState:
     checkpoint.load_optimizer(parts.optimizer)
     if saved.scaler and parts.scaler.is_enabled():
         parts.scaler.load_state_dict(saved.scaler)
-    if parts.config.resume_from:
-        state.continue_from(resolved(parts.config.resume_from))
-    if not found.own or not state.run_id:
-        state.continue_as(run.state.run_id)
     bring_back_files(checkpoint, run.dir, run.mirror.dir if run.mirror else None)
-    run.state = state
-    print(f"Continuing from {checkpoint.path}: step {state.step:,}, epoch {run.epoch:.2f}.")
+    epoch = state.sequences_seen / epoch_sequences(parts.data.windows, parts.config)
+    print(f"Continuing from {checkpoint.path}: step {state.step:,}, epoch {epoch:.2f}.")
     print_changes(saved.config, parts.config)
-    restore_best(run)
-    return state
+    best_val_loss, best_step, best_windows = best_of(run)
+    return replace(
+        state,
+        run_id=(state.run_id if found.own else "") or run.state.run_id,
+        resumed_from=resolved(asked) if asked else state.resumed_from,
+        best_val_loss=best_val_loss,
+        best_step=best_step,
+        best_windows=best_windows,
+    )
 
 
-def restore_best(run: Run) -> None:
-    """The loss to be beaten is the one of the weights in best/: both or none."""
+def best_of(run: Run) -> tuple[float | None, int, int | None]:
+    """Validation loss, step and validation windows of the weights in best/, which later weights have to beat."""
     if not (run.dir / "best").exists():
-        return run.state.set_best(None, 0, None)
+        return None, 0, None
     try:
         saved = read_state(open_checkpoint(run.dir / "best"))
     except CheckpointError as problem:
         print(f"Warning: {problem} The next evaluation replaces it.", file=sys.stderr)
-        return run.state.set_best(None, 0, None)
+        return None, 0, None
     best, parts = saved.state, run.parts
     windows = best.best_windows
     keys = ("eval_batches", "batch_size")
     if windows is None and all(getattr(parts.config, key) == saved.config.get(key) for key in keys):  # an older version
         windows = evaluated_windows(parts.data, parts.config)
-    run.state.set_best(best.best_val_loss, best.step, windows)
+    return best.best_val_loss, best.step, windows
 
 
-def initialize(parts: Parts, state: TrainState) -> None:
-    """Take trained weights as the start of a new run, on data that was tokenized with the same tokenizer."""
-    path = str(parts.config.init_from)
-    checkpoint = open_checkpoint(path)
+def initialize(parts: Parts) -> None:
+    """Start a new run with the weights of `init_from`, on data that was tokenized with the same tokenizer."""
+    checkpoint = open_checkpoint(str(parts.config.init_from))
     require_tokenizer(checkpoint, parts.data)
-    if lora_of(parts.model) is None:  # which has its base in place
+    if lora_of(parts.model) is None:  # else the model has them as its base
         checkpoint.load_weights(parts.model)
-    state.begin_from(resolved(path))
     print(f"Starting from the weights of {checkpoint.path}.")
 
 

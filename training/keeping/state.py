@@ -1,6 +1,6 @@
-"""Where a training stands, and the file of a checkpoint that says so.
+"""Where a training stands, and the file in a checkpoint that holds it.
 
-A checkpoint's hash says that its file is what was written, not that we wrote it: what is read is checked.
+The file may come from somebody else, with hashes that match: every value is checked when it is read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from common.checkpoint import Checkpoint
 from common.errors import CheckpointError
 
 STATE_FILE = "training_state.json"
-# The numbers are limits: values below them are allowed, from 0 on.
+# Values from 0 up to these limits are allowed.
 Steps = Annotated[int, 10**8]  # a checkpoint's name has eight digits
 Sequences = Annotated[int, 2**32]  # the order of an epoch is drawn from its number, which has to be below that
 Count = Annotated[int, 2**63]
@@ -27,7 +27,7 @@ Seconds = Annotated[float, math.inf]
 Row = dict[str, float | None]  # of metrics
 Scaler = dict[str, float]
 
-# In the files of all versions; the other fields take their defaults where a file is older than they are.
+# Every version has written these; the other fields take their defaults where an older file lacks them.
 REQUIRED = {
     "step", "sequences_seen", "tokens", "best_val_loss", "elapsed_seconds", "resumed_from", "scaler", "data", "config",
 }  # fmt: skip
@@ -36,7 +36,7 @@ SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growt
 
 @dataclass
 class Start:
-    """How good the trained weights were that a run began with."""
+    """An evaluation of the trained weights that a run started from."""
 
     val_loss: float
     prompts: list[str]
@@ -45,21 +45,21 @@ class Start:
 
 @dataclass
 class TrainState:
-    """Where a training stands. Its methods alone change it. Saved in every checkpoint; of several processes, all have
-    the same."""
+    """Where a training stands. Every checkpoint holds it, and all processes have the same one. Only its methods change
+    its fields."""
 
-    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # of this run, whatever its folder is called
+    run_id: str = field(default_factory=lambda: uuid.uuid4().hex)  # stays the same if the folder is renamed
     step: Steps = 0
     sequences_seen: Sequences = 0
     tokens: Count = 0
-    max_steps: Steps = 0  # after which the run is finished; planned anew in each session
+    max_steps: Steps = 0  # the run is finished after them; each session plans them anew
     best_val_loss: float | None = None  # of the weights in best/
     best_step: Steps = 0
-    best_windows: Count | None = None  # validation windows that this loss is over
-    lowest_val_loss: float | None = None  # up to this step: best/ may be of a later one, before a kill
+    best_windows: Count | None = None  # validation windows of this loss
+    lowest_val_loss: float | None = None  # up to this step; after a kill, best/ may be of a later step
     worse: Steps = 0  # evaluations in a row without a lower loss
     base: Start | None = None
-    unevaluated: Row | None = None  # the metrics of this step, whose evaluation is not done yet
+    unevaluated: Row | None = None  # metrics of this step, if its evaluation is due and not done
     skipped_updates: Steps = 0
     elapsed_seconds: Seconds = 0.0  # in all sessions
     resumed_from: str | None = None
@@ -80,7 +80,7 @@ class TrainState:
         self.tokens += tokens
 
     def begin_evaluation(self, row: dict[str, Any]) -> None:
-        """Until `evaluated`, the metrics of this step wait for an evaluation."""
+        """Keep the metrics of this step until its evaluation is done."""
         self.unevaluated = row
 
     def evaluated(self, val_loss: float, windows: int) -> bool:
@@ -88,30 +88,16 @@ class TrainState:
         self.unevaluated = None
         is_best = self.best_val_loss is None or val_loss < self.best_val_loss
         if is_best:
-            self.set_best(val_loss, self.step, windows)
+            self.best_val_loss, self.best_step, self.best_windows = val_loss, self.step, windows
         is_lower = self.lowest_val_loss is None or val_loss < self.lowest_val_loss
         self.worse = 0 if is_lower else self.worse + 1
         self.lowest_val_loss = val_loss if is_lower else self.lowest_val_loss
         return is_best
 
-    def set_best(self, val_loss: float | None, step: int, windows: int | None) -> None:
-        self.best_val_loss, self.best_step, self.best_windows = val_loss, step, windows
-
     def best_evaluated_again(self, val_loss: float, windows: int) -> None:
-        """The best weights have this loss over the validation windows of now."""
-        self.set_best(val_loss, self.best_step, windows)
-        self.lowest_val_loss = val_loss
-
-    def begin_from(self, path: str) -> None:
-        """The run starts from the weights in `path`."""
-        self.initialized_from = path
-
-    def continue_as(self, run_id: str) -> None:
-        self.run_id = run_id
-
-    def continue_from(self, path: str) -> None:
-        """`path` is the checkpoint that --resume_from named."""
-        self.resumed_from = path
+        """The best weights have this loss over the validation windows of this session."""
+        self.best_val_loss = self.lowest_val_loss = val_loss
+        self.best_windows = windows
 
     def start_evaluated(self, start: Start) -> None:
         self.base = start
@@ -120,7 +106,7 @@ class TrainState:
         self.max_steps = max_steps
 
     def measured(self, elapsed_seconds: float, skipped_updates: int) -> None:
-        """What is known when a checkpoint is taken."""
+        """Record what is only measured when a checkpoint is taken."""
         self.elapsed_seconds, self.skipped_updates = elapsed_seconds, skipped_updates
 
 
@@ -135,7 +121,7 @@ class Saved:
 
     def to_json(self) -> dict[str, Any]:
         state = dataclasses.asdict(self.state)
-        if state["unevaluated"] is not None:  # JSON has no form for what is not finite
+        if state["unevaluated"] is not None:  # JSON has no infinity and no NaN
             row = state["unevaluated"].items()
             state["unevaluated"] = {key: value for key, value in row if value is not None and math.isfinite(value)}
         rest = {"scaler": self.scaler, "data": self.data, "config": self.config, "torch": torch.__version__}
@@ -169,14 +155,10 @@ def read_state(checkpoint: Checkpoint) -> Saved:
             f"{path} is not the state of a training: {'; '.join(problems)}. "
             f"--init_from {checkpoint.path} starts a new run from the weights."
         )
-    state = TrainState(**{key: read[key] for key in hints if key in read})
-    if isinstance(read.get("base"), dict):
-        state.base = Start(**read["base"])
-    if read.get("run_id") is None:
-        state.continue_as("")  # not known
-    if "lowest_val_loss" not in read:
-        state.lowest_val_loss = state.best_val_loss
-    return Saved(state, **{key: read[key] for key in rest})
+    older = {"run_id": "", "lowest_val_loss": read["best_val_loss"]}  # where a file does not have them
+    fields = older | {key: read[key] for key in hints if key in read}
+    fields["base"] = Start(**fields["base"]) if fields.get("base") else None
+    return Saved(TrainState(**fields), **{key: read[key] for key in rest})
 
 
 def fits(value: Any, hint: Any) -> bool:
