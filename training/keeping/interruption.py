@@ -50,8 +50,8 @@ class Interruption:
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread gets signals
             return
-        heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        before = {number: signal.signal(number, self.ask) for number in heard}
+        handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        before = {number: signal.signal(number, self.ask) for number in handled}
         try:
             yield
         finally:

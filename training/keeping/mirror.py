@@ -242,7 +242,7 @@ class Mirror:
         began = time.monotonic()
         has_told = False
         while not self.request.wait(0.02) and self.taken_over is None:
-            for line in self.heard():
+            for line in self.messages():
                 say(line)
             now, failing_since = time.monotonic(), self.failing_since
             limit = min(seconds, seconds_if_asked) if is_asked() else seconds
@@ -258,10 +258,10 @@ class Mirror:
                     f"is missing in {self.run_dir}. Once the problem is solved, the same command makes the copies."
                 )
                 return
-        for line in self.heard():
+        for line in self.messages():
             say(line)
 
-    def heard(self) -> Iterator[str]:
+    def messages(self) -> Iterator[str]:
         """The worker's messages since the last call."""
         while not self.news.empty():
             yield self.news.get()

@@ -106,9 +106,9 @@ class Run:
 
     def news(self) -> Iterator[str]:
         """What was saved and copied since the last call. Raises CheckpointError if a save failed."""
-        yield from self.saver.heard()
+        yield from self.saver.messages()
         if self.mirror is not None:
-            yield from self.mirror.heard()
+            yield from self.mirror.messages()
         self.saver.check()
 
     def checkpoint_due(self) -> bool:

@@ -64,7 +64,7 @@ class Saver:
         if self.closed:
             raise CheckpointError("The save was canceled.")
 
-    def heard(self) -> Iterator[str]:
+    def messages(self) -> Iterator[str]:
         """Messages on what was saved since the last call."""
         while not self.news.empty():
             yield self.news.get()

@@ -444,7 +444,7 @@ def test_pauses_between_attempts_double_up_to_a_minute_and_new_work_is_tried_at_
     mirror.wake()
     mirror.work()
     assert pauses == [60, 1, 1, 2, 4, 8, 16, 32, 60, 60, 1, 1]
-    assert len(list(mirror.heard())) == 1, "the same reason was told twice"
+    assert len(list(mirror.messages())) == 1, "the same reason was told twice"
 
 
 def test_an_attempt_that_began_before_the_end_does_not_shorten_the_last_one(
