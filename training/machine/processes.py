@@ -34,6 +34,7 @@ POLL_SECONDS = 0.5  # between two checks whether a heartbeat is wanted
 PARTS = ("data", "forward", "backward", "optimizer")  # of a step, in order
 
 Made = TypeVar("Made")
+OptimizerState = dict[int, dict[str, torch.Tensor]]  # number of a parameter -> name of a tensor -> the tensor
 
 
 class Group:
@@ -330,34 +331,22 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
             dist.broadcast(tensor.detach(), source)
 
 
-def broadcast_state(state: Any, source: int = 0) -> Any:
-    """The state of rank `source`: dicts and lists with tensors in them. Tensors arrive on the device that they have
-    there."""
+def broadcast_state(state: OptimizerState, source: int = 0) -> OptimizerState:
+    """The state of rank `source`. Each tensor arrives on the kind of device that it has there."""
     if GROUP is None:
         return state
-    tensors: list[torch.Tensor] = []
-
-    def with_tensors_emptied(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            tensors.append(value)
-            return value.to("meta"), value.device.type
-        return rebuilt(value, with_tensors_emptied)
-
-    def with_new_tensors(value: Any) -> Any:
-        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
-            tensors.append(torch.empty_like(value[0], device=value[1]))
-            return tensors[-1]
-        return rebuilt(value, with_new_tensors)
-
-    sent = [with_tensors_emptied(state) if rank() == source else None]
+    forms = {
+        number: {name: (tensor.shape, tensor.dtype, tensor.device.type) for name, tensor in tensors.items()}
+        for number, tensors in state.items()
+    }
+    sent = [forms]
     dist.broadcast_object_list(sent, source, GROUP.hosts)
     if rank() != source:
-        state = with_new_tensors(sent[0])
-    broadcast_tensors(tensors, source)
+        state = {
+            number: {
+                name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in form.items()
+            }
+            for number, form in sent[0].items()
+        }
+    broadcast_tensors([tensor for tensors in state.values() for tensor in tensors.values()], source)
     return state
-
-
-def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: change(held) for key, held in value.items()}
-    return [change(held) for held in value] if isinstance(value, list) else value

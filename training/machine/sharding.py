@@ -1,19 +1,18 @@
-"""--shard_optimizer: each process keeps the optimizer's state of its share of the parameters, and updates those (ZeRO,
-stage 1: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models").
+"""--shard_optimizer: each process updates its share of the parameters, and keeps the optimizer's state for those only
+(ZeRO, stage 1: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models").
 
-PyTorch's ZeroRedundancyOptimizer does this too, but gathers states as pickles on the GPU, and a fused AdamW whose state
-it loads fails at its next step there (pytorch issue 124133).
+PyTorch's ZeroRedundancyOptimizer does this too. But it gathers states as pickles on the GPU, and once it has loaded the
+state of a fused AdamW, the next step fails there (pytorch issue 124133).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from training.machine.processes import broadcast_state, count, rank
+from training.machine.processes import OptimizerState, broadcast_state, count, rank
 
 
 def owners(sizes: Sequence[int], processes: int) -> list[int]:
@@ -27,20 +26,20 @@ def owners(sizes: Sequence[int], processes: int) -> list[int]:
 
 
 def largest_share(sizes: Sequence[int], processes: int) -> int:
-    """The sum of the sizes that the process with most of them keeps."""
+    """The total size that the most loaded process keeps."""
     held = [0] * processes
     for size, owner in zip(sizes, owners(sizes, processes), strict=True):
         held[owner] += size
     return max(held)
 
 
-def share_of(state: dict[int, Any], owner: Sequence[int], process: int) -> dict[int, Any]:
-    """Of a state by the numbers of parameters, what a process keeps."""
+def share_of(state: OptimizerState, owner: Sequence[int], process: int) -> OptimizerState:
+    """The part of a state that one process keeps."""
     return {number: held for number, held in state.items() if owner[number] == process}
 
 
 def broadcast_from_owners(parameters: Sequence[torch.nn.Parameter], owner: Sequence[int]) -> None:
-    """Give every process the parameters as their owners have updated them."""
+    """Each owner sends the parameters that it has updated to all processes."""
     sent = [
         dist.broadcast(parameter.detach(), source, async_op=True)
         for parameter, source in zip(parameters, owner, strict=True)
@@ -49,8 +48,8 @@ def broadcast_from_owners(parameters: Sequence[torch.nn.Parameter], owner: Seque
         work.wait()
 
 
-def gather_state(share: dict[int, Any]) -> dict[int, Any]:
-    """On rank 0 the state of all parameters, that of the other processes in host memory. All processes have to call
+def gather_state(share: OptimizerState) -> OptimizerState:
+    """On rank 0, the state of all parameters; what other processes keep arrives in host memory. Every process must call
     it."""
     whole = dict(share)
     for process in range(1, count()):
@@ -62,8 +61,8 @@ def gather_state(share: dict[int, Any]) -> dict[int, Any]:
     return dict(sorted(whole.items()))
 
 
-def scatter_state(whole: dict[int, Any], owner: Sequence[int]) -> dict[int, Any]:
-    """This process's share of the state that rank 0 has. All processes have to call it."""
+def scatter_state(whole: OptimizerState, owner: Sequence[int]) -> OptimizerState:
+    """This process's share of the state that rank 0 has. Every process must call it."""
     own = share_of(whole, owner, 0) if rank() == 0 else {}
     for process in range(1, count()):
         received = broadcast_state(share_of(whole, owner, process))

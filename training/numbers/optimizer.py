@@ -303,7 +303,7 @@ def follow_rank_0(optimizer: Optimizer) -> None:
     """Give all processes the state that rank 0 has loaded. All processes have to call it."""
     saved = optimizer.state_dict()
     if not optimizer.is_sharded:
-        optimizer.load_state_dict(broadcast_state(saved))
+        optimizer.load_state_dict(saved | {"state": broadcast_state(saved["state"])})
         return
     share = scatter_state(optimizer.loaded, optimizer.owners)
     if rank():
