@@ -1,7 +1,7 @@
-"""TokenData: a token file that has been checked against its metadata, placed in memory, and batches drawn from it.
+"""TokenData: a token file, checked against its metadata and placed in memory, and the batches drawn from it.
 
 A batch is a pure function of (seed, sequences seen so far). Each epoch cuts the training split into non-overlapping
-windows at a fresh phase and visits every window once in a fresh order, so a run resumes exactly from one number, and
+windows at a fresh phase and visits every window once in a fresh order. So a run resumes exactly from one number, and
 the batch size may change on the way.
 """
 
@@ -34,14 +34,14 @@ from training.config import TrainConfig
 from training.machine.hardware import Hardware
 from training.numbers.layout import Layout, layout_of_text, pack_splits
 
-MOST_PACKED = 1040  # bytes that gzip can make of one
-RAM_SHARE = 0.7  # of the available memory that tokens may take; the rest is for the model and Python
-GPU_SHARE = 0.2  # of the GPU's memory that tokens may take; the rest is for training
+MOST_PACKED = 1040  # gzip's largest compression ratio, rounded up
+RAM_SHARE = 0.7  # tokens may take this share of the available memory; the rest is for the model and Python
+GPU_SHARE = 0.2  # tokens may take this share of the GPU's memory; the rest is for training
 UNPACKED_AT_ONCE = 2**22  # bytes
 
 
 class TokenData:
-    """Verified tokens and their tokenizer; `batch` and `validation_batch` are what training needs of them."""
+    """Verified tokens and their tokenizer. Training uses `batch` and `validation_batch`."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class TokenData:
         layout: Layout | None = None,
     ):
         self.metadata = metadata
-        self.tokenizer_file = tokenizer_file  # as it was verified: the data folder may change or go while training
+        self.tokenizer_file = tokenizer_file  # the verified bytes: the folder may change or vanish later
         self.tokenizer = tokenizer
         self.seq_len = config.max_seq_len
         self.seed = config.seed
@@ -67,7 +67,7 @@ class TokenData:
         self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
         if placement == "gpu":
             self.tokens = self.tokens.to(device)
-        stride = config.sequences_per_step if config.processes > 1 else None  # between are those of other processes
+        stride = config.sequences_per_step if config.processes > 1 else None  # other processes read the rows between
         self.reader = None if self.tokens.device.type == device.type else ReadAhead(self.train_windows, device, stride)
         self.layout = layout or layout_of_text(metadata, self.seq_len)
         self.windows, self.val_windows = self.layout.windows, self.layout.val_windows
@@ -81,7 +81,7 @@ class TokenData:
 
     @classmethod
     def open(cls, config: TrainConfig, hardware: Hardware) -> TokenData:
-        """Find, check and place the tokens. Raises DataError for bad files, ConfigError for a context too long."""
+        """Find, check and place the tokens. Raises DataError for bad files, ConfigError if the context is too long."""
         bin_path, tokenizer_path, metadata_path = locate(config)
         metadata = TokenMetadata.read(metadata_path)
         bin_path = bin_path or metadata.beside("bin_file")
@@ -99,22 +99,20 @@ class TokenData:
                     f"{metadata_path} has {count:,}. Lower --max_seq_len, or tokenize more text or with another "
                     "--train_split."
                 )
-        dtype = metadata.numpy_dtype
-        packed = None if bin_path.exists() else require_packed(bin_path, metadata)
-        bytes_a_token = 4 if is_chat else dtype.itemsize
+        bytes_a_token = 4 if is_chat else metadata.numpy_dtype.itemsize
         placement = choose_placement(metadata.total_tokens * bytes_a_token, config, hardware)
         if is_chat and placement == "mmap":
             if config.placement == "mmap":
                 raise ConfigError("--placement mmap is for text: conversations are packed into windows in memory.")
             placement = "ram"
-        if packed is not None and placement == "mmap":
-            unpack(packed, bin_path, metadata)
-            packed = None
-        if packed is not None:  # on Drive, say: read once from end to end, and nothing is written there
-            tokens = read_packed(packed, metadata)
+        if not bin_path.exists() and placement == "mmap":
+            unpack(require_packed(bin_path, metadata), bin_path, metadata)
+        if not bin_path.exists():  # it may be on Drive: read it once from start to end, and write nothing there
+            tokens = read_packed(require_packed(bin_path, metadata), metadata)
         else:
             check_size(bin_path, metadata)
-            # mode "c" maps private pages: PyTorch asks for writable memory, and the file must stay as it is.
+            dtype = metadata.numpy_dtype
+            # Mode "c" maps private pages: PyTorch asks for writable memory, and the file must not change.
             tokens = np.memmap(bin_path, dtype, mode="c") if placement == "mmap" else np.fromfile(bin_path, dtype)
         tokens_sha256 = check_tokens(bin_path, tokens, metadata)
         tokenizer, tokenizer_file = check_tokenizer(tokenizer_path, metadata)
@@ -138,49 +136,48 @@ class TokenData:
         )
 
     def batch(self, sequences_seen: int, rows: int) -> tuple[torch.Tensor, ...]:
-        """The `rows` sequences that follow the first `sequences_seen`, as the model takes them: inputs and targets, and
-        for conversations the columns in which they start, each (rows, T) int64."""
-        if self.reader is not None:
-            return self.split(self.reader.windows(sequences_seen, rows))
-        return self.split(self.train_windows(sequences_seen, rows))
+        """The `rows` sequences that follow the first `sequences_seen`, as the model takes them: inputs, targets and,
+        for conversations, the column in which each token's conversation starts. Each is (rows, T) int64."""
+        read = self.reader.windows if self.reader else self.train_windows
+        return self.split(read(sequences_seen, rows))
 
     def validation_batch(self, first: int, rows: int, of: int) -> tuple[torch.Tensor, ...]:
-        """Rows `first` onwards of a fixed set of `of` windows spread evenly over the validation split."""
+        """`rows` windows from number `first` on, of a fixed set of `of` windows spread evenly over the split."""
         chosen = np.arange(first, first + rows, dtype=np.int64) * self.val_windows // of
         return self.split(self.gather(self.layout.val_start + chosen * self.layout.stride))
 
     def train_windows(self, first: int, rows: int) -> torch.Tensor:
-        """Sequences `first` onwards of the shuffled stream, as stored: (rows, T + 1), where the tokens lie."""
+        """`rows` sequences of the shuffled stream from number `first` on, as `gather` returns them."""
         layout = self.layout
         return self.gather(train_starts(first, rows, layout.windows, layout.spare, layout.stride, self.seed))
 
     def gather(self, starts: np.ndarray) -> torch.Tensor:
-        """The windows that begin at `starts`, (rows,), as stored: (rows, T + 1), where the tokens lie."""
+        """The windows that begin at `starts`, (rows,), as stored: (rows, T + 1), on the tokens' device."""
         self.require_whole()
-        # A view of every window there is, and one indexed copy of those wanted: no loop over rows.
+        # A view of all windows, and one indexed copy of the wanted ones: no loop over rows.
         every_window = self.tokens.unfold(0, self.seq_len + 1, 1)
         indices = torch.from_numpy(starts)
-        if self.tokens.is_cuda:  # from pinned memory, so that the host does not wait for the work queued before it
+        if self.tokens.is_cuda:  # from pinned memory: the host does not wait for work that is queued
             indices = indices.pin_memory().to(self.tokens.device, non_blocking=True)
         return every_window[indices]
 
     def require_whole(self) -> None:
-        """Raises DataError for a mapped file that was cut short: reading on would end the process without a word."""
+        """Raises DataError if a mapped file was cut short: reading beyond its end would kill the process."""
         if self.mapped is None:
             return
         size = cast(mmap, self.mapped.base).size()  # of the file as it is now
         if size < self.mapped.nbytes:
             raise DataError(
-                f"{self.mapped.filename} was cut short while the training read it: {size:,} of {self.mapped.nbytes:,} "
+                f"{self.mapped.filename} was cut short during the training: {size:,} of {self.mapped.nbytes:,} "
                 "bytes are left. Copy it again, or run tokenize_local_bpe.py again; then the same command continues."
             )
 
     def split(self, windows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Windows as stored -> what `batch` gives, on the device. Widened there: a quarter of the bytes travel."""
+        """Windows as stored -> what `batch` returns. Widened to int64 on the device, so fewer bytes are copied."""
         windows = windows.to(self.device).long()
         if self.is_16_bit:
             windows &= 0xFFFF
-        # Contiguous, for a compiled model is compiled again for tensors of other strides.
+        # Contiguous: for tensors with other strides, torch.compile would compile the model again.
         inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         if not self.layout.has_mask:
             return inputs, targets
@@ -194,28 +191,28 @@ class TokenData:
 
 
 class ReadAhead:
-    """Batches of windows on their way to the GPU: while it works on one, a thread reads the next into pinned memory, so
-    that the host waits neither for the disk nor for the copy.
+    """Prefetches batches for the GPU: while the GPU works on one, a thread reads the next into pinned memory. So the
+    host waits neither for the disk nor for the copy.
 
-    Each batch is pinned in a buffer of its own; PyTorch hands a buffer out again when the copy from it is done. A batch
-    that was not foreseen (the first, or after a change of size) is read when it is asked for.
+    Each batch has its own pinned buffer; PyTorch uses a buffer again once the copy from it is done. A batch that was
+    not prefetched (the first one, or one after a change of size) is read on demand.
     """
 
     def __init__(self, read: Callable[[int, int], torch.Tensor], device: torch.device, stride: int | None = None):
         self.read = read  # (first, rows) -> (rows, T + 1)
-        self.stride = stride  # sequences from one batch to the next; None: as many as it has
+        self.stride = stride  # sequences from one batch to the next; None: the batch's own number
         self.device = device
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
-        self.foreseen: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
+        self.next: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
 
     def windows(self, first: int, rows: int) -> torch.Tensor:
         """(rows, T + 1) on the device."""
-        asked, reading = self.foreseen or ((0, 0), None)
-        if reading is None or asked != (first, rows):
+        expected, reading = self.next or ((0, 0), None)
+        if reading is None or expected != (first, rows):
             reading = self.thread.submit(self.fill, first, rows)
         windows = reading.result().to(self.device, non_blocking=self.device.type == "cuda")
         following = first + (self.stride or rows)
-        self.foreseen = (following, rows), self.thread.submit(self.fill, following, rows)
+        self.next = (following, rows), self.thread.submit(self.fill, following, rows)
         return windows
 
     def fill(self, first: int, rows: int) -> torch.Tensor:
@@ -224,7 +221,7 @@ class ReadAhead:
 
 
 def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, seed: int) -> np.ndarray:
-    """Where sequences first .. first + rows - 1 of the endless shuffled stream begin in the training split: (rows,)."""
+    """(rows,): where `rows` sequences of the endless shuffled stream, from number `first` on, begin in the split."""
     epochs, places = np.divmod(np.arange(first, first + rows, dtype=np.int64), windows)
     starts = np.empty(rows, dtype=np.int64)
     for epoch in range(epochs[0], epochs[-1] + 1):
@@ -236,10 +233,10 @@ def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, 
 
 @lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
 def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -> tuple[int, np.ndarray]:
-    """Phase of the windows and the order they are visited in.
+    """Where the first window of an epoch begins (the phase), and the order of the windows.
 
-    RandomState, not Generator: NumPy froze its stream for good (NEP 19), so a run resumed years later, on another
-    NumPy, still sees the same order.
+    RandomState, not Generator: NumPy will never change its stream (NEP 19), so a run that is resumed years later, with
+    another NumPy, still sees the same order.
     """
     random = np.random.RandomState([seed, epoch])
     phase = int(random.randint(0, min(spare, seq_len - 1) + 1))
@@ -247,9 +244,11 @@ def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -
 
 
 def locate(config: TrainConfig) -> tuple[Path | None, Path | None, Path]:
-    """Paths of the token file, the tokenizer and the metadata; the first two None where the metadata names them."""
+    """Paths of the token file, the tokenizer and the metadata. The first two are None where the metadata names them.
+
+    Raises DataError if the folder has no token file, or several."""
     if config.bin_file:
-        assert config.tokenizer_file and config.metadata_file, "the configuration has all three or none"
+        assert config.tokenizer_file and config.metadata_file, "`contradictions` requires all three or none"
         return Path(config.bin_file), Path(config.tokenizer_file), Path(config.metadata_file)
     folder = Path(config.data_dir or DEFAULT_FOLDER)
     found = metadata_files(folder)
@@ -259,17 +258,17 @@ def locate(config: TrainConfig) -> tuple[Path | None, Path | None, Path]:
         names = ", ".join(path.name for path in found)
         raise DataError(
             f"{folder} holds several token files ({names}). Name one with --bin_file, --tokenizer_file and "
-            "--metadata_file, or keep each in a folder of its own and use --data_dir."
+            "--metadata_file, or move each into its own folder and use --data_dir."
         )
-    partial = holds_unfinished(folder)
-    state = "an unfinished token file: run the same tokenize_local_bpe.py command again" if partial else "no token file"
-    hint = "" if partial else ". Make one: python tokenize_local_bpe.py --input my_text.txt"
-    where = f" --output_dir {folder}" if config.data_dir and not partial else ""
-    raise DataError(f"There is {state} in {folder}/{hint}{where}")
+    if holds_unfinished(folder):
+        raise DataError(f"{folder}/ holds an unfinished token file: run the same tokenize_local_bpe.py command again.")
+    where = f" --output_dir {folder}" if config.data_dir else ""
+    make = f"python tokenize_local_bpe.py --input my_text.txt{where}"
+    raise DataError(f"There is no token file in {folder}/. Make one: {make}")
 
 
 def require_packed(bin_path: Path, metadata: TokenMetadata) -> Path:
-    """The `.gz` of a token file that is not there. Raises DataError if that is missing too, or cannot hold so much."""
+    """The `.gz` of a missing token file. Raises DataError if that is missing too, or too small for the tokens."""
     packed = Path(f"{bin_path}.gz")
     if not packed.exists():
         raise DataError(f"There is no file {bin_path}; {metadata.path} describes it.")
@@ -282,8 +281,8 @@ def require_packed(bin_path: Path, metadata: TokenMetadata) -> Path:
 
 
 def unpacked(packed: Path, metadata: TokenMetadata) -> Iterator[bytes]:
-    """The bytes of a packed token file, in pieces. Raises DataError if it is damaged, or holds another number of them
-    than the metadata says: neither disk nor memory are filled with whatever comes out."""
+    """The bytes of a compressed token file, in pieces. Raises DataError if it is damaged, or does not hold as many
+    bytes as the metadata says: a wrong file must not fill the disk or the memory."""
     print(f"Unpacking  {packed} ...")
     missing = metadata.total_tokens * metadata.numpy_dtype.itemsize
     with gzip.open(packed, "rb") as source:
@@ -319,6 +318,7 @@ def read_packed(packed: Path, metadata: TokenMetadata) -> np.ndarray:
 
 
 def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
+    """Raises DataError."""
     size, itemsize = bin_path.stat().st_size, metadata.numpy_dtype.itemsize
     if size != metadata.total_tokens * itemsize:
         raise DataError(
@@ -329,7 +329,7 @@ def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
 
 
 def check_tokens(bin_path: Path, tokens: np.ndarray, metadata: TokenMetadata) -> str:
-    """Hash and range of the ids. Returns the SHA-256. Raises DataError where the metadata says otherwise."""
+    """Returns the SHA-256. Raises DataError if it, or an id, does not agree with the metadata."""
     sha256 = hashlib.sha256(tokens.data).hexdigest()
     if metadata.tokens_sha256 not in (None, sha256):
         raise DataError(
@@ -340,8 +340,8 @@ def check_tokens(bin_path: Path, tokens: np.ndarray, metadata: TokenMetadata) ->
     if low < 0 or high >= metadata.vocab_size:
         raise DataError(
             f"{bin_path} holds token id {high if low >= 0 else low}, outside the vocabulary of {metadata.vocab_size:,} "
-            f"that {metadata.path.name} gives. The dtype ({metadata.dtype}) or the tokenizer is not the one the file "
-            "was written with: run tokenize_local_bpe.py again."
+            f"that {metadata.path.name} gives. The file was written with another dtype than {metadata.dtype}, or with "
+            "another tokenizer: run tokenize_local_bpe.py again."
         )
     return sha256
 
@@ -352,7 +352,7 @@ def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[Tokenizer, byt
     sha256 = hashlib.sha256(content).hexdigest()
     if metadata.tokenizer_sha256 not in (None, sha256):
         raise DataError(
-            f"{path} is not the tokenizer the tokens were made with: its SHA-256 is {sha256[:16]}..., "
+            f"{path} is not the tokenizer of these tokens: its SHA-256 is {sha256[:16]}..., "
             f"{metadata.path.name} says {metadata.tokenizer_sha256[:16]}.... Use the one written beside them."
         )
     if (tokenizer.kind, tokenizer.vocab_size) != (metadata.tokenizer_type, metadata.vocab_size):
@@ -364,7 +364,7 @@ def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[Tokenizer, byt
 
 
 def choose_placement(size: int, config: TrainConfig, hardware: Hardware) -> str:
-    """gpu > ram > mmap: the fastest memory the tokens fit in. Raises ConfigError for a GPU that is not there."""
+    """gpu > ram > mmap: the fastest memory that the tokens fit in. Raises ConfigError if there is no GPU for `gpu`."""
     if config.placement == "gpu" and not hardware.is_cuda:
         raise ConfigError("--placement gpu needs a CUDA GPU; --placement auto uses RAM here.")
     if config.placement != "auto":
@@ -372,11 +372,11 @@ def choose_placement(size: int, config: TrainConfig, hardware: Hardware) -> str:
     if hardware.is_cuda and hardware.memory_bytes and size <= GPU_SHARE * hardware.memory_bytes:
         return "gpu"
     free = available_ram()
-    size *= place().local_count  # processes do not share what they read
+    size *= place().local_count  # each process reads its own copy
     if free is None or size <= RAM_SHARE * free:
         return "ram"
     print(
-        f"The tokens ({byte_size(size)}) do not fit in the {byte_size(free)} of free RAM; they are read from disk "
-        "through a memory map, which is slow on a network drive: keep the file on a local disk."
+        f"The tokens ({byte_size(size)}) do not fit in the {byte_size(free)} of free RAM; the training reads "
+        "them from disk through a memory map. That is slow on a network drive: keep the file on a local disk."
     )
     return "mmap"

@@ -20,17 +20,17 @@ class Layout:
 
     windows: int  # of an epoch
     stride: int  # tokens from one to the next
-    spare: int  # training tokens they leave over: the range of the phase they start at
+    spare: int  # training tokens that no window needs: the first window may start this much later
     val_start: int
     val_windows: int
-    val_tokens_per_byte: float | None  # of those that the loss is over; None if the bytes were not counted
+    val_tokens_per_byte: float | None  # counts the tokens in the loss; None if the bytes were not counted
     described: str
     loss_on: str = "all"
-    has_mask: bool = False  # an id that the loss is not over is stored as its complement, ~id
+    has_mask: bool = False  # an id that is not in the loss is stored as its complement, ~id
 
 
 def layout_of_text(metadata: TokenMetadata, seq_len: int) -> Layout:
-    """Windows that share one token with the next: the target after the last input."""
+    """Each window shares one token with the next: its last target is the next window's first input."""
     windows = count_windows(metadata.train_tokens, seq_len)
     return Layout(
         windows=windows,
@@ -47,7 +47,7 @@ def layout_of_text(metadata: TokenMetadata, seq_len: int) -> Layout:
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
-    """Windows of seq_len inputs (and the target after the last) that fit whatever the phase, at least one."""
+    """How many windows of seq_len inputs, and one more target, fit at every phase; at least one."""
     return max(1, (tokens - seq_len) // seq_len)
 
 
@@ -56,15 +56,15 @@ def pack_splits(
 ) -> tuple[np.ndarray, Layout]:
     """Pack the conversations of both splits into windows of max_seq_len + 1. Returns (tokens,) and their layout.
 
-    Raises DataError for a mask that is not that of the tokens, ConfigError where no answer fits.
+    Raises DataError if the mask belongs to other tokens, ConfigError if no answer fits.
     """
     in_answer = read_mask(metadata)
     is_start = (tokens == tokenizer.end_of_text_id) & ~in_answer
     split, length = metadata.train_tokens, config.max_seq_len + 1
     if not is_start[0] or not is_start[split]:
         raise DataError(
-            f"{metadata.beside('mask_file')} is not the mask of {metadata.bin_file}: no conversation begins where one "
-            "should. Copy both again, or run tokenize_local_bpe.py again."
+            f"{metadata.beside('mask_file')} is not the mask of {metadata.bin_file}: no conversation begins at the "
+            "start of a split. Copy both again, or run tokenize_local_bpe.py again."
         )
     loss_on = "all" if config.loss_on == "all" else "answers"
     counted = ~is_start if loss_on == "all" else in_answer
@@ -75,15 +75,15 @@ def pack_splits(
     for name, packed in (("training", train), ("validation", val)):
         if not packed.conversations:
             raise ConfigError(
-                f"max_seq_len {config.max_seq_len} is too short for the conversations of {metadata.path}: none of "
-                f"{name} reaches its answer. Give a longer --max_seq_len."
+                f"max_seq_len {config.max_seq_len} is too short for the conversations of {metadata.path}: every "
+                f"{name} conversation is cut off before its answer. Give a longer --max_seq_len."
             )
     val_bytes = int(tokenizer.byte_lengths[val.ids].sum())
     lost = [
         f"{count:,} {what}"
         for count, what in (
             (train.cut + val.cut, "longer than the context, without their end"),
-            (train.left_out + val.left_out, "left out, for no answer is within the context"),
+            (train.left_out + val.left_out, "left out, because no answer is within the context"),
         )
         if count
     ]
@@ -108,7 +108,7 @@ def pack_splits(
 
 
 def read_mask(metadata: TokenMetadata) -> np.ndarray:
-    """(total_tokens,) bool: which are in answers. Raises DataError for another file than the metadata describes."""
+    """(total_tokens,) bool: which tokens are in answers. Raises DataError if the metadata describes another file."""
     path = metadata.beside("mask_file")
     if not path.exists():
         raise DataError(f"There is no file {path}; {metadata.path} describes it.")

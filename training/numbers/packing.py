@@ -1,4 +1,4 @@
-"""Conversations packed into windows of the context, so that none is cut between a question and its answer."""
+"""Packs whole conversations into windows, so that no window boundary separates a question from its answer."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ from typing import NamedTuple
 
 import numpy as np
 
-PADDING = 0  # an id that every vocabulary has; nothing looks at it
+PADDING = 0  # any id that every vocabulary has: the loss ignores it
 
 
 class Packed(NamedTuple):
-    """`windows`: (windows, length) int32. An id on which no loss is counted stands there as its complement, ~id."""
+    """`windows`: (windows, length) int32. An id that is not in the loss is stored as its complement, ~id."""
 
     windows: np.ndarray
-    conversations: int  # in them
-    cut: int  # of these: longer than a window, and without their end
-    left_out: int  # whose answers all lie beyond a window
-    answers: int  # ids on which loss is counted
+    conversations: int  # in the windows
+    cut: int  # conversations in the windows that lost their end: they are longer than a window
+    left_out: int  # conversations without an answer in the first window's length
+    answers: int  # targets in the loss
 
     @property
     def ids(self) -> np.ndarray:
-        """(ids,) of those on which loss is counted."""
+        """(answers,): the targets in the loss."""
         targets = self.windows[:, 1:]
         return targets[targets >= 0]
 
 
 def pack(tokens: np.ndarray, counted: np.ndarray, starts: np.ndarray, length: int) -> Packed:
-    """Pack conversations into as few windows as best-fit decreasing finds: the longest first, each where it leaves the
-    least room.
+    """Pack conversations into windows by best-fit decreasing: the longest first, each into the fullest window that has
+    room for it.
 
-    tokens, counted: (tokens,); starts: (conversations,), where each begins. It ends where the next begins.
+    tokens, counted: (tokens,); starts: (conversations,), where each begins. It ends where the next one begins.
     """
     lengths = np.minimum(np.diff(starts, append=len(tokens)), length)
     running = np.concatenate([[0], np.cumsum(counted)])

@@ -275,7 +275,7 @@ def edit(folder: Path, **values: Any) -> None:
         (lambda folder: edit(folder, mask_file=None), "chat_template is there and mask_file is missing"),
         (lambda folder: edit(folder, mask_file="../x"), "is not a file beside it"),
         (lambda folder: edit(folder, chat_template={"user": 1}), "a label for each of"),
-        (lambda folder: edit(folder, train_split_index=17), "no conversation begins where one should"),
+        (lambda folder: edit(folder, train_split_index=17), "no conversation begins at the start of a split"),
     ],
 )
 def test_a_damaged_folder(chats: Path, tmp_path: Path, harm: Callable[[Path], Any], said: str) -> None:
