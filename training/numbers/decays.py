@@ -1,4 +1,4 @@
-"""How the learning rate falls after its peak. A new decay is an entry here; torch is not needed to read it."""
+"""How the learning rate falls after its peak. A new decay is one entry here. This file needs no torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def linear(progress: float) -> float:
     return 1.0 - progress
 
 
-# Progress, from 0 at the peak to 1 at the last step -> what remains of the way from `min_lr` to the peak, from 1 to 0.
+# Progress, from 0 at the peak to 1 at the last step -> the factor, from 1 to 0, of the peak's distance to `min_lr`.
 # None: no decay.
 DECAYS: dict[str, Callable[[float], float] | None] = {"cosine": cosine, "linear": linear, "constant": None}

@@ -30,13 +30,13 @@ ANSWER_TOKENS = 64
 
 class Evaluation(NamedTuple):
     val_loss: float  # nats per token
-    bits_per_byte: float | None  # None where the metadata does not count the bytes
-    windows: int  # of the validation split, that the loss is over
+    bits_per_byte: float | None  # None if the metadata does not count the bytes
+    windows: int  # validation windows in the loss
     answers: list[Answer]  # to the prompts of the run
 
 
 def evaluate(parts: Parts, between: Callable[[], None] = lambda: None) -> Evaluation:
-    """Evaluate the weights as they are. `between` is that of `validation_loss`."""
+    """Evaluate the current weights. `between`: see `validation_loss`."""
     loss = validation_loss(parts, between)
     answers = on_rank_0(lambda: answer_prompts(parts, between)) if parts.prompts else []
     windows = evaluated_windows(parts.data, parts.config)
@@ -45,12 +45,12 @@ def evaluate(parts: Parts, between: Callable[[], None] = lambda: None) -> Evalua
 
 @torch.no_grad()
 def validation_loss(parts: Parts, between: Callable[[], None] = lambda: None) -> float:
-    """Mean cross-entropy in nats per token over a fixed set of validation windows; draws no random numbers. Tokens that
-    the loss is not over do not count.
+    """Mean cross-entropy in nats per token over a fixed set of validation windows; masked tokens do not count. Draws no
+    random numbers.
 
-    Every batch has the same shape, so that a compiled model is compiled for evaluation once: the rows missing from the
-    last batch repeat its first row and do not count. Processes take batches in turn. `between` is called between two
-    batches, in all processes at the same time, and may raise to stop the evaluation.
+    Every batch has the same shape, so that torch.compile compiles the evaluation once: `pad_rows` fills the last batch.
+    Processes take batches in turn. `between` is called between two batches, in all processes at the same time, and may
+    raise to stop the evaluation.
     """
     model, data, config = parts.model, parts.data, parts.config
     windows = evaluated_windows(data, config)
@@ -73,15 +73,12 @@ def validation_loss(parts: Parts, between: Callable[[], None] = lambda: None) ->
             counted += count
     finally:
         model.train()
-    total, counts = (
-        processes.all_reduce_sum(total),
-        processes.all_reduce_sum(torch.as_tensor(counted, device=data.device)),
-    )
-    return (total / counts).item()
+    counts = processes.all_reduce_sum(torch.as_tensor(counted, device=data.device))
+    return (processes.all_reduce_sum(total) / counts).item()
 
 
 def evaluated_windows(data: TokenData, config: TrainConfig) -> int:
-    """Windows an evaluation takes: `eval_batches` batches, or the whole split."""
+    """How many windows an evaluation takes: those of `eval_batches` batches, or the whole split."""
     return min(config.eval_batches * config.batch_size, data.val_windows) or data.val_windows
 
 
@@ -90,13 +87,13 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss: float, data: TokenData) -> float | None:
-    """Loss in bits per byte of text: comparable across tokenizers. None where the metadata does not count the bytes."""
+    """Loss in bits per byte of text: comparable across tokenizers. None if the metadata does not count the bytes."""
     per_byte = data.layout.val_tokens_per_byte
     return None if per_byte is None else loss / math.log(2) * per_byte
 
 
 def asked_as_trained(text: str, data: TokenData) -> str | list[int]:
-    """A prompt in the template of the conversations that are trained on; as it is, where it is text."""
+    """The prompt in the chat template of the training data; unchanged if that is plain text."""
     template = data.metadata.chat_template
     return text if template is None else template.prompt_ids(data.tokenizer, [Message("user", text)])
 
@@ -104,8 +101,8 @@ def asked_as_trained(text: str, data: TokenData) -> str | list[int]:
 def answer_prompts(parts: Parts, between: Callable[[], None] = lambda: None) -> list[Answer]:
     """The model's most likely continuation of each prompt. `between` is called at each token, and may raise.
 
-    Where memory runs out, fewer prompts are answered at once. None are answered where one alone does not fit: that is
-    no reason to end the training.
+    If memory runs out, answers fewer prompts at once. If one prompt alone does not fit, answers none: that must not end
+    the training.
     """
     model, data, prompts = parts.model, parts.data, parts.prompts
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0)
@@ -123,8 +120,8 @@ def answer_prompts(parts: Parts, between: Callable[[], None] = lambda: None) -> 
             if at_once == 1:
                 text = prompts[len(completions)].text
                 print(
-                    f"Warning: memory is too short to answer --eval_prompts: not even {text[:40]!r} ({len(text):,} "
-                    f"characters) fits alone. The training goes on without answers; shorter prompts would help.",
+                    f"Warning: not enough memory to answer --eval_prompts: not even {text[:40]!r} ({len(text):,} "
+                    f"characters) fits alone. The training continues without answers; shorter prompts would help.",
                     file=sys.stderr,
                 )
                 return []

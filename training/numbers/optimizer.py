@@ -20,7 +20,7 @@ from training.machine.sharding import broadcast_from_owners, gather_state, owner
 
 ADAMW_EPSILON = 1e-8
 NEWTON_SCHULZ_STEPS = 5
-# Jordan et al. 2024: the steepest start that still stays bounded.
+# Jordan et al. 2024: the largest slope at zero with which the iteration stays bounded.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 Group = dict[str, Any]  # of parameters, as torch.optim knows it
@@ -29,9 +29,9 @@ Group = dict[str, Any]  # of parameters, as torch.optim knows it
 class Optimizer(torch.optim.Optimizer):
     """Updates each group of parameters by its "rule", a name in RULES.
 
-    With `is_sharded`, each process keeps the state of its own share of the parameters and updates those alone.
-    `state_dict` then holds that share, and `whole_state` gives the whole. A group's "pieces" says how many matrices are
-    stacked along the rows of each of its parameters.
+    With `is_sharded`, each process updates its own share of the parameters and keeps the state of those only.
+    `state_dict` then returns that share, and `whole_state` the whole state. A group's "pieces" is the number of
+    matrices that are stacked along the rows of each of its parameters.
     """
 
     def __init__(self, groups: list[Group], fused: bool = True, is_sharded: bool = False):
@@ -41,13 +41,13 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def parameters(self) -> list[Parameter]:
-        """All of them, in the order of their numbers in a state dict."""
+        """All parameters, in the order of their numbers in a state dict."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        """If sharded: the rank that updates each parameter. Each rule's parameters are dealt out on their own, for a
-        parameter costs more with some rules than with others."""
+        """If sharded: the rank that updates each parameter. Each rule's parameters are divided separately, because
+        rules differ in their cost per parameter."""
         rules = [group["rule"] for group in self.param_groups for _ in group["params"]]
         sizes = [parameter.numel() for parameter in self.parameters]
         owner: dict[int, int] = {}
@@ -60,12 +60,12 @@ class Optimizer(torch.optim.Optimizer):
     def step(  # type: ignore[override]  # no closure is ever given
         self, closure: None = None, *, found_inf: torch.Tensor | None = None, grad_scale: torch.Tensor | None = None
     ) -> None:
-        """`found_inf` () of 1.0 leaves everything as it is; gradients are divided by `grad_scale` () in the rules that
-        have `divides_gradients`. Both stay on the device: nothing waits."""
+        """If `found_inf` () is 1.0, nothing changes. Rules with `divides_gradients` divide gradients by `grad_scale`
+        (). Both stay on the device, so the host does not wait."""
         if self.is_sharded:
             for parameter, owner in zip(self.parameters, self.owners, strict=True):
                 if owner != rank():
-                    parameter.grad = None  # so that it is left to its owner
+                    parameter.grad = None  # only its owner updates it
         for name, rule in RULES.items():
             if groups := [group for group in self.param_groups if group["rule"] == name]:
                 rule.update(self, groups, found_inf, grad_scale)
@@ -83,8 +83,9 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of all parameters, also from a checkpoint of an older version. If sharded, keep the own share;
-        `follow_rank_0` gives the other processes theirs. Raises ValueError for the state of other parameters."""
+        """Load the state of all parameters; checkpoints of older versions work too. If sharded, keep only this
+        process's share; `follow_rank_0` sends the other processes theirs. Raises ValueError for the state of other
+        parameters."""
         checked = self.checked(joined(state_dict))
         if self.is_sharded:
             self.loaded = checked["state"]
@@ -92,9 +93,9 @@ class Optimizer(torch.optim.Optimizer):
         super().load_state_dict(checked)
 
     def checked(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """A state dict that is safe to load: PyTorch accepts tensors of any shape, and fails at the first step.
+        """The state dict, if it is safe to load: PyTorch accepts tensors of any shape and fails only at the next step.
 
-        Saved hyperparameters are dropped: `apply_hyperparameters` sets those of the configuration at each step. Raises
+        Drops saved hyperparameters: `apply_hyperparameters` sets those of the configuration at each step. Raises
         ValueError for the state of other parameters.
         """
         groups = self.state_dict()["param_groups"]
@@ -119,7 +120,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def joined(saved: dict[str, Any]) -> dict[str, Any]:
-    """A state dict in one piece. Older versions saved Muon's and AdamW's apart, each with numbers from 0."""
+    """One state dict. Older versions saved two, for Muon and for AdamW, and numbered the parameters of each from 0."""
     if "muon" not in saved:
         return saved
     muon, rest = saved["muon"], saved["adamw"]
@@ -132,7 +133,7 @@ def joined(saved: dict[str, Any]) -> dict[str, Any]:
 def update_adamw(
     optimizer: Optimizer, groups: list[Group], found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
 ) -> None:
-    """PyTorch's own."""
+    """Calls PyTorch's function."""
     for group in groups:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         states = [optimizer.state_of(parameter, group) for parameter in parameters]
@@ -157,23 +158,23 @@ def update_adamw(
 
 
 def is_hidden_matrix(name: str, parameter: Parameter) -> bool:
-    """The matrices inside blocks: what Muon is for."""
+    """Whether Muon updates this parameter: the matrices inside blocks."""
     return name.startswith("blocks.") and parameter.dim() == 2
 
 
 def update_muon(
     optimizer: Optimizer, groups: list[Group], found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
 ) -> None:
-    """Momentum whose update is orthogonalized: every direction of a matrix is learned at the same pace.
+    """Momentum with an orthogonalized update: a matrix learns at the same speed in every direction.
 
-    The same update as `torch.optim.Muon` with its default learning-rate adjustment, sqrt(max(1, rows / columns)), but
-    all matrices of one shape are orthogonalized in one batched call. Of several processes that hold the same matrices,
-    each orthogonalizes its share.
+    The same update as `torch.optim.Muon` with its default learning-rate adjustment, sqrt(max(1, rows / columns)). But
+    one batched call orthogonalizes all matrices of one shape. If several processes hold the same matrices, each
+    orthogonalizes its share.
     """
     if found_inf is None:
         found_inf = torch.zeros((), device=groups[0]["params"][0].device)
     skip, keep = found_inf.bool(), 1 - found_inf
-    batches = defaultdict(list)  # shape of a matrix -> (its part of the parameter, its update, its group)
+    batches = defaultdict(list)  # shape -> (part of a parameter, its update, its group)
     for group in groups:
         for parameter in group["params"]:
             if parameter.grad is None:
@@ -195,8 +196,8 @@ def update_muon(
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """The nearest semi-orthogonal matrix to each of (N, rows, columns), roughly: singular values near 1, the same
-    singular vectors. Five Newton-Schulz steps (Jordan et al. 2024)."""
+    """Approximates the nearest semi-orthogonal matrix to each of (N, rows, columns): the same singular vectors,
+    singular values near 1. Five Newton-Schulz steps (Jordan et al. 2024)."""
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     x = matrices
     is_tall = x.size(1) > x.size(2)
@@ -210,28 +211,28 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def newton_schulz_dtype(device: torch.device) -> torch.dtype:
-    """The iteration tolerates the rounding of bf16, but not the narrow range of fp16."""
+    """The iteration tolerates bf16's rounding, but not fp16's narrow range."""
     return torch.bfloat16 if has_fast_bf16(device) else torch.float32
 
 
 class Rule(NamedTuple):
     """How parameters are updated."""
 
-    takes: Callable[[str, Parameter], bool]  # whether it updates the parameter of this name; if not, AdamW does
-    state: tuple[str, ...]  # what is kept for each parameter: fp32 in its shape; "step" is a single number
+    takes: Callable[[str, Parameter], bool]  # whether the rule updates this parameter; if not, AdamW does
+    state: tuple[str, ...]  # tensors kept for each parameter: fp32, in its shape; "step" is a single number
     hyperparameters: Callable[[TrainConfig, float], dict[str, Any]]  # given AdamW's learning rate of a step
     update: Callable[[Optimizer, list[Group], torch.Tensor | None, torch.Tensor | None], None]
-    divides_gradients: bool = False  # by grad_scale; for the other rules they are clipped before the update
-    splits_qkv: bool = False  # queries, keys and values are stored fused; to this rule each is a matrix of its own
-    update_bytes: int = 0  # a parameter, that an update takes beside the state
+    divides_gradients: bool = False  # by grad_scale; for other rules, gradients are clipped before the update
+    splits_qkv: bool = False  # queries, keys and values are stored as one matrix; the rule updates them as three
+    update_bytes: int = 0  # temporary memory of an update, per parameter
 
     @property
     def state_bytes(self) -> int:
-        """Of a parameter; the few of "step" do not count."""
+        """Per parameter; "step" is too small to count."""
         return sum(4 for name in self.state if name != "step")
 
 
-RULES = {  # the rules of `optimizer`, a choice in training/config.py
+RULES = {  # the choices of `optimizer` in training/config.py
     "adamw": Rule(
         takes=lambda name, parameter: True,
         state=("step", "exp_avg", "exp_avg_sq"),
@@ -242,20 +243,20 @@ RULES = {  # the rules of `optimizer`, a choice in training/config.py
     "muon": Rule(
         takes=is_hidden_matrix,
         state=("momentum_buffer",),
-        hyperparameters=lambda config, lr: {  # in the same proportion to AdamW's learning rate all along the schedule
+        hyperparameters=lambda config, lr: {  # follows AdamW's learning rate in a fixed proportion
             "lr": lr / config.learning_rate * config.muon_learning_rate,
             "momentum": config.muon_momentum,
         },
         update=update_muon,
         splits_qkv=True,
-        update_bytes=12,  # the update itself, and Newton-Schulz
+        update_bytes=12,  # the update and Newton-Schulz's temporaries
     ),
 }
 
 
 def by_rule(model: torch.nn.Module, config: TrainConfig) -> dict[str, dict[str, Parameter]]:
-    """Parameters that are trained, by the rule that updates them and by name: the rule of `config.optimizer` where it
-    takes them, AdamW for the rest."""
+    """Rule -> name -> parameter, for the parameters that are trained. `config.optimizer` updates those that its rule
+    takes, AdamW the others."""
     named: dict[str, dict[str, Parameter]] = {config.optimizer: {}, "adamw": {}}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -267,8 +268,8 @@ def by_rule(model: torch.nn.Module, config: TrainConfig) -> dict[str, dict[str, 
 def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
     """The optimizer of `config.optimizer`, with AdamW for the parameters that its rule does not take.
 
-    Weight decay acts on the matrices of that rule only: decaying biases and norm gains pulls them away from where they
-    work, and beside another rule AdamW's matrices, the embeddings and the head, do without.
+    Weight decay acts only on the matrices of that rule. Decay would pull biases and norm gains away from useful values.
+    With another rule, AdamW's matrices (the embeddings and the head) have no decay.
     """
     groups: list[Group] = []
     for rule, named in by_rule(model, config).items():
@@ -276,10 +277,10 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
         for name, parameter in named.items():
             pieces = 3 if RULES[rule].splits_qkv and name.endswith("qkv.weight") else 1
             alike[parameter.dim() >= 2, pieces].append(parameter)
-        for is_matrix, pieces in sorted(alike, reverse=True):  # the order is that of the state in checkpoints
+        for is_matrix, pieces in sorted(alike, reverse=True):  # checkpoints store the state in this order
             decays = is_matrix and rule == config.optimizer
             groups.append({"params": alike[is_matrix, pieces], "rule": rule, "decays": decays, "pieces": pieces})
-    # Not on Apple's GPUs, where the fused kernel ignores what forbids a step (pytorch pull request 186360).
+    # Not on Apple's GPUs: the fused kernel ignores `found_inf` there (pytorch pull request 186360).
     fused = all(parameter.device.type != "mps" for parameter in model.parameters())
     optimizer = Optimizer(groups, fused, config.is_sharded)
     apply_hyperparameters(optimizer, config.learning_rate, config)
@@ -287,20 +288,20 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
 
 
 def apply_hyperparameters(optimizer: Optimizer, lr: float, config: TrainConfig) -> None:
-    """Set what the configuration says now. `lr` is AdamW's learning rate of this step; the other rules follow it."""
+    """Set the configuration's values. `lr` is AdamW's learning rate of this step; the other rules follow it."""
     for group in optimizer.param_groups:
         group |= RULES[group["rule"]].hyperparameters(config, lr)
         group["weight_decay"] = config.weight_decay if group["decays"] else 0.0
 
 
 def whole_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict; on rank 0 that of all parameters, also if it is sharded. All processes have to call it."""
+    """The state dict. If it is sharded, rank 0 gets the state of all parameters. Every process must call this."""
     saved = optimizer.state_dict()
     return saved | {"state": gather_state(saved["state"])} if optimizer.is_sharded else saved
 
 
 def follow_rank_0(optimizer: Optimizer) -> None:
-    """Give all processes the state that rank 0 has loaded. All processes have to call it."""
+    """Send all processes the state that rank 0 has loaded. Every process must call this."""
     saved = optimizer.state_dict()
     if not optimizer.is_sharded:
         optimizer.load_state_dict(saved | {"state": broadcast_state(saved["state"])})
@@ -312,8 +313,8 @@ def follow_rank_0(optimizer: Optimizer) -> None:
 
 
 def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip: torch.Tensor) -> None:
-    """Scale the gradients down to a global L2 norm of `grad_clip` (0: leave them) and take the optimizer's step, unless
-    `skip`, () of 1.0 or 0.0, forbids it. This is decided on the device: nothing waits."""
+    """Clip the gradients to a global L2 norm of `grad_clip` (0: no clipping) and take the optimizer's step, unless
+    `skip` () is 1.0. The device decides, so the host does not wait."""
     fused = all(group["fused"] for group in optimizer.param_groups)
     folds = fused and bool(grad_clip) and folds_clipping(grad_norm.device)
     if grad_clip:
@@ -321,18 +322,18 @@ def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip
         torch.nn.utils.clip_grads_with_norm_(with_gradients(ahead), grad_clip, grad_norm)
     if fused:
         optimizer.step(found_inf=skip, grad_scale=clip_divisor(grad_norm, grad_clip) if folds else None)
-    elif not skip:  # PyTorch's other kernels cannot skip: the host waits, and decides
+    elif not skip:  # PyTorch's other kernels cannot skip: the host must wait and decide
         optimizer.step()
 
 
 def folds_clipping(device: torch.device) -> bool:
-    """Whether AdamW's kernel scales the gradients itself: on a GPU this saves a pass over them. On a CPU it brings
-    nothing, and the numbers stay to the bit those of clipping first."""
+    """Whether AdamW's kernel scales the gradients. On a GPU this saves one pass over them. On a CPU it saves nothing,
+    and clipping first keeps the numbers of older versions to the bit."""
     return device.type == "cuda"
 
 
 def clip_divisor(grad_norm: torch.Tensor, grad_clip: float) -> torch.Tensor:
-    """What `torch.nn.utils.clip_grads_with_norm_` divides gradients by, in effect."""
+    """`torch.nn.utils.clip_grads_with_norm_` divides gradients by this."""
     return ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
 
 

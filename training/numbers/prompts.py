@@ -26,12 +26,12 @@ class Answer:
 
     @property
     def right(self) -> bool | None:
-        """Exact match, white space around it aside; None where no answer is expected."""
+        """Whether it matches exactly, except for white space around it; None if no answer is expected."""
         return None if self.prompt.expected is None else self.text.strip() == self.prompt.expected.strip()
 
 
 def accuracy(answers: Sequence[Answer]) -> tuple[int, int]:
-    """(exactly right, with a known answer)"""
+    """(number of right answers, number of prompts with an expected answer)"""
     judged = [answer.right for answer in answers if answer.right is not None]
     return sum(judged), len(judged)
 
@@ -58,7 +58,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
-    """Raises DataError for a prompt the tokenizer cannot express: now, not at the first evaluation."""
+    """Raises DataError for a prompt that the tokenizer cannot encode, before the training starts."""
     for prompt in prompts:
         try:
             data.tokenizer.encode(prompt.text)

@@ -9,8 +9,8 @@ from training.numbers.decays import DECAYS
 
 
 def learning_rate(step: int, max_steps: int, config: TrainConfig) -> float:
-    """Learning rate of `step` (from 0): linear warmup to the peak, then one of DECAYS, to `min_lr` at the last step.
-    With `cooldown` below 1 the peak is held until that share of the steps is left (Hägele et al. 2024)."""
+    """Learning rate of `step` (from 0): linear warmup to the peak, then one of DECAYS down to `min_lr` at the last
+    step. `cooldown` below 1 is the share of the steps that decay; before it, the peak is held (Hägele et al. 2024)."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     decay = DECAYS[config.use_lr_scheduler]
@@ -29,7 +29,7 @@ def epoch_sequences(windows: int, config: TrainConfig) -> int:
 
 
 def last_step(step: int, sequences_seen: int, windows: int, config: TrainConfig) -> int:
-    """Steps of the whole run, given the steps and sequences done so far: the batch size may have changed since."""
+    """Steps of the whole run, from the steps and sequences done so far: the batch size may have changed on the way."""
     if config.max_steps:
         return config.max_steps
     if epoch_sequences(windows, config) < windows:
@@ -39,17 +39,17 @@ def last_step(step: int, sequences_seen: int, windows: int, config: TrainConfig)
 
 
 def has_stopped_early(worse: int, config: TrainConfig) -> bool:
-    """After `worse` evaluations in a row without a lower validation loss."""
+    """Whether `worse` evaluations in a row without a lower validation loss end the run."""
     return 0 < config.stop_after_worse <= worse
 
 
 def repetition(windows: int, config: TrainConfig) -> str:
-    """A note for when a step takes more sequences than there are training windows; else empty."""
+    """A note if a step takes more sequences than there are training windows; else empty."""
     sequences = config.sequences_per_step
     if sequences <= windows:
         return ""
     return (
         f"\nNote       a step takes {sequences:,} sequences and the text has {windows:,}: each step is "
-        f"{sequences / windows:.1f} epochs, whatever --epochs says. For several steps an epoch: --batch_size "
-        f"{max(1, windows // config.gradient_accumulation_steps // 10)} or so"
+        f"{sequences / windows:.1f} epochs, whatever --epochs says. For several steps per epoch, try --batch_size "
+        f"{max(1, windows // config.gradient_accumulation_steps // 10)}"
     )

@@ -18,11 +18,11 @@ from training.parts import Parts
 
 
 class StepResult(NamedTuple):
-    """What a step gives: each a number on the device, unread."""
+    """Numbers on the device: the host does not wait for them."""
 
     loss: torch.Tensor  # the mean over the whole effective batch
     grad_norm: torch.Tensor  # before clipping
-    skipped: torch.Tensor  # 1.0 if the update was skipped, for one of them is not finite; else 0.0
+    skipped: torch.Tensor  # 1.0 if one of them is not finite, so that the update was skipped; else 0.0
 
 
 def train_step(
@@ -30,9 +30,9 @@ def train_step(
 ) -> StepResult:
     """Update the model with the sequences that follow the first `sequences_seen`, at AdamW's learning rate `lr`.
 
-    An update with numbers that are not finite is skipped. Of several processes each takes its share of the sequences,
-    and all make the same update. Dropout draws from a stream that belongs to (seed, step, rank), so a resumed run needs
-    no saved random state. `begin` is told which part begins: "data", "forward", "backward" or "optimizer".
+    Skips an update with numbers that are not finite. Each process takes its share of the sequences, and all make the
+    same update. Dropout's random stream depends on (seed, step, rank) only, so a resumed run needs no saved random
+    state. Calls `begin` with each part that begins: "data", "forward", "backward" or "optimizer".
     """
     config, data, optimizer, scaler = parts.config, parts.data, parts.optimizer, parts.scaler
     begin("data")
@@ -68,11 +68,11 @@ def train_step(
 
 
 def shares(targets: torch.Tensor, rows: int, has_mask: bool, whole: int) -> list[float | torch.Tensor]:
-    """What the mean loss of each micro-batch of `rows` counts in that of the `whole` batch: the size of the slices does
-    not matter. targets: (B, T); where they are masked, slices differ in how many count.
+    """The weight of each micro-batch's mean loss in the mean loss of the `whole` batch, so that the size of
+    micro-batches does not matter. targets: (B, T), this process's; with a mask, micro-batches differ in their number of
+    targets.
 
-    Of several processes each has its own B of the batch, and the mean over processes is that over the batch: what each
-    slice counts is multiplied by their number.
+    The weights are multiplied by the number of processes, because the all-reduce takes the mean over processes.
     """
     if not has_mask:
         own = len(targets)
@@ -82,8 +82,8 @@ def shares(targets: torch.Tensor, rows: int, has_mask: bool, whole: int) -> list
 
 
 def pad_rows(batch: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, ...]:
-    """Fill what `TokenData.batch` gives, each (at most rows, T), up to (rows, T) with rows that add nothing to the mean
-    loss, so that a compiled model meets one shape only."""
+    """Pad a batch of `TokenData.batch`, each (at most rows, T), to (rows, T). The added rows do not count in the mean
+    loss. So a compiled model sees one shape only."""
     missing = rows - len(batch[0])
     if not missing:
         return batch
@@ -93,13 +93,13 @@ def pad_rows(batch: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, 
 
 
 def part_of_step(config: TrainConfig, rows: int) -> TrainConfig:
-    """The configuration of a step that takes `rows` sequences, for where a whole one would take too long."""
+    """The configuration of a step of only `rows` sequences, for timing: a whole step may take too long."""
     return dataclasses.replace(
         config, batch_size=rows, gradient_accumulation_steps=1, micro_batch_size=min(rows, config.rows_at_once)
     )
 
 
 def smallest_part(config: TrainConfig, hardware: Hardware) -> int:
-    """Sequences that such a step has at least: a compiled model knows one shape, and a GPU is not fast on less."""
+    """The fewest sequences of such a step: a compiled model takes one shape only, and a GPU is slow on less."""
     at_once = config.rows_at_once if hardware.is_cuda or hardware.compiles else 1
     return min(at_once * config.processes, config.sequences_per_step)

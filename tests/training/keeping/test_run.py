@@ -979,7 +979,7 @@ def test_a_full_disk_ends_the_run_and_the_same_command_continues(
 def test_divergence_before_the_first_checkpoint_promises_none(train: Callable, tmp_path: Path) -> None:
     flags = {"checkpoint_steps": 6, "learning_rate": 1e30, "use_lr_scheduler": "constant"}
     for run, said in (
-        ("first", "No checkpoint was saved before: the same command starts anew."),
+        ("first", "No checkpoint was saved before, so the same command starts from the beginning."),
         ("later", "from step"),
     ):
         if run == "later":
