@@ -1,4 +1,4 @@
-"""Memory: what a step is expected to take, the micro-batch that fits, and what to do when it runs out all the same."""
+"""The micro-batch that fits into memory, and the retry with a smaller one if memory runs out."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from training.parts import Parts
 from training.planning.estimate import estimate_memory, with_rows
 from training.planning.memory_advice import no_way_out
 
-MEMORY_SHARE = 0.8  # of the memory there is; the rest is for tokens, kernels' workspaces and fragmentation
-GAVE_WAY = "out of memory"  # where a micro-batch came from, if not from an estimate
-DROPOUT_ASIDE = " but for the draws of dropout"  # which go through a micro-batch at a time
+MEMORY_SHARE = 0.8  # of all memory; the rest is for tokens, kernels' workspaces and fragmentation
+GAVE_WAY = "out of memory"  # source of a micro-batch that was halved after an out-of-memory error
+DROPOUT_ASIDE = " except for dropout's random draws"  # which are made per micro-batch
 
 Made = TypeVar("Made")
 
 
 def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> TrainConfig:
-    """Halve the micro-batch until the step is expected to fit; what was found to fit on this device before is kept. The
-    result of training does not depend on it, so this is done without asking unless `micro_batch_size` was given.
+    """Halve the micro-batch until the estimate fits, unless `micro_batch_size` was given: the result does not depend on
+    it. If this run found a size on this device before, take that.
 
     Raises MemoryExhausted if one sequence does not fit.
     """
     if config.micro_batch_size and config.sources.get("micro_batch_size") != "tuned":
-        return config  # as it was given
+        return config
     if (rows := found_before(config, hardware)) is not None:
         print(
             f"Memory     micro_batch_size {rows}, which fitted on this device before (--micro_batch_size tries another)"
@@ -41,18 +41,15 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
         return with_rows(config, rows, GAVE_WAY)
     if hardware.memory_bytes is None:
         return config
-    limit = MEMORY_SHARE * hardware.memory_bytes
-    rows = config.rows_at_once
-    fitted = config
-    while estimate_memory(fitted, model, hardware) > limit:
+    rows, fitted = config.rows_at_once, config
+    while (needed := estimate_memory(fitted, model, hardware)) > MEMORY_SHARE * hardware.memory_bytes:
         if rows == 1:
-            needed = estimate_memory(fitted, model, hardware)
             raise MemoryExhausted(
                 f"Training this model takes about {byte_size(needed)} even with one sequence at a time; "
-                f"there are {byte_size(hardware.memory_bytes)}. Choose a smaller --model_size or --max_seq_len; "
+                f"this device has {byte_size(hardware.memory_bytes)}. Choose a smaller --model_size or --max_seq_len; "
                 "--micro_batch_size 1 tries it anyway."
             )
-        rows = rows // 2
+        rows //= 2
         fitted = with_rows(config, rows)
     if fitted is not config:
         print(
@@ -63,7 +60,7 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
 
 
 def found_before(config: TrainConfig, hardware: Hardware) -> int | None:
-    """The micro-batch that this run came down to on this device, as its folder tells; None if it did not."""
+    """The micro-batch that this run was reduced to on this device, from its folder; None if it was not reduced."""
     try:
         kept = read_json(config.run_dir / CONFIG, ConfigError)
     except (ConfigError, OSError):
@@ -82,11 +79,11 @@ def until_it_fits(
     part: Callable[[], str] = lambda: "",
     failed: Callable[[], None] = lambda: None,
 ) -> Made:
-    """What `work` returns. Where memory runs out, halve the micro-batch of `parts` and run `work` again.
+    """Run `work` and return its result. If memory runs out, halve the micro-batch of `parts` and run `work` again.
 
-    `retrying` is told so in a sentence. `part` says which part of a step `work` had come to, and `failed` is called
-    before anything else is done about the error. Raises MemoryExhausted where halving cannot help: one sequence at a
-    time is too much, or memory ran out in the update of the weights, which may be half done.
+    Calls `failed` first, then, before the retry, `retrying` with a sentence about it. `part` returns which part of a
+    step `work` was in. Raises MemoryExhausted if halving cannot help: one sequence at a time does not fit, or memory
+    ran out while the weights were updated, which may be half done.
     """
     while True:
         try:
@@ -95,18 +92,18 @@ def until_it_fits(
             if not is_out_of_memory(error):
                 raise
             failed()
-            told = halve_micro_batch(parts, error, part())
-        retrying(told)
+            message = halve_micro_batch(parts, error, part())
+        retrying(message)
 
 
 def halve_micro_batch(parts: Parts, error: Exception, part: str) -> str:
-    """Prepare for the same batch once more after `error`, out of memory in a `part` of a step. Returns a sentence on
-    it. Raises MemoryExhausted as `until_it_fits` does."""
+    """Prepare to retry the batch after `error`, out of memory in a `part` of a step. Returns a sentence about it.
+    Raises MemoryExhausted as `until_it_fits` does."""
     config, rows = parts.config, parts.config.rows_at_once
     aside = DROPOUT_ASIDE if config.dropout else ""
     if rows == 1 or part == "optimizer":
         raise MemoryExhausted(no_way_out(config, parts.data.vocab_size, parts.hardware)) from error
-    if config.processes > 1:  # which would all have to take the same batch once more
+    if config.processes > 1:  # all would have to retry together
         raise MemoryExhausted(
             f"Out of memory with {rows} sequences at once in one of {config.processes} processes: add "
             f"--micro_batch_size {rows // 2} to the same command, with the same result{aside}. Checkpoints saved "
@@ -116,7 +113,7 @@ def halve_micro_batch(parts: Parts, error: Exception, part: str) -> str:
     parts.optimizer.zero_grad(set_to_none=True)
     return_freed_memory(parts.hardware.device)
     if parts.hardware.compiles:
-        torch.compiler.reset()  # PyTorch compiles code for another shape only so often
+        torch.compiler.reset()  # PyTorch limits how often it compiles for another shape
     parts.config = with_rows(config, rows // 2, GAVE_WAY)
     less = parts.config.rows_at_once
     return (

@@ -1,4 +1,4 @@
-"""What to do when memory runs out: what would take less, and which other processes hold some."""
+"""Advice when memory runs out: which flags take less, and which other processes hold memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,21 +19,21 @@ from common.machine import has_fast_bf16
 from model import TransformerLanguageModel
 from training.config import MODEL_SIZES, TrainConfig, preset
 from training.machine.hardware import Hardware
-from training.planning.estimate import estimate_memory, with_rows
+from training.planning.estimate import estimate_memory
 
-OTHERS_SHARE = 0.1  # of the memory there is, that a process must hold to be named
+OTHERS_SHARE = 0.1  # name other processes that hold at least this share of the memory
 
 
 def no_way_out(config: TrainConfig, vocab_size: int, hardware: Hardware) -> str:
-    """What to say when memory runs out with one sequence at a time: what would help, in order, and by how much."""
+    """The message if one sequence at a time does not fit: what would help, in order, and by how much."""
     held: list[str] = []
     ranked: list[tuple[str, int]] = []
-    with contextlib.suppress(Exception):  # there may be no memory left to find out
+    with contextlib.suppress(Exception):  # memory may run out here too
         held = held_by_others(hardware)
         ranked = savings(config, vocab_size, hardware)
     others = (
-        f" Other processes hold memory that may be what is missing: {'; '.join(held)}. End them (in a notebook, the "
-        f"sessions that are not used any more) and run the same command again."
+        f" Other processes hold memory: {'; '.join(held)}. End those you do not need (in a notebook, unused sessions) "
+        "and run the same command again."
         if held
         else ""
     )
@@ -46,49 +47,35 @@ def no_way_out(config: TrainConfig, vocab_size: int, hardware: Hardware) -> str:
 
 
 def savings(config: TrainConfig, vocab_size: int, hardware: Hardware) -> list[tuple[str, int]]:
-    """Flags that take less memory, those that change least about the run first, with the bytes each saves. The later
-    ones are for a new run."""
-    model = without_memory(config, vocab_size)
-    now = estimate_memory(config, model, hardware)
-    one = with_rows(config, 1)
-    ways: list[tuple[str, int]] = []
-    if config.rows_at_once > 1:
-        ways.append(("--micro_batch_size 1", now - estimate_memory(one, model, hardware)))
-    if not config.activation_checkpointing:
-        kept_less = dataclasses.replace(config, activation_checkpointing=True)
-        ways.append(("--activation_checkpointing", now - estimate_memory(kept_less, model, hardware)))
-    if config.processes > 1 and not config.shard_optimizer:
-        sharing = dataclasses.replace(config, shard_optimizer=True)
-        ways.append(("--shard_optimizer", now - estimate_memory(sharing, model, hardware)))
+    """Flags that take less memory, and the bytes that each saves. Those that change the run least come first; the last
+    ones need a new run."""
+
+    def saved(hardware: Hardware = hardware, **keys: Any) -> int:
+        changed = dataclasses.replace(config, **keys)
+        return now - estimate_memory(changed, without_memory(changed, vocab_size), hardware)
+
+    now = estimate_memory(config, without_memory(config, vocab_size), hardware)
+    ways = [
+        ("--micro_batch_size 1", saved(micro_batch_size=1)),
+        ("--activation_checkpointing", saved(activation_checkpointing=True)),
+        ("--shard_optimizer", saved(shard_optimizer=True)),
+    ]
     if hardware.precision == "fp32" and has_fast_bf16(hardware.device):
-        in_bf16 = dataclasses.replace(hardware, precision="bf16")
-        ways.append(("--precision bf16", now - estimate_memory(config, model, in_bf16)))
-    changes: list[tuple[str, dict[str, object]]] = []
-    if config.dropout:
-        changes.append(("--dropout 0", {"dropout": 0.0}))
-    if config.init_from and not config.lora_rank:
-        changes.append(("--lora_rank 8 (a new run)", {"lora_rank": 8}))
-    if config.optimizer == "adamw" and not config.lora_rank:
-        changes.append(("--optimizer muon (a new run)", {"optimizer": "muon"}))
-    if config.max_seq_len > 1:
-        half = config.max_seq_len // 2
-        changes.append((f"--max_seq_len {half} (a new run)", {"max_seq_len": half}))
-    sizes = [(size, preset(size)) for size in MODEL_SIZES]
-    changes += [(f"--model_size {size} (a new run)", keys) for size, keys in sizes]
-    smaller = []
-    for flags, keys in changes:
-        changed = dataclasses.replace(config, **keys)  # type: ignore[arg-type]
-        saved = now - estimate_memory(changed, without_memory(changed, vocab_size), hardware)
-        if "model_size" not in flags:
-            ways.append((flags, saved))
-        elif saved > 0:
-            smaller.append((flags, saved))
-    ways += sorted(smaller, key=lambda way: way[1])[:1]  # the largest that is smaller
+        ways.append(("--precision bf16", saved(dataclasses.replace(hardware, precision="bf16"))))
+    ways.append(("--dropout 0", saved(dropout=0.0)))
+    if not config.lora_rank:
+        if config.init_from:
+            ways.append(("--lora_rank 8 (a new run)", saved(lora_rank=8)))
+        ways.append(("--optimizer muon (a new run)", saved(optimizer="muon")))
+    half = max(1, config.max_seq_len // 2)
+    ways.append((f"--max_seq_len {half} (a new run)", saved(max_seq_len=half)))
+    sizes = [(f"--model_size {size} (a new run)", saved(**preset(size))) for size in MODEL_SIZES]
+    ways += sorted((way for way in sizes if way[1] > 0), key=lambda way: way[1])[:1]  # the largest that is smaller
     return [way for way in ways if way[1] > 0]
 
 
 def without_memory(config: TrainConfig, vocab_size: int) -> TransformerLanguageModel:
-    """A model that has sizes and no numbers."""
+    """A model on the meta device: sizes without numbers."""
     with torch.device("meta"):
         model = TransformerLanguageModel(config.model_config(vocab_size))
         if config.lora_rank:
@@ -97,7 +84,7 @@ def without_memory(config: TrainConfig, vocab_size: int) -> TransformerLanguageM
 
 
 def held_by_others(hardware: Hardware) -> list[str]:
-    """Processes that hold a good part of the same memory, largest first."""
+    """Up to three other processes that hold at least OTHERS_SHARE of the same memory, largest first."""
     least = OTHERS_SHARE * (hardware.memory_bytes or 0)
     held = gpu_memory_by_process() if hardware.is_cuda else memory_by_process()
     held = {process: size for process, size in held.items() if process[0] != os.getpid() and size > least}
@@ -106,22 +93,22 @@ def held_by_others(hardware: Hardware) -> list[str]:
 
 
 def memory_by_process() -> dict[tuple[int, str], int]:
-    """Bytes of RAM by (pid, name), as Linux tells."""
+    """Bytes of RAM by (pid, name); empty except on Linux."""
     held = {}
     for status in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # it has just ended; a thread of the kernel
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a process that just ended, or a kernel thread
             fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
             held[int(status.parent.name), fields["Name"].strip()] = int(fields["VmRSS"].split()[0]) * 1024
     return held
 
 
 def gpu_memory_by_process() -> dict[tuple[int, str], int]:
-    """Bytes of GPU memory by (pid, name), as the driver tells; in a container it may tell nothing."""
+    """Bytes of GPU memory by (pid, name), from the driver, which may list none in a container."""
     query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
     held = {}
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        for line in told.splitlines():
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        for line in listed.splitlines():
             with contextlib.suppress(ValueError):
                 pid, name, mib = (part.strip() for part in line.split(","))
                 held[int(pid), name] = int(mib) * 2**20
@@ -130,7 +117,7 @@ def gpu_memory_by_process() -> dict[tuple[int, str], int]:
 
 @contextlib.contextmanager
 def memory_advice(config: TrainConfig, vocab_size: int, hardware: Hardware) -> Iterator[None]:
-    """Raise MemoryExhausted, which says what to type, for an error of memory where nothing can be halved."""
+    """Raise MemoryExhausted with advice for an out-of-memory error that a smaller micro-batch cannot solve."""
     try:
         yield
     except Exception as error:
