@@ -1,15 +1,13 @@
-"""--dry_run: everything that can go wrong is tried before it costs anything, and what the run will take is forecast."""
+"""--dry_run: tries what can go wrong before it costs anything, and forecasts time, memory and disk."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +33,16 @@ from training.parts import Parts
 from training.planning.estimate import estimate_memory, held_memory
 from training.planning.memory import until_it_fits
 
-TIMED_SECONDS = 8.0  # a step that takes longer than this is timed on a part of its sequences
-FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), which a model that knows nothing has
-KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one that is being written
+TIMED_SECONDS = 8.0  # a longer step is timed on a part of its sequences
+FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
+KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one being written
 PROBE_BYTES = 1 << 20
 
 
 def dry_run(run: Run) -> None:
-    """Print everything known before the first step, two timed steps, one save, one evaluation and a forecast. Writes no
-    run.
+    """Print what is known before the first step; time steps, a save and an evaluation; print a forecast. Writes no run.
 
-    Raises what keeps the run from starting: CheckpointError, ConfigError, and whatever the parts raise.
+    Raises what would prevent the run: CheckpointError, ConfigError, and whatever the parts raise.
     """
     parts, config = run.parts, run.parts.config
     model, data, hardware, max_steps = parts.model, parts.data, parts.hardware, run.state.max_steps
@@ -77,9 +74,7 @@ def dry_run(run: Run) -> None:
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
     speed = config.tokens_per_step / seconds
-    mfu = ""
-    if hardware.peak_flops:
-        mfu = f", MFU {speed * model.flops_per_token() / hardware.peak_flops:.0%}"
+    mfu = f", MFU {speed * model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
     evaluations = math.ceil(max_steps / config.eval_interval) if config.eval_interval else 0
     total = seconds * max_steps + evaluating * evaluations
     print(
@@ -90,9 +85,8 @@ def dry_run(run: Run) -> None:
         f"Time       about {clock(total)} for {max_steps:,} steps and their evaluations"
     )
     if at_risk := between_checkpoints(parts, seconds):
-        print(f"At risk    at most {clock(at_risk)} of training, if the machine goes away between two checkpoints")
-    units = hardware.units_per_hour(config)
-    if units:
+        print(f"At risk    at most {clock(at_risk)} of training, if the machine is lost between two checkpoints")
+    if units := hardware.units_per_hour(config):
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
     if hardware.is_cuda and (peak := hardware.peak_memory()):
         print(f"Peak       {peak / 1e9:.2f} GB of GPU memory in the timed step")
@@ -107,7 +101,7 @@ def look(run: Run) -> Found | None:
 
 
 def try_steps(parts: Parts) -> tuple[float, int]:
-    """Compile, check the first loss, and time a step: what `time_step` returns."""
+    """Compile, check the first loss, and time a step. Returns what `time_step` does."""
     rows = parts.config.rows_at_once
     parts.step_model = compile_model(parts.model, parts.hardware, lambda: parts.data.batch(0, rows))
     check_first_loss(parts)
@@ -126,17 +120,17 @@ def too_little(need: int, free: int) -> str:
 
 
 def free_space(folder: Path) -> int:
-    """Bytes on the disk that a folder is on, or will be."""
+    """Free bytes on the disk of a folder, which may not exist yet."""
     return shutil.disk_usage(existing(folder)).free
 
 
 def existing(folder: Path) -> Path:
-    """The folder, or what there is of the way to it."""
+    """The folder, or its nearest parent that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
 def probe(mirror: Mirror) -> None:
-    """Write into the mirror's place and read it back. Raises CheckpointError if that fails."""
+    """Write a file where the mirror will be, and read it back. Raises CheckpointError if that fails."""
     path = existing(mirror.dir) / f".probe-{os.getpid()}.tmp"
     content = os.urandom(PROBE_BYTES)
     try:
@@ -146,62 +140,53 @@ def probe(mirror: Mirror) -> None:
                 file.flush()
                 os.fsync(file.fileno())
             if path.read_bytes() != content:
-                raise OSError("other bytes come back than were written")
+                raise OSError("the bytes read differ from the bytes written")
         finally:
             path.unlink(missing_ok=True)
     except OSError as problem:
         raise CheckpointError(
-            f"--checkpoint_dir {mirror.root} cannot be written and read back ({problem.strerror or problem}). Put that "
-            "right, or choose another."
+            f"--checkpoint_dir {mirror.root} cannot be written and read back ({problem.strerror or problem}). Fix "
+            "that, or choose another folder."
         ) from None
 
 
 def check_first_loss(parts: Parts) -> None:
-    """A model that has learned nothing finds all tokens about equally likely: warn if this one does not. The base of
-    adapters has learned something."""
+    """Warn if the first loss is not that of an untrained model, to which all tokens are about equally likely. With
+    adapters the base is trained, so there is nothing to compare."""
     with torch.no_grad(), parts.hardware.autocast():
         loss = float(parts.step_model(*parts.data.batch(0, parts.config.rows_at_once)))
     if lora_of(parts.model) is not None:
         print(f"First loss {loss:.2f}, that of the base")
         return
     expected = math.log(parts.data.vocab_size)
-    print(
-        f"First loss {loss:.2f}; ln({parts.data.vocab_size:,}) = {expected:.2f} is that of a model that knows nothing"
-    )
+    print(f"First loss {loss:.2f}; an untrained model has ln({parts.data.vocab_size:,}) = {expected:.2f}")
     if not abs(loss - expected) < FIRST_LOSS_MARGIN:
         print(
-            "Warning: these two should be close. Is the vocabulary that of the tokens? Was the initialisation of the "
-            "model changed?"
+            "Warning: these two should be close. Does the vocabulary belong to these tokens? Did you change the "
+            "model's initialisation?"
         )
 
 
 def time_save(run: Run, optimizer_state: dict[str, Any]) -> float:
-    """Seconds of writing a checkpoint where the run's will be, verifying and loading it. It is deleted again."""
+    """Seconds to write, verify and load a checkpoint on the run's disk. Deletes it afterwards."""
     parent = existing(run.dir.parent)
-    for left in parent.glob(".dry_run-*"):  # by one that was killed
+    for left in parent.glob(".dry_run-*"):  # of a dry run that was killed
         if time.time() - left.stat().st_mtime > 3600:
             shutil.rmtree(left, ignore_errors=True)
     began = time.perf_counter()
-    with discarded(Path(tempfile.mkdtemp(prefix=".dry_run-", dir=parent))) as folder:
+    with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
         write_checkpoint(folder / "best", run.snapshot(optimizer_state, copy=False))
         if problems := problems_of(folder / "best"):
-            raise CheckpointError(f"A checkpoint that was written below {parent} is damaged: {'; '.join(problems)}.")
+            raise CheckpointError(f"A checkpoint written below {parent} is damaged: {'; '.join(problems)}.")
         checkpoint = Checkpoint(folder / "best")
         checkpoint.load_weights(run.parts.model)
         checkpoint.load_optimizer(run.parts.optimizer)
     return time.perf_counter() - began
 
 
-@contextlib.contextmanager
-def discarded(folder: Path) -> Iterator[Path]:
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def time_evaluation(parts: Parts) -> float:
-    """Seconds of an evaluation, by one batch of it."""
+    """Seconds of an evaluation, estimated from one batch."""
     config = parts.config
     if not config.eval_interval:
         return 0.0
@@ -214,7 +199,7 @@ def time_evaluation(parts: Parts) -> float:
 
 
 def between_checkpoints(parts: Parts, seconds: float) -> float | None:
-    """The longest time from one checkpoint to the next, by the steps' `seconds`; None if only the end is saved."""
+    """Longest time between checkpoints, if a step takes `seconds`; None if only the last step is saved."""
     config = parts.config
     steps_an_epoch = epoch_sequences(parts.data.windows, config) / config.sequences_per_step
     times = [
@@ -226,7 +211,7 @@ def between_checkpoints(parts: Parts, seconds: float) -> float | None:
 
 
 def time_step(parts: Parts) -> tuple[float, int]:
-    """Seconds of a training step, and the number of sequences that was measured on (then scaled to the step)."""
+    """Seconds of a training step, and the number of sequences it was timed on (the seconds are scaled to a step)."""
     config, hardware = parts.config, parts.hardware
 
     def timed(rows: int) -> float:
@@ -247,6 +232,6 @@ def time_step(parts: Parts) -> tuple[float, int]:
     elif not hardware.compiles:
         rows = min(config.rows_at_once * config.processes, max(unit, int(TIMED_SECONDS / seconds)))
     if rows > unit:
-        timed(rows)  # takes the memory that the steps after it find there
+        timed(rows)  # later steps reuse the memory that this one allocates
         seconds = timed(rows)
     return seconds * whole / rows, rows

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, and what to do about the part that limits it: --profile."""
+"""--profile: how long each part of a training step takes, and what to do about the part that limits it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from training.telling.timer import Timer
 
 STEP_PARTS = ("data", "forward", "backward", "optimizer")  # as train_step announces them
 PARTS = (*STEP_PARTS, "logging", "idle")
-NOTICEABLE = 0.15  # of a step: a part beside the computation that takes less is not worth a change
+NOTICEABLE = 0.15  # of a step: below this share, a part other than the computation is not worth a change
 PROFILE_SECONDS = 10.0
 MAX_STEPS = 50
-PRODUCT_SECONDS = 0.1  # each matrix product is repeated for
-PRODUCT_TOKENS = 2048  # at most, on a CPU: more do not make it faster
+PRODUCT_SECONDS = 0.1  # each matrix product is repeated this long
+PRODUCT_TOKENS = 2048  # the most tokens in a product on a CPU: more do not make it faster
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -41,12 +41,12 @@ class Mark(NamedTuple):
 
     part: str
     host: float  # seconds by the wall clock
-    cpu: float  # seconds of all threads of this process together
-    device: torch.cuda.Event | None  # reached when the GPU has done everything queued before
+    cpu: float  # CPU seconds of all threads of this process
+    device: torch.cuda.Event | None  # happens when the GPU has finished everything queued before
 
 
 class Stopwatch:
-    """`begin` is what train_step calls; the sums over all its steps can be read afterwards."""
+    """train_step calls `begin`; afterwards `sums` gives the totals over all steps."""
 
     def __init__(self, on_device: bool = False):
         self.on_device = on_device
@@ -60,7 +60,7 @@ class Stopwatch:
         self.marks.append(Mark(part, time.perf_counter(), time.process_time(), event))
 
     def sums(self, between: Callable[[Mark, Mark], float]) -> dict[str, float]:
-        """Adds up `between` of a part's mark and the next, by part."""
+        """The total of `between` (a part's mark, the next mark) for each part."""
         totals = dict.fromkeys(STEP_PARTS, 0.0)
         for mark, following in itertools.pairwise(self.marks):
             if mark.part in totals:
@@ -69,10 +69,10 @@ class Stopwatch:
 
 
 def split_on_cpu(wall: Mapping[str, float], cpu: Mapping[str, float], threads: int) -> dict[str, float]:
-    """Time in which cores wait is idle, except while the data are read: there it is the data that are waited for.
+    """Time in which cores wait is "idle", except while the data are read: then they wait for the data.
 
-    `wall` and `cpu` are seconds by part, the latter of all threads together. A thread that spins while it waits counts
-    as busy, so idle is a lower bound.
+    `wall` and `cpu` are seconds by part; `cpu` is the sum over all threads. A thread that spins while it waits
+    counts as busy, so "idle" is a lower bound.
     """
     busy = {part: min(wall[part], cpu[part] / threads) for part in STEP_PARTS}
     busy["data"] = wall["data"]
@@ -80,10 +80,10 @@ def split_on_cpu(wall: Mapping[str, float], cpu: Mapping[str, float], threads: i
 
 
 def split_on_gpu(wall: float, device: Mapping[str, float], reading: float) -> dict[str, float]:
-    """Seconds of a step by what the GPU does: a part of the step, or waiting for the host, for its data or otherwise.
+    """Seconds of a step by what the GPU does: it computes a part, waits for data, or is idle.
 
-    `device` is what each part takes without waiting for the host, `reading` the host's time for the data. Were that
-    zero, the step would be shorter by all of it, but never shorter than what the device takes.
+    `device`: seconds of each part if the GPU never waits for the host. `reading`: the host's seconds for the data.
+    Without them the step would be that much shorter, but never shorter than the sum of `device`.
     """
     waiting = max(0.0, wall - sum(device.values()))
     for_data = min(waiting, reading)
@@ -91,8 +91,8 @@ def split_on_gpu(wall: float, device: Mapping[str, float], reading: float) -> di
 
 
 def measure(step: Callable[[Stopwatch], object], steps: int, hardware: Hardware) -> dict[str, float]:
-    """Seconds by part of one step, the mean over `steps` of them. They add up to the wall-clock time on a CPU, and on a
-    GPU unless another program keeps it from reaching the same speed twice."""
+    """Seconds by part of one step, the mean over `steps`. Their sum is the wall-clock time on a CPU, and on a GPU too,
+    unless another program changes its speed between the two measurements."""
     watch = Stopwatch()
     hardware.synchronize()
     started = time.perf_counter()
@@ -107,7 +107,7 @@ def measure(step: Callable[[Stopwatch], object], steps: int, hardware: Hardware)
         parts = split_on_cpu(wall, cpu, torch.get_num_threads())
         return {part: seconds / steps for part, seconds in parts.items()}
 
-    # The GPU is kept busy while the host queues a whole step, so that the events are reached without gaps between.
+    # The GPU sleeps while the host queues a whole step, so that it then runs the step without gaps.
     device_watch = Stopwatch(on_device=True)
     cycles = int(cycles_per_second() * elapsed / steps)
     device_steps = min(steps, 10)
@@ -122,12 +122,12 @@ def measure(step: Callable[[Stopwatch], object], steps: int, hardware: Hardware)
 
 
 def device_seconds(one: Mark, other: Mark) -> float:
-    assert one.device is not None and other.device is not None, "of a stopwatch on the device"
+    assert one.device is not None and other.device is not None, "the stopwatch records events"
     return one.device.elapsed_time(other.device) / 1000
 
 
 def cycles_per_second() -> float:
-    """Of the clock that torch.cuda._sleep counts."""
+    """Speed of the clock that torch.cuda._sleep counts, in Hz."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     torch.cuda._sleep(10**7)
@@ -137,7 +137,7 @@ def cycles_per_second() -> float:
 
 
 def profile(run: Run) -> None:
-    """Time the parts of real steps for some seconds, print them and what limits the run. Writes no run."""
+    """Time the parts of real steps for a few seconds; print them and what limits the run. Writes no run."""
     training, config = run.parts, run.parts.config
     model, data, hardware = training.model, training.data, training.hardware
     training.step_model = compile_model(model, hardware, lambda: data.batch(0, config.rows_at_once))
@@ -166,7 +166,7 @@ def profile(run: Run) -> None:
     steps = min(MAX_STEPS, max(1, int(PROFILE_SECONDS / (seconds * rows))))
 
     parts = measure(lambda watch: step(rows, watch), steps, hardware)
-    for part in ("data", "forward", "backward", "idle"):  # the optimizer's work is the same for any batch
+    for part in ("data", "forward", "backward", "idle"):  # the optimizer takes as long for any batch
         parts[part] *= whole / rows
     parts["logging"] = 0.0
     if config.log_interval:
@@ -190,8 +190,8 @@ def profile(run: Run) -> None:
 
 
 def matrix_products(model: TransformerLanguageModel, config: TrainConfig, hardware: Hardware) -> tuple[float, float]:
-    """Seconds that the matrix products of a step's layers take by themselves, forward and backward, and the FLOP/s they
-    run at: no program can make this step faster with these products. Attention's are not among them."""
+    """Seconds of the matrix products of a step's layers alone, forward and backward, and their FLOP/s: a lower bound of
+    the step's time on this machine. Attention's products are not included."""
     tokens = config.rows_at_once * config.max_seq_len
     tokens = tokens if hardware.is_cuda else min(tokens, PRODUCT_TOKENS)
     layers = (layer.weight for layer in model.modules() if isinstance(layer, torch.nn.Linear))
@@ -208,23 +208,22 @@ def matrix_products(model: TransformerLanguageModel, config: TrainConfig, hardwa
 
 
 def least_seconds(one: torch.Tensor, other: torch.Tensor, hardware: Hardware) -> float:
-    """Of the product of two matrices, on a device that is warm by then."""
-    least, ends = float("inf"), time.perf_counter() + PRODUCT_SECONDS
-    for repeat in itertools.count():
+    """Seconds of the product of two matrices: the fastest of several."""
+    times: list[float] = []
+    ends = time.perf_counter() + PRODUCT_SECONDS
+    while len(times) < 2 or time.perf_counter() <= ends:
         hardware.synchronize()
         started = time.perf_counter()
         one @ other
         hardware.synchronize()
-        least = min(least, time.perf_counter() - started)
-        if repeat and time.perf_counter() > ends:
-            return least
-    raise AssertionError("counting does not end")
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def time_report(result: StepResult, parts: Parts) -> float:
-    """Seconds of a step's report: reading two numbers, a progress line and a row of metrics.jsonl, on the local disk.
+    """Seconds of a step's report, on the local disk: reading two numbers, a progress line and a row of metrics.jsonl.
 
-    Waiting for the device to finish the step is no part of it.
+    Does not include the wait for the device to finish the step.
     """
     config, hardware = parts.config, parts.hardware
     unseen = io.StringIO()
@@ -247,8 +246,8 @@ def time_report(result: StepResult, parts: Parts) -> float:
 def limit(
     parts: Mapping[str, float], config: TrainConfig, hardware: Hardware, placement: str, mfu: float | None = None
 ) -> str:
-    """One sentence: what limits the run, and what to do about it. `parts` are seconds of a step by part, `placement`
-    is where the tokens lie."""
+    """One sentence: what limits the run, and what to do about it. `parts`: seconds of a step by part; `placement`:
+    where the tokens are."""
     shares = {part: parts[part] / sum(parts.values()) for part in PARTS}
     part = max(("data", "optimizer", "logging", "idle"), key=lambda part: shares[part])
     share = f"{shares[part]:.0%} of a step"
@@ -258,16 +257,16 @@ def limit(
         return f"Reading data takes {share}: {faster_data(hardware, placement)}."
     if part == "optimizer":
         return (
-            f"The optimizer takes {share}, as much for a small batch as for a large one: a larger --batch_size or "
-            "--gradient_accumulation_steps spreads it over more tokens."
+            f"The optimizer takes {share}, as long for any batch: a larger --batch_size or "
+            "--gradient_accumulation_steps spreads its time over more tokens."
         )
     if part == "logging":
         return f"Reporting takes {share}: raise --log_interval, now {config.log_interval}."
     if hardware.is_cuda:
-        return f"The host cannot keep the GPU busy, which is idle {share}: {more_work_at_once(config, hardware)}."
+        return f"The host cannot keep the GPU busy; it is idle {share}: {more_work_at_once(config, hardware)}."
     return (
-        f"The cores are idle {share}: stop other programs, look whether the container may use all cores, or give them "
-        "more to do at once with a larger --batch_size or model."
+        f"The cores are idle {share}: stop other programs, check that the container may use all cores, or give the "
+        "cores more work at once with a larger --batch_size or model."
     )
 
 
@@ -288,15 +287,15 @@ def computing(share: float, hardware: Hardware, mfu: float | None) -> str:
 
 def faster_data(hardware: Hardware, placement: str) -> str:
     if placement == "mmap":
-        return "they are read from disk, so copy the token file to a local one, or --placement ram if it fits"
+        return "they are read from disk, so copy the token file to a local disk, or try --placement ram if it fits"
     if placement == "ram" and hardware.is_cuda:
         return "they come from the host's memory, so try --placement gpu"
-    return "they lie in the fastest memory there is, so only a larger model makes this share smaller"
+    return "they are in the fastest memory already, so only a larger model makes this share smaller"
 
 
 def more_work_at_once(config: TrainConfig, hardware: Hardware) -> str:
     if not hardware.compiles:
-        return "--compile on leaves it fewer kernels to start"
+        return "--compile on gives it fewer kernels to start"
     if config.rows_at_once < config.sequences_per_step:
         return f"a larger --micro_batch_size, now {config.rows_at_once}, gives it more work at once"
     return f"a larger --batch_size, now {config.batch_size}, or a larger model gives it more work at once"

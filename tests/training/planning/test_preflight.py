@@ -285,7 +285,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(
         r"^Splits .*3,600 training tokens.* 400 validation",
         r"^Memory .*about [\d.]+ [kM]B of [\d.]+ GB .*beside it [\d.]+ [kM]B of RAM",
         r"^Disk .*about [1-9][\d.]* kB in .*of [\d.]+ [GM]B that are free",
-        r"^First loss 3\.\d\d; ln\(30\) = 3\.40",
+        r"^First loss 3\.\d\d; an untrained model has ln\(30\) = 3\.40",
         r"^Saving .*written, verified and loaded in [\d.]+ s",
         r"^Evaluating .*windows",
         r"^At risk .*at most",
