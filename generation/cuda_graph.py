@@ -1,4 +1,4 @@
-"""A generation step whose kernels a GPU records once and replays without Python."""
+"""A generation step as a CUDA graph: the GPU records its kernels once and replays them without Python."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from model import KVCache, TransformerLanguageModel
 
 
 class StaticKVCache(KVCache):
-    """Another cache's tokens, continued one at a time with shapes and addresses that never change.
+    """Continues another cache by one token at a time. Its shapes and addresses never change.
 
-    The lengths are on the device too, and attention always reads the whole capacity under a mask: a step is then the
-    same sequence of kernels every time, which CUDA can record once and replay without Python.
+    The lengths are on the device too, and attention always reads the whole capacity, with a mask. So every step is the
+    same sequence of kernels, which CUDA can record and replay.
     """
 
     def __init__(self, cache: KVCache):
@@ -52,20 +52,20 @@ class StaticKVCache(KVCache):
 
 
 class StaticStep:
-    """`model.next_logits` with a StaticKVCache, recorded at the second call and replayed from then on.
+    """`model.next_logits` with a StaticKVCache. The second call records it, later calls replay the recording.
 
-    Launching a model's kernels from Python takes longer than a GPU takes to run them for one token. A CUDA graph
-    launches all of them at once; torch.compile would fuse them as well, but takes longer to compile than to answer.
-    The logits returned are overwritten by the next call.
+    For one token, Python takes longer to launch a model's kernels than a GPU takes to run them. A CUDA graph launches
+    all of them at once. torch.compile would fuse them too, but compiling takes longer than an answer. The next call
+    overwrites the logits.
     """
 
     def __init__(self, model: TransformerLanguageModel, cache: StaticKVCache):
         self.model, self.cache = model, cache
-        self.tokens: torch.Tensor | None = None  # (B,), where the recording reads them
+        self.tokens: torch.Tensor | None = None  # (B,), the input of the recording
         self.replay: Callable[[], torch.Tensor] | None = None
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self.tokens is None:  # not recorded: libraries start up in the first step
+        if self.tokens is None:  # not recorded: libraries initialize themselves in the first step
             self.tokens = tokens.clone()
             return self.model.next_logits(self.cache, self.tokens)
         self.tokens.copy_(tokens)
@@ -74,7 +74,7 @@ class StaticStep:
         return self.replay()
 
     def recorded(self, tokens: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """The step that reads `tokens`, as a recording or, where that fails, as it is: slower, with the same result."""
+        """The step that reads `tokens`: a recording, or the plain function if that fails (slower, the same result)."""
         lengths = self.cache.lengths
 
         def step() -> torch.Tensor:
@@ -85,38 +85,38 @@ class StaticStep:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            warnings.warn(f"no CUDA graph ({error}): generation goes on without, more slowly", stacklevel=2)
+            warnings.warn(f"no CUDA graph ({error}): generation continues without one, more slowly", stacklevel=2)
             return step
         finally:
-            self.cache.lengths = lengths  # recording does not run what it records
+            self.cache.lengths = lengths  # recording runs no kernel, but it advanced the lengths on the host
 
-        cache = self.cache  # not self, which holds this function: a cycle would keep the cache's memory
+        cache = self.cache  # not self, which refers to this function: a cycle would keep the cache's memory
 
         def replay() -> torch.Tensor:
             graph.replay()
-            KVCache.advance(cache, 1)  # the lengths on the device are advanced by the replay
+            KVCache.advance(cache, 1)  # on the host; the replay advances the lengths on the device
             return logits
 
         return replay
 
 
 class Recorder:
-    """Records CUDA graphs as `torch.cuda.graph` does, but without emptying the allocator's cache first: a training that
-    generates text between two steps would have to allocate everything anew after it.
+    """Records CUDA graphs like `torch.cuda.graph`, but does not empty the allocator's cache first: a training that
+    generates text between two steps would have to allocate everything again.
 
-    A graph works in a pool of memory of its own, which nothing else is given even after its end, as long as there is
-    other memory. So the next graph takes over the pool of the last one, unless that is still in use: they would
-    overwrite each other's logits.
+    A graph has its own pool of memory. The allocator gives it to nothing else while other memory is free, even after
+    the graph is gone. So the next graph reuses the pool of the last one, unless that one's logits are still in use: the
+    two would overwrite each other's.
     """
 
     def __init__(self) -> None:
         self.alone = threading.Lock()
         self.stream: torch.cuda.Stream | None = None  # blocks of a pool belong to a stream
-        self.last: torch.cuda.CUDAGraph | None = None  # kept, for a pool ends with the last graph in it
-        self.logits: Callable[[], torch.Tensor | None] = lambda: None  # of that graph; None once nobody can read them
+        self.last: torch.cuda.CUDAGraph | None = None  # kept because a pool ends with its last graph
+        self.logits: Callable[[], torch.Tensor | None] = lambda: None  # of that graph; None once they are freed
 
     def record(self, step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """Raises RuntimeError where a step cannot be recorded, or finds no memory."""
+        """Raises RuntimeError if the step cannot be recorded, or if memory runs out."""
         with self.alone:
             return self.record_alone(step)
 
@@ -125,9 +125,9 @@ class Recorder:
         pool = self.last.pool() if self.last is not None and is_free else torch.cuda.graph_pool_handle()
         self.stream = self.stream or torch.cuda.Stream()
         torch.cuda.synchronize()
-        with garbage_left_alone(), torch.cuda.stream(self.stream):
+        with no_garbage_collection(), torch.cuda.stream(self.stream):
             try:
-                graph.capture_begin(pool, capture_error_mode="thread_local")  # a thread may be reading batches
+                graph.capture_begin(pool, capture_error_mode="thread_local")  # another thread may be reading batches
                 logits = step()
             except BaseException:
                 with contextlib.suppress(RuntimeError):  # the first error says more
@@ -139,20 +139,20 @@ class Recorder:
 
 
 def end_recording(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-    """Raises RuntimeError if something was not permitted: torch then leaves out to tell its allocator that the
-    recording is over, and nothing could be given back to the system any more."""
+    """Raises RuntimeError if the step did something that a recording does not allow. torch then does not tell its
+    allocator that the recording is over, so this function does: else no memory could be given back to the system."""
     try:
         graph.capture_end()
     except RuntimeError:
-        with contextlib.suppress(RuntimeError, AttributeError):  # it has been told; there is no such function any more
+        with contextlib.suppress(RuntimeError, AttributeError):  # torch did tell it, or has no such functions
             torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), pool)
             torch._C._cuda_releasePool(torch.cuda.current_device(), pool)
         raise
 
 
 @contextlib.contextmanager
-def garbage_left_alone() -> Iterator[None]:
-    """The garbage collector might free what must not be freed while CUDA records."""
+def no_garbage_collection() -> Iterator[None]:
+    """The garbage collector might free memory that must not be freed while CUDA records."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -166,14 +166,14 @@ recorder = Recorder()
 
 
 def record(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-    """Record a CUDA graph of `step`. Returns it and the tensor it writes its result to at each replay.
+    """Record a CUDA graph of `step`. Returns it and the tensor to which each replay writes its result.
 
-    Raises RuntimeError where that is not possible.
+    Raises RuntimeError if that is not possible.
     """
     try:
         return recorder.record(step)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
-    torch.cuda.empty_cache()  # what the allocator does by itself where memory runs out, but not while CUDA records
+    torch.cuda.empty_cache()  # out of memory, the allocator does this by itself, but not while CUDA records
     return recorder.record(step)

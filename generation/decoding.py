@@ -1,7 +1,7 @@
-"""From a model and prompts to completions: batches of prompts on a key/value cache, past the end of the context too.
+"""Prompts to completions, in batches, with a key/value cache. A text may become longer than the model's context.
 
-`generate.py` is the script around this; the trainer uses it to answer prompts at each evaluation. How a token is chosen
-stands in `sampling.py`, how tokens become text in `text_stream.py`.
+The trainer uses this too, to answer prompts at each evaluation. `sampling.py` chooses each token, `text_stream.py`
+turns tokens into text.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ ROWS_AT_ONCE = 32  # bounds the memory of the cache: about 40 MB a row at GPT-2 
 @dataclass
 class Completion:
     text: str  # without the prompt, the end-of-text token and the stop string
-    tokens: int  # sampled, the end-of-text token included
+    tokens: int  # generated, including the end-of-text token
     seed: int
-    ended: bool  # by the end-of-text token or a stop string, not for want of tokens or time
+    ended: bool  # by the end-of-text token or a stop string, not by max_new_tokens or `go_on`
 
 
 def generate(
@@ -37,15 +37,16 @@ def generate(
     tokenizer: Tokenizer,
     prompts: Sequence[str | list[int]],
     sampling: Sampling,
-    on_text: Callable[[int, str], None] | None = None,
+    on_text: Callable[[int, str], None] = lambda index, piece: None,
     go_on: Callable[[], bool] = lambda: True,
     told: Likelihoods | None = None,
 ) -> list[Completion]:
-    """Complete each prompt, a text or its ids; the one at index i with seed `sampling.seed + i` and the same random
-    numbers whatever it is batched with. (In bf16 the rounding depends on the batch, and may change a choice.)
+    """Complete each prompt: a text, or its ids. Prompt i has the seed `sampling.seed + i`. Its random numbers do not
+    depend on the batch. (In bf16 the rounding does, which may change a choice.)
 
-    `on_text(i, piece)` is called as text becomes certain, `go_on()` after each token: where it says no, the text made
-    so far is all. `told` is told how likely the tokens were. Raises TokenizerError for a prompt that cannot be encoded.
+    `on_text(i, piece)` is called with each piece of text that can no longer change. `go_on()` is called after each
+    token; False ends the batch. `told` collects the likelihood of each token. Raises TokenizerError for a prompt that
+    cannot be encoded.
     """
     encoded = [prompt_ids(tokenizer, prompt) for prompt in prompts]
     was_training = model.training
@@ -54,15 +55,15 @@ def generate(
         completions = []
         for first in range(0, len(prompts), ROWS_AT_ONCE):
             rows = encoded[first : first + ROWS_AT_ONCE]
-            show = on_text or (lambda index, text: None)
-            completions += generate_rows(model, tokenizer, rows, sampling, first, show, go_on, told)
+            completions += generate_rows(model, tokenizer, rows, sampling, first, on_text, go_on, told)
         return completions
     finally:
         model.train(was_training)
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
-    """The ids of a prompt; those of an empty one begin a document, for a model needs something to continue.
+    """The ids of a prompt. A model needs at least one token to continue, so an empty prompt becomes the end-of-text
+    token, or id 0 without one.
 
     Raises TokenizerError for characters that the tokenizer does not know.
     """
@@ -74,7 +75,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
         raise TokenizerError(f"The prompt {prompt!r} cannot be read: {error.finding}.") from None
     if ids:
         return ids
-    return [tokenizer.end_of_text_id] if tokenizer.end_of_text_id is not None else [0]
+    return [tokenizer.end_of_text_id or 0]
 
 
 @torch.inference_mode()
@@ -91,19 +92,19 @@ def generate_rows(
     streams = [TextStream(tokenizer, sampling.stop) for _ in rows]
     counts = [0] * len(rows)
     active = set(range(len(rows)))
-    uniforms = torch.stack([draws(sampling, first + i) for i in range(len(rows))])  # (B, new)
+    uniforms = torch.stack([draws(sampling, first + i) for i in range(len(rows))])  # (B, max_new_tokens)
     uniforms = uniforms.to(exact_device(model.device))
     unused = unused_ids(model, tokenizer)
-    look, look_at_prompts, said = None, None, list[Likelihood]()
+    look, look_at_prompts, newest = None, None, list[Likelihood]()
     if told is not None:
         told.texts += [[] for _ in rows]
-        look, look_at_prompts = observers(model, rows, unused, told, said)
+        look, look_at_prompts = observers(model, rows, unused, told, newest)
     for tokens in continuations(model, rows, unused, uniforms, sampling, look, look_at_prompts):
         for i in sorted(active):
             counts[i] += 1
             if tokens[i] != tokenizer.end_of_text_id:
                 if told is not None:
-                    told.texts[first + i].append(said[i])
+                    told.texts[first + i].append(newest[i])
                 on_text(first + i, streams[i].push(tokens[i]))
             if tokens[i] == tokenizer.end_of_text_id or streams[i].stopped:
                 active.remove(i)
@@ -119,24 +120,29 @@ def generate_rows(
 
 
 def observers(
-    model: TransformerLanguageModel, rows: list[list[int]], unused: list[int], told: Likelihoods, said: list[Likelihood]
+    model: TransformerLanguageModel,
+    rows: list[list[int]],
+    unused: list[int],
+    told: Likelihoods,
+    newest: list[Likelihood],
 ) -> tuple[Callable[[torch.Tensor, torch.Tensor], None], Callable[[torch.Tensor], None]]:
-    """`look` and `look_at_prompts` of `continuations`: what was said of the newest tokens is in `said` each time."""
+    """`look` and `look_at_prompts` of `continuations`. They fill `newest` (the newest token of each row) at each step,
+    and `told.prompts`."""
     forbidden = torch.tensor(unused, dtype=torch.long, device=exact_device(model.device))
 
     def look(logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        said[:] = likelihoods(logits, tokens, told.count, forbidden)
+        newest[:] = likelihoods(logits, tokens, told.count, forbidden)
 
     def look_at_prompts(hidden: torch.Tensor) -> None:
         if told.of_prompts:
-            read = [row[-model.config.max_seq_len :] for row in rows]
-            told.prompts += prompt_likelihoods(model, hidden, read, told.count, forbidden)
+            prompts = [row[-model.config.max_seq_len :] for row in rows]
+            told.prompts += prompt_likelihoods(model, hidden, prompts, told.count, forbidden)
 
     return look, look_at_prompts
 
 
 def unused_ids(model: TransformerLanguageModel, tokenizer: Tokenizer) -> list[int]:
-    """Ids that stand for no text, those included that the model has and its tokenizer does not."""
+    """Ids without text, including those that the model has and its tokenizer does not."""
     return [*tokenizer.unused_ids, *range(tokenizer.vocab_size, model.config.vocab_size)]
 
 
@@ -149,22 +155,23 @@ def continuations(
     look: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
     look_at_prompts: Callable[[torch.Tensor], None] | None = None,
 ) -> Iterator[list[int]]:
-    """The next token of each row, again and again; never one of `unused`. uniforms: (B, max_new_tokens). `look` is
-    shown each time what the model said, logits (B, V) that it may change, and the tokens (B,) that were chosen;
-    `look_at_prompts` what the head is given for the rows, (B, T, C).
+    """Yields the next token of each row, max_new_tokens times; never one of `unused`. uniforms: (B, max_new_tokens).
 
-    On a GPU the step after a token is queued before the token is read, so that the GPU does not wait for what is done
-    with it here. Whatever depends on tokens is on the device for that; only a full context makes it wait.
+    At each step `look` gets the model's logits (B, V), a copy that it may change, and the chosen tokens (B,).
+    `look_at_prompts` gets the input of the head for the prompts, (B, T, C).
+
+    On a GPU the next step is queued before the host reads the token, so that the GPU never waits for the host. So
+    everything that depends on tokens stays on the device. Only a full context has to wait.
     """
     rows = [list(row) for row in rows]
-    exact = exact_device(model.device)  # where tokens are chosen
+    exact = exact_device(model.device)  # tokens are chosen here
     forbidden = torch.tensor(unused, dtype=torch.long, device=exact)
     seen = None
     if sampling.repetition_penalty != 1.0:
         seen = torch.zeros(len(rows), model.config.vocab_size, dtype=torch.bool, device=exact)
         for i, row in enumerate(rows):
             seen[i, row] = True
-    counts = None  # of the tokens that are generated
+    counts = None  # of the generated tokens
     if sampling.frequency_penalty or sampling.presence_penalty:
         counts = torch.zeros(len(rows), model.config.vocab_size, device=exact)
 
@@ -180,7 +187,7 @@ def continuations(
         step = functools.partial(model.next_logits, cache)
     for t in range(sampling.max_new_tokens):
         logits = logits.to(exact).float()
-        said = logits if look is None else logits.clone()
+        unchanged = logits if look is None else logits.clone()
         logits.index_fill_(1, forbidden, -torch.inf)
         if seen is not None:
             logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
@@ -188,7 +195,7 @@ def continuations(
             logits = penalize_counts(logits, counts, sampling)
         tokens = choose(logits, uniforms[:, t], sampling)  # (B,)
         if look is not None:
-            look(said, tokens)
+            look(unchanged, tokens)
         if seen is not None:
             seen.scatter_(1, tokens[:, None], True)
         if counts is not None:
@@ -208,7 +215,7 @@ def continuations(
 
 
 def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
-    """Start copying; the function returned waits for the copy, and for nothing that is queued after it."""
+    """Start a copy. The returned function waits for the copy, but not for work that is queued after it."""
     if not tokens.is_cuda:
         return tokens.tolist
     values = tokens.to("cpu", non_blocking=True)  # into pinned memory
@@ -230,9 +237,9 @@ def read(
     look: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[KVCache, torch.Tensor]:
     """Read the last `keep` tokens of each row into a cache with room for `capacity`. Returns the cache and the logits
-    of each row's next token, (B, V). `look` is shown what the head is given for all of them, (B, T, C).
+    of each row's next token, (B, V). `look` gets the input of the head, (B, T, C).
 
-    Shorter rows are padded on the right, where causal attention keeps the padding out of sight of what precedes it.
+    Shorter rows are padded on the right: attention is causal, so no token sees the padding after it.
     """
     rows = [row[-keep:] for row in rows]
     lengths = [len(row) for row in rows]
@@ -243,15 +250,15 @@ def read(
     if look is not None:
         look(hidden)
     last = torch.tensor(lengths, device=model.device) - 1
-    # The head on one position a row only: all logits of a long prompt would take more memory than the model.
+    # Run the head on one position per row: all logits of a long prompt would take more memory than the model.
     return cache, model.logits(hidden[torch.arange(len(rows), device=model.device), last]).float()
 
 
 def make_room(model: TransformerLanguageModel, cache: KVCache, rows: list[list[int]]) -> None:
-    """Where a row fills the context, read its second half again, all but the last token, which comes next.
+    """If a row fills the context, read its second half again, without the last token: that one is the next input.
 
-    Sliding by one token instead would change every position and cost a full pass a token. Only full rows are read:
-    a row's text must not depend on the rows it is batched with.
+    Sliding by one token would change all positions, so each token would cost a full pass. Only full rows are read
+    again: a row's text must not depend on the other rows of its batch.
     """
     full = [i for i, length in enumerate(cache.lengths) if length == model.config.max_seq_len]
     if not full:

@@ -1,4 +1,4 @@
-"""A continuation token by token, with what the model thought: how likely each token was and what else it considered."""
+"""A continuation token by token: the probability of each token, and the likeliest alternatives."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from generation.text_stream import TextStream
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 
-CONSIDERED = 8  # tokens that are listed
+CONSIDERED = 8  # likeliest tokens that are listed
 
 
 class Chosen(NamedTuple):
-    """A token, and the model's own probabilities in its place: before temperature, penalty, top-k and top-p."""
+    """A token, and the model's probabilities at its place, before temperature, penalty, top-k and top-p."""
 
     token: int
-    text: str  # that it completes; empty where it ends inside a character
+    text: str  # the text that it completes; empty if it ends inside a character
     probability: float
-    rank: int  # 1: the model thought no other likelier
+    rank: int  # 1: no other token was likelier
     likeliest: list[tuple[int, float]]  # (token, probability), likeliest first
 
 
@@ -33,20 +33,18 @@ class Chosen(NamedTuple):
 def inspect(
     model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling
 ) -> Iterator[Chosen]:
-    """What `generate` makes of the prompt's ids, as far as it is asked for; the last may be the end-of-text token.
-
-    A character that the text leaves unfinished, or the beginning of a stop string, is no part of it.
-    """
+    """Yields each token of the continuation that `generate` gives for the prompt's ids, with the end-of-text token if
+    there is one. The text leaves out an unfinished character at the end, and the beginning of a stop string."""
     stream = TextStream(tokenizer, sampling.stop)
     looks: list[tuple[float, int, list[tuple[int, float]]]] = []
     unused = unused_ids(model, tokenizer)
     forbidden = torch.tensor(unused, dtype=torch.long, device=exact_device(model.device))
 
     def look(logits: torch.Tensor, tokens: torch.Tensor) -> None:
-        (said,) = likelihoods(logits, tokens, CONSIDERED, forbidden)
-        assert said.logprob is not None
+        (chosen,) = likelihoods(logits, tokens, CONSIDERED, forbidden)
+        assert chosen.logprob is not None
         rank = 1 + int((logits[0] > logits[0, tokens[0]]).sum())
-        looks.append((math.exp(said.logprob), rank, [(i, math.exp(logprob)) for i, logprob in said.likeliest]))
+        looks.append((math.exp(chosen.logprob), rank, [(i, math.exp(logprob)) for i, logprob in chosen.likeliest]))
 
     uniforms = draws(sampling, 0)[None].to(exact_device(model.device))  # (1, max_new_tokens)
     for (token,) in continuations(model, [prompt], unused, uniforms, sampling, look):
@@ -57,7 +55,7 @@ def inspect(
 
 
 def token_label(tokenizer: Tokenizer, token: int) -> str:
-    """A token as it can be shown by itself: its text, or the bytes of a part of a character."""
+    """How to show a token alone: its text, or the hexadecimal bytes of a part of a character."""
     data = tokenizer.token_bytes(token)
     try:
         return data.decode()
