@@ -1,4 +1,4 @@
-"""What generate.py does once its flags are read: completions, a table that compares, a prompt loop, scores."""
+"""What generate.py does after it has read its flags: completions, a comparison, a prompt loop, scores."""
 
 from __future__ import annotations
 
@@ -31,11 +31,9 @@ from tokenizer_base import TokenizerError, UnknownCharacterError
 
 def run(arguments: Request, sampling: Sampling) -> None:
     if arguments.score:
-        score(arguments)
-        return
+        return score(arguments)
     if arguments.compare:
-        compare(arguments, sampling)
-        return
+        return compare(arguments, sampling)
     checkpoint = open_checkpoint(arguments.checkpoint or newest_run())
     model, tokenizer = load_checkpoint(checkpoint, arguments.device)
     template = None if arguments.raw else checkpoint.chat_template()
@@ -62,9 +60,8 @@ def run(arguments: Request, sampling: Sampling) -> None:
 
 
 def score(arguments: Request) -> None:
-    """Print how well the model predicts each file: a table, or an object a file. In fp32, whatever the machine."""
-    # A file by its name as it was given; what a folder or a pattern stands for by its whole path.
-    named = [
+    """Print how well the model predicts each file: a table, or one JSON object per file. Always in fp32."""
+    named = [  # a file has the name that was typed; the files of a folder or pattern have their whole path
         (name if Path(name).is_file() else str(source.path), source)
         for name in arguments.score
         for source in find_sources([name])
@@ -74,19 +71,19 @@ def score(arguments: Request) -> None:
     context = model.config.max_seq_len
     stride = max(1, context // 2) if arguments.stride is None else arguments.stride
     if stride > context:
-        raise ConfigError(f"--stride is {stride}; {checkpoint.path} reads {context} tokens, use {context} at most.")
+        raise ConfigError(f"--stride is {stride}; use at most {context}, the context of {checkpoint.path}.")
     if not arguments.json:
         print(f"{checkpoint.path}: fp32, windows of {context} tokens, stride {stride}\n")
     total = Score()
     for i, (name, source) in enumerate(named):
-        size = None if source.is_compressed else source.size  # the size of the unpacked text is not known yet
+        size = None if source.is_compressed else source.size  # unpacked, it is not known yet
         with tqdm(total=size, desc=source.name, unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
             documents = encode_documents(tokenizer, read_pieces([source], on_read=bar.update))
             try:
                 scored = score_file(model, tokenizer, name, documents, stride)
             except UnknownCharacterError as error:
                 raise TokenizerError(
-                    f"{name}: {error.finding}. The model cannot give it a probability; take it out of the text."
+                    f"{name}: {error.finding}. The model has no probability for it; remove it."
                 ) from None
         total.add(scored.total)
         if arguments.json:
@@ -95,11 +92,11 @@ def score(arguments: Request) -> None:
         else:
             print(*([] if i else table_head()), *table_rows(name, scored), sep="\n", flush=True)
     if len(named) > 1 and not arguments.json:
-        print(table_line("in all", total))
+        print(table_line("total", total))
 
 
 def read_prompts(arguments: Request) -> list[str]:
-    """All prompts; without any, one empty prompt: text from scratch."""
+    """All prompts; without any, one empty prompt."""
     prompts = list(arguments.prompt or [])
     if arguments.prompts_file:
         lines = read_text(arguments.prompts_file, DataError, "--prompts_file").split("\n")
@@ -110,11 +107,11 @@ def read_prompts(arguments: Request) -> list[str]:
 
 
 def as_trained(prompt: str, template: ChatTemplate | None, tokenizer: Tokenizer) -> str | list[int]:
-    """The prompt as it is, or the ids of the question that it is to a model of conversations."""
+    """The prompt for a model of plain text; for a chat model the ids of the prompt as a question."""
     if template is None:
         return prompt
     if not prompt.strip():
-        raise ConfigError("This model answers: it needs a --prompt. For text from nothing, add --raw.")
+        raise ConfigError("A chat model needs a --prompt to answer. To generate text without a prompt, add --raw.")
     return template.prompt_ids(tokenizer, [Message("user", prompt)])
 
 
@@ -127,7 +124,7 @@ def rows_as_dicts(
     template: ChatTemplate | None,
 ) -> Iterator[dict[str, Any]]:
     """Complete all prompts, batch by batch. `tokens_per_second` is that of the whole batch."""
-    # All of them before the first is completed, for one may hold a character that the model does not know.
+    # Encode all of them first: one may have a character that the model does not know.
     ids = {each: prompt_ids(tokenizer, as_trained(each, template, tokenizer)) for each in dict.fromkeys(prompts)}
     for first in range(0, len(prompts), ROWS_AT_ONCE):
         batch = prompts[first : first + ROWS_AT_ONCE]
@@ -148,18 +145,18 @@ def rows_as_dicts(
 
 
 def compare(arguments: Request, sampling: Sampling) -> None:
-    """One table a prompt: what each checkpoint makes of it."""
+    """Print one table per prompt: the completion of each checkpoint."""
     prompts = read_prompts(arguments)
-    checkpoints = [open_checkpoint(path) for path in arguments.compare]  # all of them, before the first is used
+    repeated = [prompt for prompt in prompts for _ in range(arguments.num_samples)]
+    checkpoints = [open_checkpoint(path) for path in arguments.compare]  # check all before using the first
     answers: list[list[dict[str, Any]]] = []
     for checkpoint in checkpoints:
         model, tokenizer = load_checkpoint(checkpoint, arguments.device)
-        repeated = [prompt for prompt in prompts for _ in range(arguments.num_samples)]
         template = None if arguments.raw else checkpoint.chat_template()
         answers.append(list(rows_as_dicts(model, tokenizer, checkpoint, repeated, sampling, template)))
     if arguments.json:
-        for row in (row for rows in answers for row in rows):
-            print(json.dumps(row))
+        for rows in answers:
+            print(*map(json.dumps, rows), sep="\n")
         return
     for i, prompt in enumerate(prompts):
         separate(i)

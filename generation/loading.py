@@ -1,4 +1,4 @@
-"""A checkpoint to a model and its tokenizer that can generate, and text from them in one call."""
+"""A checkpoint to a model and its tokenizer, ready to generate; and `generate_text`, text in one call."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CPU_BF16_MIN_WIDTH = 384  # see generation_dtype
 
 
 def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[TransformerLanguageModel, Tokenizer]:
-    """Load a model and its tokenizer from a checkpoint folder, or a run folder for its newest (None: the newest run).
+    """Load a model and its tokenizer from a checkpoint folder, or from the newest checkpoint of a run folder (None: the
+    newest run).
 
     `device` is "auto", "cpu", "cuda" or "mps". The weights are bf16 where that is faster (`generation_dtype`), else
-    fp32. Raises CheckpointError for a folder that is not a whole checkpoint, ConfigError for a device that is not
-    there.
+    fp32. Raises CheckpointError for a folder that is not a whole checkpoint, ConfigError for a missing device.
     """
     return load_checkpoint(open_checkpoint(newest_run() if path is None else path), device)
 
@@ -32,7 +32,7 @@ def load_model(path: str | Path | None = None, device: str = "auto") -> tuple[Tr
 def load_checkpoint(
     checkpoint: Checkpoint, device: str, dtype: torch.dtype | None = None
 ) -> tuple[TransformerLanguageModel, Tokenizer]:
-    """`load_model` for a checkpoint that is open; `dtype` (None: `generation_dtype`) is that of the weights."""
+    """`load_model` for an open checkpoint. `dtype` is that of the weights (None: `generation_dtype`)."""
     target = pick_device(device)
     config = checkpoint.trusted_config()
     tokenizer_path = checkpoint.tokenizer_path()
@@ -50,10 +50,11 @@ def load_checkpoint(
 
 
 def generation_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
-    """bf16 where the hardware computes in it, else fp32: a token takes as long as it takes to read all weights once.
+    """bf16 if the hardware computes in it, else fp32. Each token reads all weights once, so half the bytes take
+    half the time.
 
-    Not for narrow models on a CPU, where the overhead of each operation counts more and bf16's is larger (measured
-    on a CPU with AMX, batch 1: 256 wide 1.1 times slower, 384 wide 1.4 times faster, 768 wide 1.4 times faster).
+    Not for narrow models on a CPU: there the overhead of each operation counts more, and bf16's is larger (measured on
+    a CPU with AMX, batch 1: 256 wide 1.1 times slower, 384 wide 1.4 times faster, 768 wide 1.4 times faster).
     """
     wide_enough = device.type == "cuda" or config.embed_dim >= CPU_BF16_MIN_WIDTH
     return torch.bfloat16 if wide_enough and has_fast_bf16(device) else torch.float32

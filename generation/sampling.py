@@ -7,20 +7,20 @@ import torch
 from common.machine import runs_ahead
 from generation.settings import Sampling as Sampling
 
-SORTED_FIRST = 512  # likeliest tokens that are sorted first; the rest only where the choice depends on it
+SORTED_FIRST = 512  # likeliest tokens to sort first; the rest only if the choice depends on it
 
 
 def draws(sampling: Sampling, index: int) -> torch.Tensor:
-    """The random numbers of one prompt, (max_new_tokens,): its own stream, on the CPU, so that neither the batch nor
-    the device changes them."""
+    """The random numbers of one prompt, (max_new_tokens,). Each prompt has its own stream, on the CPU, so that they
+    depend neither on the batch nor on the device."""
     generator = torch.Generator().manual_seed((sampling.seed + index) % 2**63)
     return torch.rand(sampling.max_new_tokens, generator=generator, dtype=torch.float64)
 
 
 def penalize_repetition(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
-    """Make tokens a row already holds less likely (Keskar et al. 2019, "CTRL", section 4.1).
+    """Make tokens that are already in a row less likely (Keskar et al. 2019, "CTRL", section 4.1).
 
-    logits (B, V), seen (B, V) true for those tokens -> logits (B, V)
+    logits (B, V), seen (B, V), true for those tokens -> logits (B, V)
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
@@ -41,8 +41,8 @@ def choose(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> 
     """
     if sampling.temperature == 0:
         return logits.argmax(dim=-1)
-    # Sorting a large vocabulary takes longer than all else here, and the order of the tail seldom matters. On a GPU,
-    # asking whether it does would be waiting for it.
+    # Sorting a large vocabulary takes longer than everything else here, and the order of the tail seldom matters. On a
+    # GPU, to ask whether it matters would mean to wait for the GPU.
     if not sampling.top_k < SORTED_FIRST < logits.size(1) or runs_ahead(logits.device):
         return choose_among(logits.size(1), logits, uniforms, sampling)[0]
     tokens, certain = choose_among(SORTED_FIRST, logits, uniforms, sampling)
@@ -55,14 +55,14 @@ def choose(logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling) -> 
 def choose_among(
     count: int, logits: torch.Tensor, uniforms: torch.Tensor, sampling: Sampling
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`choose` looking at the `count` largest logits only.
+    """`choose` that sorts only the `count` largest logits.
 
-    Returns the tokens, (B,), and for each whether it is certain: no order of the other logits would change it.
+    Returns the tokens, (B,), and for each whether it is certain: sorting the other logits would not change it.
     """
     if count < logits.size(1):
         order = logits.topk(count, dim=-1, sorted=False).indices.sort(dim=-1).values
         values, places = logits.gather(1, order).sort(dim=-1, descending=True, stable=True)
-        order = order.gather(1, places)  # equal logits in ascending order of their ids, as the full sort has them
+        order = order.gather(1, places)  # equal logits in ascending order of their ids, like the full sort
     else:
         values, order = logits.sort(dim=-1, descending=True, stable=True)
     largest = values[:, :1].double()
@@ -75,10 +75,10 @@ def choose_among(
     total = cumulative[:, -1:] if sampling.top_k else weigh(logits).sum(dim=-1, keepdim=True)
     before = cumulative - weights  # 0 for the most likely token, which always stays
     last = ((before < sampling.top_p * total) & (weights > 0)).sum(dim=-1, keepdim=True) - 1  # of the nucleus
-    last = last.clamp(min=0)  # logits of weights that are finite and enormous are not numbers: any token will do
+    last = last.clamp(min=0)  # enormous finite weights give logits that are nan: then take any token
     everything = sampling.top_p == 1 and not sampling.top_k
     mass = total if everything else cumulative.gather(1, last)
     place = torch.searchsorted(cumulative, uniforms[:, None] * mass, right=True).minimum(last)
-    # What was left out is not larger than the smallest value here: it comes after all that is larger than that.
+    # No other logit is larger than the smallest value here, so all of them come after every larger value.
     certain = values.gather(1, place if everything else last) > values[:, -1:]
     return order.gather(1, place).squeeze(1), certain.squeeze(1)

@@ -1,8 +1,8 @@
-"""How well a model predicts a text: the log-probability of each of its tokens, over windows that slide.
+"""How well a model predicts a text: the log-probability of each of its tokens, over sliding windows.
 
-A document is scored alone. Its first token is predicted from an end-of-text token, as documents are separated in
-training; where the vocabulary has none (characters), that token is not predicted, and neither it nor its bytes count.
-The end-of-text token itself is never counted: it is no text.
+Each document is scored alone. Its first token is predicted from an end-of-text token, which separates documents in
+training too. A character vocabulary has no such token: the first character is then not predicted, and does not count.
+The end-of-text token itself never counts: it is not text.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 
 TOKENS_AT_ONCE = 8192  # positions in a batch of windows: about 100 MB for the widest layer of GPT-2 small, in fp32
-LOGITS_AT_ONCE = 1 << 24  # 64 MiB in fp32; of whole windows they would take more than the model
+LOGITS_AT_ONCE = 1 << 24  # 64 MiB in fp32; the logits of whole windows would take more than the model
 Documents = Iterable[Iterable[np.ndarray]]  # the ids of each, (tokens,) at a time
 
-DOCUMENTS_LISTED = 20  # of a file; with more, its sum says it all
+DOCUMENTS_LISTED = 20  # a file with more shows only its sum
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Score:
     """What was predicted, and how well."""
 
     nats: float = 0.0  # negative log-likelihood, summed in fp64
-    tokens: int = 0  # that were predicted
-    bytes: int = 0  # UTF-8 bytes of the text that those tokens stand for
+    tokens: int = 0  # predicted tokens
+    bytes: int = 0  # UTF-8 bytes of their text
 
     def add(self, other: Score) -> None:
         self.nats += other.nats
@@ -43,23 +43,23 @@ class Score:
 
     @property
     def loss(self) -> float:
-        """Nats per token; nan where nothing was predicted."""
+        """Nats per token; nan if nothing was predicted."""
         return self.nats / self.tokens if self.tokens else math.nan
 
     @property
     def perplexity(self) -> float:
-        """exp(loss): of one token; inf where that is no float."""
+        """exp(loss); inf if that is too large for a float."""
         return math.exp(self.loss) if not self.loss >= 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable across tokenizers; nan where no byte of text was predicted."""
+        """Comparable across tokenizers; nan if no byte of text was predicted."""
         return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
 
 
 @dataclass
 class FileScore:
-    """Of a file: all of it, and each of its documents if there are 2 to DOCUMENTS_LISTED."""
+    """The score of a file, and of each document if it has 2 to DOCUMENTS_LISTED."""
 
     total: Score
     documents: int
@@ -69,8 +69,7 @@ class FileScore:
 def score_file(
     model: TransformerLanguageModel, tokenizer: Tokenizer, name: str, documents: Documents, stride: int
 ) -> FileScore:
-    """Score the documents of the file `name`. Raises DataError where there is nothing to score, and what `documents`
-    raise."""
+    """Score the documents of the file `name`. Raises DataError if it has none, and `documents`' errors."""
     result = FileScore(Score(), 0, [])
     for score in score_documents(model, tokenizer, documents, stride):
         result.total.add(score)
@@ -92,22 +91,21 @@ def score_file(
 def score_documents(
     model: TransformerLanguageModel, tokenizer: Tokenizer, documents: Documents, stride: int
 ) -> Iterator[Score]:
-    """The score of each document, in order. Memory is that of one batch of windows, whatever the size of a document.
+    """The score of each document, in order. Memory is that of one batch of windows, however long a document is.
 
-    `stride` is 1 to max_seq_len: see `windows`. The model is best in fp32: bf16 moves a token's log-probability by
-    some hundredths. Raises what `documents` raise.
+    `stride` is 1 to max_seq_len: see `windows`. Use a model in fp32: bf16 changes log-probabilities by some hundredths.
+    Errors of `documents` are raised.
     """
     byte_lengths = tokenizer.byte_lengths
     context = model.config.max_seq_len
     rows = max(1, TOKENS_AT_ONCE // context)
-    unfinished: list[Score] = []  # in order; the last is of the document being read
-    batch: list[tuple[Score, np.ndarray, int]] = []  # (whose it is, window, first)
+    unfinished: list[Score] = []  # in order; the last is that of the document that is being read
+    batch: list[tuple[Score, np.ndarray, int]] = []  # (score of its document, window, first)
     for document in documents:
         score = Score()
         unfinished.append(score)
-        for window, first in windows(
-            counted_ids(document, tokenizer.end_of_text_id, byte_lengths, score), context, stride
-        ):
+        ids = counted_ids(document, tokenizer.end_of_text_id, byte_lengths, score)
+        for window, first in windows(ids, context, stride):
             batch.append((score, window, first))
             if len(batch) == rows:
                 score_batch(model, batch)
@@ -121,8 +119,8 @@ def score_documents(
 def counted_ids(
     document: Iterable[np.ndarray], end_of_text_id: int | None, byte_lengths: np.ndarray, score: Score
 ) -> Iterator[np.ndarray]:
-    """The ids of a document, the end-of-text token in front if there is one; the bytes of those that are predicted are
-    counted on the way."""
+    """The ids of a document, after the end-of-text token if there is one. Adds the bytes of the predicted ones to
+    `score`."""
     is_predicted = end_of_text_id is not None
     if end_of_text_id is not None:
         yield np.array([end_of_text_id])
@@ -135,9 +133,9 @@ def counted_ids(
 def windows(ids: Iterable[np.ndarray], context: int, stride: int) -> Iterator[tuple[np.ndarray, int]]:
     """Cut a stream of ids into windows of at most `context` inputs and as many targets, `stride` apart.
 
-    Yields (window, first): window[:-1] are inputs and window[1:] their targets, of which those from window[first] on
-    count. Every id but the first of all counts once, with at least context - stride + 1 ids before it wherever there
-    are as many. stride == context: windows do not overlap, as in training; 1: each id has the whole context before it.
+    Yields (window, first): window[:-1] are inputs, window[1:] their targets, and the targets from window[first] on
+    count. Every id counts once, except the very first. Before it are at least context - stride + 1 ids, or all that
+    there are. stride == context: windows do not overlap, as in training; 1: each id has the whole context before it.
     """
     assert 1 <= stride <= context
     held = np.empty(0, dtype=np.int64)
@@ -156,10 +154,10 @@ def windows(ids: Iterable[np.ndarray], context: int, stride: int) -> Iterator[tu
 
 @torch.inference_mode()
 def score_batch(model: TransformerLanguageModel, batch: list[tuple[Score, np.ndarray, int]]) -> None:
-    """Add what each (score, window, first) predicts to its score. Draws no random numbers: dropout is off.
+    """Add the predictions of each (score, window, first) to its score. Draws no random numbers: dropout is off.
 
-    Shorter windows are padded on the right, where causal attention keeps the padding out of sight of what precedes it.
-    Logits are made of the targets that count alone, some at a time.
+    Shorter windows are padded on the right: attention is causal, so no token sees the padding after it. Logits are
+    computed only for the targets that count, some at a time.
     """
     if not batch:
         return
@@ -190,7 +188,7 @@ def cross_entropy(model: TransformerLanguageModel, hidden: torch.Tensor, targets
 
 
 def json_row(score: Score) -> dict[str, int | float | None]:
-    """Numbers that are not finite are None: JSON has none of them."""
+    """Numbers that are not finite become None, because JSON has no such numbers."""
     values = {"loss": score.loss, "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
     return {"tokens": score.tokens, "bytes": score.bytes} | finite
@@ -202,14 +200,12 @@ def table_head() -> list[str]:
 
 
 def table_rows(name: str, scored: FileScore) -> list[str]:
-    """The documents of a file, if they are listed, and then all of it."""
+    """The documents of a file, if they are listed, and then the whole file."""
     rows = [table_line(f"{name}, document {number}", score) for number, score in enumerate(scored.listed, 1)]
     whole = f"{name}, {scored.documents:,} documents" if scored.documents > 1 else name
     return [*rows, table_line(whole, scored.total)]
 
 
 def table_line(name: str, score: Score) -> str:
-    counts = [f"{score.tokens:,}", f"{score.bytes:,}"]
-    return table_row(
-        [cell(name), *counts, f"{score.loss:.4f}", f"{score.perplexity:,.3f}", f"{score.bits_per_byte:.4f}"]
-    )
+    numbers = f"{score.tokens:,}", f"{score.bytes:,}", f"{score.loss:.4f}", f"{score.perplexity:,.3f}"
+    return table_row([cell(name), *numbers, f"{score.bits_per_byte:.4f}"])

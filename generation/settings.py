@@ -9,7 +9,7 @@ from typing import Any
 from common.flags import check_values, option, options_of
 
 MOST_SAMPLES = 1_000_000  # more can only be a mistake
-MOST_NEW_TOKENS = 1_000_000  # the random numbers for all of them are drawn at once
+MOST_NEW_TOKENS = 1_000_000  # their random numbers are all drawn at the start
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,12 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be done. Each field is a flag of the same name, and so are those of Sampling that have a group."""
+    """What to do. Each field is a flag of the same name, and so is each field of Sampling that has a group."""
 
     prompt: tuple[str, ...] = option((), "what", "text to continue; repeatable", empty=True)
     prompts_file: str | None = option(None, "what", "text file with one prompt a line", metavar="FILE")
     interactive: bool = option(False, "what", "type prompts one after the other")
-    raw: bool = option(False, "what", "prompts as they are, to a model of conversations too")
+    raw: bool = option(False, "what", "continue prompts as plain text, also with a chat model")
     num_samples: int = option(1, "what", "continuations of each prompt", low=1, high=MOST_SAMPLES)
     checkpoint: str | None = option(None, "what", "checkpoint or run folder [the newest run in runs/]", metavar="PATH")
     compare: tuple[str, ...] = option(
@@ -59,8 +59,8 @@ class Request:
         None, "instead of generating", "tokens between windows of text [half the context]", low=1
     )
     device: str = option("auto", "how", "where to compute", choices=("auto", "cpu", "cuda", "mps"))
-    stream: bool = option(False, "output", "show text as it is made, in turn")
-    no_stream: bool = option(False, "output", "show each text when it is done")
+    stream: bool = option(False, "output", "show text as it is generated, one after the other")
+    no_stream: bool = option(False, "output", "show each text when it is complete")
     json: bool = option(False, "output", "one JSON object a line")
 
 
@@ -70,7 +70,7 @@ FLAGS = REQUEST | {key: f for key, f in SAMPLING.items() if f.metadata["group"]}
 
 
 def settings_of(given: Mapping[str, Any], problems: list[str]) -> tuple[Request, Sampling]:
-    """The settings of flags as they were typed. What is wrong with them goes to `problems`."""
+    """The settings for the typed flags. Adds what is wrong with them to `problems`."""
     values = check_values(given, FLAGS, problems)
     request = Request(**{key: value for key, value in values.items() if key in REQUEST})
     problems += contradictions(request, {key for key, value in values.items() if value is not False})
@@ -84,20 +84,20 @@ def unescape(word: str) -> str:
 
 
 def contradictions(request: Request, given: set[str]) -> list[str]:
-    """Flags that contradict each other; `given` are those that were typed."""
+    """Flags that contradict each other. `given`: the names of the typed flags."""
     problems = []
     allowed = {"score", "stride", "checkpoint", "device", "json"}
     if request.stride is not None and not request.score:
-        problems.append("--stride is of --score; name the files to score")
+        problems.append("--stride needs --score and the files to score")
     if request.score and given - allowed:
         named = ", ".join(f"--{name}" for name in FLAGS if name in given - allowed)
-        problems.append(f"--score generates nothing; leave {named} out")
+        problems.append(f"--score generates no text; leave {named} out")
     if request.interactive and given & {"prompt", "prompts_file", "json", "compare"}:
         problems.append("--interactive asks for prompts itself; leave --prompt, --prompts_file, --json, --compare out")
     if request.interactive and request.num_samples > 1:
-        problems.append("--interactive makes one text a prompt; leave --num_samples out")
+        problems.append("--interactive generates one text per prompt; leave --num_samples out")
     if request.interactive and request.no_stream:
-        problems.append("--interactive shows text as it is made; leave --no_stream out")
+        problems.append("--interactive shows text as it is generated; leave --no_stream out")
     if request.compare and request.checkpoint:
         problems.append("--compare names the checkpoints; leave --checkpoint out")
     if request.stream and (request.json or request.compare):

@@ -1,4 +1,4 @@
-"""Text in a terminal as it is made, a loop of prompts, and a conversation."""
+"""In a terminal: text as it is generated, a loop of prompts, and a conversation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenizer_base import TokenizerError
 def stream_one(
     model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: str | list[int], sampling: Sampling
 ) -> Completion:
-    """Print the continuation of a prompt as it is made. The space before an answer (a prompt of ids) is left out."""
+    """Print the continuation of a prompt as it is generated, an answer (the prompt is ids) without its first space."""
     begun = isinstance(prompt, str)
 
     def show(_: int, piece: str) -> None:
@@ -35,8 +35,8 @@ def stream_one(
 def interact(
     model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sampling, template: ChatTemplate | None
 ) -> None:
-    """A prompt loop: each line is continued on its own, or with a `template` is the next turn of a conversation. /name
-    value changes a setting."""
+    """A prompt loop. Each line is a prompt, or with a `template` the next turn of a conversation. `/name value` changes
+    a setting."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history; not on Windows)
 
@@ -46,7 +46,10 @@ def interact(
     if conversation is None:
         help_text = f"Type a text to continue. {listed}"
     else:
-        help_text = f"Ask something; what was said is remembered. /reset forgets it, /system TEXT instructs. {listed}"
+        help_text = (
+            f"Ask something. The model remembers the conversation; /reset forgets it, /system TEXT sets instructions. "
+            f"{listed}"
+        )
     print(help_text)
     while True:
         try:
@@ -72,19 +75,20 @@ def interact(
                     conversation.answered(stream_one(model, tokenizer, conversation.ask(line), sampling).text)
             except KeyboardInterrupt:  # stops this text, not the program
                 print()
-            except TokenizerError as problem:  # characters it does not know
+            except TokenizerError as problem:  # unknown characters
                 print(problem)
-            sampling = dataclasses.replace(sampling, seed=sampling.seed + 1)  # the same line again: another text
+            sampling = dataclasses.replace(sampling, seed=sampling.seed + 1)  # the same line again gives another text
 
 
 def room_for_prompt(model: TransformerLanguageModel, sampling: Sampling) -> int:
-    """Tokens of the context that a conversation may take; an answer has at least half of it to itself."""
+    """How many tokens of the context a conversation may take. At least half of the context stays for the answer, unless
+    max_new_tokens is less."""
     context = model.config.max_seq_len
     return context - min(sampling.max_new_tokens, context // 2)
 
 
 class Conversation:
-    """The turns so far. A question that was not answered to its end is no part of them."""
+    """The turns so far, without questions whose answer was interrupted."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, room: int):
         self.template, self.tokenizer, self.room = template, tokenizer, room
@@ -94,17 +98,15 @@ class Conversation:
         self.is_forgetting = False
 
     def ask(self, question: str) -> list[int]:
-        """The ids of the prompt: what was said before, as far back as there is room."""
+        """The ids of the prompt: the question, and before it as many turns as there is room for."""
         self.question = question
         messages = [*self.system, *self.turns, Message("user", question)]
         ids = self.template.prompt_ids(self.tokenizer, messages, self.room)
         if not self.is_forgetting and len(ids) < len(self.template.prompt_ids(self.tokenizer, messages)):
-            print("(The conversation is longer than the context: from here on the oldest turns are forgotten.)")
+            print("(The conversation is longer than the context: from now on the oldest turns are forgotten.)")
             self.is_forgetting = True
         if len(ids) > self.room:
-            print(
-                f"(That is longer than the {self.room} tokens it can read beside an answer: it may see only the end.)"
-            )
+            print(f"(The question is longer than {self.room} tokens, the room for it: the model may see only its end.)")
         return ids
 
     def answered(self, answer: str) -> None:
@@ -114,12 +116,12 @@ class Conversation:
     def reset(self) -> str:
         self.turns.clear()
         self.is_forgetting = False
-        return "What was said is forgotten."
+        return "The conversation is forgotten."
 
     def instruct(self, text: str) -> str:
-        """Set what stands before the first turn; without a text it is taken away."""
+        """Set the system's turn, or remove it if `text` is empty."""
         self.system = [Message("system", text)] if text.strip() else []
-        return f"Instructions: {text}" if self.system else "It has no instructions."
+        return f"Instructions: {text}" if self.system else "Instructions: none."
 
 
 def change_setting(command: str, sampling: Sampling, settings: list[str], help_text: str) -> Sampling:

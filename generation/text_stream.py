@@ -1,4 +1,4 @@
-"""Token ids to text that can be shown while more is on its way."""
+"""Token ids to text that can be shown while more tokens come."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tokenizer import Tokenizer
 
 
 class TextStream:
-    """Token ids in, printable text out: whole characters only, nothing that may turn out to begin a stop string."""
+    """Token ids in, text out: only whole characters, and nothing that may be the beginning of a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
         self.decoder = tokenizer.decoder()
@@ -30,7 +30,7 @@ class TextStream:
         search_from = max(0, len(self.text) - max(map(len, self.stop), default=1) + 1)
         self.text += piece
         hits = [(at + len(word), at) for word in self.stop if (at := self.text.find(word, search_from)) >= 0]
-        if hits:  # the one completed first, so that it does not matter how the text is cut into tokens
+        if hits:  # take the one that ends first, so that the result does not depend on how tokens divide the text
             self.text = self.text[: min(hits)[1]]
             self.stopped = True
         end = len(self.text) if final or self.stopped else len(self.text) - self.held_back()
@@ -39,7 +39,4 @@ class TextStream:
 
     def held_back(self) -> int:
         """Length of the longest end of the text that begins a stop string."""
-        return max(
-            (n for word in self.stop for n in range(1, len(word)) if self.text.endswith(word[:n])),
-            default=0,
-        )
+        return max((n for word in self.stop for n in range(1, len(word)) if self.text.endswith(word[:n])), default=0)

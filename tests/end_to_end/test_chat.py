@@ -84,7 +84,7 @@ def test_each_of_those_compared_has_its_own_form(chat: Path, plain: Path) -> Non
 
 def test_it_needs_a_question(chat: Path) -> None:
     result = run_script(generate.main, "--checkpoint", chat, *FLAGS)
-    assert result.code == 2 and "it needs a --prompt" in result.err and "--raw" in result.err
+    assert result.code == 2 and "needs a --prompt" in result.err and "--raw" in result.err
 
 
 def converse(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, *lines: str, flags: tuple[str, ...] = ()) -> list[str]:
@@ -100,10 +100,10 @@ def test_a_conversation_is_remembered_and_can_be_forgotten(chat: Path, monkeypat
     first = answer(chat, cat)
     alone = answer(chat, dog)
     assert said[:2] == [first, answer(chat, cat, Message("assistant", first), dog)]
-    assert said[2:4] == ["What was said is forgotten.", alone]
+    assert said[2:4] == ["The conversation is forgotten.", alone]
     assert said[4] == "Instructions: sat on"
     assert said[5] == answer(chat, system, dog, Message("assistant", alone), dog)
-    assert said[6] == "It has no instructions."
+    assert said[6] == "Instructions: none."
     assert len({said[1], said[3], said[5]}) == 3, "what was said before makes a difference"
 
 
