@@ -1,4 +1,4 @@
-"""Files of conversations as a stream of them: JSON Lines or one JSON array, in each of the forms that people have."""
+"""Files of conversations as a stream of conversations: JSON Lines or one JSON array, in each of the usual FORMS."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from common.chat import ChatTemplate, Message, require_order
 from common.errors import DataError
-from tokenization.corpus import Source, decoded_blocks, raw_lines, record_of_line, require_unchanged, unpacked_blocks
+from tokenization.corpus import Source, decoded_blocks, json_lines, record_of_line, require_unchanged, unpacked_blocks
 from tokenizer_base import valid_unicode
 
 SUFFIXES = (".jsonl", ".json")
@@ -21,9 +21,9 @@ OTHER_ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
 
 
 class Conversation(NamedTuple):
-    """What the template makes of one record."""
+    """One record as text."""
 
-    parts: list[tuple[str, bool]]  # (text, whether it is an answer)
+    parts: list[tuple[str, bool]]  # (text, whether it is an answer), from the template
     source: Source
     line: int  # in the file, from 1
 
@@ -36,12 +36,12 @@ def read_conversations(
     sources: Iterable[Source],
     template: ChatTemplate,
     on_bad: Callable[[DataError], None],
-    on_read: Callable[[int], None] = lambda count: None,
+    on_read: Callable[[int], None],
 ) -> Iterator[Conversation]:
-    """Stream the conversations of all sources. `on_bad` is given the error, file and line named, of each record that is
-    none; it raises it, or returns to leave the record out. `on_read` is that of `read_pieces`.
+    """Stream the conversations of all sources. `on_bad` gets an error for each bad record, with its file and line. It
+    may raise the error, or return to leave the record out. `on_read` is that of `read_pieces`.
 
-    Raises DataError for a file that cannot be read any further.
+    Raises DataError for a file that cannot be read to its end.
     """
     for source in sources:
         for line, record in records(source, on_bad, on_read):
@@ -55,25 +55,21 @@ def read_conversations(
 def records(
     source: Source, on_bad: Callable[[DataError], None], on_read: Callable[[int], None]
 ) -> Iterator[tuple[int, Any]]:
-    """(line, record) of a file. Many a file named .json holds lines, and the other way round: the first character tells
-    which it is. An array is read whole."""
+    """(line, record) of a file. Many files named .json have a record per line, and some named .jsonl have an array: the
+    first character decides. An array is read whole."""
     first = next(unpacked_blocks(source), b"").removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     if first == b"[":
         yield from records_of_array(source, "".join(decoded_blocks(source, on_read)))
         return
-    position = 0
-    for number, line in enumerate(raw_lines(source, on_read), 1):
-        text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+    for number, position, line in json_lines(source, on_read):
         try:
-            if text.strip():
-                yield number, record_of_line(source, number, position, text)
+            yield number, record_of_line(source, number, position, line)
         except DataError as problem:
             on_bad(problem)
-        position += len(line)
 
 
 def records_of_array(source: Source, text: str) -> Iterator[tuple[int, Any]]:
-    """Raises DataError with the line at which the array ends to be JSON: nothing after that can be made out."""
+    """Raises DataError with the first line that is not JSON: the records after it cannot be found."""
     decoder, at, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
     while True:
         at = skip_space(text, at)
@@ -94,7 +90,7 @@ def records_of_array(source: Source, text: str) -> Iterator[tuple[int, Any]]:
         at += text[at] == ","
     if skip_space(text, at + 1) < len(text):
         raise DataError(
-            f"{source.path}: something stands after the end of its array; keep one array, or a record a line."
+            f"{source.path} has more text after the end of its array; use one array, or one record per line."
         )
 
 
@@ -105,7 +101,7 @@ def skip_space(text: str, at: int) -> int:
 
 
 def messages_of(record: Any) -> list[Message]:
-    """The turns of a record in any of the FORMS, up to an answer. Raises ValueError for one that has none."""
+    """The turns of a record in any of the FORMS. Raises ValueError for a record that is not a conversation."""
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}; an object {{...}} was expected")
     if "messages" in record:
@@ -126,7 +122,7 @@ def messages_of(record: Any) -> list[Message]:
         ]
     else:
         keys = ", ".join(f"{key!r:.50}" for key in list(record)[:10]) or "none"
-        raise ValueError(f"no conversation that is known, which is {FORMS}; its keys are {keys}")
+        raise ValueError(f"not a known form of conversation ({FORMS}); its keys are {keys}")
     system = record.get("system")
     if isinstance(system, str) and system.strip() and messages[:1] and messages[0].role != "system":
         messages.insert(0, Message("system", valid_unicode(system)))
@@ -135,7 +131,7 @@ def messages_of(record: Any) -> list[Message]:
 
 
 def turns(value: Any) -> list[Message]:
-    """Messages of either of the two ways to write them. Raises ValueError."""
+    """The messages of a list of turns: {"role", "content"} or {"from", "value"}. Raises ValueError."""
     if not isinstance(value, list):
         raise ValueError(f"the turns are a JSON {type(value).__name__}; a list was expected")
     messages = []
@@ -145,8 +141,8 @@ def turns(value: Any) -> list[Message]:
         role = turn.get("role", turn.get("from"))
         if not isinstance(role, str):
             raise ValueError(f"turn {number} has no role")
-        if turn.get("weight", 1) != 1:  # OpenAI's way to say that an answer is not to be learned
-            raise ValueError(f"turn {number} has the weight {turn['weight']!r:.50}, and each answer counts as 1 here")
+        if turn.get("weight", 1) != 1:  # in OpenAI's files, 0 marks an answer that must not be learned
+            raise ValueError(f"turn {number} has the weight {turn['weight']!r:.50}; only 1 is supported")
         content = content_of(turn.get("content", turn.get("value")), f"turn {number}")
         messages.append(Message(OTHER_ROLES.get(role, role), content))
     return messages
@@ -157,9 +153,9 @@ def turns_or_text(value: Any, role: str, name: str) -> list[Message]:
 
 
 def content_of(value: Any, name: str) -> str:
-    """A text, or the parts of one. Raises ValueError."""
+    """A text, given as a string or as a list of text parts. Raises ValueError."""
     if isinstance(value, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in value):
         value = "".join(part["text"] if isinstance(part.get("text"), str) else "" for part in value)
     if not isinstance(value, str):
-        raise ValueError(f"{name} holds a JSON {type(value).__name__} where a text was expected")
+        raise ValueError(f"{name} is a JSON {type(value).__name__}; a text was expected")
     return valid_unicode(value)

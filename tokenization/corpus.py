@@ -1,12 +1,11 @@
-"""Text files as a stream of documents: memory stays the same whatever the size of a file, a document or a line. Only a
-line of JSON is held whole, and has a longest size for that."""
+"""Text files as a stream of documents. Memory does not grow with the size of a file, a document or a line. Only a line
+of JSON is held whole, so its size is limited."""
 
 from __future__ import annotations
 
 import codecs
 import glob
 import gzip
-import io
 import json
 import os
 import re
@@ -25,27 +24,28 @@ from tokenizer_base import valid_unicode
 
 SUFFIXES = (".txt", ".md", ".jsonl")
 BLOCK_BYTES = 1 << 18
-# Text with no place to cut it (no whitespace, or nothing else) is cut anyway at this length: one token in as many
-# characters may differ. What waited for such a place longer would be searched again and again.
+# Text without a place to cut it (no whitespace, or only whitespace) is cut at this length anyway: one token in as many
+# characters may differ. If longer text waited for such a place, it would be searched again and again.
 PIECE_CHARACTERS = 1 << 18
 LONGEST_JSON_LINE = 50_000_000  # bytes: some fifty books
-# How files begin that people take for text, and what to do with them.
+# How files begin that people mistake for text, and what to do with them.
 NOT_TEXT = {
     b"%PDF-": "a PDF, not text. Take the text out of it first, for example with `pdftotext -enc UTF-8 {name}`.",
-    b"PK\x03\x04": "a zip archive, as .docx, .odt and .epub files are, not text. Save it as plain text (UTF-8) first.",
+    b"PK\x03\x04": "a zip archive (like .docx, .odt and .epub), not text. Save it as plain text (UTF-8) first.",
     b"\xd0\xcf\x11\xe0": "an Office document, not text. Save it as plain text (UTF-8) first.",
     b"{\\rtf": "an RTF document, not text. Save it as plain text (UTF-8) first.",
     b"\x1f\x8b": "packed with gzip. Give it a name that ends in .gz.",
 }
-HOLDS_ZEROS = "It holds zero bytes, as no text does. Save it as plain text (UTF-8) in the program that wrote it."
-# Between a character that is not whitespace and one that is, GPT-2's pre-tokenizer always starts anew. (A lookbehind
-# for the first of the two takes twice as long.)
+HOLDS_ZEROS = "It has zero bytes, which text never has. Save it as plain text (UTF-8) in the program that wrote it."
+# GPT-2's pre-tokenizer always starts a new word where whitespace follows another character. (A lookbehind takes twice
+# as long.)
 CUT = re.compile(r"\S[ \n\r\t]")
 
 
 @dataclass(frozen=True)
 class Source:
-    """An input file as it was found; `name` is its path below the folder that was given, or its own name."""
+    """An input file. `name` is its path below the given folder, or its file name. Size and time are those when it was
+    found."""
 
     path: Path
     name: str
@@ -66,16 +66,16 @@ class Piece(NamedTuple):
 
     text: str
     ends_document: bool
-    line_break: str  # between this document and the next; not part of either, but characters are told apart by it
+    line_break: str  # before the separator; part of no document, but a character vocabulary keeps it between documents
     source: Source
-    line: int  # in the file, from 1, of the piece's first character
+    line: int  # of the piece's first character in the file, from 1
 
 
 def find_sources(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> list[Source]:
-    """The files that files, folders (searched recursively for `suffixes`, in sorted order) and glob patterns stand for,
-    each once.
+    """The files that the inputs name, each once. An input is a file, a folder (searched recursively for `suffixes`, in
+    sorted order) or a glob pattern.
 
-    Raises DataError for an input that stands for nothing.
+    Raises DataError for an input that names no file.
     """
     found: dict[Path, Source] = {}
     for given in inputs:
@@ -86,7 +86,7 @@ def find_sources(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) ->
 
 
 def unpacked_bytes(sources: Iterable[Source]) -> int:
-    """Bytes of all sources, those in `.gz` files unpacked (which has to read them)."""
+    """Bytes of all sources; `.gz` files count unpacked, so they are read."""
     return sum(sum(map(len, unpacked_blocks(source))) if source.is_compressed else source.size for source in sources)
 
 
@@ -96,15 +96,15 @@ def read_pieces(
     text_key: str = "text",
     on_read: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Piece]:
-    """Stream the documents of all sources, long ones in pieces that do not change how they are tokenized.
+    """Stream the documents of all sources. Long documents come in pieces, cut where it does not change the tokens.
 
-    A document's text is what the file holds between two lines that are exactly `separator` ("" is a blank line), line
-    endings untranslated; the line break before the separator belongs to the separator. In JSONL it is the value of
-    `text_key` of each line. Empty documents and a byte order mark are left out. `on_read` is called with the number of
-    unpacked bytes as they are read.
+    A document is the text between two lines that are exactly `separator` ("" is a blank line). Its line endings stay as
+    they are; the line break before the separator belongs to the separator. In JSONL a document is the value of
+    `text_key` in a line. Empty documents and a byte order mark are left out. `on_read` is called with the number of
+    unpacked bytes of each block that is read.
 
-    Raises DataError naming the file and the place: not UTF-8, not JSON, no such key, a damaged `.gz`, or a file that
-    has changed since it was found.
+    Raises DataError that names the file and the place: not UTF-8, not JSON, no such key, a damaged `.gz`, or a file
+    that has changed since it was found.
     """
     for source in sources:
         if source.is_jsonl:
@@ -124,22 +124,24 @@ def require_unchanged(source: Source) -> None:
     """Raises DataError for a file that has changed since it was found."""
     status = source.path.stat()
     if (status.st_size, status.st_mtime_ns) != (source.size, source.modified_ns):
-        raise DataError(f"{source.path} changed while it was read. Run the same command again once it is at rest.")
+        raise DataError(
+            f"{source.path} changed while it was read. Run the same command again when it no longer changes."
+        )
 
 
 def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str, bool, str, int]]:
     """Split a stream of text at its separator lines, and long documents into pieces.
 
-    Yields (text, whether it ends its document, the line break it ends with if a separator follows, line breaks left out
-    just before it).
+    Yields (text, whether it ends its document, the line break before the separator that follows, number of line breaks
+    skipped just before the text).
     """
-    # The stream is looked at with a newline put in front, so that the first line is like any other: a separator is
-    # what stands between two newlines, and the newline after it is the one in front of the next document (`fresh`).
+    # A newline is added at the start of the stream, so that the first line is like every other: a separator stands
+    # between two newlines. The second one is also the newline before the next document (`fresh`).
     separator_line = re.compile(r"(\r?\n)" + re.escape(separator) + r"\r?(?=\n)")
     last_line = re.compile(r"(\r?\n)" + re.escape(separator) + r"\r?\Z")
     rest, fresh, skipped = "\n", True, 0
     for block in blocks:
-        unseen = max(len(rest) - len(separator) - 3, 0)  # no separator that ends in this block begins before
+        unseen = max(len(rest) - len(separator) - 3, 0)  # a separator that ends in this block begins here or later
         rest += block
         start = 0
         for separated in separator_line.finditer(rest, unseen):
@@ -151,7 +153,7 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
             start, fresh = separated.end(), True
         rest = rest[start:]
         if len(rest) > PIECE_CHARACTERS:
-            newline = rest.rfind("\n")  # what follows may be the beginning of a separator
+            newline = rest.rfind("\n")  # after it may be the beginning of a separator
             newline -= rest[newline - 1 : newline] == "\r"
             end = newline if len(rest) - newline <= len(separator) + 3 else len(rest) - 1
             cut = cut_point(rest, end) or min(end, PIECE_CHARACTERS)
@@ -165,9 +167,9 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
 
 
 def cut_point(text: str, limit: int) -> int:
-    """The last place up to `limit` where cutting changes no token: the index of the whitespace that follows; 0 if none.
+    """The last place up to `limit` where a cut changes no token: the index of the whitespace after the cut; 0 if none.
 
-    `limit` < len(text), so both parts have text.
+    `limit` < len(text), so neither part is empty.
     """
     for window in (4096, limit):
         if cuts := deque(CUT.finditer(text, max(limit - window - 1, 0), limit + 1), maxlen=1):
@@ -176,19 +178,20 @@ def cut_point(text: str, limit: int) -> int:
 
 
 def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
-    """(path, name) of the files that one input stands for."""
+    """(path, name) of the files that one input names."""
     if not given:
-        raise DataError("A name is empty where text is to be named; name a file or a folder, . for this one.")
+        raise DataError("An input has an empty name. Name a file or a folder; . is the current folder.")
     path = Path(given).expanduser()
     if path.is_dir():
         files = []
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            named = [Path(folder, name) for name in names if not name.startswith(".") and is_named(name, suffixes)]
-            files += [path for path in named if path.is_file()]  # reading a pipe would wait for its writer
+            named = [name for name in names if name.lower().removesuffix(".gz").endswith(suffixes)]
+            visible = [Path(folder, name) for name in named if not name.startswith(".")]
+            files += [path for path in visible if path.is_file()]  # reading a pipe would wait for its writer
         if not files:
             endings = f"{', '.join(suffixes)} (or these with .gz)"
-            raise DataError(f"The folder {given} holds no file whose name ends in {endings}.")
+            raise DataError(f"The folder {given} has no file whose name ends in {endings}.")
         return [(file, file.relative_to(path).as_posix()) for file in sorted(files)]
     if path.is_file():
         return [(path, path.name)]
@@ -202,39 +205,30 @@ def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
     raise DataError(f"There is no file or folder {given} (looked for from {Path.cwd()}).")
 
 
-def is_named(name: str, suffixes: tuple[str, ...]) -> bool:
-    return name.lower().removesuffix(".gz").endswith(suffixes)
-
-
-def open_source(source: Source) -> io.BufferedIOBase:
-    return gzip.open(source.path, "rb") if source.is_compressed else open(source.path, "rb")
-
-
 def unpacked_blocks(source: Source) -> Iterator[bytes]:
     """The unpacked bytes of a file."""
     try:
-        with open_source(source) as file:
+        with gzip.open(source.path) if source.is_compressed else open(source.path, "rb") as file:
             while block := file.read(BLOCK_BYTES):
                 yield block
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{source.path} is not a whole gzip file ({error}). Fetch or pack it again.") from None
+        raise DataError(f"{source.path} is not a whole gzip file ({error}). Download or pack it again.") from None
 
 
 def text_blocks(source: Source) -> Iterator[bytes]:
-    """The unpacked bytes of a file. Raises DataError for one that is plainly not UTF-8 text."""
-    blocks = unpacked_blocks(source)
-    first = next(blocks, b"")
-    require_text(source, first)
-    yield first
-    yield from blocks
+    """The unpacked bytes of a file. Raises DataError if its first block shows that it is not UTF-8 text."""
+    for number, block in enumerate(unpacked_blocks(source)):
+        if number == 0:
+            require_text(source, block)
+        yield block
 
 
 def require_text(source: Source, beginning: bytes) -> None:
-    """Raises DataError for a file that begins as other kinds of file do, though its bytes may all be UTF-8."""
+    """Raises DataError for a file that begins like another kind of file, even if all its bytes are UTF-8."""
     for signature, what in NOT_TEXT.items():
         if beginning.startswith(signature):
             raise DataError(f"{source.path} is {what.format(name=shlex.quote(source.path.name))}")
-    # In UTF-16 one half of the bytes has zeros: text of any language has spaces or line breaks.
+    # In UTF-16 every second byte of a space or line break is zero, and text in any language has some of them.
     high, low = beginning[::2].count(0), beginning[1::2].count(0)
     if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         encoding = "UTF-16"
@@ -257,7 +251,7 @@ def decoded_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[s
     decoder = codecs.getincrementaldecoder("utf-8")()
     position = 0
     for block in text_blocks(source):
-        waiting = len(decoder.getstate()[0])  # bytes of a character that the block before began
+        waiting = len(decoder.getstate()[0])  # bytes of a character that began in the block before
         try:
             text = decoder.decode(block)
         except UnicodeDecodeError as error:
@@ -282,27 +276,32 @@ def not_utf8(source: Source, position: int, error: UnicodeDecodeError) -> DataEr
 
 
 def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) -> Iterator[Piece]:
+    for number, position, line in json_lines(source, on_read):
+        text = valid_unicode(text_of_record(source, number, record_of_line(source, number, position, line), text_key))
+        start = 0
+        while len(text) - start > PIECE_CHARACTERS:
+            piece = text[start : start + PIECE_CHARACTERS + 1]
+            end = start + (cut_point(piece, PIECE_CHARACTERS) or PIECE_CHARACTERS)
+            yield Piece(text[start:end], False, "", source, number)
+            start = end
+        if text:
+            yield Piece(text[start:], True, "\n", source, number)
+
+
+def json_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[tuple[int, int, bytes]]:
+    """(number from 1, position of the first byte, line) of each line that is not blank, without a byte order mark."""
     position = 0
     for number, line in enumerate(raw_lines(source, on_read), start=1):
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        if line.strip():
-            text = valid_unicode(text_of_record(source, number, position, line, text_key))
-            start = 0
-            while len(text) - start > PIECE_CHARACTERS:
-                piece = text[start : start + PIECE_CHARACTERS + 1]
-                end = start + (cut_point(piece, PIECE_CHARACTERS) or PIECE_CHARACTERS)
-                yield Piece(text[start:end], False, "", source, number)
-                start = end
-            if text:
-                yield Piece(text[start:], True, "\n", source, number)
+        content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if content.strip():
+            yield number, position + len(line) - len(content), content
         position += len(line)
 
 
 def raw_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[bytes]:
     """Lines with their ends. Raises DataError for one that is longer than LONGEST_JSON_LINE."""
     rest: list[bytes] = []
-    number, length = 1, 0  # of the line that is not whole yet
+    number, length = 1, 0  # of the unfinished line
     for block in text_blocks(source):
         on_read(len(block))
         *lines, last = block.split(b"\n")
@@ -314,15 +313,15 @@ def raw_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[bytes]
         length = len(last) + (0 if lines else length)
         if length > LONGEST_JSON_LINE:
             raise DataError(
-                f"{source.path}, line {number} is longer than {byte_size(LONGEST_JSON_LINE)}, and a line of JSON is "
-                f"held in memory as a whole. Write it as several lines."
+                f"{source.path}, line {number} is longer than {byte_size(LONGEST_JSON_LINE)}, and a whole line of JSON "
+                f"has to fit in memory. Write it as several lines."
             )
     if last_line := b"".join(rest):
         yield last_line
 
 
 def record_of_line(source: Source, number: int, position: int, line: bytes) -> Any:
-    """The JSON of a line, which begins at byte `position`. Raises DataError naming the place."""
+    """The JSON of a line that begins at byte `position`. Raises DataError that names the place."""
     try:
         return json.loads(line.decode())
     except UnicodeDecodeError as error:
@@ -333,17 +332,13 @@ def record_of_line(source: Source, number: int, position: int, line: bytes) -> A
         raise DataError(f"{source.path}, line {number}: not usable JSON ({error}).") from None
 
 
-def text_of_record(source: Source, number: int, position: int, line: bytes, text_key: str) -> str:
-    record = record_of_line(source, number, position, line)
+def text_of_record(source: Source, number: int, record: Any, text_key: str) -> str:
+    place = f"{source.path}, line {number}"
     if not isinstance(record, dict):
-        raise DataError(
-            f"{source.path}, line {number}: a JSON {type(record).__name__}; an object {{...}} was expected."
-        )
+        raise DataError(f"{place}: a JSON {type(record).__name__}; an object {{...}} was expected.")
     if text_key not in record:
-        raise DataError(
-            f'{source.path}, line {number} has no key "{text_key}"; it has {", ".join(map(repr, record)) or "none"}. '
-            f"Name the one that holds the text with --text_key."
-        )
+        keys = ", ".join(map(repr, record)) or "none"
+        raise DataError(f'{place} has no key "{text_key}"; it has {keys}. Name the key of the text with --text_key.')
     if not isinstance(record[text_key], str):
-        raise DataError(f'{source.path}, line {number}: "{text_key}" is not a string.')
+        raise DataError(f'{place}: "{text_key}" is not a string.')
     return record[text_key]

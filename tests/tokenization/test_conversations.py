@@ -74,7 +74,7 @@ def test_every_form_of_a_record(record: dict, messages: list[Message]) -> None:
     ("record", "said"),
     [
         ([], "a JSON list; an object"),
-        ({}, "no conversation that is known"),
+        ({}, "not a known form of conversation"),
         ({"text": "x"}, "its keys are 'text'"),
         ({"messages": {}}, "the turns are a JSON dict"),
         ({"messages": []}, "it has no turns"),
@@ -82,15 +82,15 @@ def test_every_form_of_a_record(record: dict, messages: list[Message]) -> None:
         ({"messages": [{"content": "x"}]}, "turn 1 has no role"),
         (
             {"messages": [{"role": "user", "content": "x", "weight": 0}]},
-            "turn 1 has the weight 0, and each answer counts",
+            "turn 1 has the weight 0; only 1 is supported",
         ),
-        ({"messages": [{"role": "user"}]}, "turn 1 holds a JSON NoneType where a text was expected"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "turn 1 holds a JSON list"),
+        ({"messages": [{"role": "user"}]}, "turn 1 is a JSON NoneType; a text was expected"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "turn 1 is a JSON list"),
         ({"messages": chat([*TURNS[:3], Message("tool", "x")])}, "turn 4 has the role 'tool'"),
         ({"messages": chat(TURNS[:3])}, "the last turn is from the user"),
         ({"messages": chat([ANSWER, QUESTION])}, "turn 1 is from the assistant"),
         ({"prompt": "x", "completion": " \n"}, "turn 2, from the assistant, is empty"),
-        ({"instruction": 1, "output": "x"}, "instruction holds a JSON int"),
+        ({"instruction": 1, "output": "x"}, "instruction is a JSON int"),
         ({"conversations": [{"from": "human", "value": "x"}]}, "the last turn is from the user"),
     ],
 )
@@ -150,7 +150,7 @@ def test_files_of_every_kind_give_the_same_tokens(tmp_path: Path, form: str) -> 
 BAD_LINES = [
     ('{"prompt": "a", "compl', "line 3, column 23: not valid JSON"),
     ('{"prompt": "a", "completion": ""}', "line 3: turn 2, from the assistant, is empty"),
-    ('{"text": "x"}', "line 3: no conversation that is known"),
+    ('{"text": "x"}', "line 3: not a known form of conversation"),
     ("17", "line 3: a JSON int"),
     ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 3: turn 1 is from the assistant"),
     ("[" * 100_000, "line 3: not usable JSON"),
@@ -179,7 +179,7 @@ def test_a_bad_record_is_named_or_left_out_and_counted(
     [
         ('[{"prompt": "a", "completion": "b"},\n {"prompt": ', "line 2, column 13: not valid JSON"),
         ('[{"prompt": "a", "completion": "b"}\n {}]', "line 2, column 2: not valid JSON (a comma or the end"),
-        ('[{"prompt": "a", "completion": "b"}] x', "something stands after the end of its array"),
+        ('[{"prompt": "a", "completion": "b"}] x', "has more text after the end of its array"),
         ("[" + "[" * 100_000, "line 1: not usable JSON"),
         ("[]", "There are 0 conversations"),
         ('[{"prompt": "a", "completion": "b"}]', "There are 1 conversations; training needs one at least"),

@@ -201,6 +201,14 @@ def test_a_character_cut_off_by_the_end_is_located(tmp_path: Path, position: int
         documents(tmp_path)
 
 
+@pytest.mark.parametrize("before", [b"", b'{"text": "a"}\n'], ids=["first line", "second line"])
+def test_a_byte_order_mark_counts_in_positions(tmp_path: Path, before: bytes) -> None:
+    content = "\ufeff".encode() + before + b'{"text": "\xff"}\n'
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(DataError, match=rf"at byte {content.index(0xFF, 3)} "):
+        documents(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["text\n", "кто там?\n" * 9, "你好 世界。\n" * 9], ids=["Latin", "Cyrillic", "Han"])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be"])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.txt.gz"])
@@ -217,11 +225,11 @@ def test_utf16_is_recognised(tmp_path: Path, text: str, encoding: str, name: str
     ("content", "complaint"),
     [
         (b"%PDF-1.7\nall ASCII", "is a PDF, not text.*pdftotext"),
-        (b"PK\x03\x04\x14\0\x06\0\xb5word/document.xml", "is a zip archive, as .docx"),
+        (b"PK\x03\x04\x14\0\x06\0\xb5word/document.xml", r"is a zip archive \(like .docx"),
         (gzip.compress(b"text"), r"packed with gzip.*ends in \.gz"),
-        (b"name.txt".ljust(512, b"\0") + b"text", "is not text. It holds zero bytes"),
-        (b"\x89PNG\r\n\x1a\n\0\0", "is not text. It holds zero bytes"),
-        (b"JPEG \xff\0" + b"\x80" * 999, "is not UTF-8 text: .* at byte 5 .* It holds zero bytes"),
+        (b"name.txt".ljust(512, b"\0") + b"text", "is not text. It has zero bytes"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "is not text. It has zero bytes"),
+        (b"JPEG \xff\0" + b"\x80" * 999, "is not UTF-8 text: .* at byte 5 .* It has zero bytes"),
     ],
     ids=["PDF", "docx", "gzip", "tar", "PNG", "JPEG"],
 )
