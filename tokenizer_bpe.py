@@ -26,22 +26,24 @@ if TYPE_CHECKING:
 
 SPECIAL_TOKENS = (END_OF_TEXT, "<|pad|>", "<|unk|>")  # ids 0, 1, 2
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
-MOST_GAPS = 65_536  # ids without a token, beside as many as there are tokens: each takes memory here and in a model
-LARGEST_VOCABULARY = 10_000_000  # many times any in use; `tokenizers` ends the process where memory for it is short
+MOST_GAPS = (
+    65_536  # ids without a token that a file may have, plus one per token: each takes memory here and in a model
+)
+LARGEST_VOCABULARY = 10_000_000  # many times any in use; `tokenizers` ends the process if memory runs out
 
 # GPT-2's pre-tokenizer. The possessive quantifiers match what GPT-2's own pattern matches, without backtracking.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
-# `\s+(?!\S)` gives its last character back by backtracking, with one stack entry per character: tiktoken panics on
-# runs of some 500,000 whitespace characters that something follows. Such a run is cut where the match would end.
+# `\s+(?!\S)` backtracks by one character, with one stack entry per character: tiktoken panics if text follows a run of
+# some 500,000 whitespace characters. Such a run is cut where the match would end.
 LONGEST_WHITESPACE = 100_000
 SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # \s above; Python's own has more
-# Tried only where a run begins: anywhere else it would take time quadratic in the length of the run.
+# The lookbehind lets a match start only where a run begins: else time would be quadratic in the length of the run.
 LONG_WHITESPACE = re.compile(rf"(?<!{SPACE}){SPACE}{{{LONGEST_WHITESPACE},}}+")
 
-# The time to learn from a word grows with the square of its length: hours for a genome. Words twice as long as a block
-# are cut for the learning, never for the encoding, which is not quadratic. The kinds of word are the pattern's, but for
-# numbers that are no digits.
+# The time to learn from a word grows with the square of its length: hours for a genome. So words that are twice as long
+# as a block are cut for training. Encoding is not quadratic, and cuts nothing. The kinds of word are the pattern's,
+# except for numbers that are not digits.
 BLOCK = 500
 BLOCK_OF_A_WORD = re.compile("|".join(rf"{kind}{{{BLOCK}}}" for kind in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")))
 
@@ -54,11 +56,11 @@ PROBE = (
     " aaaaaaaaaaaaaaaa           x "
 )
 
-NOT_BYTE_LEVEL = "not a byte-level BPE tokenizer, the only kind of `tokenizers` file used here."
+NOT_BYTE_LEVEL = "not a byte-level BPE tokenizer, the only kind of `tokenizers` file that can be used here."
 
 
 class VocabularySizeError(TokenizerError):
-    """A vocabulary too small to hold the byte alphabet, or too large to be one."""
+    """A vocabulary size that is too small for the byte alphabet, or far too large."""
 
     exit_code = 2
 
@@ -66,8 +68,8 @@ class VocabularySizeError(TokenizerError):
 class BPETokenizer:
     """Byte-level BPE in which any text round-trips.
 
-    `encode` treats everything as ordinary text, the characters "<|endoftext|>" included: special tokens enter a
-    sequence by their id alone, so no document can forge one. `decode` gives a special token's name as text.
+    `encode` treats everything as ordinary text, even the characters "<|endoftext|>": special tokens enter a sequence
+    only by their id, so no document can forge one. `decode` gives a special token's name as text.
     """
 
     kind = "bpe"
@@ -76,7 +78,7 @@ class BPETokenizer:
         """Raises TokenizerError if the tokenizer is not a byte-level BPE."""
         from tokenizers import models
 
-        # What a file says of batches and of training its own model would cut text short, or draw ids at random.
+        # A file's settings for batches and for BPE dropout would cut or pad the text, or draw ids at random.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if isinstance(tokenizer.model, models.BPE):
@@ -84,23 +86,19 @@ class BPETokenizer:
         content = json.loads(tokenizer.to_str())
         self.backend = tokenizer
         self.backend.encode_special_tokens = True  # as ordinary text
-        self.backend.no_padding()  # a file may ask for any length
-        self.backend.no_truncation()
         self.table = token_table(content)
         self.special_ids = {
             token["content"]: token["id"] for token in content.get("added_tokens") or [] if token.get("special")
         }
-        self.fast, self.encoder_note = fast_encoder(tokenizer, content, self.table)
-        self.encoder_name = "tiktoken" if self.fast else "tokenizers"
+        self.fast, self.encoder_note = fast_encoder(tokenizer, content, self.table, self.special_ids)
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int = 32000, min_frequency: int = 2) -> BPETokenizer:
         """Learn merges from a stream of texts; only the counts of its words are kept in memory.
 
-        Raises VocabularySizeError if `vocab_size` is too small for the 256 bytes and the special tokens, or larger than
-        any is. The vocabulary comes out smaller than asked for when the texts have too few pairs that occur
-        `min_frequency` times. Words of many hundred characters (DNA) are learned from in parts; text without them gives
-        what `tokenizers` gives.
+        Raises VocabularySizeError if `vocab_size` is too small for the 256 bytes and the special tokens, or far too
+        large. The vocabulary is smaller than `vocab_size` if too few pairs occur `min_frequency` times. Words of many
+        hundred characters (DNA) are cut into parts; text without them gives the same merges as `tokenizers`.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             raise VocabularySizeError(
@@ -127,7 +125,7 @@ class BPETokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> BPETokenizer:
-        """Load a Hugging Face `tokenizers` JSON file. Raises TokenizerError naming the file."""
+        """Load a Hugging Face `tokenizers` JSON file. Raises TokenizerError that names the file."""
         from tokenizers import Tokenizer
 
         content = read_tokenizer_json(path)
@@ -161,13 +159,13 @@ class BPETokenizer:
 
     @property
     def unused_ids(self) -> list[int]:
-        """Ids that are never to be sampled: special tokens but end-of-text, and ids that no token has."""
+        """Ids that must never be sampled: special tokens other than end-of-text, and ids without a token."""
         special = {i for name, i in self.special_ids.items() if name != END_OF_TEXT}
         return sorted(special | {i for i, token in enumerate(self.table) if not token})
 
     @property
     def byte_lengths(self) -> np.ndarray:
-        """(vocab_size,) int32: UTF-8 bytes of text that each id stands for; 0 for special tokens."""
+        """(vocab_size,) int32: UTF-8 bytes of each id's text; 0 for special tokens."""
         lengths = np.array([len(token) for token in self.table], dtype=np.int32)
         lengths[list(self.special_ids.values())] = 0
         return lengths
@@ -202,24 +200,25 @@ def byte_alphabet() -> dict[str, int]:
 
 
 def fatal_problem(content: dict[str, Any]) -> str:
-    """What in a file, of which nothing is known yet, `tokenizers` would answer by a panic or by the end of the process;
-    "" if there is nothing."""
+    """Why `tokenizers` would panic or end the process if it read this file; "" if it would not. Nothing in the file has
+    been checked before."""
     model, added = content.get("model"), content.get("added_tokens")
     model = model if isinstance(model, dict) else {}
-    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):  # bytes have neither
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):  # byte-level BPE has neither
         return NOT_BYTE_LEVEL
     vocab = model.get("vocab")
     ids = list(vocab.values()) if isinstance(vocab, dict) else []
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     largest = max((i for i in ids if type(i) is int), default=0)
-    if largest >= MOST_GAPS + 2 * len(ids):  # it goes through all ids up to the largest
-        return f"there is a token id {largest:,} and no more than {len(ids):,} tokens."
+    if largest >= MOST_GAPS + 2 * len(ids):  # `tokenizers` goes through all ids up to the largest
+        return f"its largest token id is {largest:,}, but it has only {len(ids):,} tokens."
     return ""
 
 
 def token_table(content: dict[str, Any]) -> list[bytes]:
-    """The bytes of each id, b"" for an id that no token has."""
-    # What prepares the text for the model; with a decoder alone, what is not in the vocabulary as it is would be lost.
+    """The bytes of each id, b"" for an id without a token."""
+    # One of the stages before the model must be ByteLevel. With a byte-level decoder alone, characters that are not in
+    # the vocabulary would be lost.
     stages = [content.get("pre_tokenizer") or {}, content.get("normalizer") or {}]
     stages += [inner for stage in stages for inner in stage.get("pretokenizers", []) + stage.get("normalizers", [])]
     if content["model"].get("type") != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in stages):
@@ -237,59 +236,57 @@ def token_table(content: dict[str, Any]) -> list[bytes]:
 
 
 def fast_encoder(
-    tokenizer: tokenizers.Tokenizer, content: dict[str, Any], table: list[bytes]
+    tokenizer: tokenizers.Tokenizer, content: dict[str, Any], table: list[bytes], special_ids: dict[str, int]
 ) -> tuple[tiktoken.Encoding | None, str]:
-    """A tiktoken encoder that gives the same ids, or None; and a sentence that says which encoder is used and why."""
+    """A tiktoken encoder that gives the same ids, and ""; or None, and a sentence that says why."""
     obstacle = obstacle_to_tiktoken(content)
     if not obstacle:
         import tiktoken
 
-        special = {token["content"]: token["id"] for token in content["added_tokens"]}
-        ranks = {table[i]: i for token, i in content["model"]["vocab"].items() if token not in special}
-        fast = tiktoken.Encoding(
-            "bpe", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special or {END_OF_TEXT: len(table)}
-        )
-        # Beside text of many kinds, some four thousand of the vocabulary's own tokens.
+        ranks = {table[i]: i for token, i in content["model"]["vocab"].items() if token not in special_ids}
+        special = special_ids or {END_OF_TEXT: len(table)}
+        fast = tiktoken.Encoding("bpe", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
+        # Test it on text of many kinds, and on some four thousand of the vocabulary's own tokens.
         words = b" ".join(table[:: len(table) // 4000 + 1]).decode("utf-8", "replace")
         if all(
             fast.encode_to_numpy(text, disallowed_special=()).tolist()
             == tokenizer.encode(text, add_special_tokens=False).ids
             for text in (PROBE, words)
         ):
-            return fast, "Encoding with tiktoken."
-        obstacle = "tiktoken gives other ids on the probe text"
+            return fast, ""
+        obstacle = "tiktoken gives other ids for the test text"
     return None, f"Encoding with `tokenizers`, several times slower than tiktoken: {obstacle}."
 
 
 def obstacle_to_tiktoken(content: dict[str, Any]) -> str:
-    """Why tiktoken cannot stand in for this tokenizer; "" if it may."""
+    """Why tiktoken cannot encode for this tokenizer; "" if it can."""
     model, pre_tokenizer = content["model"], content.get("pre_tokenizer") or {}
     if pre_tokenizer.get("type") != "ByteLevel" or content.get("normalizer"):
-        return "the text is prepared in another way than GPT-2's"
+        return "its normalizer or pre-tokenizer is not GPT-2's"
     if pre_tokenizer.get("add_prefix_space") or not pre_tokenizer.get("use_regex", True):
         return "the pre-tokenizer has other options than GPT-2's"
     if any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")):
-        return "the BPE model has options that tiktoken lacks"
+        return "the BPE model has options that tiktoken does not have"
     if not all(token.get("special") for token in content.get("added_tokens") or []):
         return "the file has added tokens that are matched inside text"
     vocab, alphabet = model["vocab"], byte_alphabet()
     if any(character not in vocab for character in alphabet):
         return "the vocabulary lacks some of the 256 bytes, so text with them does not round-trip"
-    # tiktoken merges in the order of the ids, `tokenizers` in the order of the list: they have to be one order.
+    # tiktoken merges in the order of the ids, `tokenizers` in the order of the list: the two must agree.
     pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
     merged = [vocab.get("".join(pair), -1) for pair in pairs]
     first = max(vocab[character] for character in alphabet)
-    special = {token["content"] for token in content.get("added_tokens") or []}
     if any(later <= earlier for earlier, later in zip([first, *merged], merged, strict=False)):
         return "its ids are not in the order of its merges"
+    special = {token["content"] for token in content.get("added_tokens") or []}
     if len(merged) + len(alphabet) != sum(token not in special for token in vocab):
-        return "it has tokens that no merge makes"
+        return "it has tokens that no merge creates"
     return ""
 
 
 def cut_whitespace(text: str) -> Iterator[str]:
-    """The text in pieces whose ids, joined, are those of the whole, none with a run that overflows tiktoken's stack."""
-    half = LONGEST_WHITESPACE // 2  # a longer run covers at least one of these blocks, which is quick to see
+    """The text in pieces that give the same ids as the whole. No piece has a run that overflows tiktoken's stack."""
+    half = LONGEST_WHITESPACE // 2  # a longer run covers at least one whole block of this size: a quick test
     start = 0
     if len(text) > LONGEST_WHITESPACE and any(text[i : i + half].isspace() for i in range(0, len(text), half)):
         for match in LONG_WHITESPACE.finditer(text):
@@ -300,9 +297,9 @@ def cut_whitespace(text: str) -> Iterator[str]:
 
 
 def cut_long_words(text: str) -> Iterator[str]:
-    """The text in parts, cut in words of BLOCK characters and more alone: each is left with less than twice as many."""
+    """The text in parts. Only words of BLOCK or more characters are cut, so that none has twice as many."""
     start = 0
-    for block in range(0, len(text), BLOCK):  # a word of twice as many covers one of them, which is quick to see
+    for block in range(0, len(text), BLOCK):  # a word twice as long covers at least one whole block: a quick test
         if BLOCK_OF_A_WORD.match(text, block):
             yield text[start : block + BLOCK // 2]
             start = block + BLOCK // 2

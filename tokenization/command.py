@@ -74,7 +74,7 @@ def fill_folder(options: Settings, quiet: bool, may_replace: bool) -> Path:
                 if not folder.awaits_publishing:
                     bad: list[DataError] = []
                     tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes, say)
-                    if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_name != "tiktoken":
+                    if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_note:
                         say(tokenizer.encoder_note)
                     written = encode_sources(folder, tokenizer, sources, options, total_bytes, bad)
                     if bad:
