@@ -1,9 +1,9 @@
-"""Checkpoints: written whole or not at all, verified by hash before they are trusted, mirrored to a second folder.
+"""Checkpoints: written whole or not at all, and verified by hash before they are loaded.
 
 A checkpoint folder alone is enough to generate text and to continue training. It is written under a temporary name,
-flushed, read back, and renamed; `manifest.json`, written last, lists the size and SHA-256 of every file. A folder
-that disagrees with it is not loaded, nor one without it, the blog's form with `pytorch_model.bin` aside. Weights from
-elsewhere come without a state of their training, and their manifest lists none.
+flushed, read back, and renamed. `manifest.json`, written last, lists the size and SHA-256 of every file. A folder that
+differs from its manifest is not loaded, nor one without a manifest, except the blog's form with `pytorch_model.bin`.
+Imported weights have no training state, and their manifest lists none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import safetensors.torch
 import torch
@@ -38,14 +38,15 @@ from common.tensors import (
 )
 from model import ModelConfig, TransformerLanguageModel
 
+T = TypeVar("T")
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-WEIGHTS_FILES = ("model.safetensors", "config.json", "tokenizer.json")  # all that generating takes
-ADAPTERS = "adapter.safetensors"  # in place of the weights, where adapters of another checkpoint were trained
-TRAINING_FILES = ("optimizer_state.bin", "training_state.json")  # which weights from elsewhere come without
-BYTES_A_PARAMETER = 12  # about, of a checkpoint: the weight and AdamW's two moments
-KEEP = 2  # never one: the newest may be the one that turns out damaged
-# What config.json holds besides the ModelConfig: ours, and the blog's.
+WEIGHTS_FILES = ("model.safetensors", "config.json", "tokenizer.json")  # enough to generate
+ADAPTERS = "adapter.safetensors"  # instead of the weights, if adapters for another checkpoint were trained
+TRAINING_FILES = ("optimizer_state.bin", "training_state.json")  # imported weights have none
+BYTES_A_PARAMETER = 12  # about, in a checkpoint: the weight and AdamW's two moments
+KEEP = 2  # never one: the newest may be damaged
+# Keys of config.json besides the ModelConfig: ours, then the blog's.
 CONFIG_EXTRAS = (
     "tokenizer_type",
     "total_parameters",
@@ -59,7 +60,7 @@ CONFIG_EXTRAS = (
 
 
 class Stateful(Protocol):
-    """An optimizer, or several as one."""
+    """An optimizer."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -68,12 +69,12 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder on disk whose files have been verified, or one of the blog's, which has nothing to verify."""
+    """A checkpoint folder whose files have been verified, or one in the blog's form, which has no hashes to verify."""
 
     path: Path
 
     def model_config(self) -> ModelConfig:
-        """Raises CheckpointError naming what config.json lacks. Keys of a newer version are reported and left out."""
+        """Raises CheckpointError if config.json describes no model. Unknown keys are reported and left out."""
         path = self.path / "config.json"
         try:
             config, unknown = ModelConfig.from_dict(read_json(path, CheckpointError))
@@ -81,19 +82,19 @@ class Checkpoint:
             raise CheckpointError(f"{path} does not describe a model: {problem}.") from None
         unknown = [key for key in unknown if key not in CONFIG_EXTRAS]
         if unknown:
-            print(f"Note: {path} has keys this version does not know: {', '.join(unknown)}.", file=sys.stderr)
+            print(f"Note: {path} has keys that this version does not know: {', '.join(unknown)}.", file=sys.stderr)
         return config
 
     def trusted_config(self) -> ModelConfig:
-        """The `model_config`, once the weights are known to have its shape: a model of it takes no more memory than
-        they do. Raises CheckpointError if they do not."""
+        """The `model_config`. Raises CheckpointError unless the weights have its shapes, so a wrong size in config.json
+        cannot make a model that takes more memory than the weights."""
         config = self.model_config()
         with self.explaining_weights():
             require_weights(config, self.weights(shapes_only=True))
         return config
 
     def load_weights(self, model: TransformerLanguageModel) -> None:
-        """Into a model that has adapters these alone: its base is in place."""
+        """Load the weights; if `model` has adapters, only these, because it has the weights of its base already."""
         with self.explaining_weights():
             if lora_of(model) is None:
                 model.load_weights(self.weights())
@@ -101,23 +102,22 @@ class Checkpoint:
                 load_adapters(model, read_safetensors(self.path / ADAPTERS))
 
     def weights(self, shapes_only: bool = False) -> dict[str, torch.Tensor]:
-        """By name, adapters merged into those of their base; `shapes_only`: on the meta device, from what stands at the
-        beginning of the file if it can be.
+        """By name, with adapters merged into their base. `shapes_only`: on the meta device, reading only the file's
+        header if the format has one.
 
-        Raises ValueError or SafetensorError for a file that holds something else, CheckpointError for a base that is
-        not there.
+        Raises ValueError or SafetensorError for a file of another kind, CheckpointError for a missing base.
         """
         if not (self.path / ADAPTERS).exists():
             return read_weights(self.path, shapes_only)
         lora = self.lora()
         if lora is None:
-            raise ValueError(f"config.json does not say what {ADAPTERS} is for")
+            raise ValueError(f'config.json has no "lora", which describes {ADAPTERS}')
         base = read_weights(find_base(lora, self.path), shapes_only)
         return merge(base, read_safetensors(self.path / ADAPTERS, shapes_only), lora, self.model_config())
 
     @contextlib.contextmanager
     def explaining_weights(self) -> Iterator[None]:
-        """Raises CheckpointError for what is raised inside where weights cannot be loaded."""
+        """Turns the errors of loading weights into CheckpointError."""
         try:
             yield
         except (ValueError, KeyError, safetensors.SafetensorError) as problem:
@@ -128,23 +128,21 @@ class Checkpoint:
         for name in ("tokenizer.json", "bpe_tokenizer.json"):  # the second is the blog's
             if (self.path / name).exists():
                 return self.path / name
-        raise CheckpointError(f"{self.path} has no tokenizer.json; put the tokenizer of its data there.")
+        raise CheckpointError(f"{self.path} has no tokenizer.json; put the tokenizer of its training data there.")
 
     def chat_template(self) -> ChatTemplate | None:
-        """That of the conversations it was trained on. Raises CheckpointError for one that is none."""
-        path = self.path / "config.json"
-        template = read_json(path, CheckpointError).get("chat_template")
-        try:
-            return ChatTemplate.from_dict(template) if template is not None else None
-        except ValueError as problem:
-            raise CheckpointError(f"{path} is not usable: {problem}.") from None
+        """The template of its training conversations, if any. Raises CheckpointError if it is not usable."""
+        return self.from_config("chat_template", ChatTemplate.from_dict)
 
     def lora(self) -> LoRA | None:
-        """What its adapters are for; None if it holds weights. Raises CheckpointError for a base that cannot be."""
+        """The settings of its adapters; None if it has weights. Raises CheckpointError if they are not usable."""
+        return self.from_config("lora", LoRA.from_dict)
+
+    def from_config(self, key: str, build: Callable[[Any], T]) -> T | None:
         path = self.path / "config.json"
-        lora = read_json(path, CheckpointError).get("lora")
+        value = read_json(path, CheckpointError).get(key)
         try:
-            return LoRA.from_dict(lora) if lora is not None else None
+            return None if value is None else build(value)
         except ValueError as problem:
             raise CheckpointError(f"{path} is not usable: {problem}.") from None
 
@@ -154,7 +152,7 @@ class Checkpoint:
     def load_optimizer(self, optimizer: Stateful) -> None:
         try:
             optimizer.load_state_dict(load_tensors(self.path / "optimizer_state.bin"))
-        except Exception as problem:  # torch tells in many ways that it is the state of another optimizer
+        except Exception as problem:  # torch raises many kinds for the state of another optimizer
             if isinstance(problem, OSError) or is_out_of_memory(problem):
                 raise
             raise CheckpointError(f"The optimizer state in {self.path} cannot be loaded: {problem}.") from None
@@ -162,11 +160,11 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint is made of, in memory."""
+    """The content of a checkpoint, in memory."""
 
     weights: dict[str, torch.Tensor]  # on the CPU
     optimizer_state: dict[str, Any]  # likewise
-    tokenizer_file: bytes  # its content: what a path leads to may have changed since training began
+    tokenizer_file: bytes  # not its path: the file may have changed since training began
     config: dict[str, Any]
     training_state: dict[str, Any]
 
@@ -184,14 +182,14 @@ def take_snapshot(
     chat: ChatTemplate | None = None,
     copy: bool = False,
 ) -> Snapshot:
-    """What `write_checkpoint` needs; with `copy`, nothing of it changes when the training goes on."""
+    """The content for `write_checkpoint`. With `copy`, it does not change when the training goes on."""
     config = stored_config(model, tokenizer_type, chat)
     weights = stored_weights(model)
     return Snapshot(on_host(weights, copy), on_host(optimizer_state, copy), tokenizer_file, config, training_state)
 
 
 def stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
-    """What of a model is kept: of one that is adapted the adapters alone, and a tied head once."""
+    """The weights to keep: only the adapters if the model has any; a tied head once."""
     if lora_of(model) is not None:
         return adapters_of(model)
     weights = model.state_dict()
@@ -203,7 +201,7 @@ def stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
 def stored_config(
     model: TransformerLanguageModel, tokenizer_type: str, chat: ChatTemplate | None = None
 ) -> dict[str, Any]:
-    """The content of config.json. Adapters do not count among its parameters: merged, they are none."""
+    """The content of config.json. `total_parameters` is without adapters, because merging adds no parameters."""
     lora, adapters = lora_of(model), adapters_of(model)
     return {
         **model.config.to_dict(),
@@ -214,25 +212,11 @@ def stored_config(
     }
 
 
-def save_checkpoint(
-    folder: Path,
-    model: TransformerLanguageModel,
-    optimizer: Stateful,
-    tokenizer_file: bytes,
-    tokenizer_type: str,
-    training_state: dict[str, Any],
-    chat: ChatTemplate | None = None,
-) -> None:
-    """`write_checkpoint` of a model and an optimizer as they are."""
-    state = optimizer.state_dict()
-    write_checkpoint(folder, take_snapshot(model, state, tokenizer_file, tokenizer_type, training_state, chat))
-
-
 def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None] = lambda: None) -> None:
-    """Write the checkpoint `folder`, replacing an older one of that name only when the new one is complete. `go_on` is
-    called before that, and may raise to give it up.
+    """Write the checkpoint `folder`. An older one of that name is replaced when the new one is complete; just before,
+    `go_on` is called and may raise an error to stop.
 
-    Raises CheckpointError (a full disk, say) and leaves every checkpoint there was as it was.
+    Raises CheckpointError (a full disk, say), and then leaves all older checkpoints as they were.
     """
     temporary = folder.with_name(f".tmp-{folder.name}")
     try:
@@ -252,10 +236,10 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None]
         publish(temporary, folder)
     except (OSError, RuntimeError) as problem:
         shutil.rmtree(temporary, ignore_errors=True)
-        # torch.save answers a failed write with a RuntimeError of its own; the reason hangs on it as its context.
+        # If a write fails, torch.save raises a RuntimeError; its context is the error of the write.
         reason = problem.__context__ if isinstance(problem.__context__, OSError) else problem
         is_full = isinstance(reason, OSError) and reason.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = f"Free some space (one takes about {snapshot.bytes / 1e6:,.0f} MB)" if is_full else "Put that right"
+        remedy = f"Free some space (one takes about {snapshot.bytes / 1e6:,.0f} MB)" if is_full else "Fix that"
         raise CheckpointError(
             f"{folder} could not be saved: {reason}. Checkpoints saved before are whole. {remedy} or choose another "
             "--output_dir, then run the same command to continue."
@@ -263,14 +247,14 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None]
 
 
 def write_files(folder: Path, contents: dict[str, Content]) -> None:
-    """Write files, each read back, and last the manifest that lists them. Raises what `write_verified` raises."""
+    """Write files and read each back, then write the manifest that lists them. Errors are those of `write_verified`."""
     written = {name: write_verified(folder / name, content) for name, content in contents.items()}
     files = {name: {"size": (folder / name).stat().st_size, "sha256": sha256} for name, sha256 in written.items()}
     write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, "files": files})
 
 
 def problems_of(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint folder: files missing, cut short or altered. Empty if it is whole."""
+    """What is wrong with a checkpoint folder: files that are missing, too short or changed. Empty if it is whole."""
     if not (folder / MANIFEST).exists():
         return [f"{MANIFEST} is missing (the folder was never completed)"]
     try:
@@ -286,7 +270,7 @@ def problems_of(folder: Path) -> list[str]:
         path = folder / name
         if Path(name).name != name:
             problems.append(f"{name!r} is not a file name")
-        elif not os.path.isfile(path):  # which says so of a name that no file can have, too
+        elif not os.path.isfile(path):  # False also for a name that no file can have
             problems.append(f"{name} is missing")
         elif path.stat().st_size != entry.get("size"):
             problems.append(f"{name} has {path.stat().st_size:,} bytes instead of {entry.get('size')}")
@@ -301,15 +285,15 @@ def describe_damage(folder: Path, problems: Iterable[str]) -> str:
 
 
 def step_folders(*parents: Path) -> list[Path]:
-    """Published checkpoints below the given folders, newest (highest step) first."""
+    """Complete checkpoints in the given folders, newest (highest step) first."""
     folders = [path for parent in parents if parent.is_dir() for path in parent.iterdir()]
     steps = [path for path in folders if STEP_NAME.fullmatch(path.name)]
     return sorted(steps, key=lambda path: path.name, reverse=True)
 
 
 def newest_valid(folders: Iterable[Path]) -> Checkpoint | None:
-    """The first whole checkpoint of `folders`, None if there are no folders; damaged ones before it are reported and
-    passed over. Raises CheckpointError listing what is wrong with each if all are damaged."""
+    """The first whole checkpoint of `folders`; None if there are no folders. Damaged ones before it are reported and
+    skipped. If all are damaged, raises CheckpointError that lists what is wrong with each."""
     damaged: list[str] = []
     for folder in folders:
         problems = problems_of(folder)
@@ -324,21 +308,21 @@ def newest_valid(folders: Iterable[Path]) -> Checkpoint | None:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """A checkpoint folder (ours, or the blog's without a manifest), or a run folder for its newest whole checkpoint.
+    """A checkpoint folder (ours, or the blog's without a manifest), or the newest whole checkpoint of a run folder.
 
-    Raises CheckpointError saying what is there instead.
+    Raises CheckpointError that says what is there instead.
     """
     path = Path(path)
     if path.is_file():
-        raise CheckpointError(f"{path} is a file; name the folder it lies in: {path.parent}.{list_checkpoints()}")
+        raise CheckpointError(f"{path} is a file; name its folder: {path.parent}.{list_checkpoints()}")
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint folder {path}.{list_checkpoints()}")
     if (path / "checkpoints").is_dir() or step_folders(path):
         checkpoint = newest_valid(step_folders(path / "checkpoints", path))
         if checkpoint is None:
-            raise CheckpointError(f"The run {path} holds no checkpoint yet.{list_checkpoints()}")
+            raise CheckpointError(f"The run {path} has no checkpoint yet.{list_checkpoints()}")
         return checkpoint
-    if any(step_folders(*path.glob("*/checkpoints"))):  # a folder of runs, as --checkpoint_dir is one
+    if any(step_folders(*path.glob("*/checkpoints"))):  # a folder of runs, like --checkpoint_dir
         return open_checkpoint(newest_run(path))
     if not (path / MANIFEST).exists():
         if (path / "pytorch_model.bin").exists():
@@ -355,9 +339,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 def newest_run(runs: Path = Path("runs")) -> Path:
     """The run folder whose newest checkpoint was written last. Raises CheckpointError if there is none."""
-    manifests = [
-        folder / MANIFEST for folder in step_folders(*runs.glob("*/checkpoints")) if (folder / MANIFEST).exists()
-    ]
+    manifests = [folder / MANIFEST for folder in step_folders(*runs.glob("*/checkpoints"))]
+    manifests = [manifest for manifest in manifests if manifest.exists()]
     if not manifests:
         raise CheckpointError(
             f"There is no trained model in {runs}/. Train one first, for instance: "
@@ -366,13 +349,13 @@ def newest_run(runs: Path = Path("runs")) -> Path:
     return max(manifests, key=lambda path: path.stat().st_mtime_ns).parents[2]
 
 
-def list_checkpoints(runs: Path = Path("runs")) -> str:
-    there = [str(path) for path in step_folders(*runs.glob("*/checkpoints"))]
-    return f" Checkpoints in {runs}/: {', '.join(there)}." if there else ""
+def list_checkpoints() -> str:
+    there = [str(path) for path in step_folders(*Path("runs").glob("*/checkpoints"))]
+    return f" Checkpoints in runs/: {', '.join(there)}." if there else ""
 
 
 def prune(parent: Path, truncate: bool = False, staging: Path | None = None) -> None:
-    """Keep the newest checkpoints of a run. One that cannot be deleted is left: it costs space, not the run. `truncate`
-    and `staging` are those of `discard`."""
+    """Delete all but the newest KEEP checkpoints of a run. One that cannot be deleted stays: it costs only space.
+    `truncate` and `staging` are those of `discard`."""
     for folder in step_folders(parent)[KEEP:]:
         discard(folder, truncate, staging)

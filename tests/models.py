@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from common.chat import ChatTemplate
-from common.checkpoint import save_checkpoint
+from common.checkpoint import take_snapshot, write_checkpoint
 from common.files import sha256_file
 from common.lora import LoRA, adapters_of, add_adapters
 from model import ModelConfig, TransformerLanguageModel
@@ -36,6 +36,19 @@ def random_model(vocab_size: int, std: float = 0.2, **options: Any) -> Transform
             is_gain = parameter.dim() == 1 and name.endswith("weight")
             parameter.normal_(mean=1.0 if is_gain else 0.0, std=std)
     return model
+
+
+def save_checkpoint(
+    folder: Path,
+    model: TransformerLanguageModel,
+    optimizer: torch.optim.Optimizer,
+    tokenizer_file: bytes,
+    tokenizer_type: str,
+    training_state: dict[str, Any],
+    chat: ChatTemplate | None = None,
+) -> None:
+    state = optimizer.state_dict()
+    write_checkpoint(folder, take_snapshot(model, state, tokenizer_file, tokenizer_type, training_state, chat))
 
 
 def write_model(

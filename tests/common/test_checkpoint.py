@@ -23,13 +23,13 @@ from common.checkpoint import (
     open_checkpoint,
     problems_of,
     prune,
-    save_checkpoint,
     step_folders,
 )
 from common.errors import CheckpointError
 from common.publishing import restore_interrupted
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import SOURCES, Killed, flip
+from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer
 
 CONTRACT = {

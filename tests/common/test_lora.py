@@ -262,7 +262,7 @@ def test_adapters_without_a_word_of_what_for_are_refused(tmp_path: Path) -> None
     file = tmp_path / "lora" / "config.json"
     file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "lora"}))
     seal(tmp_path / "lora")
-    with pytest.raises(CheckpointError, match=r"does not say what adapter\.safetensors is for"):
+    with pytest.raises(CheckpointError, match=r"has no .lora., which describes adapter\.safetensors"):
         open_checkpoint(tmp_path / "lora").trusted_config()
 
 

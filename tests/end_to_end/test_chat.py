@@ -14,11 +14,11 @@ import torch
 
 import generate
 from common.chat import ChatTemplate, Message
-from common.checkpoint import open_checkpoint, save_checkpoint
+from common.checkpoint import open_checkpoint
 from generation.decoding import generate as complete
 from generation.sampling import Sampling
 from tests.helpers import run_script
-from tests.models import bpe, random_model, write_model
+from tests.models import bpe, random_model, save_checkpoint, write_model
 
 FLAGS = ("--device", "cpu", "--max_new_tokens", "6", "--temperature", "0")
 GREEDY = Sampling(max_new_tokens=6, temperature=0)

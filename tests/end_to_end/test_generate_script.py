@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import generate as script
-from common.checkpoint import save_checkpoint
 from common.errors import CheckpointError, ConfigError
 from generation import command, decoding, loading
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import ROOT, with_large_weights
+from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import generate as script
-from common.checkpoint import save_checkpoint
 from generation import command, loading
 from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import columns, with_large_weights
+from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
 
@@ -195,7 +195,7 @@ def test_strides_out_of_range(checkpoint, fails, argv, said):
         ("latin.txt", b"caf\xe9s", "latin.txt is not UTF-8 text: .* at byte 3"),
         ("strange.txt", b"bad\ncafe!", "strange.txt: 1 character is not in the vocabulary: '!' .* line 2, column 5"),
         ("missing.txt", None, "There is no file or folder missing.txt"),
-        ("", None, "A name is empty"),
+        ("", None, "has an empty name"),
     ],
 )
 def test_files_that_cannot_be_scored(checkpoint, fails, name, content, said):

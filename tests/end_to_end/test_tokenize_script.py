@@ -362,7 +362,7 @@ def test_a_sample_smaller_than_every_document_is_a_part_of_one(
         (["--input", "text.txt", "--tokenizer_file", ""], 2, '--tokenizer_file is ""; a text is needed'),
         (["--input", "text.txt", "--output_dir", "letter.txt"], 3, "letter.txt is or leads through a file"),
         (["--input", "text.txt", "--output_dir", "letter.txt/out"], 3, "letter.txt/out is or leads through a file"),
-        (["--input", ""], 3, "A name is empty"),
+        (["--input", ""], 3, "has an empty name"),
         (["--input", "text.txt", "--vocabsize", "300"], 2, "Did you mean --vocab_size?"),
         (["--input", "text.txt", "--vocab", "300"], 2, "unknown flag --vocab"),
         (["--input", "text.txt", "--vocab_size", "many"], 2, '--vocab_size is "many"; a whole number is needed'),
