@@ -1,4 +1,4 @@
-"""What tokenize_local_bpe.py does once its flags are read: text to a token folder that is whole."""
+"""What tokenize_local_bpe.py does after it has read its flags: text to a complete token folder."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from tokenizer_bpe import SMALLEST_VOCABULARY, BPETokenizer
 
 
 def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = True) -> Path:
-    """`tokenize` of tokenize_local_bpe.py, with settings that were checked."""
+    """`tokenize` of tokenize_local_bpe.py, with checked settings."""
     with full_disk_told(DataError, options.output_dir):
         return fill_folder(options, quiet, may_replace)
 
 
 def fill_folder(options: Settings, quiet: bool, may_replace: bool) -> Path:
-    say = say_nothing if quiet else print
+    say = (lambda message: None) if quiet else print
     sources = find_sources(options.input, SUFFIXES[options.format])
     kind = "character" if options.tokenizer == "char" else "bpe"
     if options.tokenizer_file:
@@ -78,13 +78,13 @@ def fill_folder(options: Settings, quiet: bool, may_replace: bool) -> Path:
                         say(tokenizer.encoder_note)
                     written = encode_sources(folder, tokenizer, sources, options, total_bytes, bad)
                     if bad:
-                        say(f"Left out: {len(bad):,} records that are no conversation. The first: {bad[0]}")
+                        say(f"Left out: {len(bad):,} records that are not conversations. The first: {bad[0]}")
                     described = describe_tokens(folder, written, tokenizer, sources, options, fingerprint)
                     if not may_replace:
                         require_the_same(folder, options.input, described)
                     folder.prepare_publishing(described, options.compress)
             except (DataError, TokenizerError):
-                folder.discard_work()  # another run can only succeed after the text has changed
+                folder.discard_work()  # another run can succeed only after the text has changed
                 raise
             metadata = folder.publish()
     if not quiet:
@@ -92,12 +92,8 @@ def fill_folder(options: Settings, quiet: bool, may_replace: bool) -> Path:
     return folder.metadata
 
 
-def say_nothing(message: str) -> None:
-    pass
-
-
 def fingerprint_of(sources: Sequence[Source], options: Settings, kind: str) -> str:
-    """Identifies everything the token file depends on: the files as they are now, and the settings that matter."""
+    """Identifies everything that the tokens depend on: the files as they are now, and the settings that matter."""
     settings = [FORMAT_VERSION, kind, options.train_split, options.text_key, options.document_separator]
     if options.format == "chat":
         settings += ["chat", ChatTemplate().to_dict(), options.skip_bad_records]
@@ -111,8 +107,8 @@ def fingerprint_of(sources: Sequence[Source], options: Settings, kind: str) -> s
 def complete_metadata(
     folder: TokenFolder, sources: Sequence[Source], options: Settings, kind: str
 ) -> TokenMetadata | None:
-    """The metadata if the folder is complete for this text and these settings, else None. Tokens whose vocabulary was
-    learned from the text are those of `tokenizer_file` if that is the vocabulary."""
+    """The metadata if the folder is complete for this text and these settings, else None. It is also complete if its
+    vocabulary was learned from the text and is the same as that of `tokenizer_file`."""
     metadata = folder.complete_metadata(fingerprint_of(sources, options, kind))
     if metadata is None and options.tokenizer_file:
         learned = folder.complete_metadata(fingerprint_of(sources, replace(options, tokenizer_file=None), kind))
@@ -137,59 +133,59 @@ def prepare_tokenizer(
     path = folder.in_work(folder.tokenizer)
     if not path.exists():
         if options.tokenizer_file:
-            with atomic_write(path) as file:
-                file.write(Path(options.tokenizer_file).read_bytes())
+            content = Path(options.tokenizer_file).read_bytes()
         else:
-            with BytesRead("Learning the vocabulary", total_bytes) as progress:
-                pieces = reader(sources, options, [])(progress.add)
-                if kind == "character":
-                    trained = CharacterTokenizer.train(
-                        piece.text + piece.line_break for piece in pieces if isinstance(piece, Piece)
-                    )
-                else:
-                    sample = sample_evenly(
-                        (piece.text for piece in pieces), options.vocab_sample_mb * 1e6 / total_bytes
-                    )
-                    texts = progress.to_the_end_of(sample)
-                    trained = in_background(
-                        lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency),
-                        lambda: progress.wait("counting and merging pairs"),
-                    )
-            if kind == "bpe" and trained.vocab_size == SMALLEST_VOCABULARY < options.vocab_size:
-                say(
-                    f"Warning: the vocabulary holds only single bytes, because no pair of them occurs "
-                    f"{options.min_frequency} times in what it was learned from. Give it more text, a larger "
-                    f"--vocab_sample_mb or a lower --min_frequency."
-                )
-            with atomic_write(path) as file:
-                file.write(trained.to_json().encode())
+            content = train_tokenizer(sources, options, kind, total_bytes, say).to_json().encode()
+        with atomic_write(path) as file:
+            file.write(content)
     return load_tokenizer(path)
 
 
+def train_tokenizer(
+    sources: Sequence[Source], options: Settings, kind: str, total_bytes: int, say: Callable[[str], None]
+) -> Tokenizer:
+    with BytesRead("Learning the vocabulary", total_bytes) as progress:
+        pieces = reader(sources, options, [])(progress.add)
+        if kind == "character":
+            return CharacterTokenizer.train(
+                piece.text + piece.line_break for piece in pieces if isinstance(piece, Piece)
+            )
+        sample = sample_evenly((piece.text for piece in pieces), options.vocab_sample_mb * 1e6 / total_bytes)
+        texts = progress.to_the_end_of(sample)
+        trained: BPETokenizer = in_background(
+            lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency),
+            lambda: progress.wait("counting and merging pairs"),
+        )
+    if trained.vocab_size == SMALLEST_VOCABULARY < options.vocab_size:
+        say(
+            f"Warning: the vocabulary has only single bytes, because no pair of bytes occurs {options.min_frequency} "
+            f"times in the text. Use more text, a larger --vocab_sample_mb or a lower --min_frequency."
+        )
+    return trained
+
+
 def reader(sources: Sequence[Source], options: Settings, bad: list[DataError]) -> Reader:
-    """What reads all of the text. Records that are left out are added to `bad`."""
+    """A function that reads all of the text. Bad records that are left out are added to `bad`."""
     if options.format == "text":
         return lambda on_read: read_pieces(sources, options.document_separator, options.text_key, on_read)
 
     def on_bad(problem: DataError) -> None:
         if not options.skip_bad_records:
-            raise DataError(f"{problem} To go on without such records: --skip_bad_records.")
+            raise DataError(f"{problem} To leave such records out, add --skip_bad_records.")
         bad.append(problem)
 
     return lambda on_read: read_conversations(sources, ChatTemplate(), on_bad, on_read)
 
 
 def in_background(function: Callable[[], Any], while_waiting: Callable[[], Any]) -> Any:
-    """Call `function` in another thread: learning merges is one long native call that Ctrl-C cannot interrupt.
-
-    `while_waiting` is called about once a second.
-    """
+    """Call `function` in another thread, and `while_waiting` about once a second. To learn merges is one long native
+    call; in the main thread, Ctrl-C could not interrupt it."""
     result: Future[Any] = Future()
 
     def call() -> None:
         try:
             result.set_result(function())
-        except BaseException as error:  # raised in the caller below
+        except BaseException as error:  # raised again below, in the caller's thread
             result.set_exception(error)
 
     threading.Thread(target=call, daemon=True).start()
@@ -209,8 +205,8 @@ def encode_sources(
     total_bytes: int,
     bad: list[DataError],
 ) -> TokenWriter:
-    """Encode, in order, what the work folder does not hold yet. Records that are left out are added to `bad`. Returns
-    what is known of the tokens then."""
+    """Encode, in order, all text that is not yet in the work folder. Bad records that are left out go to `bad`.
+    Returns the writer, which knows the counts and the hash of all tokens."""
     dtype = token_dtype(tokenizer.vocab_size)
     workers = options.num_workers or os.cpu_count() or 1
     chunks = read_chunks(reader(sources, options, bad), options.chunk_size_mb * 1e6)
@@ -231,21 +227,19 @@ def describe_tokens(
     options: Settings,
     fingerprint: str,
 ) -> TokenMetadata:
-    """The metadata of what the work folder holds. The token file, which may be large, is not read for it."""
+    """The metadata of the tokens in the work folder. Does not read the token file, which may be large."""
     total, documents = written.tokens, written.documents
     ends = np.memmap(folder.document_ends, "<i8", "r") if documents else np.zeros(0, np.int64)
     mask: dict[str, Any] = {}
     if options.format == "chat":
         if documents < 2:
-            raise DataError(
-                f"There are {documents} conversations; training needs one at least, and validation one to itself."
-            )
-        split = split_index(total, ends, options.train_split, tolerance=1.0)  # no conversation is cut
+            raise DataError(f"Conversations found: {documents}. At least two are needed: for training and validation.")
+        split = split_index(total, ends, options.train_split, tolerance=1.0)  # cuts no conversation
         packed = np.packbits(np.memmap(folder.in_answer, bool, "r")).tobytes()
         with atomic_write(folder.in_work(folder.mask)) as file:
             file.write(packed)
-        mask = {"mask_file": folder.mask.name, "mask_sha256": hashlib.sha256(packed).hexdigest()}
-        mask["chat_template"] = ChatTemplate()
+        sha256 = hashlib.sha256(packed).hexdigest()
+        mask = {"mask_file": folder.mask.name, "mask_sha256": sha256, "chat_template": ChatTemplate()}
     else:
         split = split_index(total, ends, options.train_split)
     train_bytes = written.text_bytes_before(split, folder.in_work(folder.bin))

@@ -1,4 +1,4 @@
-"""Pieces of text to arrays of token ids: what the pre-tokenizer's threads do, and how it samples and splits."""
+"""Pieces of text to arrays of token ids, in threads; the sample for the vocabulary; the split for validation."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SPLIT_TOLERANCE = 0.05  # share of all tokens by which the split may move to rea
 
 
 def sample_evenly(texts: Iterable[str], share: float) -> Iterator[str]:
-    """Those of the texts that make up `share` of their length, evenly spread; all of them if it is 1 or more. Where
-    each of them is more than that, a part of the last one."""
+    """Some of the texts, evenly spread, that make up `share` of the total length; all if `share` is 1 or more. If every
+    text is longer than that, a part of the last one."""
     credit, text, is_empty = 0.0, "", True
     for text in texts:
         credit += len(text) * min(share, 1)
@@ -38,7 +38,7 @@ def sample_evenly(texts: Iterable[str], share: float) -> Iterator[str]:
 
 
 Text = Piece | Conversation
-Reader = Callable[[Callable[[int], None]], Iterator[Text]]  # given what is to be called with the bytes read
+Reader = Callable[[Callable[[int], None]], Iterator[Text]]  # its argument is called with the number of bytes read
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Chunk:
     """The text that one thread encodes at a time."""
 
     pieces: list[Text]
-    bytes_read: int  # of all input, once this chunk was read
+    bytes_read: int  # of all input, up to the end of this chunk
 
 
 class Encoded(NamedTuple):
@@ -80,9 +80,9 @@ def read_chunks(read: Reader, characters_per_chunk: float) -> Iterator[Chunk]:
 def encode_in_order(
     tokenizer: Tokenizer, chunks: Iterable[Chunk], unknown: str, dtype: np.dtype, workers: int
 ) -> Iterator[tuple[Chunk, Encoded]]:
-    """All chunks in order, encoded; `workers` + 1 of them are in memory at a time.
+    """Encode all chunks, in order; `workers` + 1 of them are in memory at a time.
 
-    Threads suffice: tiktoken, `tokenizers` and NumPy release the interpreter lock while they work.
+    Threads are enough: tiktoken, `tokenizers` and NumPy release the interpreter lock while they work.
     """
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
     pool = ThreadPoolExecutor(workers)
@@ -99,8 +99,8 @@ def encode_in_order(
 
 
 def encode_chunk(tokenizer: Tokenizer, pieces: Sequence[Text], unknown: str, dtype: np.dtype) -> Encoded:
-    """A BPE document ends with the end-of-text token; a character vocabulary has none, and keeps the line break that
-    stood before the separator. A conversation is encoded as its template says."""
+    """A BPE document ends with the end-of-text token. A character vocabulary has none and keeps the line break before
+    the separator. A conversation is encoded with `encode_parts`."""
     end_of_text = np.array([] if tokenizer.end_of_text_id is None else [tokenizer.end_of_text_id], dtype=np.int32)
     arrays, ends, count, answers = [], [], 0, []
     for piece in pieces:
@@ -123,8 +123,8 @@ def encode_chunk(tokenizer: Tokenizer, pieces: Sequence[Text], unknown: str, dty
 
 
 def encode_documents(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[Iterator[np.ndarray]]:
-    """The ids of each document's text, a piece at a time: no end-of-text token, and no line break after it. A document
-    has to be read to its end before the next is asked for. Raises UnknownCharacterError."""
+    """The ids of each document's text, a piece at a time, without an end-of-text token and without the line break after
+    it. Read each document to its end before the next one. Raises UnknownCharacterError."""
     pieces = iter(pieces)
 
     def document(piece: Piece) -> Iterator[np.ndarray]:
@@ -133,26 +133,25 @@ def encode_documents(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> Iterator[
             piece = next(pieces)
             yield encode_piece(tokenizer, piece._replace(line_break=""), "error")
 
-    for piece in pieces:
-        yield document(piece)
+    yield from map(document, pieces)
 
 
 def encode_piece(tokenizer: Tokenizer, piece: Piece, unknown: str) -> np.ndarray:
-    """Raises UnknownCharacterError with the place in the file."""
+    """Raises UnknownCharacterError that names the place in the file."""
     if not isinstance(tokenizer, CharacterTokenizer):
         return tokenizer.encode(piece.text)
     try:
         return tokenizer.encode(piece.text + piece.line_break, unknown)
     except UnknownCharacterError as error:
-        # Escapes hide where a line of JSONL holds the character, and a piece may begin in the middle of a line.
+        # The column is unknown in a line of JSONL, because of its escapes, and where a piece begins inside a line.
         line = piece.line if piece.source.is_jsonl else piece.line + error.line - 1
         column = 0 if piece.source.is_jsonl or error.line == 1 else error.column
         raise UnknownCharacterError(error.characters, line, column, str(piece.source.path)) from None
 
 
 def split_index(total: int, document_ends: np.ndarray, train_split: float, tolerance: float = SPLIT_TOLERANCE) -> int:
-    """Where the training tokens end: the document end nearest to `train_split`, or exactly there if none is within
-    `tolerance`, a share of all tokens.
+    """Where the training tokens end: at the document end nearest to `train_split`, or exactly at `train_split` if no
+    document ends within `tolerance`, a share of all tokens.
 
     Raises DataError if there are too few tokens for two splits.
     """

@@ -16,33 +16,33 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 LARGEST_UINT16_VOCABULARY = 1 << 16
-DTYPES = ("uint16", "int16", "int32")  # of which the pre-tokenizer writes the first and the last
+DTYPES = ("uint16", "int16", "int32")  # the pre-tokenizer writes uint16 and int32; the blog wrote int16
 
 
 @dataclass(frozen=True)
 class TokenMetadata:
-    """What the metadata JSON says of a token file. The blog's files lack some fields; their defaults are the blog's, or
-    None where nothing can be said."""
+    """The description of a token file in its metadata JSON. The blog's files lack some fields; these take the blog's
+    values, or None if nothing is known."""
 
     path: Path  # of the JSON file
     vocab_size: int
     total_tokens: int
-    train_tokens: int  # the first ones; the rest validates
+    train_tokens: int  # the first ones; the rest is for validation
     dtype: str
     tokenizer_type: str  # "bpe" or "character"
     bin_file: str | None
     tokenizer_file: str | None
     tokens_sha256: str | None
     tokenizer_sha256: str | None
-    val_bytes: int | None  # of UTF-8 text that the validation tokens stand for
+    val_bytes: int | None  # UTF-8 bytes of the validation text
     train_bytes: int | None = None
-    train_split: float = 0.9  # as it was asked for
+    train_split: float = 0.9  # as requested; the actual split is train_tokens
     documents: int | None = None
     source_files: tuple[dict[str, Any], ...] = ()  # name and size of each
     created: str | None = None
-    fingerprint: str | None = None  # of all that the token file depends on
+    fingerprint: str | None = None  # hash of everything that the tokens depend on
     chat_template: ChatTemplate | None = None  # of conversations; None for text
-    mask_file: str | None = None  # of conversations: a bit a token, 1 in answers
+    mask_file: str | None = None  # for conversations: one bit per token, 1 in answers
     mask_sha256: str | None = None
 
     @property
@@ -51,24 +51,24 @@ class TokenMetadata:
 
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes of all the text, as far as they were counted."""
+        """UTF-8 bytes of all text that was counted."""
         return (self.train_bytes or 0) + (self.val_bytes or 0)
 
     @property
     def source_names(self) -> list[str]:
-        """Names of the files; what is no text is skipped, because training does not need them."""
+        """Names of the files. Entries of another type are skipped, because training does not need them."""
         named = (source.get("name") for source in self.source_files if isinstance(source, dict))
         return [name for name in named if isinstance(name, str)]
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        import numpy as np  # here, for --help has no use for it
+        import numpy as np  # here, because --help does not need it
 
         return np.dtype(self.dtype).newbyteorder("<")
 
     def beside(self, key: str) -> Path:
-        """The file that `bin_file`, `tokenizer_file` or `mask_file` names. It must lie beside the metadata: a metadata
-        file from elsewhere cannot point anywhere. Raises DataError."""
+        """The file that `bin_file`, `tokenizer_file` or `mask_file` names. It must be beside the metadata, so that a
+        metadata file from a stranger cannot point anywhere else. Raises DataError."""
         name = getattr(self, key)
         if not name:
             raise DataError(f"{self.path} has no {key}; name the file with --{key}.")
@@ -76,7 +76,7 @@ class TokenMetadata:
         try:
             path = (folder / name).resolve()
             is_beside = path.parent == folder and not path.is_dir()
-        except (OSError, ValueError):  # too long, or with characters that no name has
+        except (OSError, ValueError):  # too long, or with characters that no file name can have
             is_beside = False
         if not is_beside:
             raise DataError(f"{key} in {self.path} is {name[:100]!r}, which is not a file beside it.")
@@ -84,7 +84,7 @@ class TokenMetadata:
 
     @classmethod
     def read(cls, path: Path) -> TokenMetadata:
-        """Raises DataError listing everything that is missing or cannot be."""
+        """Raises DataError that lists everything that is missing or wrong."""
         from common.chat import ChatTemplate
 
         values = read_json(path, DataError)
@@ -148,8 +148,7 @@ class TokenMetadata:
         )
 
     def write(self, path: Path) -> None:
-        """Write it to `path`, which may be another than it was read from, whole or not at all. What was not counted is
-        left out."""
+        """Write it to `path`, whole or not at all. Fields that are None are left out."""
         values = {
             "format_version": FORMAT_VERSION,
             "tokenizer_type": self.tokenizer_type,

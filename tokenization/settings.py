@@ -23,19 +23,19 @@ class Settings:
         "text",
         "files, folders or patterns: .txt, .md, .jsonl (chat: .jsonl, .json), also as .gz",
         many=True,
-        empty=True,  # refused where it is looked up
+        empty=True,  # find_sources has the better message
         metavar="PATH",
     )
     format: str = option(
         "text",
         "text",
-        "text, or chat: conversations in .jsonl or .json, of which training learns the answers",
+        "text, or chat: conversations in .jsonl or .json; training learns their answers",
         choices=("text", "chat"),
     )
-    skip_bad_records: bool = option(False, "text", "count the records that are no conversation, and go on")
+    skip_bad_records: bool = option(False, "text", "leave out and count records that are not conversations")
     text_key: str = option("text", "text", "key that holds the text in a .jsonl file", empty=True)
     document_separator: str = option(
-        DOCUMENT_SEPARATOR, "text", 'line that stands between documents; "" is a blank line', empty=True
+        DOCUMENT_SEPARATOR, "text", 'line between two documents; "" is a blank line', empty=True
     )
 
     tokenizer: str | None = option(  # None: the kind of tokenizer_file, else "bpe"
@@ -65,7 +65,7 @@ class Settings:
     train_split: float = option(
         0.9,
         "output",
-        "share of the tokens to train on, the rest validates; moved to the nearest end of a document",
+        "share of the tokens for training, the rest is for validation; moved to the nearest end of a document",
         above=0,
         below=1,
     )
@@ -83,7 +83,7 @@ FLAGS = options_of(Settings)
 
 
 def settings_of(given: Mapping[str, Any], problems: list[str]) -> Settings:
-    """The settings of flags as they were typed, or of values. What is wrong with them goes to `problems`."""
+    """The settings for typed flags, or for values. Adds what is wrong with them to `problems`."""
     settings = Settings(**check_values(given, FLAGS, problems))
     problems += contradictions(settings)
     return settings
@@ -99,7 +99,7 @@ def contradictions(s: Settings) -> list[str]:
             "--tokenizer char cannot express conversations: no character would end an answer. Use bpe, the default"
         )
     if "\n" in s.document_separator or "\r" in s.document_separator:
-        problems.append('--document_separator has to be a single line ("" is a blank line)')
+        problems.append('--document_separator must be a single line ("" is a blank line)')
     if s.output_name and Path(s.output_name).name != s.output_name:
         problems.append(f"--output_name is {s.output_name!r}; use a file name without folders or suffix")
     elif s.output_name and len(os.fsencode(s.output_name)) > 200:  # its suffixes make up to 255
@@ -108,7 +108,7 @@ def contradictions(s: Settings) -> list[str]:
 
 
 def without_effect(given: Mapping[str, Any]) -> list[str]:
-    """Flags that would change nothing beside the others that were given."""
+    """Typed flags that have no effect together with the others."""
     problems = []
     if "tokenizer_file" in given or given.get("tokenizer") == "char":
         reason = "with --tokenizer_file" if "tokenizer_file" in given else "with --tokenizer char"
@@ -118,5 +118,5 @@ def without_effect(given: Mapping[str, Any]) -> list[str]:
         of_text = ("text_key", "document_separator", "unknown")
         problems += [f"--{name} is for --format text; leave it out" for name in of_text if name in given]
     if given.get("unknown") == "drop" and given.get("tokenizer") == "char" and "tokenizer_file" not in given:
-        problems.append("--unknown drop has no effect where the vocabulary is learned from the text; leave it out")
+        problems.append("--unknown drop has no effect if the vocabulary is learned from the text; leave it out")
     return problems

@@ -340,7 +340,7 @@ def test_a_sample_smaller_than_every_document_is_a_part_of_one(
     assert "Warning" not in capsys.readouterr().out
     assert run(*arguments, "--vocab_sample_mb", 0.00001, "--output_dir", tmp_path / "none") == 0
     assert read(tmp_path / "none")[0]["vocab_size"] == 259
-    assert "the vocabulary holds only single bytes" in capsys.readouterr().out
+    assert "the vocabulary has only single bytes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

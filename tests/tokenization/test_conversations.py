@@ -170,7 +170,7 @@ def test_a_bad_record_is_named_or_left_out_and_counted(
     assert f"{tmp_path / 'bad.jsonl'}, {said}" in error and "--skip_bad_records" in error
     assert not (tmp_path / "out").exists()
     assert main([*flags, "--output_dir", str(tmp_path / "out"), "--skip_bad_records"]) == 0
-    assert "Left out: 1 records that are no conversation. The first: " in capsys.readouterr().out
+    assert "Left out: 1 records that are not conversations. The first: " in capsys.readouterr().out
     assert read_folder(tmp_path / "out")[0].documents == len(records)
 
 
@@ -181,10 +181,10 @@ def test_a_bad_record_is_named_or_left_out_and_counted(
         ('[{"prompt": "a", "completion": "b"}\n {}]', "line 2, column 2: not valid JSON (a comma or the end"),
         ('[{"prompt": "a", "completion": "b"}] x', "has more text after the end of its array"),
         ("[" + "[" * 100_000, "line 1: not usable JSON"),
-        ("[]", "There are 0 conversations"),
-        ('[{"prompt": "a", "completion": "b"}]', "There are 1 conversations; training needs one at least"),
-        ("\n\n", "There are 0 conversations"),
-        (b'{"prompt": "\xff"}', "> converted.txt`. To go on without such records: --skip_bad_records."),
+        ("[]", "Conversations found: 0"),
+        ('[{"prompt": "a", "completion": "b"}]', "Conversations found: 1. At least two"),
+        ("\n\n", "Conversations found: 0"),
+        (b'{"prompt": "\xff"}', "> converted.txt`. To leave such records out, add --skip_bad_records."),
         ('{"prompt": "a", "completion": "b"}\n'.encode("utf-16"), "is UTF-16, not UTF-8 text"),
         (b'[{"prompt": "\xff"}]', "is not UTF-8 text"),
     ],
