@@ -1,4 +1,4 @@
-"""What a tokenization made, for people: its numbers, its files, and the command that trains on them."""
+"""What is printed after a tokenization: its numbers, its files, and the command that trains on them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tokenizer import load_tokenizer
 
 
 def print_result(folder: TokenFolder, metadata: TokenMetadata, tokenizer_file: str | None) -> None:
-    """`tokenizer_file`: the one that was given, whose checkpoint training may start from."""
+    """`tokenizer_file`: the one of --tokenizer_file; training may start from its checkpoint."""
     tokenizer = load_tokenizer(folder.tokenizer)
     total = metadata.total_tokens
     documents = "documents" if metadata.chat_template is None else "conversations"
@@ -41,7 +41,7 @@ def escaped(text: str) -> str:
 
 
 def training_command(folder: TokenFolder, metadata: TokenMetadata, tokenizer_file: str | None) -> str:
-    """The command that trains on these files; it names each of them where the folder holds other tokens as well."""
+    """The command that trains on these files. It names each of them if the folder has other tokens too."""
     data = ""
     if len(metadata_files(folder.folder)) > 1:
         named = (("bin_file", folder.bin), ("tokenizer_file", folder.tokenizer), ("metadata_file", folder.metadata))

@@ -1,6 +1,6 @@
-"""The token folder on disk: its file names, and how it comes to hold either a whole tokenization or none.
+"""The token folder on disk: its file names, and how it has either a whole tokenization or none.
 
-Everything unfinished stands in a work folder beside the result; `token_writer.py` appends the tokens there.
+Unfinished files are in a work folder beside the result; `token_writer.py` appends the tokens there.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tokenization.settings import DEFAULT_FOLDER as DEFAULT_FOLDER
 if TYPE_CHECKING:
     from tokenization.corpus import Source
 
-MARKER = "settings.json"  # in the work folder: what is being made there, and by whom
+MARKER = "settings.json"  # in the work folder: the fingerprint of the tokenization, and its process
 
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """The files of one tokenization. `work` is there as long as it is unfinished."""
+    """The files of one tokenization. `work` exists while it is unfinished."""
 
     folder: Path
     name: str
@@ -58,7 +58,7 @@ class TokenFolder:
 
     @property
     def mask(self) -> Path:
-        """Of conversations: a bit a token, 1 in answers; the first token is the highest bit of the first byte."""
+        """For conversations: one bit per token, 1 in answers; the first token is the highest bit of the first byte."""
         return self.folder / f"{self.name}_mask.bin"
 
     @property
@@ -76,11 +76,11 @@ class TokenFolder:
 
     @property
     def in_answer(self) -> Path:
-        """A byte a token, 0 or 1: what the mask is made of."""
+        """One byte per token, 0 or 1; packed, they become the mask."""
         return self.work / "in_answer.bin"
 
     def in_work(self, path: Path) -> Path:
-        """Where the unfinished form of one of the files stands."""
+        """The path of the unfinished form of a file."""
         return self.work / path.name
 
     def complete_metadata(self, fingerprint: str) -> TokenMetadata | None:
@@ -100,20 +100,20 @@ class TokenFolder:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep other tokenizations out of the folder, which is made if it is not there.
+        """Create the folder if it does not exist, and keep other tokenizations out of it.
 
-        Raises DataError saying who writes into it since when.
+        Raises DataError that says which process is writing into it, and since when.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise DataError(f"{self.folder} is or leads through a file; choose a folder for the tokens.") from None
+            raise DataError(f"{self.folder} is a file, or a part of its path is; choose another folder.") from None
         with FolderLock(being_written) as lock:
             lock.take(self.folder)
             yield
 
     def open_work(self, fingerprint: str, say: Callable[[str], None]) -> None:
-        """Make the work folder, keeping what an interrupted run left there if it did the same work."""
+        """Create the work folder. If an interrupted tokenization of the same text and settings left one, keep it."""
         marker = self.work / MARKER
         described = {"fingerprint": fingerprint, "session": session()}
         if self.work.exists():
@@ -123,15 +123,15 @@ class TokenFolder:
                 kept = False
             if kept:
                 write_json(marker, described)
-                say(f"Continuing the tokenization that was interrupted (its work is in {self.work}).")
+                say(f"Continuing the interrupted tokenization (its work is in {self.work}).")
                 return
-            say("The text or the settings have changed since the tokenization that was interrupted: starting over.")
+            say("The text or the settings have changed since the interrupted tokenization: starting over.")
             shutil.rmtree(self.work)
         self.work.mkdir(parents=True)
         write_json(marker, described)
 
     def discard_leftovers(self) -> None:
-        """What a process left that was killed right after it had published; unless another is at work there."""
+        """Remove the work folder of a process that was killed just after publishing, unless another process uses it."""
         if self.work.exists():
             with contextlib.suppress(DataError), self.locked():
                 shutil.rmtree(self.work, ignore_errors=True)
@@ -147,21 +147,22 @@ class TokenFolder:
         return self.in_work(self.metadata).exists()
 
     def prepare_publishing(self, metadata: TokenMetadata, compress: bool) -> None:
-        """Note that the work is done: from here on `publish` has only to move files."""
+        """Write the metadata to the work folder, which marks it as done: `publish` then only has to move files."""
         if compress:
             pack(self.in_work(self.bin), self.in_work(self.packed))
         metadata.write(self.in_work(self.metadata))
 
     def publish(self) -> TokenMetadata:
-        """Move the finished files to their names and return the metadata; killed midway, the next call completes it.
+        """Move the finished files to their places and return the metadata. If it is killed midway, the next call
+        completes it.
 
-        The old metadata goes first and the new comes last, so at no moment does metadata describe other bytes.
+        The old metadata is removed first and the new one is written last, so metadata never describes other bytes.
         """
         metadata = TokenMetadata.read(self.in_work(self.metadata))
         self.metadata.unlink(missing_ok=True)
         sync_directory(self.folder)
         if self.in_work(self.bin).exists():
-            self.packed.unlink(missing_ok=True)  # it packs the old tokens
+            self.packed.unlink(missing_ok=True)  # it has the old tokens
             self.mask.unlink(missing_ok=True)
         for path in (self.bin, self.packed, self.mask, self.tokenizer):
             if self.in_work(path).exists():
@@ -174,24 +175,24 @@ class TokenFolder:
 
 def being_written(folder: Path) -> DataError:
     who = ""
-    with contextlib.suppress(OSError, ValueError):  # it ends while we look; it has only begun
+    with contextlib.suppress(OSError, ValueError):  # it has just ended, or only just begun
         who = holder(max(folder.glob(f".*.partial/{MARKER}"), key=lambda path: path.stat().st_mtime))
     return DataError(
-        f"{folder} is being written by another tokenization{who}. Wait for it and give the same command again, stop "
-        f"it, or choose another folder (--output_dir here, --data_dir in training)."
+        f"{folder} is being written by another tokenization{who}. Wait for it and run the same command again, stop it, "
+        f"or choose another folder (--output_dir here, --data_dir in training)."
     )
 
 
 def folder_of_text(text: str, tokenizer: str, vocab_size: int) -> str:
-    """Where the trainer's `--input` puts its tokens: a folder for each text, wherever it lies, and each tokenizer."""
-    name = re.sub(r"[^\w.-]+", "_", Path(text).stem)  # a pattern's * is no name for a folder
-    way = [str(Path(text).resolve()), tokenizer, vocab_size]
-    return str(Path(DEFAULT_FOLDER) / f"{name}-{hashlib.sha256(json.dumps(way).encode()).hexdigest()[:8]}")
+    """The token folder for the trainer's `--input`: one for each path of a text and each tokenizer."""
+    name = re.sub(r"[^\w.-]+", "_", Path(text).stem)  # without the * of a pattern
+    identity = [str(Path(text).resolve()), tokenizer, vocab_size]
+    return str(Path(DEFAULT_FOLDER) / f"{name}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]}")
 
 
 def require_tokens_of(folder: Path, inputs: Sequence[str], sources: Sequence[Source], kind: str) -> None:
-    """Raises DataError if a folder holds tokens of another kind, or of other files than `sources`, which `inputs` stand
-    for, judged by names and sizes."""
+    """Raises DataError if a folder has tokens of another kind, or of other files than `sources` (those of `inputs`),
+    compared by names and sizes."""
     files = [{"name": source.name, "size": source.size} for source in sources]
     for path in metadata_files(folder):
         metadata = TokenMetadata.read(path)
@@ -200,24 +201,26 @@ def require_tokens_of(folder: Path, inputs: Sequence[str], sources: Sequence[Sou
 
 
 def require_the_same(folder: TokenFolder, inputs: Sequence[str], metadata: TokenMetadata) -> None:
-    """Raises DataError if a folder holds other tokens than those that `metadata` describes, made from `inputs`."""
+    """Raises DataError if a folder has other tokens than `metadata` describes, which are those of `inputs`."""
     if folder.metadata.exists():
         there = TokenMetadata.read(folder.metadata)
         keys = ("tokens_sha256", "tokenizer_sha256", "train_tokens")
         if any(getattr(there, key) != getattr(metadata, key) for key in keys):
-            counts = f"{metadata.vocab_size:,} ids, {metadata.total_tokens:,} tokens"
-            raise holds_others(there, f"and {', '.join(inputs)} gives other ones now ({counts})")
+            raise holds_others(there, f"and {', '.join(inputs)} gives other ones now ({counts_of(metadata)})")
 
 
 def holds_others(metadata: TokenMetadata, asked_for: str) -> DataError:
     names = metadata.source_names
     files = ", ".join(names[:3]) + (f" and {len(names) - 3:,} more files" if len(names) > 3 else "")
-    counts = f"{metadata.vocab_size:,} ids, {metadata.total_tokens:,} tokens"
     return DataError(
-        f"{metadata.path.parent} holds {metadata.tokenizer_type} tokens of {files or 'another text'} ({counts}), "
-        f"{asked_for}. The old ones stay: a run may need them. Name another --data_dir, or leave --input out to train "
-        f"on what is there."
+        f"{metadata.path.parent} holds {metadata.tokenizer_type} tokens of {files or 'another text'} "
+        f"({counts_of(metadata)}), {asked_for}. The old tokens stay, because a run may need them. Name another "
+        f"--data_dir, or leave --input out to train on the old tokens."
     )
+
+
+def counts_of(metadata: TokenMetadata) -> str:
+    return f"{metadata.vocab_size:,} ids, {metadata.total_tokens:,} tokens"
 
 
 def holds_unfinished(folder: Path) -> bool:

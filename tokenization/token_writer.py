@@ -1,5 +1,4 @@
-"""Writing tokens: chunk by chunk, each noted in a journal. A process that is killed loses at most the chunk it was
-writing."""
+"""Writing tokens chunk by chunk, each with a line in a journal. A process that is killed loses at most one chunk."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ BLOCK = 1 << 16  # tokens whose text is counted at a time
 
 
 class TokenWriter:
-    """Appends chunks of tokens to the work folder's token file. Opened again, it goes on after the last whole chunk.
+    """Appends chunks of tokens to the work folder's token file. Opened again, it continues after the last whole chunk.
 
-    A chunk counts once its line is in the journal and its checksum holds; whatever stands beyond is cut off. What the
-    metadata says of the tokens is gathered on the way, so that the file is not read again: `sha256` of its bytes, and
-    `chunk_ends`, (tokens, UTF-8 bytes of their text) from the beginning of the file to the end of each chunk.
+    A chunk counts if its line is in the journal and its checksum is right; everything after it is cut off. What the
+    metadata needs is computed on the way, so that the file is not read again: `sha256` of its bytes, and `chunk_ends`,
+    (tokens, UTF-8 bytes of their text) from the start of the file to the end of each chunk.
     """
 
     def __init__(self, files: Sequence[BinaryIO], dtype: np.dtype, byte_lengths: np.ndarray) -> None:
@@ -39,7 +38,7 @@ class TokenWriter:
         *contents_of, journal = files
         ends = [0, 0, 0, 0]
         for line in journal:
-            if not line.endswith(b"\n"):  # it was being written
+            if not line.endswith(b"\n"):  # the process was killed while it wrote this line
                 break
             entry = json.loads(line)
             sizes = (entry["tokens"] * dtype.itemsize, entry["documents"] * 8, entry.get("answer_bytes", 0))
@@ -53,8 +52,8 @@ class TokenWriter:
             file.seek(end)
 
     def append(self, tokens: np.ndarray, document_ends: np.ndarray, in_answer: np.ndarray | None = None) -> None:
-        """Add a chunk's tokens and the ends of its documents, (documents,) int64 counted from the chunk's start; of
-        conversations, which tokens are in answers, (tokens,) bool."""
+        """Add a chunk's tokens, and the ends of its documents, (documents,) int64, counted from the chunk's start. For
+        conversations also which tokens are in answers, (tokens,) bool."""
         contents = [
             tokens.tobytes(),
             (document_ends + self.tokens).astype("<i8").tobytes(),
@@ -69,7 +68,7 @@ class TokenWriter:
         self.count(contents[0], len(document_ends))
 
     def count(self, content: bytes, documents: int) -> None:
-        """Take a whole chunk, the bytes of its tokens, into account."""
+        """Count a whole chunk: `content` is the bytes of its tokens."""
         self.sha256.update(content)
         tokens = np.frombuffer(content, self.dtype)
         self.chunk_ends.append((self.tokens + len(tokens), self.text_bytes + text_bytes(tokens, self.byte_lengths)))
@@ -85,12 +84,11 @@ class TokenWriter:
 
     @property
     def text_bytes(self) -> int:
-        """UTF-8 bytes of text that all tokens stand for."""
+        """UTF-8 bytes of the text of all tokens."""
         return self.chunk_ends[-1][1]
 
     def text_bytes_before(self, token: int, path: Path) -> int:
-        """UTF-8 bytes of text that the tokens before `token` stand for. Reads only the chunk around it, from the token
-        file `path`."""
+        """UTF-8 bytes of the text before `token`. Reads only the chunk around it, from the token file `path`."""
         whole = bisect.bisect_right(self.chunk_ends, token, key=lambda end: end[0]) - 1
         start, counted = self.chunk_ends[whole]
         rest = np.memmap(path, self.dtype, "r")[start:token]
@@ -102,13 +100,13 @@ def checksum_of(contents: Sequence[bytes]) -> int:
 
 
 def text_bytes(tokens: np.ndarray, byte_lengths: np.ndarray) -> int:
-    """UTF-8 bytes of text that tokens stand for. Goes block by block: the lengths take more memory than the tokens."""
+    """UTF-8 bytes of the text of tokens. Computed in blocks, because the lengths take more memory than the tokens."""
     return sum(int(byte_lengths[tokens[i : i + BLOCK]].sum()) for i in range(0, len(tokens), BLOCK))
 
 
 @contextlib.contextmanager
 def open_writer(folder: TokenFolder, dtype: np.dtype, byte_lengths: np.ndarray) -> Iterator[TokenWriter]:
-    """A TokenWriter on the work folder; what it has appended is on disk when the block ends well."""
+    """A TokenWriter on the work folder. When the block ends without an error, its tokens are on disk."""
     paths = (folder.in_work(folder.bin), folder.document_ends, folder.in_answer, folder.work / "chunks.jsonl")
     with contextlib.ExitStack() as stack:
         for path in paths:
