@@ -9,7 +9,8 @@ from __future__ import annotations
 from examples.countries import parse_pairs
 
 # In order of atomic number. Names as the IUPAC spells them (aluminium, caesium, sulfur).
-ELEMENTS_TABLE = """
+# (symbol, name); the atomic number is the position, from 1
+ELEMENTS = parse_pairs("""
     H: hydrogen; He: helium; Li: lithium; Be: beryllium; B: boron; C: carbon; N: nitrogen; O: oxygen; F: fluorine;
     Ne: neon; Na: sodium; Mg: magnesium; Al: aluminium; Si: silicon; P: phosphorus; S: sulfur; Cl: chlorine; Ar: argon;
     K: potassium; Ca: calcium; Sc: scandium; Ti: titanium; V: vanadium; Cr: chromium; Mn: manganese; Fe: iron;
@@ -25,10 +26,10 @@ ELEMENTS_TABLE = """
     Fm: fermium; Md: mendelevium; No: nobelium; Lr: lawrencium; Rf: rutherfordium; Db: dubnium; Sg: seaborgium;
     Bh: bohrium; Hs: hassium; Mt: meitnerium; Ds: darmstadtium; Rg: roentgenium; Cn: copernicium; Nh: nihonium;
     Fl: flerovium; Mc: moscovium; Lv: livermorium; Ts: tennessine; Og: oganesson
-"""
+""")
 
 # Each word stands in one pair only, so the pairs can be asked about in both directions.
-OPPOSITES_TABLE = """
+OPPOSITES = parse_pairs("""
     hot: cold; big: small; up: down; in: out; open: closed; early: late; happy: sad; fast: slow; heavy: light;
     bright: dim; full: empty; high: low; long: short; wide: narrow; deep: shallow; thick: thin; strong: weak; wet: dry;
     clean: dirty; rich: poor; old: young; good: bad; hard: soft; easy: difficult; loud: quiet; near: far; left: right;
@@ -47,9 +48,9 @@ OPPOSITES_TABLE = """
     proud: humble; raw: cooked; rough: smooth; sharp: blunt; simple: complicated; sour: sweet; straight: crooked;
     sunrise: sunset; tight: loose; together: apart; victory: defeat; visible: invisible; vertical: horizontal;
     wild: tame; with: without; zenith: nadir; truth: lie; ceiling: floor
-"""
+""")
 
-PLURALS_TABLE = """
+PLURALS = parse_pairs("""
     mouse: mice; foot: feet; tooth: teeth; goose: geese; man: men; woman: women; child: children; ox: oxen;
     louse: lice; leaf: leaves; knife: knives; wife: wives; life: lives; wolf: wolves; half: halves; shelf: shelves;
     loaf: loaves; thief: thieves; calf: calves; elf: elves; sheep: sheep; city: cities; baby: babies; lady: ladies;
@@ -58,42 +59,43 @@ PLURALS_TABLE = """
     piano: pianos; photo: photos; radio: radios; crisis: crises; analysis: analyses; thesis: theses; oasis: oases;
     phenomenon: phenomena; criterion: criteria; bacterium: bacteria; cat: cats; dog: dogs; book: books; house: houses;
     tree: trees; car: cars; day: days; boy: boys; key: keys; toy: toys; person: people
-"""
+""")
 
-PAST_TENSES_TABLE = """
+PAST_TENSES = parse_pairs("""
     go: went; see: saw; eat: ate; drink: drank; sing: sang; swim: swam; run: ran; come: came; give: gave; take: took;
     make: made; have: had; do: did; say: said; think: thought; buy: bought; bring: brought; catch: caught;
     teach: taught; fight: fought; find: found; write: wrote; ride: rode; drive: drove; break: broke; speak: spoke;
     steal: stole; choose: chose; freeze: froze; know: knew; grow: grew; throw: threw; fly: flew; draw: drew;
     begin: began; ring: rang; sit: sat; stand: stood; win: won; sleep: slept; keep: kept; feel: felt; leave: left;
     meet: met; send: sent; build: built; sell: sold; tell: told; hear: heard; fall: fell; forget: forgot; wear: wore
-"""
+""")
 
-YOUNG_TABLE = """
+YOUNG = parse_pairs("""
     cat: kitten; dog: puppy; cow: calf; horse: foal; sheep: lamb; goat: kid; pig: piglet; chicken: chick;
     duck: duckling; goose: gosling; swan: cygnet; lion: cub; tiger: cub; bear: cub; leopard: cub; wolf: pup; seal: pup;
     bat: pup; shark: pup; deer: fawn; kangaroo: joey; koala: joey; frog: tadpole; butterfly: caterpillar; eagle: eaglet;
     owl: owlet; hare: leveret; elephant: calf; whale: calf; giraffe: calf; dolphin: calf; donkey: foal; zebra: foal;
     eel: elver; hedgehog: hoglet; spider: spiderling; pigeon: squab; turkey: poult; penguin: chick; llama: cria
-"""
+""")
 
-SOUNDS_TABLE = """
+SOUNDS = parse_pairs("""
     dog: barks; cat: meows; cow: moos; sheep: bleats; goat: bleats; horse: neighs; donkey: brays; pig: oinks;
     duck: quacks; goose: honks; hen: clucks; rooster: crows; lion: roars; tiger: roars; wolf: howls; snake: hisses;
     frog: croaks; bee: buzzes; owl: hoots; crow: caws; mouse: squeaks; elephant: trumpets; dove: coos; turkey: gobbles;
     cricket: chirps; bear: growls; pigeon: coos; sparrow: chirps
-"""
+""")
 
-COLOURS_TABLE = """
+COLOURS = parse_pairs("""
     grass: green; snow: white; coal: black; blood: red; milk: white; chocolate: brown; spinach: green; salt: white;
     chalk: white; broccoli: green; charcoal: black; soot: black; tar: black; a ripe banana: yellow; a carrot: orange;
     a lemon: yellow; a ripe tomato: red; a ruby: red; an emerald: green; a sapphire: blue; an aubergine: purple;
     a flamingo: pink; a polar bear: white; a crow: black; an egg yolk: yellow; a pumpkin: orange; a cucumber: green;
     a ripe strawberry: red; a lime: green; a sunflower: yellow; an elephant: grey; a canary: yellow;
     the daytime sky: blue; a stop sign: red
-"""
+""")
 
-MEASURES_TABLE = """
+# ("metres in a kilometre", "1,000")
+MEASURES = parse_pairs("""
     metres in a kilometre: 1,000; centimetres in a metre: 100; millimetres in a centimetre: 10;
     millimetres in a metre: 1,000; grams in a kilogram: 1,000; milligrams in a gram: 1,000; kilograms in a tonne: 1,000;
     millilitres in a litre: 1,000; seconds in a minute: 60; minutes in an hour: 60; seconds in an hour: 3,600;
@@ -104,14 +106,14 @@ MEASURES_TABLE = """
     bits in a byte: 8; cents in a euro: 100; cents in a dollar: 100; degrees in a full circle: 360;
     degrees in a right angle: 90; eggs in a dozen: 12; letters in the English alphabet: 26;
     planets in the Solar System: 8; bones in the adult human body: 206; players in a string quartet: 4
-"""
+""")
 
-SIDES_TABLE = """
+SIDES = parse_pairs("""
     triangle: 3; square: 4; rectangle: 4; rhombus: 4; trapezium: 4; quadrilateral: 4; pentagon: 5; hexagon: 6;
     heptagon: 7; octagon: 8; nonagon: 9; decagon: 10; dodecagon: 12
-"""
+""")
 
-SUPERLATIVES_TABLE = """
+SUPERLATIVES = parse_pairs("""
     largest ocean: the Pacific Ocean; smallest ocean: the Arctic Ocean; largest continent: Asia; largest country by
     area: Russia; smallest country by area: Vatican City; largest island: Greenland; highest mountain above sea
     level: Mount Everest; deepest lake: Lake Baikal; largest hot desert: the Sahara; fastest land animal: the cheetah;
@@ -119,9 +121,9 @@ SUPERLATIVES_TABLE = """
     human body: the femur; hardest natural mineral: diamond; lightest chemical element: hydrogen; largest planet in the
     Solar System: Jupiter; smallest planet in the Solar System: Mercury; hottest planet in the Solar System: Venus; star
     nearest to Earth: the Sun
-"""
+""")
 
-AUTHORS_TABLE = """
+AUTHORS = parse_pairs("""
     Hamlet: William Shakespeare; Macbeth: William Shakespeare; Romeo and Juliet: William Shakespeare;
     Pride and Prejudice: Jane Austen; Emma: Jane Austen; Oliver Twist: Charles Dickens;
     Great Expectations: Charles Dickens; War and Peace: Leo Tolstoy; Anna Karenina: Leo Tolstoy;
@@ -132,25 +134,12 @@ AUTHORS_TABLE = """
     The Time Machine: H. G. Wells; The Jungle Book: Rudyard Kipling; The Old Man and the Sea: Ernest Hemingway;
     Around the World in Eighty Days: Jules Verne; The Three Musketeers: Alexandre Dumas; Paradise Lost: John Milton;
     Robinson Crusoe: Daniel Defoe; Gulliver's Travels: Jonathan Swift; The Great Gatsby: F. Scott Fitzgerald
-"""
+""")
 
-ELEMENTS: list[tuple[str, str]] = parse_pairs(
-    ELEMENTS_TABLE
-)  # (symbol, name); the atomic number is the position, from 1
-OPPOSITES: list[tuple[str, str]] = parse_pairs(OPPOSITES_TABLE)
-PLURALS: list[tuple[str, str]] = parse_pairs(PLURALS_TABLE)
-PAST_TENSES: list[tuple[str, str]] = parse_pairs(PAST_TENSES_TABLE)
-YOUNG: list[tuple[str, str]] = parse_pairs(YOUNG_TABLE)
-SOUNDS: list[tuple[str, str]] = parse_pairs(SOUNDS_TABLE)
-COLOURS: list[tuple[str, str]] = parse_pairs(COLOURS_TABLE)
-MEASURES: list[tuple[str, str]] = parse_pairs(MEASURES_TABLE)  # ("metres in a kilometre", "1,000")
-SIDES: list[tuple[str, str]] = parse_pairs(SIDES_TABLE)
-SUPERLATIVES: list[tuple[str, str]] = parse_pairs(SUPERLATIVES_TABLE)
-AUTHORS: list[tuple[str, str]] = parse_pairs(AUTHORS_TABLE)
 
 DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
 # (month, number of days), in the order of the year.
-MONTHS: list[tuple[str, str]] = parse_pairs("""
+MONTHS = parse_pairs("""
     January: 31; February: 28 or 29; March: 31; April: 30; May: 31; June: 30; July: 31; August: 31; September: 30;
     October: 31; November: 30; December: 31
 """)
