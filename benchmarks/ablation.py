@@ -1,17 +1,17 @@
-"""What each piece of the modern recipe is worth: short runs at equal tokens, each with one piece taken away.
+"""What each piece of the modern recipe is worth: short runs on equally many tokens, each without one piece.
 
     python benchmarks/ablation.py --data_dir datasets_cache
 
-Every run is the trainer's own, in a folder below runs/ablation; one that is finished is not repeated. Results,
-in bits per byte of the validation split, go to docs/benchmarks/.
+The trainer runs each in its own folder in runs/ablation; a finished run is not repeated. Results, in bits per byte of
+the validation split, go to docs/benchmarks/.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
@@ -19,9 +19,16 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from matplotlib.figure import Figure
 
-from benchmarks.measure import RESULTS, describe_machine, markdown_table, this_command, train, write_results
-from common.errors import ConfigError, script
-from common.flags import Parser, add_debug, suggest
+from benchmarks.measure import (
+    add_result_flags,
+    describe_machine,
+    markdown_table,
+    require_known,
+    train,
+    write_results,
+)
+from common.errors import script
+from common.flags import Parser
 
 STEPS = 300
 SHAPE = {
@@ -76,9 +83,8 @@ def flags_of(name: str) -> dict[str, Any]:
     return {**SHAPE, "max_steps": steps, "eval_interval": steps, **changes}
 
 
-def read(run: Path) -> dict[str, Any]:
-    """Bits per byte at the end of a run, its tokens, and the training loss on the way."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of a run's metrics: bits per byte at the end, tokens, and the training loss along the way."""
     last = rows[-1]
     return {
         "bits_per_byte": last["val_bits_per_byte"],
@@ -88,32 +94,35 @@ def read(run: Path) -> dict[str, Any]:
     }
 
 
-def mean(measured: Mapping[int, Mapping[str, Any]]) -> float:
-    return sum(result["bits_per_byte"] for result in measured.values()) / len(measured)
+Results = Mapping[str, Mapping[int, Mapping[str, Any]]]  # by variant and seed
 
 
-def table(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
-    """A row a variant: bits per byte with each seed, their mean, and how far that is from the modern recipe's."""
-    base = mean(results["modern"]) if "modern" in results else None
+def bits_per_byte(measured: Mapping[int, Mapping[str, Any]]) -> list[float]:
+    return [result["bits_per_byte"] for result in measured.values()]
+
+
+def table(results: Results) -> str:
+    """One row for each variant: bits per byte with each seed, their mean, and how far that is from the modern one's."""
+    base = fmean(bits_per_byte(results["modern"])) if "modern" in results else None
     rows = []
     for name, measured in results.items():
-        seeds = ", ".join(f"{result['bits_per_byte']:.4f}" for result in measured.values())
+        mean = fmean(bits_per_byte(measured))
+        seeds = ", ".join(f"{value:.4f}" for value in bits_per_byte(measured))
         tokens = next(iter(measured.values()))["tokens"]
-        worse = f"{mean(measured) - base:+.4f}" if base is not None and name != "modern" else ""
-        rows.append([VARIANTS[name][0], f"{tokens / 1e6:.2f}M", seeds, f"{mean(measured):.4f}", worse])
+        worse = f"{mean - base:+.4f}" if base is not None and name != "modern" else ""
+        rows.append([VARIANTS[name][0], f"{tokens / 1e6:.2f}M", seeds, f"{mean:.4f}", worse])
     return markdown_table(["what", "tokens", "bits per byte, by seed", "mean", "against modern"], rows)
 
 
-def draw(results: Mapping[str, Mapping[int, Mapping[str, Any]]], path: Path) -> None:
-    """A point a run: what it costs to leave a piece out."""
+def draw(results: Results, path: Path) -> None:
+    """One point for each run: what it costs to leave a piece out."""
     figure = Figure(figsize=(9, 0.36 * len(results) + 1.2), layout="constrained")
     axes = figure.subplots()
     for place, (name, measured) in enumerate(results.items()):
-        values = [result["bits_per_byte"] for result in measured.values()]
         color = "tab:orange" if name == "modern" else "tab:blue"
-        axes.plot(values, [place] * len(values), "o", color=color)
+        axes.plot(bits_per_byte(measured), [place] * len(measured), "o", color=color)
     if "modern" in results:
-        axes.axvline(mean(results["modern"]), color="tab:orange", linewidth=0.8)
+        axes.axvline(fmean(bits_per_byte(results["modern"])), color="tab:orange", linewidth=0.8)
     axes.set_yticks(range(len(results)), [VARIANTS[name][0] for name in results])
     axes.invert_yaxis()
     axes.grid(axis="x", alpha=0.3)
@@ -128,37 +137,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--variants", nargs="+", metavar="NAME", default=list(VARIANTS), help="some of them [all]")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", default=[1337], help="[1337]")
     parser.add_argument("--runs_dir", metavar="DIR", default="runs/ablation", help="[runs/ablation]")
-    parser.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
-    add_debug(parser)
+    add_result_flags(parser)
     flags = parser.parse_args(argv)
-    for name in flags.variants:
-        if name not in VARIANTS:
-            raise ConfigError(
-                f"--variants {name} is not known.{suggest(name, VARIANTS)} There are: {', '.join(VARIANTS)}."
-            )
+    require_known("--variants", flags.variants, VARIANTS)
 
     results: dict[str, dict[int, dict[str, Any]]] = {}
     for seed in flags.seeds:
         for name in flags.variants:
-            run = Path(flags.runs_dir) / f"{name}_{seed}"
-            train(run, {**flags_of(name), "seed": seed, "device": flags.device, "data_dir": flags.data_dir})
-            results.setdefault(name, {})[seed] = read(run)
+            values = {**flags_of(name), "seed": seed, "device": flags.device, "data_dir": flags.data_dir}
+            metrics = train(Path(flags.runs_dir) / f"{name}_{seed}", values)
+            results.setdefault(name, {})[seed] = summarize(metrics)
     print(table(results))
     stem = Path(flags.output_dir) / "ablation"
-    about = (
+    body = (
         f"{SHAPE['num_layers']} layers x {SHAPE['embed_dim']}, context {SHAPE['max_seq_len']}, "
         f"{SHAPE['batch_size'] * SHAPE['max_seq_len']:,} tokens a step. A minus names the piece of the modern recipe "
-        "that is taken away (in its place)."
+        f"that is removed (its replacement in parentheses).\n\n{table(results)}\n\n![bits per byte](ablation.png)"
     )
-    body = f"{about}\n\n{table(results)}\n\n![bits per byte](ablation.png)"
-    write_results(
-        stem,
-        "Ablation of the modern recipe",
-        this_command(),
-        {"machine": describe_machine(flags.device), "runs": results},
-        body,
-    )
+    values = {"machine": describe_machine(flags.device), "runs": results}
+    write_results(stem, "Ablation of the modern recipe", values, body)
     draw(results, stem.with_suffix(".png"))
     print(f"Files      {stem}.md, .json and .png")
     return 0

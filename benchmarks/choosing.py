@@ -1,16 +1,15 @@
-"""How the best learning rate, the size of a model and the number of epochs follow from the size of a text.
+"""How the best learning rate, model size and number of epochs depend on the size of a text.
 
     python benchmarks/choosing.py --input books.txt.gz
     python benchmarks/choosing.py --input books.txt.gz --cases configs
 
-The first is of small models in a form of their own, the second of configs as they are, on texts that README gives them.
-Every run is the trainer's own, in a folder below runs/choosing; one that is finished is not repeated. Results,
-in bits per byte of one validation text, go to docs/benchmarks/, and are written anew after each run.
+The first trains small models of one form, the second unchanged configs on texts of the sizes that README recommends for
+them. The trainer runs each in its own folder in runs/choosing; a finished run is not repeated. Results, in bits per
+byte of one validation text, go to docs/benchmarks/ after each run.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -23,9 +22,9 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from matplotlib.figure import Figure
 
-from benchmarks.measure import RESULTS, describe_machine, markdown_table, this_command, train, write_results
+from benchmarks.measure import add_result_flags, describe_machine, markdown_table, train, write_results
 from common.errors import DataError, script
-from common.flags import Parser, add_debug
+from common.flags import Parser
 from tokenization.corpus import find_sources, read_pieces
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
@@ -34,15 +33,15 @@ from training.config import parse_config
 LAYERS = 4
 BATCH = 16
 CONTEXT = 128
-EVALUATIONS = 16  # along a run
+EVALUATIONS = 16  # in each run
 PASSAGE = 5_000  # characters, up to the end of a paragraph
 VALIDATION_MB = 0.1
 HIGHEST = 3.0  # bits per byte in the figure
 
 
 class Case(NamedTuple):
-    """A run: megabytes of text, width of the model, learning rate (of Adam's part), epochs. The `config` is given the
-    shape, batch and schedule that all have here, unless it is one of `AS_IT_IS`."""
+    """A run: megabytes of text, width of the model, learning rate (of Adam's part), epochs. Shape, batch and schedule
+    are the same in all runs, except those of an `UNCHANGED` config."""
 
     megabytes: float
     width: int
@@ -59,27 +58,24 @@ class Case(NamedTuple):
 
     @property
     def parameters(self) -> int:
-        """Of the blocks' matrices: without embeddings, head, biases and norms."""
-        return 12 * AS_IT_IS.get(self.config, LAYERS) * self.width**2
+        """In the matrices of the blocks: without embeddings, head, biases and norms."""
+        return 12 * UNCHANGED.get(self.config, LAYERS) * self.width**2
 
     @property
     def changes(self) -> list[str]:
-        """What is not as in most runs."""
-        return [
-            *([self.config] if self.config != "gpt2_small" else []),
-            *([f"dropout {self.dropout:g}"] if self.dropout else []),
-            *([f"seed {self.seed}"] if self.seed != 1337 else []),
-            *([f"vocabulary {self.vocabulary:,}"] if self.vocabulary != 1024 else []),
-        ]
-
-    @property
-    def heads(self) -> int:
-        return max(2, self.width // 64)
+        """How this run differs from most."""
+        words = {
+            "config": self.config,
+            "dropout": f"dropout {self.dropout:g}",
+            "seed": f"seed {self.seed}",
+            "vocabulary": f"vocabulary {self.vocabulary:,}",
+        }
+        return [text for key, text in words.items() if getattr(self, key) != self._field_defaults[key]]
 
 
 MODERN = "gpt2_small_modern"
-AS_IT_IS = {"small": 4, "small_modern": 4, "medium": 6, "medium_modern": 6}  # configs, with their layers
-# 64 epochs of the smallest text, 16 of the next, 4 and one of the others are the same number of tokens.
+UNCHANGED = {"small": 4, "small_modern": 4, "medium": 6, "medium_modern": 6}  # configs, with their layers
+# 64 epochs of the smallest text, 16 of the next, 4 and 1 of the others are the same number of tokens.
 RECIPES = [
     *(Case(1, 64, rate, 4) for rate in (1e-3, 3e-3, 1e-2)),
     *(Case(1, 128, rate, 4) for rate in (1e-3, 3e-3)),
@@ -105,24 +101,24 @@ CASES = {"recipes": (RECIPES, "choosing"), "configs": (CONFIGS, "choosing-config
 
 
 def flags_of(case: Case, train_tokens: int) -> dict[str, Any]:
-    """The trainer's flags: a config at the size of the case, or as it is, evaluated along its way."""
-    is_ready = case.config in AS_IT_IS
-    tokens_per_step = parse_config(["--config", case.config]).tokens_per_step if is_ready else BATCH * CONTEXT
+    """The trainer's flags: the config at the size of the case, or unchanged, with evaluations on the way."""
+    is_unchanged = case.config in UNCHANGED
+    tokens_per_step = parse_config(["--config", case.config]).tokens_per_step if is_unchanged else BATCH * CONTEXT
     steps = math.ceil(case.epochs * train_tokens / tokens_per_step)
     form: dict[str, Any] = {
-        "num_layers": LAYERS, "embed_dim": case.width, "num_heads": case.heads, "max_seq_len": CONTEXT,
+        "num_layers": LAYERS, "embed_dim": case.width, "num_heads": max(2, case.width // 64), "max_seq_len": CONTEXT,
         "batch_size": BATCH, "gradient_accumulation_steps": 1, "min_lr": 0,
         "warmup_steps": 0 if case.config == MODERN else steps // 20,
     }  # fmt: skip
     return {
-        "config": case.config, **({} if is_ready else form), "dropout": case.dropout, "learning_rate": case.rate,
+        "config": case.config, **({} if is_unchanged else form), "dropout": case.dropout, "learning_rate": case.rate,
         "epochs": case.epochs, "eval_interval": max(1, steps // EVALUATIONS), "eval_batches": 0, "log_interval": 5,
         "checkpoint_minutes": 0, "seed": case.seed,
     }  # fmt: skip
 
 
 def passages(inputs: Sequence[str]) -> list[str]:
-    """The corpus in passages, in an order that is the same each time: its beginning is a fair sample of the whole."""
+    """The corpus as passages, shuffled with a fixed seed: the first ones are a fair sample of the whole."""
     found = [passage for piece in read_pieces(find_sources(inputs)) for passage in cut(piece.text)]
     random.Random(0).shuffle(found)
     return found
@@ -140,8 +136,8 @@ def cut(text: str) -> Iterator[str]:
 def tokenized(
     inputs: Sequence[str], cases: Sequence[Case], validation_mb: float, folder: Path
 ) -> dict[tuple[float, int], TokenMetadata]:
-    """The metadata of a token folder for each size of text and vocabulary: one validation text, and each text a part of
-    the next larger one.
+    """Make a token folder for each size of text and vocabulary, and return their metadata. All have one validation
+    text, and each text is a part of the next larger one.
 
     Raises DataError if the corpus is smaller than the largest text.
     """
@@ -151,39 +147,38 @@ def tokenized(
         parts, size = [text], len(text.encode())
         while size < megabytes * 1e6:
             if (passage := next(found, None)) is None:
-                raise DataError(f"--input has less than the {max(sizes) + validation_mb} MB that the texts take.")
+                raise DataError(f"--input is smaller than the {max(sizes) + validation_mb} MB that the texts need.")
             parts.append(passage)
             size += len(passage.encode())
         return "".join(parts)
 
     folder.mkdir(parents=True, exist_ok=True)
-    validation, text, there = folder / "validation.txt", "", {}
+    validation, text, made = folder / "validation.txt", "", {}
     write(validation, take("", validation_mb))
     for size in sizes:
         train = folder / f"{size}mb.txt"
         text = take(text, size)
         write(train, text)
         share = train.stat().st_size / (train.stat().st_size + validation.stat().st_size)
-        # Each file is one document, and the split moves to the end of one.
+        # Each file is one document, and the split is moved to the end of a document.
         files = [str(train), str(validation)]
         for vocabulary in sorted({case.vocabulary for case in cases if case.megabytes == size}):
             data_dir = folder / f"{size}mb_{vocabulary}"
             path = tokenize(files, data_dir, vocab_size=vocabulary, train_split=share, quiet=True)
-            there[size, vocabulary] = TokenMetadata.read(path)
-    return there
+            made[size, vocabulary] = TokenMetadata.read(path)
+    return made
 
 
 def write(path: Path, text: str) -> None:
-    """Leave a file that holds the text already as it is: its tokens are known by its time."""
+    """Do not rewrite the same text: a newer file would be tokenized again."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8", newline="\n")
 
 
-def read(run: Path, metadata: TokenMetadata) -> dict[str, Any]:
-    """What a run measured: bits per byte along its way, the best of them, and those of the text it trained on."""
+def summarize(rows: Sequence[Mapping[str, Any]], metadata: TokenMetadata) -> dict[str, Any]:
+    """Of a run's metrics, in bits per byte: the validation curve, its best point, and the training loss at the end."""
     assert metadata.train_bytes
     per_nat = metadata.train_tokens / metadata.train_bytes / math.log(2)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     curve = [(row["epoch"], row["val_bits_per_byte"]) for row in rows if "val_loss" in row]
     best_epoch, best = min(curve, key=lambda point: point[1])
     last = [row["train_loss"] for row in rows if "train_loss" in row][-10:]
@@ -201,29 +196,27 @@ Results = Mapping[Case, Mapping[str, Any]]
 
 
 def table(results: Results) -> str:
-    rows = []
-    for case, result in sorted(results.items(), key=lambda item: (item[0].megabytes, item[0].width, item[0][2:])):
-        rows.append(
-            [
-                f"{case.megabytes:g} MB",
-                f"{case.parameters / 1e6:.2f}M",
-                f"{case.rate:g}",
-                f"{case.epochs}",
-                ", ".join(case.changes),
-                f"{result['tokens'] / 1e6:.2f}M",
-                f"{result['best']:.3f}",
-                f"{result['best_epoch']:.1f}",
-                f"{result['end']:.3f}",
-                f"{result['train_end']:.3f}",
-            ]
-        )
-    return markdown_table(
-        ["text", "model", "rate", "epochs", "also", "tokens", "best", "at epoch", "end", "training, end"], rows
-    )
+    columns = ["text", "model", "rate", "epochs", "also", "tokens", "best", "at epoch", "end", "training, end"]
+    rows = [
+        [
+            f"{case.megabytes:g} MB",
+            f"{case.parameters / 1e6:.2f}M",
+            f"{case.rate:g}",
+            f"{case.epochs}",
+            ", ".join(case.changes),
+            f"{result['tokens'] / 1e6:.2f}M",
+            f"{result['best']:.3f}",
+            f"{result['best_epoch']:.1f}",
+            f"{result['end']:.3f}",
+            f"{result['train_end']:.3f}",
+        ]
+        for case, result in sorted(results.items())
+    ]
+    return markdown_table(columns, rows)
 
 
 def draw(results: Results, path: Path) -> None:
-    """A panel for each text: validation along the way."""
+    """One panel for each text: the validation curves."""
     sizes = sorted({case.megabytes for case in results})
     figure = Figure(figsize=(6 * min(2, len(sizes)), 4 * math.ceil(len(sizes) / 2)), layout="constrained")
     panels = figure.subplots(math.ceil(len(sizes) / 2), min(2, len(sizes)), sharey=True, squeeze=False)
@@ -248,12 +241,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/choosing.py", description=__doc__.split("\n")[0])
     parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="a corpus larger than the texts")
     parser.add_argument(
-        "--cases", choices=CASES, default="recipes", help="small models, or configs as they are [recipes]"
+        "--cases", choices=CASES, default="recipes", help="small models, or unchanged configs [recipes]"
     )
     parser.add_argument("--runs_dir", metavar="DIR", default="runs/choosing", help="[runs/choosing]")
-    parser.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
-    add_debug(parser)
+    add_result_flags(parser)
     flags = parser.parse_args(argv)
 
     cases, name = CASES[flags.cases]
@@ -261,29 +252,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = tokenized(flags.input, cases, VALIDATION_MB, folder / "texts")
     results: dict[Case, dict[str, Any]] = {}
     for case in cases:
-        metadata, run = texts[case.megabytes, case.vocabulary], folder / case.name
-        train(run, {**flags_of(case, metadata.train_tokens), "device": flags.device, "data_dir": metadata.path.parent})
-        results[case] = read(run, metadata)
+        metadata = texts[case.megabytes, case.vocabulary]
+        values = {**flags_of(case, metadata.train_tokens), "device": flags.device, "data_dir": metadata.path.parent}
+        results[case] = summarize(train(folder / case.name, values), metadata)
         print(f"  {results[case]['best']:.4f} bits per byte after {results[case]['best_epoch']:.1f} epochs", flush=True)
-        about = (
+        body = (
             f"{LAYERS} layers, context {CONTEXT}, {BATCH * CONTEXT:,} tokens a step and vocabulary 1,024 unless "
-            f"another is named; `{'` and `'.join(AS_IT_IS)}` have the shape and batch of those configs. A text "
-            f"is passages of some {PASSAGE:,} characters from all over the corpus, each text a part of the next larger "
-            f"one, and {VALIDATION_MB:g} MB of other passages validate them all. Models are named by the parameters of "
-            "their blocks' matrices. Losses are bits per byte: the lowest of the validation text and when, its last, "
-            "and the training's over the last 50 steps."
+            f"another is named; `{'` and `'.join(UNCHANGED)}` have the shape and batch of those configs. A text "
+            f"consists of passages of about {PASSAGE:,} characters from the whole corpus. Each text is a part of the "
+            f"next larger one, and {VALIDATION_MB:g} MB of other passages validate them all. Models are named by the "
+            "number of parameters in the matrices of their blocks. Losses are bits per byte: the lowest validation "
+            "loss and its epoch, the last one, and the training loss over the last 50 steps.\n\n"
+            f"{table(results)}\n\n![validation curves]({name}.png)"
         )
-        body = f"{about}\n\n{table(results)}\n\n![validation along the way]({name}.png)"
-        write_results(
-            stem,
-            "Learning rate, size and epochs for a text",
-            this_command(),
-            {
-                "machine": describe_machine(flags.device),
-                "runs": [{**case._asdict(), **result} for case, result in results.items()],
-            },
-            body,
-        )
+        runs = [{**case._asdict(), **result} for case, result in results.items()]
+        values = {"machine": describe_machine(flags.device), "runs": runs}
+        write_results(stem, "Learning rate, size and epochs for a text", values, body)
         draw(results, stem.with_suffix(".png"))
     print(f"\n{table(results)}\n\nFiles      {stem}.md, .json and .png")
     return 0

@@ -4,8 +4,8 @@
     python benchmarks/generation.py --nanogpt ../nanoGPT --write cpu-2core-xeon
     python benchmarks/generation.py --checkpoint runs/gpt2_small
 
-The model has GPT-2 small's shape and random weights, unless told otherwise. The contestants take turns, each in a
-process of its own; what counts is the median time from one token to the next, without the prompt's.
+The model has GPT-2 small's shape and random weights, unless flags say otherwise. The contestants take turns, each in
+its own process. The result is the median time from one token to the next, without the time for the prompt.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,7 +28,6 @@ from benchmarks.measure import (
     describe_machine,
     markdown_table,
     measure_in_turn,
-    this_command,
     write_results,
 )
 from common.errors import ConfigError, script
@@ -64,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = generators.model_config(flags.checkpoint, {name: getattr(flags, name) for name in SHAPE})
     longest = max([*flags.held, BATCH_HELD]) + flags.new_tokens
     if longest > config.max_seq_len or flags.new_tokens < 2:
-        raise ConfigError(f"{longest} tokens must fit in max_seq_len {config.max_seq_len}, 2 or more of them new.")
+        raise ConfigError(f"{longest} tokens must fit in max_seq_len {config.max_seq_len}, and 2 or more must be new.")
     if flags.contestant:
         print(json.dumps(generators.measure(flags.contestant, flags, config)))
         return 0
@@ -74,11 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--contestant"]
 
     def page(results: Measured) -> str:
-        """In Markdown, and written to files if they were asked for."""
-        spreads = {
-            name: {case: Spread.of([one[case] for one in rounds]) for case in rounds[0]}
-            for name, rounds in results.items()
-        }
+        """The results in Markdown, also written to files with --write."""
+        spreads = {name: {case: Spread.of_key(rows, case) for case in rows[0]} for name, rows in results.items()}
         text = as_markdown(spreads, flags)
         if flags.write:
             numbers = {
@@ -86,8 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for name, cases in spreads.items()
             }
             stem = Path(flags.output_dir) / f"generation-{flags.write}"
-            values = {"machine": machine, "model": config.to_dict(), "ms_per_step": numbers}
-            write_results(stem, "Generation", this_command(), values, text)
+            write_results(
+                stem, "Generation", {"machine": machine, "model": config.to_dict(), "ms_per_step": numbers}, text
+            )
         return text
 
     machine = describe_machine()
@@ -96,38 +92,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def as_markdown(spreads: dict[str, dict[str, Any]], flags: Namespace) -> str:
-    def cells(cases: dict[str, Any], keys: list[str]) -> list[str]:
-        return [str(cases[key]) if key in cases else "" for key in keys]
-
+def as_markdown(spreads: dict[str, dict[str, Spread]], flags: Namespace) -> str:
     lengths = [generation_case(held, 1, False) for held in flags.held]
-    rows = [[name, *cells(cases, lengths)] for name, cases in spreads.items()]
+    columns = ["", *map(str, flags.held)]
+    rows = [[name, *(cases[key].text() for key in lengths)] for name, cases in spreads.items()]
     parts = [
-        f"Milliseconds a token, batch 1, greedy, by the tokens of context held; median (lowest to highest) of "
+        "Milliseconds per token, batch 1, greedy, by the tokens of context; median (lowest to highest) of "
         f"{flags.rounds} rounds.",
-        markdown_table(["", *map(str, flags.held)], rows),
+        markdown_table(columns, rows),
     ]
     for name, cases in spreads.items():
-        if not name.startswith(OURS):
-            continue
-        others = {other: values for other, values in spreads.items() if not other.startswith(OURS)}
         ratios = [
             [other, *(f"{values[key].median / cases[key].median:.2f}" for key in lengths)]
-            for other, values in others.items()
+            for other, values in spreads.items()
+            if name.startswith(OURS) and not other.startswith(OURS)
         ]
         if ratios:
-            parts += [
-                f"How many times as long as {name}:",
-                markdown_table(["", *map(str, flags.held)], ratios),
-            ]
-    batches = [generation_case(BATCH_HELD, batch, True) for batch in flags.batches]
+            parts += [f"How many times as long as {name}:", markdown_table(columns, ratios)]
+    batches = {batch: generation_case(BATCH_HELD, batch, True) for batch in flags.batches}
     rows = [
-        [name, *(f"{1000 * batch / cases[key].median:.0f}" for batch, key in zip(flags.batches, batches, strict=True))]
+        [name, *(f"{1000 * batch / cases[key].median:.0f}" for batch, key in batches.items())]
         for name, cases in spreads.items()
-        if batches[0] in cases
+        if set(batches.values()) <= set(cases)
     ]
     parts += [
-        f"Tokens per second by the batch size, sampled (temperature 0.8, top_p 0.9), {BATCH_HELD} tokens of context.",
+        f"Tokens per second by batch size, sampled (temperature 0.8, top_p 0.9), {BATCH_HELD} tokens of context.",
         markdown_table(["", *map(str, flags.batches)], rows),
     ]
     return "\n\n".join(parts)

@@ -22,7 +22,6 @@ from benchmarks.measure import (
     markdown_table,
     measure_in_turn,
     require_known,
-    this_command,
     write_results,
 )
 from benchmarks.random_tokens import write_random_tokens
@@ -119,11 +118,12 @@ def choose_batch(config: TrainConfig, vocab_size: int, hardware: Hardware, scrat
     if hardware.is_cuda or rows == 1:
         return fitted, reason
     probe = rung_command(Rung.BASELINE, 1, of_rows(config, 2), scratch)
-    messages: list[str] = []
-    timed = measure_in_turn({"The baseline": probe}, 1, messages.append)
-    if not timed:
-        raise UserError(messages[0])
-    per_sequence = timed["The baseline"][0]["seconds"] / 2
+
+    def fail(name: str, problem: str) -> None:
+        raise UserError(f"{name} failed: {problem}")
+
+    (timed,) = measure_in_turn({"The baseline": probe}, 1, fail)["The baseline"]
+    per_sequence = timed["seconds"] / 2
     if per_sequence * rows <= STEP_SECONDS:
         return fitted, reason
     rows = max(1, int(STEP_SECONDS / per_sequence))
@@ -202,7 +202,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
         cells.append(
             [
                 describe(row),
-                str(Spread(**row["seconds"])),
+                Spread(**row["seconds"]).text(),
                 f"{row['speed_up']:.2f}x" if row["speed_up"] else "-",
                 f"{row['peak_memory'] / 1e9:.2f} GB" if row["peak_memory"] else "-",
                 f"{row['share_of_peak']:.0%}" if row["share_of_peak"] else "-",
@@ -286,9 +286,8 @@ def measure_ladder(config: TrainConfig, rounds: int, steps: int | None, only: Se
         print(f"Measuring  {len(rungs)} rungs in turn, {rounds} rounds of {steps} steps ...", flush=True)
         commands = {name: rung_command(rung, steps, config, scratch) for name, rung in rungs.items()}
 
-        def note_failure(message: str) -> None:
-            name, _, reason = message.partition(" failed: ")
-            missing[name] = f"failed: {reason}"
+        def note_failure(name: str, problem: str) -> None:
+            missing[name] = f"failed: {problem}"
 
         machine = describe_machine(hardware.device.type)
         stem = output / f"speed_ladder-{machine_kind(machine)}"
@@ -326,7 +325,7 @@ def measure_ladder(config: TrainConfig, rounds: int, steps: int | None, only: Se
                 f"\n\n![seconds a step]({stem.name}.png)"
             )
             results = {**about, "rungs": rows}
-            write_results(stem, f"Speed ladder: {config.name}", this_command(), results, body)
+            write_results(stem, f"Speed ladder: {config.name}", results, body)
             return rows
 
         rows = write(measure_in_turn(commands, rounds, note_failure, write))

@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
+from common.flags import Parser, add_debug, suggest
+from training.telling.records import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "benchmarks"
@@ -41,10 +43,7 @@ class Spread:
     def of_key(cls, rows: Iterable[Mapping[str, Any]], key: str) -> Spread:
         return cls.of([row[key] for row in rows])
 
-    def __str__(self) -> str:
-        return self.text(".3g")
-
-    def text(self, digits: str) -> str:
+    def text(self, digits: str = ".3g") -> str:
         """Median and range, each formatted with `digits`."""
         return f"{self.median:{digits}} ({self.low:{digits}} to {self.high:{digits}})"
 
@@ -52,25 +51,43 @@ class Spread:
 Measured = dict[str, list[dict[str, Any]]]  # by contestant, in the order measured
 
 
+def add_result_flags(parser: Parser) -> None:
+    parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
+    parser.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
+    add_debug(parser)
+
+
+def add_measuring_flags(parser: Parser, rounds: int, seconds: float) -> None:
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"measurements of each [{rounds}]")
+    about = f"timed in each measurement; at least one step [{seconds:g}]"
+    parser.add_argument("--seconds", type=float, default=seconds, help=about)
+    parser.add_argument("--worker", help="(used by the script itself)")
+    add_result_flags(parser)
+
+
+def worker_command(script: str, **arguments: Any) -> list[str]:
+    """The script with the flag --worker: it measures once, in its own process, and prints one line of JSON."""
+    return [sys.executable, script, "--worker", json.dumps(arguments)]
+
+
 def measure_in_turn(
     commands: Mapping[str, Sequence[str]],
     rounds: int,
-    say: Callable[[str], None] = print,
+    failed: Callable[[str, str], object] = lambda name, reason: print(f"{name} failed: {reason}"),
     so_far: Callable[[Measured], object] = lambda measured: None,
 ) -> Measured:
     """Run each command `rounds` times, A B C A B C, so that a machine whose speed drifts slows all of them alike.
 
-    A command prints one JSON object as its last line. If it fails, `say` gets a message, the following rounds leave it
-    out, and it has no entry in the result. `so_far` gets all results after each measurement, to write them down in case
-    the rest is interrupted.
+    A command prints one JSON object as its last line. If it fails, `failed` gets its name and the reason, the following
+    rounds leave it out, and it has no entry in the result. `so_far` gets all results after each measurement, to write
+    them down in case the rest is interrupted.
     """
     results: Measured = {name: [] for name in commands}
     for _ in range(rounds):
         for name in list(results):
             run = subprocess.run(list(commands[name]), capture_output=True, text=True)
             if run.returncode:
-                reason = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
-                say(f"{name} failed: {reason}")
+                failed(name, (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1])
                 del results[name]
                 continue
             results[name].append(json.loads(run.stdout.strip().splitlines()[-1]))
@@ -78,8 +95,8 @@ def measure_in_turn(
     return results
 
 
-def train(run: Path, flags: Mapping[str, Any]) -> None:
-    """Train in the folder `run`. A finished run ends at once; a run on other data is refused.
+def train(run: Path, flags: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Train in the folder `run` and return its metrics. A finished run ends at once; a run on other data is refused.
 
     Raises RuntimeError with the trainer's message.
     """
@@ -88,6 +105,7 @@ def train(run: Path, flags: Mapping[str, Any]) -> None:
     log = subprocess.run([sys.executable, str(ROOT / "train_colab_mmap.py"), *words], capture_output=True, text=True)
     if log.returncode:
         raise RuntimeError(f"{run.name} failed: {log.stderr.strip()}")
+    return read_metrics(run)
 
 
 def flag_words(values: Mapping[str, Any]) -> list[str]:
@@ -98,8 +116,9 @@ def flag_words(values: Mapping[str, Any]) -> list[str]:
 def require_known(flag: str, given: Iterable[str], known: Iterable[str]) -> None:
     """Raises ConfigError for the first name that is not known."""
     known = list(known)
-    if unknown := [name for name in given if name not in known]:
-        raise ConfigError(f"{flag} {unknown[0]!r} is not known; there are: {', '.join(known)}.")
+    for name in given:
+        if name not in known:
+            raise ConfigError(f"{flag} {name!r} is not known.{suggest(name, known)} There are: {', '.join(known)}.")
 
 
 def require_measurable(rounds: int, seconds: float) -> None:
@@ -139,8 +158,9 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def write_results(stem: Path, title: str, command: str, results: Mapping[str, Any], body: str) -> None:
-    """Write `stem`.json and `stem`.md: the numbers, and the same to read, with the command that made them."""
+def write_results(stem: Path, title: str, results: Mapping[str, Any], body: str, command: str = "") -> None:
+    """Write `stem`.json and `stem`.md: the numbers, and a page to read, with the command [the one that runs]."""
+    command = command or this_command()
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps({"command": command, **results}, indent=1) + "\n")
     machine = results["machine"]

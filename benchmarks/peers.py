@@ -4,7 +4,7 @@
     python benchmarks/peers.py --nanogpt PATH_OF_A_CHECKOUT
     python benchmarks/peers.py --update_readme
 
-Each measurement is a process of its own, and they alternate. Results go to docs/benchmarks/, one file for each kind of
+The contestants take turns; each measurement is a new process. Results go to docs/benchmarks/, one file for each kind of
 machine, and from there into the README's table.
 """
 
@@ -31,18 +31,19 @@ from benchmarks.measure import (
     ROOT,
     Measured,
     Spread,
+    add_measuring_flags,
     describe_machine,
     machine_kind,
     markdown_table,
     measure_in_turn,
     require_known,
     require_measurable,
-    this_command,
+    worker_command,
     write_results,
 )
 from benchmarks.random_tokens import write_random_tokens
 from common.errors import ConfigError, script
-from common.flags import Parser, add_debug
+from common.flags import Parser
 from common.formatting import si
 
 TOKENS = 2_000_000
@@ -58,14 +59,12 @@ def compare(
     seconds: float,
     so_far: Callable[[Measured], None],
 ) -> Measured:
-    """Measurements of each contestant, in turn; `so_far` is told after each what there is."""
+    """Measurements of each contestant, in turn; `so_far` gets them all after each one."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_random_tokens(Path(temporary) / "tokens", TOKENS, case.vocab_size)
-        commands = {}
-        for name in names:
-            spec: dict[str, Any] = {"name": name, "case": dataclasses.asdict(case), "folder": str(folder)}
-            spec |= {"device": device, "checkout": checkout, "seconds": seconds}
-            commands[name] = [sys.executable, __file__, "--worker", json.dumps(spec)]
+        spec: dict[str, Any] = {"case": dataclasses.asdict(case), "folder": str(folder), "device": device}
+        spec |= {"checkout": checkout, "seconds": seconds}
+        commands = {name: worker_command(__file__, name=name, **spec) for name in names}
         results = measure_in_turn(commands, rounds, so_far=so_far)
     if "ours" not in results:
         raise RuntimeError("ours failed: there is nothing to compare with")
@@ -76,14 +75,13 @@ def compare(
     return results
 
 
-def speedups(measured: Mapping[str, Sequence[Mapping[str, Any]]], name: str) -> list[float]:
-    """Ours against one contestant, in each round that both have had: neighbours in time, so that a drift of the machine
-    cancels."""
+def speedup(measured: Measured, name: str) -> Spread:
+    """Ours against one contestant, round by round: a machine that changes its speed slows both alike."""
     pairs = zip(measured["ours"], measured[name], strict=False)
-    return [ours["tokens_per_second"] / theirs["tokens_per_second"] for ours, theirs in pairs]
+    return Spread.of([ours["tokens_per_second"] / theirs["tokens_per_second"] for ours, theirs in pairs])
 
 
-def case_table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def case_table(measured: Measured) -> str:
     def spread(rows: Sequence[Mapping[str, Any]], key: str, digits: str) -> str:
         values = [row[key] for row in rows]
         return "unknown" if None in values else Spread.of(values).text(digits)
@@ -94,7 +92,7 @@ def case_table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
             f"{rows[0]['parameters']:,}",
             spread(rows, "tokens_per_second", ",.0f"),
             spread(rows, "ms_per_step", ",.1f"),
-            "" if name == "ours" else Spread.of(speedups(measured, name)).text(".2f"),
+            "" if name == "ours" else speedup(measured, name).text(".2f"),
             spread(rows, "peak_memory_gb", ".2f"),
             spread(rows, "startup_seconds", ".1f"),
         ]
@@ -105,12 +103,12 @@ def case_table(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
 
 
 def document(results: Mapping[str, Any]) -> str:
-    """The results as Markdown, title and command aside."""
+    """The results as Markdown, without title and command."""
+    memory = "allocated on the GPU" if results["machine"]["cuda"] else "resident in the process"
     parts = [
-        "Median of the rounds (lowest to highest). How many times as fast ours is, is taken round by round. Memory "
-        + ("is what is allocated on the GPU." if results["machine"]["cuda"] else "is what is resident in the process.")
-        + " The first step counts from the start of the process, imports and compilation included; the first steps are "
-        "not in the speed.\n"
+        "Median of the rounds (lowest to highest). Speeds are compared round by round. Memory is what is "
+        f"{memory}. The time to the first step starts with the process and includes imports and compilation; the speed "
+        "does not include the first steps.\n"
     ]
     for name, result in results["cases"].items():
         ours = result["measured"]["ours"][0]
@@ -127,15 +125,15 @@ def document(results: Mapping[str, Any]) -> str:
 
 
 def performance_table(folder: Path = RESULTS) -> str:
-    """The README's table: of each machine in `folder` its largest case, the last; the other figures are a link away."""
+    """The README's table: the last case, the largest, of each machine in `folder`, with a link to the rest."""
     peers = [name for name in CONTESTANTS if name != "ours"]
     table = []
     for path in sorted(folder.glob("training-*.json")):
         results = json.loads(path.read_text())
         name, result = list(results["cases"].items())[-1]
         measured = result["measured"]
-        speed = Spread.of([row["tokens_per_second"] for row in measured["ours"]]).median
-        ratios = [f"{Spread.of(speedups(measured, peer)).median:.2f}x" if peer in measured else "" for peer in peers]
+        speed = Spread.of_key(measured["ours"], "tokens_per_second").median
+        ratios = [f"{speedup(measured, peer).median:.2f}x" if peer in measured else "" for peer in peers]
         device = f"[{results['machine']['device']}](docs/benchmarks/{path.stem}.md), {results['machine']['date']}"
         size = si(measured["ours"][0]["parameters"])
         table.append([device, f"{name} ({size})", f"{speed:,.0f}", *ratios])
@@ -143,7 +141,7 @@ def performance_table(folder: Path = RESULTS) -> str:
 
 
 def with_table(readme: str, table: str) -> str:
-    """The README's text with its performance table replaced. Raises ValueError if the markers are not there, once."""
+    """The README's text with its performance table replaced. Raises ValueError unless the markers are there, once."""
     text, count = README_SECTION.subn(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", readme)
     if count != 1:
         raise ValueError("README.md should hold <!-- performance: ... --> and <!-- /performance --> once")
@@ -160,16 +158,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/peers.py", description=__doc__.split("\n")[0])
     names = list(cases(False))
     parser.add_argument("--cases", nargs="+", metavar="CASE", default=names[:-1], help=f"of {', '.join(names)} [all]")
-    parser.add_argument("--rounds", type=int, default=3, help="measurements of each contestant [3]")
-    parser.add_argument("--seconds", type=float, default=4.0, help="timed in each measurement; a step at least [4]")
-    parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT to measure beside")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help='ours beside these, as in "plain PyTorch" [all]')
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
+    parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT, to measure it too")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help='ours and these, as in "plain PyTorch" [all]')
     parser.add_argument("--generation", action="store_true", help="then run benchmarks/generation.py too")
-    parser.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
     parser.add_argument("--update_readme", action="store_true", help="only write the README's table from the results")
-    parser.add_argument("--worker", help="(used by the script itself)")
-    add_debug(parser)
+    add_measuring_flags(parser, rounds=3, seconds=4.0)
     flags = parser.parse_args(argv)
     if flags.update_readme:
         update_readme()
@@ -179,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_known("--only", only, CONTESTANTS)
     require_measurable(flags.rounds, flags.seconds)
     if flags.generation and flags.device != "auto":
-        raise ConfigError("--generation is measured on the device that generate.py takes; leave --device out.")
+        raise ConfigError("--generation measures on the device that generate.py chooses; leave --device out.")
     if flags.nanogpt and not (Path(flags.nanogpt) / "model.py").is_file():
         raise ConfigError(f"--nanogpt {flags.nanogpt} holds no model.py; a checkout of nanoGPT is expected.")
 
@@ -204,11 +197,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     stem = Path(flags.output_dir) / f"training-{machine_kind(machine)}"
 
     def write(name: str, measured: Measured) -> None:
-        """After each measurement: killed, it keeps these."""
+        """Called after each measurement, so that a kill does not lose them."""
         if "ours" in measured:
             case = dataclasses.asdict(cases(device == "cuda")[name])
             results["cases"][name] = {"case": case, "measured": measured}
-            write_results(stem, "Training beside its peers", this_command(), results, document(results))
+            write_results(stem, "Training beside its peers", results, document(results))
 
     for name in flags.cases:
         case = cases(device == "cuda")[name]

@@ -1,4 +1,4 @@
-"""How the cost of training grows with the data, the context, the model and the batch, in the trainer's own step.
+"""How the cost of the trainer's step grows with the data, the context, the model and the batch.
 
     python benchmarks/scaling.py
 
@@ -23,8 +23,9 @@ from matplotlib.ticker import NullFormatter
 
 from benchmarks import STARTED
 from benchmarks.measure import (
-    RESULTS,
+    Measured,
     Spread,
+    add_measuring_flags,
     describe_machine,
     flag_words,
     machine_kind,
@@ -32,23 +33,18 @@ from benchmarks.measure import (
     measure_in_turn,
     require_known,
     require_measurable,
-    this_command,
+    worker_command,
     write_results,
 )
 from benchmarks.random_tokens import write_random_tokens
 from common.errors import script
-from common.flags import Parser, add_debug
+from common.flags import Parser
 
 MEGABYTE = 1_000_000
-AXES = {
-    "data": "size of the token file in MB",
-    "context": "context length",
-    "model": "model",
-    "batch": "batch size",
-}
+AXES = {"data": "size of the token file in MB", "context": "context length", "model": "model", "batch": "batch size"}
 MODELS = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
 DATA_MB = 4  # of the tokens where something else grows
-# The share of free memory and disk that a token file may take: it is read into RAM, and the page cache holds it too.
+# A token file may take this share of free memory and disk: RAM holds it, and the page cache too.
 FREE_SHARE = 0.4
 
 Flags = dict[str, Any]
@@ -57,7 +53,7 @@ Flags = dict[str, Any]
 def axes(size: str, data_mb: Sequence[float]) -> dict[str, dict[str, Flags]]:
     """For each axis the flags of every point, by its name. `size` is cpu, cuda or toy.
 
-    `data_mb` and `vocab_size` say which tokens are trained on; the rest are flags of the trainer.
+    `data_mb` and `vocab_size` choose the tokens to train on; the rest are flags of the trainer.
     """
     toy = {"num_layers": 1, "embed_dim": 32, "num_heads": 2, "max_seq_len": 16, "vocab_size": 65, "batch_size": 4}
     char: Flags = {"num_layers": 4, "embed_dim": 256, "num_heads": 4, "max_seq_len": 256, "vocab_size": 65}
@@ -86,14 +82,14 @@ def axes(size: str, data_mb: Sequence[float]) -> dict[str, dict[str, Flags]]:
 
 
 def data_sizes(size: str, folder: Path, free_ram: int | None) -> tuple[list[int], str]:
-    """Sizes of token files in MB that fit here, and a sentence if the largest do not."""
+    """The sizes of token files in MB that fit here, and a sentence if the largest do not fit."""
     wanted = [1, 2] if size == "toy" else [1, 10, 100, 1_000, 5_000]
     free = min(shutil.disk_usage(folder).free, free_ram or sys.maxsize)
     fitting = [mb for mb in wanted if mb * MEGABYTE <= FREE_SHARE * free]
     if fitting == wanted:
         return fitting, ""
     return fitting, (
-        f"Token files above {fitting[-1]:,} MB are left out: {free / 1e9:.1f} GB of memory or disk were free, and a "
+        f"Token files above {fitting[-1]:,} MB are left out: {free / 1e9:.1f} GB of memory or disk were free, and one "
         f"file may take {FREE_SHARE:.0%} of that."
     )
 
@@ -108,28 +104,27 @@ def tokens_of(point: Flags, folder: Path) -> Path:
 def command(point: Flags, folder: Path, device: str, seconds: float) -> list[str]:
     values = {key: value for key, value in point.items() if key not in ("data_mb", "vocab_size")}
     values |= {"data_dir": tokens_of(point, folder), "device": device, "max_steps": 2_000}
-    return [sys.executable, __file__, "--worker", json.dumps({"flags": flag_words(values), "seconds": seconds})]
+    return worker_command(__file__, flags=flag_words(values), seconds=seconds)
 
 
 def measure_axes(
     size: str, chosen: Sequence[str], sizes: Sequence[float], device: str, rounds: int, seconds: float, folder: Path
-) -> dict[str, dict[str, list[dict[str, Any]]]]:
+) -> dict[str, Measured]:
     """Measurements of every point of the chosen axes, by axis and name."""
     measured = {}
     for axis in chosen:
         points = axes(size, sizes)[axis]
         print(f"{AXES[axis]}: {', '.join(points)}", flush=True)
         commands = {name: command(point, folder, device, seconds) for name, point in points.items()}
-        results = measure_in_turn(commands, rounds)
-        if results:  # empty if no point fits in memory
+        if results := measure_in_turn(commands, rounds):  # empty if no point fits in memory
             measured[axis] = results
         if axis == "data":
-            for path in folder.iterdir():  # the large files are not needed again
+            for path in folder.iterdir():  # the other axes do not need the large files
                 shutil.rmtree(path)
     return measured
 
 
-def table(axis: str, measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def table(axis: str, measured: Measured) -> str:
     rows = []
     for name, runs in measured.items():
         speed, startup = (Spread.of_key(runs, key) for key in ("tokens_per_second", "startup_seconds"))
@@ -151,8 +146,8 @@ def table(axis: str, measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str
     return markdown_table(columns, rows)
 
 
-def draw(measured: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], machine: str, path: Path) -> None:
-    """One panel for each axis, tokens/s upwards from 0; the models on a logarithmic scale of parameters."""
+def draw(measured: Mapping[str, Measured], machine: str, path: Path) -> None:
+    """One panel for each axis: tokens/s, from 0; for the models, on logarithmic scales."""
     figure = Figure(figsize=(10, 7), layout="constrained")
     figure.suptitle(f"Training speed on {machine}")
     panels = figure.subplots(2, 2).flat
@@ -188,13 +183,8 @@ def draw(measured: Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]], mach
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/scaling.py", description=__doc__.split("\n")[0])
     parser.add_argument("--axes", nargs="+", metavar="AXIS", default=list(AXES), help=f"of {', '.join(AXES)} [all]")
-    parser.add_argument("--rounds", type=int, default=2, help="measurements of each point [2]")
-    parser.add_argument("--seconds", type=float, default=1.5, help="timed in each measurement; a step at least [1.5]")
-    parser.add_argument("--device", default="auto", help="auto, cpu or cuda [auto]")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to see that it works")
-    parser.add_argument("--output_dir", metavar="DIR", default=str(RESULTS), help="[docs/benchmarks]")
-    parser.add_argument("--worker", help="(used by the script itself)")
-    add_debug(parser)
+    add_measuring_flags(parser, rounds=2, seconds=1.5)
     flags = parser.parse_args(argv)
     require_known("--axes", flags.axes, AXES)
     require_measurable(flags.rounds, flags.seconds)
@@ -211,19 +201,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         size = "toy" if flags.toy else device
         sizes, left_out = data_sizes(size, Path(temporary), available_ram())
         measured = measure_axes(size, flags.axes, sizes, device, flags.rounds, flags.seconds, Path(temporary))
-    body = ""
-    for axis, points in measured.items():
-        body += f"## By {AXES[axis]}\n\n{table(axis, points)}\n\n"
-    body = (
-        "Median of the rounds (lowest to highest). Start-up is the time from the start of the process to the end of "
-        "the first step: imports, reading and verifying the tokens, building the model, compiling where it is done. "
-        f"By context length, each step has the same number of tokens. {left_out}\n\n"
-        f"![tokens/s]({stem.name}.png)\n\n{body}"
+    body = "\n\n".join(
+        [
+            "Median of the rounds (lowest to highest). Start-up is the time from the start of the process to the end "
+            "of the first step: imports, reading and verifying the tokens, building the model, compiling it if the "
+            f"trainer does. By context length, each step has the same number of tokens. {left_out}",
+            f"![tokens/s]({stem.name}.png)",
+            *(f"## By {AXES[axis]}\n\n{table(axis, points)}" for axis, points in measured.items()),
+        ]
     )
     results = {"machine": machine, "rounds": flags.rounds, "seconds": flags.seconds, "axes": measured}
-    write_results(stem, "How cost grows", this_command(), results, body)
+    write_results(stem, "How cost grows", results, body)
     draw(measured, machine["device"], stem.with_suffix(".png"))
-    print(f"\n{body}\nWritten to {stem}.json, .md and .png")
+    print(f"\n{body}\n\nWritten to {stem}.json, .md and .png")
     return 0
 
 

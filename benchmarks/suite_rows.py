@@ -62,7 +62,7 @@ def write_report(rows: Path) -> None:
     machine = results["runs"][-1]["machine"]
     commands = "\n    ".join(dict.fromkeys(run["command"] for run in results["runs"]))
     body = "\n\n".join(part_page(name, part) for name, part in results["parts"].items())
-    write_results(rows.with_suffix(""), TITLE, commands, {"machine": machine, **results}, body)
+    write_results(rows.with_suffix(""), TITLE, {"machine": machine, **results}, body, commands)
 
 
 def part_page(name: str, part: Mapping[str, Any]) -> str:

@@ -1,9 +1,9 @@
-"""Kill tokenizations and trainings at random moments, damage and lose their files, and see that nothing is lost.
+"""Kill tokenizations and trainings at random moments, damage and delete their files, and check that nothing is lost.
 
     python benchmarks/torture.py --kills 1000
 
 Real processes, real signals, real files. A round tokenizes a text and trains a tiny model with a mirror, in as many
-sessions as it takes. Its result must equal, to the last bit, the result of an undisturbed round. Sometimes a second
+sessions as it needs. Its result must equal the result of an undisturbed round to the last bit. Sometimes a second
 machine, with its own disk and clock, trains the run while the first one sleeps or works.
 """
 
@@ -18,7 +18,7 @@ from pathlib import Path
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import describe_machine, machine_kind, this_command, write_results
+from benchmarks.measure import describe_machine, machine_kind, markdown_table, write_results
 from common.errors import script
 from common.flags import Parser, add_debug
 from common.formatting import clock
@@ -38,19 +38,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         rounds, tally = run_rounds(flags.kills, flags.seed, Path(scratch))
     rows = [("rounds, each finished with the right tokens, weights and metrics", rounds), *sorted(tally.counts.items())]
-    table = ["| what | how often |", "|---|---|", *(f"| {name} | {count:,} |" for name, count in rows)]
-    table.append(f"| **losses** | **{len(tally.losses)}** |")
-    print("\n" + "\n".join(table))
+    cells = [*([name, f"{count:,}"] for name, count in rows), ["**losses**", f"**{len(tally.losses)}**"]]
+    table = markdown_table(["what", "how often"], cells)
+    print(f"\n{table}")
     if flags.output_dir:
         machine = describe_machine("cpu")
         stem = Path(flags.output_dir) / f"torture-{machine_kind(machine)}"
         body = (
             "Each round tokenizes a text and trains a tiny model with dropout and a mirror, in as many sessions as it "
-            "takes. It has to end, to the last bit, with the tokens, weights, optimizer state, best weights and rows "
-            f"of metrics of a round that was left alone. {clock(time.monotonic() - began)} in all.\n\n"
-            + "\n".join(table)
+            "needs. Its tokens, weights, optimizer state, best weights and rows of metrics must equal those of an "
+            f"undisturbed round to the last bit. {clock(time.monotonic() - began)} in all.\n\n{table}"
         )
-        write_results(stem, "Torture", this_command(), {"machine": machine, **dict(rows), "losses": tally.losses}, body)
+        write_results(stem, "Torture", {"machine": machine, **dict(rows), "losses": tally.losses}, body)
         print(f"Files      {stem}.md and .json")
     return 1 if tally.losses else 0
 

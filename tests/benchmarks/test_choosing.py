@@ -39,7 +39,7 @@ def test_texts_are_parts_of_each_other_and_none_holds_the_validation(
     assert {key: metadata.vocab_size for key, metadata in found.items()} == {size: size[1] for size in SIZES}
     assert [metadata.val_bytes for metadata in found.values()] == [len(validation)] * 3
     assert found[0.002, 300].train_bytes == len(small)
-    with pytest.raises(DataError, match="less than the"):
+    with pytest.raises(DataError, match="smaller than the"):
         choosing.tokenized([str(corpus)], [choosing.Case(1, 32, 3e-3, 1)], 0.001, tmp_path)
 
 

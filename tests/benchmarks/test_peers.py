@@ -130,9 +130,9 @@ def test_another_number_of_parameters_is_no_comparison(monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--cases", "gpt3"], "there are: shakespeare_char, 4x256, gpt2_small"),
+        (["--cases", "gpt3"], "There are: shakespeare_char, 4x256, gpt2_small"),
         (["--nanogpt", "nowhere"], "nowhere holds no model.py"),
-        (["--only", "nano"], "'nano' is not known; there are: ours, plain PyTorch"),
+        (["--only", "nano"], "'nano' is not known. Did you mean nanoGPT? There are: ours, plain PyTorch"),
         (["--rounds", "0"], "--rounds must be at least 1"),
         (["--round", "2"], "Did you mean --rounds?"),
     ],

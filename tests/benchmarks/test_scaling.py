@@ -80,4 +80,4 @@ def test_tables_and_plot_take_any_number_of_axes_and_unknown_memory(tmp_path: Pa
 
 def test_an_unknown_axis_is_explained(capsys: pytest.CaptureFixture) -> None:
     assert main(["--axes", "width"]) == 2
-    assert "there are: data, context, model, batch" in capsys.readouterr().err
+    assert "There are: data, context, model, batch" in capsys.readouterr().err

@@ -82,16 +82,21 @@ def test_the_command_on_record_says_what_limited_the_cpu(monkeypatch: pytest.Mon
 def test_what_is_measured_is_told_at_once() -> None:
     """In turn; what fails is told as that, and is in no report."""
     told: list[dict] = []
-    said: list[str] = []
+    failures: list[tuple[str, str]] = []
     commands = {
         "a": [sys.executable, "-S", "-c", "print('not this'); print('{\"x\": 1}')"],
         "b": [sys.executable, "-S", "-c", "raise SystemExit('no')"],
         "c": [sys.executable, "-S", "-c", "print('{\"x\": 3}')"],
     }
-    measured = measure_in_turn(commands, 2, said.append, lambda so_far: told.append(json.loads(json.dumps(so_far))))
+    measured = measure_in_turn(
+        commands,
+        2,
+        lambda name, reason: failures.append((name, reason)),
+        lambda so_far: told.append(json.loads(json.dumps(so_far))),
+    )
     assert measured == told[-1] == {"a": [{"x": 1}, {"x": 1}], "c": [{"x": 3}, {"x": 3}]}
     assert told[:2] == [{"a": [{"x": 1}]}, {"a": [{"x": 1}], "c": [{"x": 3}]}] and len(told) == 4
-    assert said == ["b failed: no"]
+    assert failures == [("b", "no")]
 
 
 @pytest.mark.parametrize(

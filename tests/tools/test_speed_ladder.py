@@ -201,7 +201,7 @@ def test_a_step_is_made_small_enough_for_the_scores_too() -> None:
 def test_on_a_cpu_a_step_of_the_baseline_takes_some_seconds_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds_of_two: float, sequences: int
 ) -> None:
-    def in_turn(commands: Mapping[str, Sequence[str]], rounds: int, say: object) -> dict[str, list[dict[str, Any]]]:
+    def in_turn(commands: Mapping[str, Sequence[str]], rounds: int, failed: object) -> dict[str, list[dict[str, Any]]]:
         (command,) = commands.values()
         probed = json.loads(Path(command[-1].removeprefix("--config=")).read_text())
         assert probed["batch_size"] == 2 and rounds == 1
@@ -219,8 +219,8 @@ def test_a_batch_that_was_given_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_baseline_that_cannot_be_measured_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_turn(commands: object, rounds: int, say: Any) -> dict:
-        say("The baseline failed: error: no space")
+    def in_turn(commands: object, rounds: int, failed: Any) -> dict:
+        failed("The baseline", "error: no space")
         return {}
 
     monkeypatch.setattr(ladder, "measure_in_turn", in_turn)
@@ -280,7 +280,7 @@ def test_what_is_measured_is_written_at_once(
     """Killed after the first rung, the ladder leaves it; and only the rungs that were asked for are measured."""
     asked: list[str] = []
 
-    def in_turn(commands: dict[str, list[str]], rounds: int, say: Any, so_far: Any) -> None:
+    def in_turn(commands: dict[str, list[str]], rounds: int, failed: Any, so_far: Any) -> None:
         asked.extend(commands)
         so_far({NAMES[Rung.BASELINE]: [measured(2.0)]})
         raise KeyboardInterrupt
@@ -294,7 +294,7 @@ def test_what_is_measured_is_written_at_once(
     assert baseline["seconds"]["median"] == 2.0
     assert ram["missing"] == "not asked for" and ours["missing"] == ""
     assert speed_ladder.main([*words, "--only", "flash"]) == 2
-    assert "--only 'flash' is not known; there are: baseline, " in capsys.readouterr().err
+    assert "--only 'flash' is not known. There are: baseline, " in capsys.readouterr().err
 
 
 def test_without_a_baseline_there_is_no_speed_up(tmp_path: Path) -> None:
