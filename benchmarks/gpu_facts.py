@@ -1,11 +1,9 @@
-"""What a GPU's figures depend on besides the code: versions, clocks, power, memory. What is not told is left out."""
+"""What a GPU's figures depend on besides the code: versions, clocks, power, memory. Unknown facts are absent."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import os
-import platform
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,9 +12,9 @@ from typing import Any
 
 import torch
 
-from common.machine import device_name
+from benchmarks.measure import describe_machine
 
-# By the names nvidia-smi has had for long: one that it does not know fails the whole query.
+# Names that old versions of nvidia-smi know too: an unknown one fails the whole query.
 SMI_FIELDS = {
     "driver": "driver_version",
     "ecc": "ecc.mode.current",
@@ -34,13 +32,12 @@ CHANGING = ("temperature_celsius", "sm_clock_mhz", "memory_clock_mhz", "power_wa
 
 
 def nvidia_smi() -> dict[str, Any]:
-    """SMI_FIELDS of the first GPU, as far as the driver tells."""
+    """Those of SMI_FIELDS that the driver reports for the first GPU."""
     query = ["nvidia-smi", "--id=0", f"--query-gpu={','.join(SMI_FIELDS.values())}", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        return parse_smi(subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout)
     except (OSError, subprocess.SubprocessError):
         return {}
-    return parse_smi(told)
 
 
 def parse_smi(line: str) -> dict[str, Any]:
@@ -55,13 +52,9 @@ def parse_smi(line: str) -> dict[str, Any]:
 
 
 def machine_facts(device: torch.device) -> dict[str, Any]:
-    """Of the machine before it works; the GPU's if it is one."""
-    facts: dict[str, Any] = {
-        "device": device_name(device),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cores": os.cpu_count(),
-    }
+    """The machine before it works, with its GPU if `device` is one."""
+    facts = describe_machine(device.type)
+    del facts["cuda"]
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         facts["triton"] = importlib.metadata.version("triton")
     if device.type != "cuda":
@@ -78,7 +71,7 @@ def machine_facts(device: torch.device) -> dict[str, Any]:
 
 
 def under_load(step: Callable[[], object], synchronize: Callable[[], object], seconds: float) -> dict[str, Any]:
-    """Clocks, power and temperature after `seconds` of steps and while they go on: at rest they say little."""
+    """Clocks, power and temperature after `seconds` of steps and while more run: at rest they mean little."""
     started = time.perf_counter()
     with ThreadPoolExecutor(1) as pool:
         while time.perf_counter() - started < seconds:

@@ -1,20 +1,19 @@
-"""Where the time of a step goes, kernel by kernel, as torch.profiler tells; on a CPU operator by operator."""
+"""The time that each kernel of a step takes, by torch.profiler; on a CPU, each operator."""
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity
 
-LISTED = 25  # kernels, those that take most
-NAME_LENGTH = 100  # of a kernel's; templates run to thousands of characters
+LISTED = 25  # the slowest kernels
+NAME_LENGTH = 100  # characters; the names of templates have thousands
 
-# The first that is found in a name, in lower case, counts. What Inductor generates is named after all that it fuses,
-# attention's outputs among them, so it is looked for first; but its templates (triton_tem_) are matrix products.
+# The first pattern that matches the name in lower case counts. Inductor's kernels come first, because their names list
+# everything that they fuse, outputs of attention too. Its templates (triton_tem_) are matrix products.
 GROUPS = {
     "triton": r"^triton_(?!tem)",
     "attention": r"flash|fmha|sdpa|attention|cudnn",
@@ -37,7 +36,7 @@ def group_of(name: str) -> str:
 
 
 def profiled(step: Callable[[], object], synchronize: Callable[[], object], steps: int, is_cuda: bool) -> list[Kernel]:
-    """What ran on the device during `steps` calls of `step`."""
+    """The kernels that ran on the device during `steps` calls of `step`."""
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as profiler:
         for _ in range(steps):
             step()
@@ -45,30 +44,25 @@ def profiled(step: Callable[[], object], synchronize: Callable[[], object], step
     kernels = []
     for event in profiler.key_averages():
         if event.is_user_annotation or (is_cuda and event.device_type.name != "CUDA"):
-            continue  # spans that hold the kernels once more, and the host's side of it
+            continue  # spans around kernels that have their own entry, and the host's work
         microseconds = event.self_device_time_total if is_cuda else event.self_cpu_time_total
         kernels.append(Kernel(event.key, microseconds / 1e6, event.count))
     return kernels
 
 
 def kernel_table(kernels: Iterable[Kernel], steps: int) -> dict[str, Any]:
-    """Milliseconds, share and calls, of a step, by group and by kernel, those that take most first."""
+    """Milliseconds, share and calls per step, by group and by kernel, the slowest first."""
     kernels = sorted(kernels, key=lambda kernel: -kernel.seconds)
     total = sum(kernel.seconds for kernel in kernels)
+    names = {kernel.name: group_of(kernel.name) for kernel in kernels}
 
-    def entry(seconds: float, calls: int) -> dict[str, float]:
+    def entry(some: Sequence[Kernel]) -> dict[str, float]:
+        seconds, calls = sum(kernel.seconds for kernel in some), sum(kernel.calls for kernel in some)
         return {"ms": 1000 * seconds / steps, "share": seconds / total if total else 0.0, "calls": calls / steps}
 
-    groups: dict[str, list[Kernel]] = defaultdict(list)
-    for kernel in kernels:
-        groups[group_of(kernel.name)].append(kernel)
-    summed = {name: entry(sum(k.seconds for k in of), sum(k.calls for k in of)) for name, of in groups.items()}
+    groups = {group: entry([k for k in kernels if names[k.name] == group]) for group in set(names.values())}
     return {
-        "ms": 1000 * total / steps,
-        "calls": sum(kernel.calls for kernel in kernels) / steps,
-        "groups": dict(sorted(summed.items(), key=lambda item: -item[1]["ms"])),
-        "kernels": [
-            {"name": kernel.name[:NAME_LENGTH], "group": group_of(kernel.name), **entry(kernel.seconds, kernel.calls)}
-            for kernel in kernels[:LISTED]
-        ],
+        **{key: value for key, value in entry(kernels).items() if key != "share"},
+        "groups": dict(sorted(groups.items(), key=lambda item: -item[1]["ms"])),
+        "kernels": [{"name": k.name[:NAME_LENGTH], "group": names[k.name], **entry([k])} for k in kernels[:LISTED]],
     }

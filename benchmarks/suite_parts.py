@@ -1,4 +1,4 @@
-"""The parts of `gpu_suite.py`: each yields its rows one by one, in a process that has touched no GPU before."""
+"""The parts of `gpu_suite.py`: each yields its rows one by one, in a process that has not used the GPU before."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ PRESETS = {  # vocabulary of the tokens each is measured on
     "gpt2_medium": 32_000,
 }
 TOKENS = 5_000_000
-# (sequences at once, compiled): the cheap ones first, for each shape is compiled anew.
+# (sequences at once, compiled): the cheap ones first, because each shape is compiled again.
 MEMORY_CASES = ((8, "off"), (32, "off"), (128, "off"), (128, "on"), (32, "on"))
 RESUMED_STEPS = 20
-LOSS_STEPS, LOSS_SPAN = 200, 100  # steps in all, and to each mean that is told
+LOSS_STEPS, LOSS_SPAN = 200, 100  # steps in all, and steps of each mean in the row
 TOY_LOSS_STEPS, TOY_LOSS_SPAN = 9, 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """Where a part runs: at toy size on the CPU, or for real; with room for its files in `folder`."""
+    """Where a part runs: at toy size on the CPU, or at full size; its files go into `folder`."""
 
     toy: bool
     folder: Path
@@ -67,29 +67,26 @@ class Setting:
         return folder if folder.exists() else write_random_tokens(folder, 10_000 if self.toy else TOKENS, vocab_size)
 
     def flags(self, preset: str, **changes: object) -> list[str]:
-        """The trainer's flags for a config of ours on random tokens. A toy does not compile: that takes a CPU long."""
+        """The trainer's flags for one of our configs on random tokens. A toy is not compiled: a CPU is slow at that."""
         values: dict[str, object] = {"config": f"{preset}.json", "device": self.device, "max_steps": 20_000}
-        values["output_dir"] = self.folder / "run"  # where nothing is that an earlier run found out
+        values["output_dir"] = self.folder / "run"  # not the config's: a run there may have left measurements
         if "data_dir" not in changes:
             values["data_dir"] = self.tokens(65 if self.toy else PRESETS[preset])
         if self.toy:
             values |= {"num_layers": 1, "embed_dim": 32, "num_heads": 2, "max_seq_len": 16, "batch_size": 4}
-        values |= changes
-        if self.toy:
-            values["compile"] = "off"
-            values.pop("compile_mode", None)  # which would contradict it
-        return flag_words(values)
+            changes = {key: value for key, value in changes.items() if key != "compile_mode"} | {"compile": "off"}
+        return flag_words(values | changes)
 
 
 def isolated(measure: Callable[..., Row], *arguments: Any) -> Row:
-    """What `measure` returns, called in a process of its own: a GPU's error cannot be got over in the one that has it,
-    and its memory is free again. Forked, so that nothing is imported again. Raises what it raises."""
+    """Call `measure` in its own process: after a GPU's error a process cannot go on, and the next one finds the memory
+    free. Forked, because imports take long. Raises what `measure` raises."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(measure, *arguments).result()
 
 
 def attempt(name: str, measure: Callable[..., Row], *arguments: Any) -> Row:
-    """A row, or what went wrong with it: the rows that follow should still be measured."""
+    """A row, or an error in its place, so that the following rows are still measured."""
     try:
         return {"name": name, **isolated(measure, *arguments)}
     except Exception as error:
@@ -101,16 +98,14 @@ def timed_training(flags: Sequence[str], seconds: float) -> Row:
 
 
 def step(setting: Setting) -> Iterator[Row]:
-    """GPT-2 small's step as it is, in this process: the machine, the speed, the kernels, the clocks under load. The
-    start-up is counted without Python's imports."""
+    """GPT-2 small's step, unchanged: the machine, the speed, the kernels, the clocks under load. The start-up time does
+    not include Python's imports."""
     yield {"name": "machine", **machine_facts(pick_device(setting.device))}
     started = time.perf_counter()
     training = Training.open(setting.flags("gpt2_small"))
     hardware = training.hardware
-    training.step()
-    hardware.synchronize()
-    startup = time.perf_counter() - started
-    yield {"name": "gpt2_small", **figures(training, setting.seconds), "startup_seconds": startup}
+    training.first_step(started)
+    yield {"name": "gpt2_small", **figures(training, setting.seconds)}
     steps = 2 if setting.toy else 5
     kernels = profiled(training.step, hardware.synchronize, steps, hardware.is_cuda)
     yield {"name": "kernels", **kernel_table(kernels, steps)}
@@ -118,37 +113,32 @@ def step(setting: Setting) -> Iterator[Row]:
 
 
 def variants(setting: Setting) -> Iterator[Row]:
-    """Other ways to run the same step. Ours comes first, for each preset, and last, to show what the machine drifts."""
+    """Other ways to run the same step. Ours comes first, for each preset, and last, to show the machine's drift."""
 
     def measure(name: str, variant: Variant, preset: str) -> Row:
         flags = setting.flags(preset, **dict(variant.flags))
         return attempt(name, measure_variant, variant, flags, setting.seconds)
 
-    def milliseconds(row: Row) -> float | None:
-        return row["ms_spread"]["median"] if "ms_spread" in row else None
-
-    ours: dict[str, float | None] = {}
+    ours: dict[str, Row] = {}
     for variant in VARIANTS:
         if setting.toy and variant.needs == "a GPU":
-            yield {"name": variant.name, "skipped": f"it needs {variant.needs}"}
+            yield {"name": variant.name, "skipped": "it needs a GPU"}
             continue
         preset = variant.preset
         if preset not in ours:
-            row = measure(f"ours, {preset}", OURS, preset)
-            ours[preset] = milliseconds(row)
-            yield row
+            ours[preset] = measure(f"ours, {preset}", OURS, preset)
+            yield ours[preset]
         row = measure(variant.name, variant, preset)
-        own, its = ours[preset], milliseconds(row)
-        if own and its:
-            row["time_ratio"] = its / own
+        if "ms_spread" in row and "ms_spread" in ours[preset]:
+            row["time_ratio"] = row["ms_spread"]["median"] / ours[preset]["ms_spread"]["median"]
         if setting.toy and variant.needs == "compiling":
-            row["note"] = "a toy is not compiled: this is the code, not the variant"
+            row["note"] = "a toy is not compiled: this tests the code, not the variant"
         yield row
     yield measure("ours, gpt2_small, again", OURS, "gpt2_small")
 
 
 def tests(setting: Setting) -> Iterator[Row]:
-    """The tests that need a GPU, a row for each."""
+    """The tests that need a GPU, one row for each."""
     files = ["tests/cuda", "tests/generation/test_cuda_graph.py"]
     # One at a time: some of them measure the GPU's memory.
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "cuda", "-v", "-rfE", "--durations=5", *files]
@@ -166,24 +156,25 @@ def tests(setting: Setting) -> Iterator[Row]:
 
 
 def scaled_training(flags: Sequence[str], seconds: float) -> Row:
-    """A training whose gradients are scaled: what the scale has come to, and whether the loss is a number."""
+    """A training with a gradient scaler: the scale it reached, and whether the loss is finite."""
+    started = time.perf_counter()
     training = Training.open(flags)
-    training.step()
+    training.first_step(started)
     measured = figures(training, seconds)
     return {**measured, "scale": training.scaler.get_scale(), "loss_is_finite": math.isfinite(measured["loss"])}
 
 
 def fp16(setting: Setting) -> Iterator[Row]:
-    """GPT-2 small with --precision fp16, which older GPUs take; eager first, for compiling may take all the time."""
+    """GPT-2 small with --precision fp16, as on older GPUs; eager first, because compiling may use up all the time."""
     precision = "fp32" if setting.toy else "fp16"
-    note = {"note": "a CPU has no fp16: this is the code, not the precision"} if setting.toy else {}
+    note = {"note": "a CPU has no fp16: this tests the code, not the precision"} if setting.toy else {}
     for name, compiled in (("eager", "off"), ("compiled", "on")):
         flags = setting.flags("gpt2_small", precision=precision, compile=compiled)
         yield attempt(name, scaled_training, flags, setting.seconds) | note
 
 
 def curve(flags: Sequence[str], steps: int, span: int) -> Row:
-    """The mean loss of each `span` steps, by its last step."""
+    """The mean loss of every `span` steps, by their last step."""
     training = Training.open(flags)
     losses = []
     for _ in range(steps):
@@ -200,7 +191,7 @@ def curve(flags: Sequence[str], steps: int, span: int) -> Row:
 
 
 def losses(setting: Setting) -> Iterator[Row]:
-    """The built-in conversations on the CPU and on this device: the same losses."""
+    """The built-in conversations on the CPU and on this device, whose losses should be the same."""
     text, folder = setting.folder / "conversations.txt", setting.folder / "conversations"
     conversations.write(text)
     if setting.toy:
@@ -224,7 +215,7 @@ def losses(setting: Setting) -> Iterator[Row]:
 
 
 def presets(setting: Setting) -> Iterator[Row]:
-    """Speed, MFU and memory of the configs as they are."""
+    """Speed, MFU and memory of the unchanged configs."""
     for preset in PRESETS:
         if (ROOT / "configs" / f"{preset}.json").exists():
             yield attempt(preset, timed_training, setting.flags(preset), setting.seconds)
@@ -254,28 +245,28 @@ def generation(setting: Setting) -> Iterator[Row]:
 
 
 def script_rows(script: str, flags: Sequence[str], results: Path) -> Iterator[Row]:
-    """Run another script of this project. The results it writes are a row each time they change, which takes the place
-    of the one before. Raises CalledProcessError if it fails."""
+    """Run another script of this project. Each time its results change, they are a row, which replaces the one before.
+    Raises CalledProcessError if the script fails."""
     command = [sys.executable, str(ROOT / script), *flags, "--output_dir", str(results)]
     process = subprocess.Popen(command, stdout=sys.stderr)
-    told: dict[Path, str] = {}
+    yielded: dict[Path, str] = {}
     code = None
     while code is None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = process.wait(timeout=0.5)
         for path in sorted(results.glob("*.json")):
             text = path.read_text(encoding="utf-8")
-            if text != told.get(path):
+            if text != yielded.get(path):
                 with contextlib.suppress(json.JSONDecodeError, OSError):  # it is being written
                     page = path.with_suffix(".md").read_text(encoding="utf-8")
                     yield {"name": path.stem, "results": json.loads(text), "page": page}
-                    told[path] = text
+                    yielded[path] = text
     if code:
         raise subprocess.CalledProcessError(code, command)
 
 
 def memory(setting: Setting) -> Iterator[Row]:
-    """What is expected of a step against what it takes, eager and compiled, by the sequences at once."""
+    """The estimated memory of a step against its peak, eager and compiled, by the sequences at once."""
     for rows, compiled in ((2, "off"), (4, "off")) if setting.toy else MEMORY_CASES:
         flags = setting.flags("gpt2_small", batch_size=rows, compile=compiled)
         row = attempt(f"batch {rows}, {'compiled' if compiled == 'on' else 'eager'}", timed_training, flags, 0.1)
@@ -285,7 +276,7 @@ def memory(setting: Setting) -> Iterator[Row]:
 
 
 def placements(setting: Setting) -> Iterator[Row]:
-    """Speed with the tokens on the GPU, in RAM, and mapped; in a small model, which waits for its batches soonest."""
+    """Speed with the tokens on the GPU, in RAM, and mapped; with a small model, which is the first to wait for data."""
     for place in ("ram", "mmap") if setting.toy else ("gpu", "ram", "mmap"):
         flags = setting.flags("shakespeare_char", placement=place)
         yield attempt(place, timed_training, flags, setting.seconds)
@@ -301,7 +292,7 @@ def run_losses(flags: Sequence[str], run_dir: Path) -> Row:
 
 
 def resume(setting: Setting) -> Iterator[Row]:
-    """A run that is taken up half way, by a process of its own, against one that is not interrupted."""
+    """A run that another process resumes half way, against one without interruption."""
 
     def train(name: str, max_steps: int) -> Row:
         how = {"use_lr_scheduler": "constant", "warmup_steps": 0, "log_interval": 1, "eval_interval": 0}

@@ -1,4 +1,4 @@
-"""Other ways to run the trainer's step, each in a process of its own: start-up, time, memory, and the loss it has."""
+"""Other ways to run the trainer's step, each in its own process: start-up, time, memory, and the loss."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from benchmarks.workload import Training, figures, time_steps
 from training.config import parse_config
 from training.machine.hardware import detect_hardware
 
-ROUNDS = 3  # of the time of a measurement, for its spread
+ROUNDS = 3  # timed parts of a measurement, for the spread
 HAS_CHUNKED_LOSS = hasattr(torch.nn, "LinearCrossEntropyOptions")
 
 StepModel = Callable[..., torch.Tensor]
 
 
 class Variant(NamedTuple):
-    """What is changed: flags of the trainer, something of this process before it opens, or the model of its steps."""
+    """A change: flags of the trainer, a change of this process before the training is set up, or another step model."""
 
     name: str
     preset: str = "gpt2_small"
     flags: tuple[tuple[str, object], ...] = ()
     prepare: Callable[[], None] | None = None
     build: Callable[[Training], StepModel] | None = None
-    needs: str = ""  # "a GPU", "compiling": what a toy lacks
+    needs: str = ""  # "a GPU" or "compiling", which a toy lacks
 
 
 def fp32_residual() -> None:
@@ -43,7 +43,7 @@ def per_block(training: Training) -> StepModel:
     torch._dynamo.config.recompile_limit = 64  # the blocks share their code
     for block in training.model.blocks:
         block.compile(dynamic=False)
-    return lambda inputs, targets: training.model(inputs, targets)  # not the model itself, which would be called eager
+    return lambda inputs, targets: training.model(inputs, targets)  # the model itself would count as not compiled
 
 
 def cuda_graphs(training: Training) -> StepModel:
@@ -51,7 +51,7 @@ def cuda_graphs(training: Training) -> StepModel:
 
 
 def chunked_loss(training: Training) -> StepModel:
-    """The head and the loss in one operation, which torch does not compile: what it gets has to be cast for it."""
+    """The head and the loss in one operation. torch does not compile it, so autocast needs explicit casts here."""
     whole, device = training.model, training.hardware.device.type
     options = torch.nn.LinearCrossEntropyOptions()
     hidden = torch.compile(whole.hidden, dynamic=False) if training.hardware.compiles else whole.hidden
@@ -66,7 +66,7 @@ def chunked_loss(training: Training) -> StepModel:
 
 
 OURS = Variant("ours")
-# Those that may change what the trainer does come first.
+# First those that may lead to a change of the trainer.
 VARIANTS = [
     Variant("flash attention first", flags=(("attention", "flash"),), needs="a GPU"),
     Variant("fp32 residual stream", prepare=fp32_residual),
@@ -81,34 +81,27 @@ VARIANTS = [
 
 
 def measure_variant(variant: Variant, flags: Sequence[str], seconds: float) -> dict[str, Any]:
-    """To be called once in a process: what a variant changes is not changed back."""
+    """Call it once in a process: it does not undo the change."""
     if variant.build is chunked_loss and not HAS_CHUNKED_LOSS:
-        return {"skipped": f"torch {torch.__version__} has none"}
+        return {"skipped": f"torch {torch.__version__} has no chunked loss"}
     if variant.prepare:
         variant.prepare()
     started = time.perf_counter()
     training = opened(flags, variant.build)
-    training.step()
-    training.hardware.synchronize()
-    startup = time.perf_counter() - started
+    training.first_step(started)
     training.step()
     loss = training.loss.item()
-    rounds = [
-        1000 * time_steps(training.step, training.hardware.synchronize, seconds / ROUNDS)[0] for _ in range(ROUNDS)
-    ]
-    return {
-        **figures(training, seconds / ROUNDS),
-        "ms_spread": dataclasses.asdict(Spread.of(rounds)),
-        "startup_seconds": startup,
-        "loss_of_step_2": loss,
-    }
+    part = seconds / ROUNDS
+    rounds = [1000 * time_steps(training.step, training.hardware.synchronize, part)[0] for _ in range(ROUNDS)]
+    spread = dataclasses.asdict(Spread.of(rounds))
+    return {**figures(training, part), "ms_spread": spread, "loss_of_step_2": loss}
 
 
 def opened(flags: Sequence[str], build: Callable[[Training], StepModel] | None) -> Training:
     if build is None:
         return Training.open(flags)
     compiles = detect_hardware(parse_config(flags)).compiles
-    training = Training.open([*flags, "--compile", "off"])  # what is built compiles for itself
+    training = Training.open([*flags, "--compile", "off"])  # `build` compiles
     training.hardware = dataclasses.replace(training.hardware, compiles=compiles)
     training.step_model = build(training)
     return training

@@ -29,6 +29,7 @@ class Training(Parts):
 
     max_steps: int = 0
     compile_seconds: float | None = None  # None where nothing was compiled
+    startup_seconds: float = math.nan
     steps_done: int = 0
     loss: torch.Tensor = field(default_factory=lambda: torch.tensor(math.nan))  # of the last step, on the device
 
@@ -51,6 +52,12 @@ class Training(Parts):
         lr = learning_rate(self.steps_done, self.max_steps, self.config)
         self.loss = train_step(self, self.steps_done, seen, lr).loss
         self.steps_done += 1
+
+    def first_step(self, started: float) -> None:
+        """Take it, and note the time since `started`, a time.perf_counter(), as the start-up."""
+        self.step()
+        self.hardware.synchronize()
+        self.startup_seconds = time.perf_counter() - started
 
 
 def time_steps(step: Callable[[], object], synchronize: Callable[[], object], seconds: float) -> tuple[float, int]:
@@ -84,14 +91,12 @@ def measure_training(flags: Sequence[str], seconds: float, started: float) -> di
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     training = Training.open(flags)
-    training.step()
-    training.hardware.synchronize()
-    startup = time.perf_counter() - started
-    return {**figures(training, seconds), "startup_seconds": startup}
+    training.first_step(started)
+    return figures(training, seconds)
 
 
 def figures(training: Training, seconds: float) -> dict[str, Any]:
-    """Speed over about `seconds`, and peak memory, of a training that has taken a step."""
+    """Speed over about `seconds`, and peak memory, of a training that has taken its first step."""
     hardware, model, config = training.hardware, training.model, training.config
     step_seconds, steps = time_steps(training.step, hardware.synchronize, seconds)
     tokens_per_second = config.tokens_per_step / step_seconds
@@ -102,6 +107,7 @@ def figures(training: Training, seconds: float) -> dict[str, Any]:
         "tokens_per_second": tokens_per_second,
         "ms_per_step": 1000 * step_seconds,
         "steps": steps,
+        "startup_seconds": training.startup_seconds,
         "compile_seconds": training.compile_seconds,
         "peak_memory_gb": peak and peak / 1e9,
         "reserved_memory_gb": torch.cuda.max_memory_reserved() / 1e9 if hardware.is_cuda else None,
