@@ -1,6 +1,6 @@
 """README.md of an exported model: what it is, how it was trained, and how to use it.
 
-It says what the checkpoint and its run folder know. It contains no path and no file name: others read the card.
+The facts come from the checkpoint and its run folder. It contains no path and no file name: others read the card.
 """
 
 from __future__ import annotations
@@ -28,20 +28,78 @@ RECIPE = (
 )  # fmt: skip
 
 
+OF_CHARACTERS = (
+    "Every token is a character. One that the model was not trained on becomes `<|unk|>`, which the model reads as the",
+    "character that it expects least; `<|pad|>` fills batches. The model generates neither.",
+)
+OF_TEXT = (
+    f"The tokenizer reads `{END_OF_TEXT}` in a text as plain characters. For the token that ends a text, use its id,",
+    "`tokenizer.eos_token_id`.",
+)
+OF_CONVERSATIONS = (
+    f"`apply_chat_template` refuses a turn that contains `{END_OF_TEXT}`: it would count as the end of an answer.",
+    "`tokenizer(text)` does not: for text that others wrote, add `split_special_tokens=True`.",
+)
+MERGING_TIED = (
+    "",
+    "The head and the token embedding share one tensor, and so do their adapters: `merge_and_unload` of peft would add",
+    "them twice. Use the model without merging, or merge it before you export it.",
+)
+
+
 def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tokenizer: Tokenizer, name: str) -> str:
-    state = known_state(checkpoint)
-    run_dir = run_of(checkpoint.path)
     kind = hf_kind(config)
+    facts = {
+        "layers x width, heads": f"{config.num_layers} x {config.embed_dim}, {config.num_heads}",
+        "feed-forward": f"{config.ff_dim:,}, {config.activation}",
+        "context": f"{config.max_seq_len:,} tokens",
+        "vocabulary": f"{tokenizer.vocab_size:,} ({tokenizer.kind})",
+        "norm, positions": f"{config.norm}, {config.position}",
+    }
+    header = ["library_name: transformers", f"tags: [{kind}{', trained-from-scratch' * is_from_scratch(checkpoint)}]"]
+    about = f"A language model of {parameters:,} parameters ({CLASSES[kind]})."
+    loading = ["model = AutoModelForCausalLM.from_pretrained(path)"]
+    notes = reading(checkpoint, config, tokenizer)
+    return card(checkpoint, tokenizer, name, header, about, loading, notes, facts)
+
+
+def adapter_card(
+    checkpoint: Checkpoint, lora: LoRA, config: ModelConfig, tokenizer: Tokenizer, name: str, base: str
+) -> str:
+    """The card of adapters that peft loads onto a model whose folder is named `base`."""
+    loading = [
+        "from peft import PeftModel",
+        f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)})  # its folder, or its name on the hub",
+        "model = PeftModel.from_pretrained(base, path)",
+    ]
+    notes = reading(checkpoint, config, tokenizer)
+    if config.tie_embeddings and lora.end_modules:
+        notes += MERGING_TIED
+    facts = {"rank, alpha": f"{lora.rank}, {lora.alpha:g}", "of": ", ".join(lora.end_modules + lora.block_modules)}
+    header = ["library_name: peft", "tags: [lora]"]
+    return card(checkpoint, tokenizer, name, header, f"LoRA adapters for {cell(base)}.", loading, notes, facts)
+
+
+def card(
+    checkpoint: Checkpoint,
+    tokenizer: Tokenizer,
+    name: str,
+    header: list[str],
+    about: str,
+    loading: list[str],
+    notes: list[str],
+    facts: dict[str, Any],
+) -> str:
+    """`loading`: lines of Python that set `model` from `path`."""
     lines = [
         "---",
-        "library_name: transformers",
+        *header,
         "pipeline_tag: text-generation",
-        f"tags: [{kind}{', trained-from-scratch' * is_from_scratch(state)}]",
         "---",
         "",
         f"# {cell(name)}",
         "",
-        f"A language model of {parameters:,} parameters ({CLASSES[kind]}).",
+        about,
         "",
         "## How to use it",
         "",
@@ -49,94 +107,25 @@ def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tok
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         f"path = {json.dumps(name)}  # this folder, or its name on the hub",
+        *loading,
         "tokenizer = AutoTokenizer.from_pretrained(path)",
-        "model = AutoModelForCausalLM.from_pretrained(path)",
-        *asking(checkpoint.chat_template() is not None, json.dumps(example_prompt(run_dir, tokenizer))),
+        *inputs_code(checkpoint.chat_template() is not None, json.dumps(example_prompt(checkpoint, tokenizer))),
         "outputs = model.generate(**inputs)  # up to the context length; max_length=100 ends it earlier",
         "print(tokenizer.decode(outputs[0]))",
         "```",
         "",
-        *reading(checkpoint, config, tokenizer),
+        *notes,
         "",
         "## What it is",
         "",
-        *table(
-            {
-                "layers x width, heads": f"{config.num_layers} x {config.embed_dim}, {config.num_heads}",
-                "feed-forward": f"{config.ff_dim:,}, {config.activation}",
-                "context": f"{config.max_seq_len:,} tokens",
-                "vocabulary": f"{tokenizer.vocab_size:,} ({tokenizer.kind})",
-                "norm, positions": f"{config.norm}, {config.position}",
-            }
-        ),
-        *training_sections(checkpoint),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-OF_CHARACTERS = (
-    "Every token is a character. One that the model was not trained on becomes `<|unk|>`, which it reads as the",
-    "character that it expects least; `<|pad|>` fills batches. The model generates neither.",
-)
-OF_TEXT = (
-    f"`{END_OF_TEXT}` written in a text is read as these characters. For the token that ends a text, use its id,",
-    "`tokenizer.eos_token_id`.",
-)
-OF_CONVERSATIONS = (
-    f"`apply_chat_template` refuses a turn that contains `{END_OF_TEXT}`: it would read as the end of an answer.",
-    "`tokenizer(text)` does not: for text that others wrote, add `split_special_tokens=True`.",
-)
-MERGING_TIED = (
-    "The head and the token embedding share one tensor, and so do their adapters: `merge_and_unload` of peft would add",
-    "them twice. Use the model as it is, or merge it before you export it.",
-    "",
-)
-
-
-def adapter_card(
-    checkpoint: Checkpoint, lora: LoRA, config: ModelConfig, tokenizer: Tokenizer, name: str, base: str
-) -> str:
-    """The card of adapters that peft opens on a model whose folder is named `base`."""
-    prompt = json.dumps(example_prompt(run_of(checkpoint.path), tokenizer))
-    lines = [
-        "---",
-        "library_name: peft",
-        "pipeline_tag: text-generation",
-        "tags: [lora]",
-        "---",
-        "",
-        f"# {cell(name)}",
-        "",
-        f"LoRA adapters for {cell(base)}.",
-        "",
-        "## How to use them",
-        "",
-        "```python",
-        "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)})  # its folder, or its name on the hub",
-        f"path = {json.dumps(name)}  # this folder, or its name on the hub",
-        "model = PeftModel.from_pretrained(base, path)",
-        "tokenizer = AutoTokenizer.from_pretrained(path)",
-        *asking(checkpoint.chat_template() is not None, prompt),
-        "outputs = model.generate(**inputs)  # up to the context length; max_length=100 ends it earlier",
-        "print(tokenizer.decode(outputs[0]))",
-        "```",
-        "",
-        *reading(checkpoint, config, tokenizer),
-        "",
-        *(MERGING_TIED if config.tie_embeddings and lora.end_modules else ()),
-        "## What they are",
-        "",
-        *table({"rank, alpha": f"{lora.rank}, {lora.alpha:g}", "of": ", ".join(lora.end_modules + lora.block_modules)}),
+        *table(facts),
         *training_sections(checkpoint),
     ]
     return "\n".join(lines) + "\n"
 
 
 def reading(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer) -> list[str]:
-    """How much text it reads, and how it reads special tokens."""
+    """How much text the model reads, and how the tokenizer reads special tokens."""
     lines = [f"It reads {config.max_seq_len:,} tokens at most, its answer included."]
     if tokenizer.kind == "character":
         return [*lines, *OF_CHARACTERS]
@@ -154,7 +143,7 @@ def known_state(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def training_sections(checkpoint: Checkpoint) -> list[str]:
-    """Training data, recipe and samples, as far as they are known; the licence."""
+    """Training data, recipe and samples, where known, and the licence."""
     state, run_dir = known_state(checkpoint), run_of(checkpoint.path)
     step = state.get("step") if type(state.get("step")) is int else None
     lines = []
@@ -175,13 +164,13 @@ def training_sections(checkpoint: Checkpoint) -> list[str]:
         "",
         "## Licence",
         "",
-        "The code it was trained with is under the MIT licence. The licence of these weights also depends on the text "
-        "they were trained on: whoever publishes them should state it here.",
+        "The training code is under the MIT licence. The licence of these weights also depends on the text that they "
+        "were trained on: state it here before you publish them.",
     ]
     return lines
 
 
-def asking(is_chat: bool, prompt: str) -> list[str]:
+def inputs_code(is_chat: bool, prompt: str) -> list[str]:
     """Lines of Python that set `inputs` from a prompt, a JSON string."""
     if not is_chat:
         return [f'inputs = tokenizer({prompt}, return_tensors="pt")']
@@ -196,8 +185,9 @@ def table(facts: dict[str, Any]) -> list[str]:
     return ["| | |", "|---|---|", *(table_row([key, cell(str(value))]) for key, value in facts.items())]
 
 
-def is_from_scratch(state: dict[str, Any]) -> bool:
-    """Unknown, and so False, for weights without a training state."""
+def is_from_scratch(checkpoint: Checkpoint) -> bool:
+    """False for weights without a training state, whose origin is unknown."""
+    state = known_state(checkpoint)
     return "step" in state and not state.get("initialized_from")
 
 
@@ -206,7 +196,7 @@ def is_plain(value: Any) -> bool:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run folder that a checkpoint lies in: runs/x/best, runs/x/checkpoints/step_00000100."""
+    """The run folder of a checkpoint: runs/x for runs/x/best and runs/x/checkpoints/step_00000100."""
     parent = checkpoint.resolve().parent
     run_dir = parent.parent if parent.name == "checkpoints" else parent
     return run_dir if (run_dir / CONFIG).exists() else None
@@ -229,14 +219,14 @@ def training_facts(state: dict[str, Any], step: int | None, run_dir: Path | None
     if run_dir is None or step is None:
         return facts
     rows = [row for row in read_metrics(run_dir) if row["step"] <= step]
-    for key, said in (
+    for key, name in (
         ("train_loss", "training loss"),
         ("val_loss", "validation loss"),
         ("val_bits_per_byte", "validation bits per byte"),
     ):
         measured = [row for row in rows if type(row.get(key)) in (int, float)]
         if measured:
-            facts[said] = f"{measured[-1][key]:.4f} (at step {measured[-1]['step']:,})"
+            facts[name] = f"{measured[-1][key]:.4f} (at step {measured[-1]['step']:,})"
     return facts
 
 
@@ -249,9 +239,9 @@ def newest_sample(run_dir: Path | None, step: int | None) -> list[tuple[str, str
     return [(valid_unicode(prompt), valid_unicode(answer)) for prompt, answer in pairs]
 
 
-def example_prompt(run_dir: Path | None, tokenizer: Tokenizer) -> str:
-    """A prompt from its training, else a word or a character that it can read."""
-    prompts = [prompt for prompt, _ in newest_sample(run_dir, 2**31)]
+def example_prompt(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
+    """A prompt of its run, else a word or a character that its vocabulary has."""
+    prompts = [prompt for prompt, _ in newest_sample(run_of(checkpoint.path), 2**31)]
     for prompt in [*prompts, "Once upon a time", "the"]:
         with contextlib.suppress(ValueError):  # a character that the vocabulary lacks
             tokenizer.encode(prompt)
