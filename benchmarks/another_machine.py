@@ -1,4 +1,4 @@
-"""A process that stands for another machine: with a name, a disk and a clock of its own (Linux namespaces)."""
+"""A process that acts as another machine: with its own name, disk and clock (Linux namespaces)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 
 @dataclass(frozen=True)
 class Machine:
-    """`disk` is what the machine sees at `mounted_at`; its clock is `clock_off` seconds ahead of the real one."""
+    """It sees `disk` at `mounted_at`; its clock is `clock_off` seconds ahead of the real one."""
 
     name: str
     disk: Path
@@ -22,7 +22,7 @@ class Machine:
     clock_off: float
 
     def become(self) -> None:
-        """Make this process run on that machine. Raises OSError where the system forbids namespaces."""
+        """Make this process that machine. Raises OSError if the system forbids namespaces."""
         from training.keeping import lease
 
         libc = ctypes.CDLL(None, use_errno=True)
@@ -37,7 +37,7 @@ class Machine:
         check(libc.mount(os.fsencode(self.disk), os.fsencode(self.mounted_at), None, MS_BIND, None))
         name = self.name.encode()
         check(libc.sethostname(name, len(name)))
-        lease.system = lambda: self.name  # its process ids mean nothing to others
+        lease.system = lambda: self.name  # other machines do not know its process ids
         now = time.time
         time.time = lambda: now() + self.clock_off
 
@@ -49,7 +49,7 @@ def check(result: int) -> None:
 
 
 def is_possible(folder: Path) -> bool:
-    """Whether this system allows it, tried in a process of its own with disks in `folder`."""
+    """Whether this system allows it, tried in a new process with disks in `folder`."""
     (folder / "here").mkdir()
     pid = os.fork()
     if pid == 0:

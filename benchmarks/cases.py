@@ -1,4 +1,4 @@
-"""What `peers.py` and `generation.py` compare: contestants and shapes. Imports no torch."""
+"""The contestants and shapes that `peers.py` and `generation.py` compare. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import dataclasses
 from benchmarks.measure import flag_words
 
 OURS = "ours"
-BATCH_HELD = 16  # tokens of context when batches of texts are timed: few, because a batch shares only the weights
+BATCH_HELD = 16  # tokens of context when batches are timed: few, because the texts of a batch share only the weights
 CONTESTANTS = {
     "ours": "the trainer's own step with its automatic choices",
-    "plain PyTorch": "our model in a plain loop: fp32, eager, AdamW that is not fused, rows stacked one by one",
+    "plain PyTorch": "our model in a plain loop: fp32, eager, AdamW without fusing, rows stacked one by one",
     "transformers": "GPT2LMHeadModel with `labels=` and the Trainer's defaults: fp32, eager, fused AdamW. It shifts "
-    "the labels itself, and so learns from one token less in each row. Head untied, exact GELU, no dropout, as ours",
-    "nanoGPT": "its GPT and its configure_optimizers, as its train.py uses them: on a CPU fp32, eager, AdamW that is "
-    "not fused; on CUDA compiled, bf16 (fp16 where there is none), TF32, fused AdamW. Its head is always tied: it has "
-    "that many parameters less to update",
+    "the labels itself, so it learns from one token less in each row. Untied head, exact GELU, no dropout, like ours",
+    "nanoGPT": "its GPT and its configure_optimizers, as its train.py uses them: on a CPU fp32, eager, AdamW without "
+    "fusing; on CUDA compiled, bf16 (fp16 where it is missing), TF32, fused AdamW. Its head is always tied, so it "
+    "updates fewer parameters",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A shape of model and batch. `max_steps` is the length of run for which ours makes its choices."""
+    """A shape of model and batch. Ours chooses its settings for a run of `max_steps`."""
 
     num_layers: int
     embed_dim: int
@@ -34,7 +34,7 @@ class Case:
     def flags(self, folder: str) -> list[str]:
         """The trainer's flags for this case on a token folder."""
         values = {"data_dir": folder, **dataclasses.asdict(self)}
-        del values["vocab_size"]  # that of the tokens
+        del values["vocab_size"]  # the trainer takes it from the tokens
         return flag_words(values)
 
     def __str__(self) -> str:

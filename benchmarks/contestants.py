@@ -1,4 +1,4 @@
-"""The contestants of `peers.py`, ready to train, and the measurement of one of them."""
+"""The contestants of `peers.py`, ready to train, and the measurement of one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Contestant(NamedTuple):
 
 
 def random_batches(case: Case, folder: str, device: torch.device) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """Draws inputs and targets, each (B, T) int64, the usual way: random places of a memory map, one row at a time."""
+    """Draws inputs and targets, each (B, T) int64, as most code does: random places of a memory map, row by row."""
     tokens = np.memmap(Path(folder) / "tokens.bin", "<u2", mode="r")
     T = case.max_seq_len
 
@@ -68,7 +68,7 @@ def transformers_gpt2(case: Case, folder: str, device: torch.device) -> Contesta
 
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     as_ours = {"activation_function": "gelu", "tie_word_embeddings": False, **dropout}
-    # Any: typed too narrowly, `to` takes a device.
+    # Any: the declared type of `to` allows no device.
     model: Any = GPT2LMHeadModel(gpt2_config(model_config(case), use_cache=False, eos_token_id=0, **as_ours))
     model.to(device).train()
     defaults: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
@@ -121,7 +121,7 @@ def nanogpt(case: Case, folder: str, device: torch.device, checkout: str) -> Con
 def measure(
     name: str, case: Case, folder: str, device: str, checkout: str | None, seconds: float, started: float
 ) -> dict[str, Any]:
-    """Train one contestant in this process, which began at `started`."""
+    """Train one contestant in this process, which started at `started`."""
     if name == "ours":
         return measure_training([*case.flags(folder), "--device", device], seconds, started)
 
@@ -133,7 +133,7 @@ def measure(
     }
     torch.manual_seed(0)
     contestant = builders[name](case, folder, target)
-    # Not detect_hardware, which would tune this process as it tunes ours.
+    # Not detect_hardware, which changes the process's settings, as for ours.
     hardware = Hardware(target, "", "fp32", "", compiles=False, compile_reason="", peak_flops=None, memory_bytes=None)
     contestant.step()
     hardware.synchronize()

@@ -36,7 +36,7 @@ def model_config(checkpoint: str | None, shape: dict[str, Any]) -> ModelConfig:
 
 
 def contestants(nanogpt: str | None) -> list[str]:
-    """On a CPU fp32 against fp32, and bf16 against bf16 if the CPU has it; on a GPU bf16."""
+    """On a CPU all in fp32, and again in bf16 if the CPU has units for it; on a GPU in bf16."""
     precisions = ["bf16"] if torch.cuda.is_available() else ["fp32", "bf16"] if cpu_bf16_flag() else ["fp32"]
     names = [f"{who}, {precision}" for precision in precisions for who in (OURS, HUGGING_FACE)]
     return names + ([f"{NANOGPT}, {precisions[0]}"] if nanogpt else [])
@@ -59,7 +59,7 @@ def measure(name: str, flags: Namespace, config: ModelConfig) -> dict[str, float
         cases = [(held, 1, False) for held in flags.held] + [(BATCH_HELD, batch, True) for batch in flags.batches]
     results = {}
     with torch.inference_mode():
-        run(torch.zeros((1, BATCH_HELD), dtype=torch.long), 2, False)  # what is only done once is not counted
+        run(torch.zeros((1, BATCH_HELD), dtype=torch.long), 2, False)  # one-time work does not count
         for held, batch, sampled in cases:
             prompts = torch.randint(config.vocab_size, (batch, held))
             times = run(prompts, tokens, sampled)
@@ -72,7 +72,7 @@ def ours(config: ModelConfig, checkpoint: str | None, device: torch.device, dtyp
     model: TransformerLanguageModel = load_model(checkpoint)[0] if checkpoint else TransformerLanguageModel(config)
     if not checkpoint:
         with torch.no_grad():
-            model.head.weight.mul_(8)  # scores as far apart as a trained model's: top_p cuts off most of them
+            model.head.weight.mul_(8)  # as far apart as a trained model's logits, so that top_p cuts off most tokens
     model.to(device, dtype).eval()
 
     def run(prompts: torch.Tensor, new_tokens: int, sampled: bool) -> list[float]:
@@ -86,14 +86,14 @@ def ours(config: ModelConfig, checkpoint: str | None, device: torch.device, dtyp
 def hugging_face(config: ModelConfig, checkpoint: str | None, device: torch.device, dtype: torch.dtype) -> Generator:
     from transformers import GPT2LMHeadModel
 
-    # Any: typed too narrowly, `to` and the streamer below work.
+    # Any: the declared types allow neither this `to` nor the streamer below.
     model: Any = GPT2LMHeadModel(gpt2_config(config, eos_token_id=None))  # nothing ends a text early
     with torch.no_grad():
         model.lm_head.weight.mul_(8)
     model.to(device, dtype).eval()
 
     class Stamps(list[float]):
-        """A streamer: `generate` puts the prompt, then each token, on the host."""
+        """A streamer: `generate` passes it the prompt, then each token, on the host."""
 
         def put(self, tokens: torch.Tensor) -> None:
             self.append(time.perf_counter())
@@ -102,18 +102,10 @@ def hugging_face(config: ModelConfig, checkpoint: str | None, device: torch.devi
             pass
 
     def run(prompts: torch.Tensor, new_tokens: int, sampled: bool) -> list[float]:
-        how = {"temperature": 0.8, "top_p": 0.9, "top_k": 0} if sampled else {}
+        how: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 0} if sampled else {}
         stamps, prompts = Stamps(), prompts.to(device)
-        mask = torch.ones_like(prompts)
-        model.generate(
-            prompts,
-            attention_mask=mask,
-            max_new_tokens=new_tokens,
-            do_sample=sampled,
-            pad_token_id=0,
-            streamer=stamps,
-            **how,
-        )
+        how |= {"attention_mask": torch.ones_like(prompts), "pad_token_id": 0, "streamer": stamps}
+        model.generate(prompts, max_new_tokens=new_tokens, do_sample=sampled, **how)
         return stamps[1:]
 
     return run

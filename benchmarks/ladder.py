@@ -1,4 +1,4 @@
-"""`tools/speed_ladder.py`: which data and batch to measure with, the rungs in turn, and the results."""
+"""`tools/speed_ladder.py`: chooses data and batch, measures the rungs in turn, and writes the results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SYNTHETIC_TOKENS = 100_000_000  # 200 MB, far beyond a CPU's caches
 
 
 def find_tokens(config: TrainConfig, scratch: Path) -> tuple[TrainConfig, str]:
-    """The tokens the configuration names, else random ones in `scratch`; and in words which."""
+    """The configuration with its tokens, or with random ones in `scratch` if there are none; and which, in words."""
     config = use_builtin_files(config)
     if config.input:
         config = tokenize_input(config)
@@ -55,18 +55,18 @@ def find_tokens(config: TrainConfig, scratch: Path) -> tuple[TrainConfig, str]:
         return config, f"the tokens of {config.bin_file or config.data_dir or DEFAULT_FOLDER}"
     folder = scratch / "tokens"
     write_random_tokens(folder, SYNTHETIC_TOKENS, config.vocab_size)
-    words = f"{SYNTHETIC_TOKENS:,} random tokens, vocabulary {config.vocab_size:,}: there are none in {DEFAULT_FOLDER}/"
+    words = f"{SYNTHETIC_TOKENS:,} random tokens, vocabulary {config.vocab_size:,}: {DEFAULT_FOLDER}/ has none"
     return dataclasses.replace(config, data_dir=str(folder)), words
 
 
 def of_rows(config: TrainConfig, rows: int) -> TrainConfig:
-    """The configuration with a step of `rows` sequences, all at once."""
+    """The configuration with steps of `rows` sequences, in one micro-batch."""
     return dataclasses.replace(config, batch_size=rows, gradient_accumulation_steps=1, micro_batch_size=None)
 
 
 def baseline_memory(config: TrainConfig, vocab_size: int, hardware: Hardware) -> int:
-    """Estimated peak bytes of the baseline: what training takes in fp32, and the scores. Each layer keeps one matrix of
-    them for its backward pass, which makes three more for one layer at a time."""
+    """Estimated peak bytes of the baseline: training in fp32, and the attention scores. Each layer keeps one matrix of
+    scores for its backward pass, which makes three more for one layer at a time."""
     model = shape_only(config, vocab_size)
     scores = 4 * config.rows_at_once * config.num_heads * config.max_seq_len**2
     plain = dataclasses.replace(hardware, precision="fp32", compiles=False)
@@ -74,7 +74,7 @@ def baseline_memory(config: TrainConfig, vocab_size: int, hardware: Hardware) ->
 
 
 def fit_memory(config: TrainConfig, vocab_size: int, hardware: Hardware) -> TrainConfig:
-    """Halve the sequences of a step until the baseline, the rung that needs most, is expected to fit."""
+    """Halve the sequences of a step until the baseline, the rung that needs most memory, should fit."""
     if hardware.memory_bytes is None:
         return config
     fitted, limit = config, MEMORY_SHARE * hardware.memory_bytes
@@ -88,33 +88,26 @@ def rung_command(rung: Rung, steps: int, config: TrainConfig, scratch: Path) -> 
     # The tokens are there by now, and the shape stands in its own keys.
     done = ["input", "tokenizer", "vocab_size", "model_size", "eval_prompts"]
     done += ["optimizer", "muon_learning_rate", "muon_momentum"]  # AdamW on every rung: they show speed alone
-    done += ["epochs"] if config.max_steps else []  # of the two ways to say how long a run is, the one that counts
+    done += ["epochs"] if config.max_steps else []  # max_steps overrides it, and both are an error
     values = {key: value for key, value in config.values().items() if value != SCHEMA[key].default and key not in done}
     path = scratch / f"{config.sequences_per_step}_sequences.json"
     path.write_text(json.dumps({**values, "output_dir": str(scratch)}))
-    return [
-        sys.executable,
-        str(SCRIPT),
-        f"--rung={rung.value}",
-        f"--steps={steps}",
-        f"--config={path}",
-    ]
+    return [sys.executable, str(SCRIPT), f"--rung={rung.value}", f"--steps={steps}", f"--config={path}"]
 
 
 def choose_batch(config: TrainConfig, vocab_size: int, hardware: Hardware, scratch: Path) -> tuple[TrainConfig, str]:
-    """A step that fits in memory and, on a CPU, in STEP_SECONDS; and in words why it is what it is.
+    """A step that fits in memory and, on a CPU, in STEP_SECONDS; and the reason for its size.
 
-    Raises UserError if the baseline cannot be measured at all.
+    Raises UserError if the baseline cannot be measured.
     """
     if config.sources["batch_size"] == "flag":
         return config, "as given"
     configured = config.sequences_per_step
     fitted = fit_memory(config, vocab_size, hardware)
     rows = fitted.sequences_per_step
+    reason = "as configured"
     if rows < configured:
-        reason = f"{configured}, as configured, would not fit the memory of the baseline"
-    else:
-        reason = "as configured"
+        reason = f"the baseline does not fit in memory with the configured {configured}"
     if hardware.is_cuda or rows == 1:
         return fitted, reason
     probe = rung_command(Rung.BASELINE, 1, of_rows(config, 2), scratch)
@@ -128,8 +121,8 @@ def choose_batch(config: TrainConfig, vocab_size: int, hardware: Hardware, scrat
         return fitted, reason
     rows = max(1, int(STEP_SECONDS / per_sequence))
     return of_rows(config, rows), (
-        f"instead of {configured}, for the baseline takes about {per_sequence:.1f} s for each on this CPU and a step "
-        f"of it should take at most {STEP_SECONDS:.0f} s"
+        f"instead of {configured}, because the baseline needs about {per_sequence:.1f} s for each on this CPU and its "
+        f"step should take at most {STEP_SECONDS:.0f} s"
     )
 
 
@@ -137,7 +130,7 @@ def choose_batch(config: TrainConfig, vocab_size: int, hardware: Hardware, scrat
 
 
 def is_the_blogs(config: TrainConfig, vocab_size: int, hardware: Hardware) -> bool:
-    """Whether a step is the one whose seconds the blog tells, on a GPU as there."""
+    """Whether the blog has times for this step: its shape, on a GPU."""
     same = all(getattr(config, key) == value for key, value in BLOG_STEP.items())
     return hardware.is_cuda and same and vocab_size == BLOG_VOCABULARY
 
@@ -148,37 +141,32 @@ def summarize(
     floor_seconds: float | None,
     beside_blog: bool = False,
 ) -> list[dict[str, Any]]:
-    """One entry a rung; `missing` says of those that were not measured why. `floor_seconds`: of a step at the device's
-    peak FLOP/s, None where that is not known. `beside_blog`: with what the blog tells of the same rung."""
+    """One entry for each rung. `missing`: why some have no measurement. `floor_seconds`: of a step at the device's peak
+    FLOP/s, if known. `beside_blog`: with the blog's seconds for the same rung."""
     rows: list[dict[str, Any]] = []
     baseline = None
     for rung, name in NAMES.items():
-        results = measured.get(name)
-        told = {"blog_seconds": BLOG_SECONDS.get(rung)} if beside_blog else {}
-        if not results:
-            rows.append({"name": name, "missing": missing.get(name, ""), **told})
-            continue
-        seconds = Spread.of([result["seconds"] for result in results])
-        baseline = seconds.median if rung == Rung.BASELINE else baseline
-        compiling = [result["compile_seconds"] for result in results if result["compile_seconds"]]
-        first = results[0]
-        rows.append(
-            {
-                "name": name,
+        row: dict[str, Any] = {"name": name}
+        if results := measured.get(name):
+            seconds = Spread.of_key(results, "seconds")
+            baseline = seconds.median if rung == Rung.BASELINE else baseline
+            row |= {
                 "seconds": dataclasses.asdict(seconds),
                 "speed_up": baseline / seconds.median if baseline else None,
                 "peak_memory": max(result["peak_memory"] or 0 for result in results) or None,
                 "share_of_peak": floor_seconds / seconds.median if floor_seconds else None,
-                "compile_seconds": max(compiling, default=None),  # the first time; later rounds find it in a cache
-                **{key: first[key] for key in ("precision", "compiled", "tokens", "losses")},
-                **told,
+                # The longest is the first: later rounds find the code in a cache.
+                "compile_seconds": max(result["compile_seconds"] or 0 for result in results) or None,
+                **{key: results[0][key] for key in ("precision", "compiled", "tokens", "losses")},
             }
-        )
+        else:
+            row["missing"] = missing.get(name, "")
+        rows.append(row | {"blog_seconds": BLOG_SECONDS.get(rung)} if beside_blog else row)
     return rows
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """What a rung is, with what the trainer chose where it is the trainer that chooses."""
+    """The name of a rung, with the trainer's choices where it made them."""
     compiled = "compiled" if row["compiled"] else "not compiled"
     if row["name"] == NAMES[Rung.OURS]:
         place = {"gpu": "GPU memory", "ram": "RAM", "mmap": "a memory map"}[row["tokens"]]
@@ -192,12 +180,9 @@ def describe(row: Mapping[str, Any]) -> str:
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     columns = ["what", "s/step (lowest to highest)", "speed-up", "peak memory", "of peak FLOP/s", "compiling"]
     cells = []
-    beside_blog = any("blog_seconds" in row for row in rows)
-    columns += ["the blog's A100, s/step"] * beside_blog
     for row in rows:
-        told = [f"{row['blog_seconds'] or ''}"] if beside_blog else []
         if "missing" in row:
-            cells.append([row["name"], row["missing"].replace("|", "\\|"), "-", "-", "-", "-", *told])
+            cells.append([row["name"], row["missing"].replace("|", "\\|"), *"----"])
             continue
         cells.append(
             [
@@ -207,37 +192,36 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
                 f"{row['peak_memory'] / 1e9:.2f} GB" if row["peak_memory"] else "-",
                 f"{row['share_of_peak']:.0%}" if row["share_of_peak"] else "-",
                 f"{row['compile_seconds']:.0f} s" if row["compile_seconds"] else "-",
-                *told,
             ]
         )
+    if any("blog_seconds" in row for row in rows):
+        columns.append("the blog's A100, s/step")
+        cells = [[*line, f"{row['blog_seconds'] or ''}"] for line, row in zip(cells, rows, strict=True)]
     return markdown_table(columns, cells)
 
 
 def draw(rows: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """A bar a rung, its length the median of s/step, with the spread as a line."""
+    """One bar for each rung, its length the median of s/step, with the spread as a line."""
     timed = [row for row in rows if "seconds" in row]
-    medians = [row["seconds"]["median"] for row in timed]
-    spreads = [
-        [row["seconds"]["median"] - row["seconds"]["low"] for row in timed],
-        [row["seconds"]["high"] - row["seconds"]["median"] for row in timed],
-    ]
+    spreads = [Spread(**row["seconds"]) for row in timed]
+    errors = [[spread.median - spread.low for spread in spreads], [spread.high - spread.median for spread in spreads]]
     figure = Figure(figsize=(9, 4), layout="constrained")
     axes = figure.subplots()
     colors = ["tab:orange" if row["name"] == NAMES[Rung.OURS] else "tab:blue" for row in timed]
-    bars = axes.barh([row["name"] for row in timed], medians, xerr=spreads, capsize=3, color=colors)
-    labels = [
-        f"{row['seconds']['median']:.3g} s" + (f", {row['speed_up']:.2f}x" if row["speed_up"] else "") for row in timed
-    ]
+    medians = [spread.median for spread in spreads]
+    bars = axes.barh([row["name"] for row in timed], medians, xerr=errors, capsize=3, color=colors)
+    speed_ups = [f", {row['speed_up']:.2f}x" if row["speed_up"] else "" for row in timed]
+    labels = [f"{median:.3g} s{speed_up}" for median, speed_up in zip(medians, speed_ups, strict=True)]
     axes.bar_label(bars, labels, padding=6)
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(row["seconds"]["high"] for row in timed))
+    axes.set_xlim(0, 1.25 * max(spread.high for spread in spreads))
     axes.set(xlabel="seconds a step", title=title)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)
 
 
 def floor_seconds(config: TrainConfig, vocab_size: int, hardware: Hardware) -> float | None:
-    """Seconds of a step if the device reached its peak FLOP/s; None where that is not known."""
+    """Seconds of a step at the device's peak FLOP/s; None if that is not known."""
     if not hardware.peak_flops:
         return None
     return shape_only(config, vocab_size).flops_per_token() * config.tokens_per_step / hardware.peak_flops
@@ -266,7 +250,6 @@ def measure_ladder(config: TrainConfig, rounds: int, steps: int | None, only: Se
     only = only or list(NAMES.values())
     require_known("--only", only, NAMES.values())
     hardware = detect_hardware(config)
-    output = Path(config.output_dir or "runs/speed_ladder")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         scratch = Path(folder)
         print(f"Device     {hardware.name}")
@@ -290,7 +273,7 @@ def measure_ladder(config: TrainConfig, rounds: int, steps: int | None, only: Se
             missing[name] = f"failed: {problem}"
 
         machine = describe_machine(hardware.device.type)
-        stem = output / f"speed_ladder-{machine_kind(machine)}"
+        stem = Path(config.output_dir or "runs/speed_ladder") / f"speed_ladder-{machine_kind(machine)}"
         floor, beside_blog = floor_seconds(config, vocab_size, hardware), is_the_blogs(config, vocab_size, hardware)
         shape = f"{config.num_layers} layers x {config.embed_dim}, context {config.max_seq_len}"
         about = {
@@ -306,22 +289,23 @@ def measure_ladder(config: TrainConfig, rounds: int, steps: int | None, only: Se
         }
 
         def write(measured: Measured) -> list[dict[str, Any]]:
-            """The rungs, written down too: after each measurement, so that what there is is kept if the rest is not."""
+            """Write the rungs and return them. Called after each measurement, so that an interruption loses none."""
             rows = summarize(measured, missing, floor, beside_blog)
-            ours = next((row for row in rows if row["name"] == NAMES[Rung.OURS] and "seconds" in row), None)
-            speed = f" This trainer: {si(config.tokens_per_step / ours['seconds']['median'])} tokens/s." if ours else ""
-            fewer = config.sequences_per_step < configured
-            caution = (
-                " With fewer sequences, what is done once a step, the optimizer's update above all, weighs more."
-            ) * fewer
-            blog = (
-                " The blog's seconds are its author's, not measured here: each stands at the technique that has its "
-                "place in the blog's order."
-            ) * beside_blog
+            notes = ""
+            if config.sequences_per_step < configured:
+                notes += " With fewer sequences, work done once per step, mainly the optimizer's update, weighs more."
+            for row in rows:
+                if row["name"] == NAMES[Rung.OURS] and "seconds" in row:
+                    notes += f" This trainer: {si(config.tokens_per_step / row['seconds']['median'])} tokens/s."
+            if beside_blog:
+                notes += (
+                    " The blog's seconds are its author's, not measured here. Each is beside the technique at the same "
+                    "place in the blog's order."
+                )
             body = (
                 f"{config.name}: {shape}, vocabulary {vocab_size:,}. A step is {batch} ({reason}). Data: {tokens}. "
-                f"Each rung in a process of its own, {rounds} rounds in turn, {steps} step{'s' * (steps > 1)} of "
-                f"each after two not counted; compiling is not part of a step.{caution}{speed}{blog}\n\n{table(rows)}"
+                f"Each rung runs in its own process, {rounds} rounds in turn, {steps} step{'s' * (steps > 1)} of each "
+                f"after two that do not count; a step does not include compiling.{notes}\n\n{table(rows)}"
                 f"\n\n![seconds a step]({stem.name}.png)"
             )
             results = {**about, "rungs": rows}

@@ -1,4 +1,4 @@
-"""Token folders of random ids: speed does not depend on what the tokens say. Imports no torch."""
+"""Token folders of random ids: speed does not depend on the text. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ BLOCK_TOKENS = 8_000_003  # random ids drawn once and repeated; a prime, so that
 
 
 def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
-    """A complete token folder of `tokens` random ids (uint16), as the pre-tokenizer would leave it; returns `folder`.
+    """Write a complete token folder of `tokens` random ids (uint16), like the pre-tokenizer's, and return `folder`.
 
-    The vocabulary consists of characters, which allows any size up to 55,000.
+    The vocabulary consists of characters, so it may have any size up to 55,000.
     """
     folder.mkdir(parents=True)
     tokenizer = CharacterTokenizer([chr(256 + i) for i in range(vocab_size)])

@@ -1,4 +1,4 @@
-"""The rungs of `speed_ladder.py`: the trainer's own step, and what its pieces improve on."""
+"""The rungs of `speed_ladder.py`: the trainer's own step, and the simpler ways that its parts replace."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from training.numbers.optimizer import build_optimizer
 from training.numbers.step import train_step
 from training.parts import Parts
 
-WARM_UP_STEPS = 2  # the first uses every kernel first, the second takes its memory
+WARM_UP_STEPS = 2  # the first loads every kernel, the second allocates all memory
 
 
 class Rung(enum.IntEnum):
-    """Each has what those before it have."""
+    """Each adds one technique to the one before."""
 
     BASELINE = 0  # memory map, a Python loop over rows, fp32, eager, the score matrix in memory, AdamW by the parameter
     RAM = 1
@@ -39,7 +39,7 @@ class Rung(enum.IntEnum):
     COMPILE = 3
     MIXED = 4
     FLASH = 5
-    OURS = 6  # the trainer as it is
+    OURS = 6  # the unchanged trainer
 
 
 NAMES = {
@@ -52,16 +52,8 @@ NAMES = {
     Rung.OURS: "this trainer",
 }
 
-# Seconds a step that the blog tells of its A100, for GPT-2 small and 64 x 512 tokens: 1.6, 0.8, 0.5, 0.35, 0.225, 0.1.
-# Each stands at the technique whose place it has in that order.
-BLOG_SECONDS = {
-    Rung.BASELINE: 1.6,
-    Rung.RAM: 0.8,
-    Rung.VECTORIZED: 0.5,
-    Rung.COMPILE: 0.35,
-    Rung.MIXED: 0.225,
-    Rung.FLASH: 0.1,
-}
+# The blog's seconds per step on its A100, in its order of techniques, for GPT-2 small and 64 x 512 tokens.
+BLOG_SECONDS = dict(zip(Rung, (1.6, 0.8, 0.5, 0.35, 0.225, 0.1), strict=False))  # not OURS
 BLOG_STEP = {"num_layers": 12, "embed_dim": 768, "max_seq_len": 512, "sequences_per_step": 64}
 BLOG_VOCABULARY = 32_000
 
@@ -74,7 +66,7 @@ def materialized_attention(
     dropout_p: float = 0.0,
     is_causal: bool = False,
 ) -> torch.Tensor:
-    """Attention as it is written in a textbook, with every score in memory. q, k, v: (B, H, T, D) -> (B, H, T, D)."""
+    """Attention as in textbooks, with every score in memory. q, k, v: (B, H, T, D) -> (B, H, T, D)."""
     assert is_causal and attn_mask is None, "training needs no other mask"
     T = q.size(-2)
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
@@ -84,18 +76,18 @@ def materialized_attention(
 
 
 def gather_row_by_row(data: TokenData, starts: np.ndarray) -> torch.Tensor:
-    """`TokenData.gather` with a Python loop: a read for each row. (rows, T + 1), as stored."""
+    """`TokenData.gather` with a Python loop: one read for each row. (rows, T + 1), in the stored dtype."""
     return torch.stack([data.tokens[start : start + data.seq_len + 1] for start in starts.tolist()])
 
 
 def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
-    """Measure one rung in this process: mean seconds of `steps` steps after two that are not counted.
+    """Measure one rung in this process: mean seconds of `steps` steps after two that do not count.
 
-    `losses` are those of the first and the last step. Raises SystemExit if the rung is torch.compile and it fails.
+    `losses` are those of the first and the last step. Raises SystemExit if the rung is torch.compile and that fails.
     """
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(config.run_dir / "compiled")  # empty at first: compiling is timed
     if rung < Rung.OURS:
-        training.machine.hardware.keep_freed_memory = lambda: None  # in this process alone, like the attention below
+        training.machine.hardware.keep_freed_memory = lambda: None  # only in this process, like the attention below
     hardware = detect_hardware(config)
     if rung < Rung.OURS:
         precision = mixed_precision(hardware.device) if rung >= Rung.MIXED else "fp32"
@@ -103,7 +95,7 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
         config = dataclasses.replace(config, placement="ram" if rung >= Rung.RAM else "mmap")
         torch.set_float32_matmul_precision("highest")
     if rung < Rung.FLASH:
-        F.scaled_dot_product_attention = cast(Any, materialized_attention)  # as textbooks have it
+        F.scaled_dot_product_attention = cast(Any, materialized_attention)
     data = TokenData.open(config, hardware)
     if rung < Rung.OURS:
         data.reader = None  # nothing is read ahead
@@ -118,15 +110,15 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
         for group in optimizer.param_groups:
             group["fused"] = False
     scaler = hardware.grad_scaler()
-    told, started = io.StringIO(), time.perf_counter()
-    with contextlib.redirect_stdout(told):
+    output, started = io.StringIO(), time.perf_counter()
+    with contextlib.redirect_stdout(output):
         step_model = compile_model(model, hardware, lambda: data.batch(0, config.rows_at_once))
     hardware.synchronize()
     compiled = step_model is not model
     compile_seconds = time.perf_counter() - started if compiled else None
     if rung == Rung.COMPILE and not compiled:
-        said = told.getvalue().strip()
-        raise SystemExit(said if "failed" in said else "torch.compile is switched off (TORCHDYNAMO_DISABLE)")
+        message = output.getvalue().strip()
+        raise SystemExit(message if "failed" in message else "torch.compile is switched off (TORCHDYNAMO_DISABLE)")
 
     parts = Parts(config, hardware, data, [], model, optimizer, scaler, step_model)
     losses = []
@@ -151,14 +143,16 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
 
 
 def mixed_precision(device: torch.device) -> str:
-    """What the machine has units for; measured also where the trainer would not choose it."""
+    """The precision that the machine has units for, even if the trainer would not choose it."""
     if has_fast_bf16(device):
         return "bf16"
     return "fp16" if device.type == "cuda" else "fp32"
 
 
 def left_out(device: torch.device) -> dict[str, str]:
-    """The rungs for units that this machine lacks, by name, each with the reason."""
+    """The rungs that need units this machine lacks, by name, with the reason."""
     if mixed_precision(device) != "fp32":
         return {}
-    return {NAMES[Rung.MIXED]: "this CPU has neither AMX nor AVX512-BF16, without which a step in bf16 takes minutes"}
+    return {
+        NAMES[Rung.MIXED]: "this CPU has neither AMX nor AVX512-BF16, and without them a step in bf16 takes minutes"
+    }
