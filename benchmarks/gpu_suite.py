@@ -4,13 +4,12 @@
     python benchmarks/gpu_suite.py --parts tests fp16 losses memory resume placements generation
     python benchmarks/gpu_suite.py --parts ladder presets peers
     python benchmarks/gpu_suite.py --minutes 27         # all of them at once
-    python benchmarks/gpu_suite.py --report FILE.jsonl  # the JSON file and the page once more, of the rows there are
+    python benchmarks/gpu_suite.py --report FILE.jsonl  # the JSON file and the page again, from rows already measured
     python benchmarks/gpu_suite.py --toy                # tiny models on a CPU, to see that it works
 
-The parts run in the order of their value, which is the default, or in the one they are given in. Each is a process with
-a time limit of its own. A row is in a file of lines the moment it is measured, so what fails, hangs or is cut off takes
-nothing else with it; a later command with the same --output adds to it. What was compiled is kept in --cache_dir for
-the next command.
+The parts run in the given order; by default the most useful first. Each is a process with its own time limit. Each row
+goes to a file as soon as it is measured, so a part that fails, hangs or is killed loses no others; a later command with
+the same --output adds to the file. Compiled code stays in --cache_dir for the next command.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from benchmarks.suite_rows import append, collect, read, summary, write_report
 from common.errors import ConfigError, script
 from common.flags import Parser, add_debug
 
-MINUTES = 8.75  # of a call of nine, less what Python takes to start and to end
-# Part -> its time limit in seconds. The most useful first, in calls of less than nine minutes that their limits fit.
+MINUTES = 8.75  # of a call of nine; Python needs the rest to start and to end
+# Part -> its time limit in seconds. The most useful first; the limits of each call add up to less than nine minutes.
 CALLS: tuple[dict[str, float], ...] = (
     {"step": 125, "variants": 395},
     {"tests": 120, "fp16": 55, "losses": 85, "memory": 135, "resume": 40, "placements": 35, "generation": 55},
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/gpu_suite.py", description=__doc__.split("\n")[0])
     parser.add_argument("--parts", nargs="+", metavar="PART", default=list(PARTS), help=f"of {', '.join(PARTS)} [all]")
     parser.add_argument("--minutes", type=float, default=MINUTES, help=f"limit of all parts together [{MINUTES}]")
-    parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT to measure beside")
+    parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT, to measure it too")
     parser.add_argument("--toy", action="store_true", help="tiny models on a CPU")
     parser.add_argument("--output", metavar="FILE", help="[docs/benchmarks/gpu_suite-MACHINE.json]")
     parser.add_argument("--report", metavar="FILE", help="measure nothing; make the report of this file of rows")
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(argv)
     if flags.report:
         if not Path(flags.report).is_file():
-            raise ConfigError(f"--report {flags.report} is not there; the .jsonl that a command left was expected.")
+            raise ConfigError(f"--report {flags.report} is not there; name the .jsonl file that a command wrote.")
         write_report(Path(flags.report))
         return 0
     require_known("--parts", flags.parts, PARTS)
@@ -65,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from benchmarks.suite_process import fresh_processes, run_part
 
     started = time.monotonic()
-    with ProcessPoolExecutor(1, fresh_processes()) as pool:  # elsewhere: asking takes some of the GPU's memory
+    with ProcessPoolExecutor(1, fresh_processes()) as pool:  # not here: the query takes some of the GPU's memory
         machine = pool.submit(describe_machine, "cpu" if flags.toy else "cuda").result()
     output = Path(flags.output or RESULTS / f"gpu_suite-{machine_kind(machine)}.json")
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A part of `gpu_suite.py` in its own process, which is ended with everything it started."""
+"""Runs a part of `gpu_suite.py` in its own process, and kills it with everything that it started."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LOG_LINES = 15
 
 
 def fresh_processes() -> multiprocessing.context.ForkServerContext:
-    """Processes forked from one that has only imported torch: they start fast, and no GPU is in use."""
+    """Processes forked from one that has only imported torch: they start fast, and use no GPU yet."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.workload", "torch._dynamo"])
     return context
 
 
 def run_part(name: str, setting: Setting, limit: float, rows: Path) -> dict[str, Any]:
-    """Run one part in its own process, which writes its rows to the file. Returns how it ended."""
+    """Run one part in its own process, which writes its rows to the file. Returns its status and seconds."""
     started = time.monotonic()
     log = setting.folder / "log"
     process = fresh_processes().Process(target=work, args=(name, setting, rows, log))
@@ -37,7 +37,7 @@ def run_part(name: str, setting: Setting, limit: float, rows: Path) -> dict[str,
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with all the processes it started
-        process.kill()  # if it was not a group yet
+        process.kill()  # if it has no group yet
         process.join()
     ended: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - started, 1)}
     if status != "done" and log.exists():
@@ -46,7 +46,7 @@ def run_part(name: str, setting: Setting, limit: float, rows: Path) -> dict[str,
 
 
 def end_with_the_command() -> None:
-    """End this part when its command is gone: a killed command cannot, and the part would disturb the next one."""
+    """Kill this part when its command is gone: a killed command cannot, and the part would disturb the next one."""
     command = multiprocessing.parent_process()
     assert command is not None
     command.join()
@@ -55,7 +55,7 @@ def end_with_the_command() -> None:
 
 def work(name: str, setting: Setting, rows: Path, log: Path) -> None:
     """Run a part in this process: append its rows to the file `rows`, and what it prints to `log`."""
-    os.setpgid(0, 0)  # a group, to end with all its processes; but in the command's session, which may be ended too
+    os.setpgid(0, 0)  # its own group, to kill all its processes; a kill of the command's session reaches it too
     threading.Thread(target=end_with_the_command, daemon=True).start()
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)

@@ -1,4 +1,4 @@
-"""The rows of `gpu_suite.py`: on disk as they come, one JSON object a line, and made into a JSON file and a page."""
+"""The rows of `gpu_suite.py`: on disk at once, one JSON object per line; from them a JSON file and a page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TITLE = "What a GPU tells"
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
-    """Add a line. It is in the file when this returns, whatever becomes of the process after that."""
+    """Add a line. When this returns it is on disk, even if the process dies."""
     with open(path, "a+b") as file:
         if file.tell() and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n":
             file.write(b"\n")  # after a line that was cut off
@@ -28,7 +28,7 @@ def append(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines but one that was cut off."""
+    """All lines, except one that was cut off."""
     records = []
     for line in path.read_text(encoding="utf-8").splitlines():
         with contextlib.suppress(json.JSONDecodeError):
@@ -37,27 +37,27 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def collect(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The commands, and the parts with their rows. A row takes the place of an earlier one of its name in its part, and
-    what is said of a part is of the last time it ran: one that began and did not end was interrupted."""
+    """The commands, and the parts with their rows. A row replaces an earlier one of its name in its part. A part has
+    the status of its last run; a run that began and did not end was interrupted."""
     runs: list[Any] = []
-    parts: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Row]] = {}
+    ends: dict[str, dict[str, Any]] = {}
     for record in records:
         if "run" in record:
             runs.append(record["run"])
-            continue
-        part = parts.setdefault(record["part"], {"status": "interrupted", "rows": {}})
-        if "row" in record:
-            part["rows"][record["row"].get("name")] = record["row"]
+        elif "row" in record:
+            rows.setdefault(record["part"], {})[record["row"]["name"]] = record["row"]
         else:
-            ended = record.get("end", {"status": "interrupted"})
-            parts[record["part"]] = {**ended, "rows": part["rows"]}
-    for part in parts.values():
-        part["rows"] = list(part["rows"].values())
+            rows.setdefault(record["part"], {})
+            ends[record["part"]] = record.get("end", {})
+    parts = {
+        name: {"status": "interrupted", **ends.get(name, {}), "rows": list(of.values())} for name, of in rows.items()
+    }
     return {"runs": runs, "parts": parts}
 
 
 def write_report(rows: Path) -> None:
-    """Make the JSON file and the page, beside the file of rows, of what is in it."""
+    """Write the JSON file and the page beside the file of rows."""
     results = collect(read(rows))
     machine = results["runs"][-1]["machine"]
     commands = "\n    ".join(dict.fromkeys(run["command"] for run in results["runs"]))
@@ -67,15 +67,13 @@ def write_report(rows: Path) -> None:
 
 def part_page(name: str, part: Mapping[str, Any]) -> str:
     took = f", {part['seconds']} s" if "seconds" in part else ""
-    paragraphs = [f"## {name}: {part['status']}{took}"]
-    bullets: list[str] = []
+    paragraphs, bullets = [f"## {name}: {part['status']}{took}"], ""
     for row in part["rows"]:
-        bullets.append(f"- {summary(row)}")
+        bullets += f"\n- {summary(row)}"
         if details := row_page(row):
-            paragraphs += ["\n".join(bullets), details]
-            bullets = []
-    if bullets:
-        paragraphs.append("\n".join(bullets))
+            paragraphs += [bullets.strip(), details]
+            bullets = ""
+    paragraphs += [bullets.strip()] if bullets else []
     curves = [row for row in part["rows"] if "means" in row]
     if curves:
         steps = list(curves[0]["means"])
@@ -87,23 +85,15 @@ def part_page(name: str, part: Mapping[str, Any]) -> str:
 
 
 def row_page(row: Row) -> str:
-    """What of a row does not fit in a line."""
+    """The parts of a row that do not fit in a line."""
     if "kernels" in row:
-        tables = [
-            markdown_table(
-                [what, "ms a step", "share", "calls a step"],
-                [
-                    [f"`{name}`", f"{entry['ms']:.3f}", f"{entry['share']:.1%}", f"{entry['calls']:.0f}"]
-                    for name, entry in entries
-                ],
-            )
-            for what, entries in (
-                ("group", row["groups"].items()),
-                ("kernel", [(entry["name"], entry) for entry in row["kernels"]]),
-            )
-        ]
+        groups = [{**entry, "name": name} for name, entry in row["groups"].items()]
+        tables = []
+        for what, entries in ("group", groups), ("kernel", row["kernels"]):
+            cells = [[f"`{e['name']}`", f"{e['ms']:.3f}", f"{e['share']:.1%}", f"{e['calls']:.0f}"] for e in entries]
+            tables.append(markdown_table([what, "ms a step", "share", "calls a step"], cells))
         return "\n\n".join(tables)
-    if "page" in row:  # of another script, whose title stands below ours and whose picture is not here
+    if "page" in row:  # another script's: its headings go below ours, and its picture is not here
         return re.sub(r"^(#+ )", r"##\1", re.sub(r"!\[.*", "", row["page"]), flags=re.MULTILINE).strip()
     return code(row["output"]) if "output" in row else ""
 
@@ -132,12 +122,12 @@ FIGURES = {
     "error": "failed: {}",
     "note": "note: {}",
 }
-FACTS = ("cuda", "sm_clock_mhz", "torch")  # rows that hold one of them are told as they are
+FACTS = ("cuda", "sm_clock_mhz", "torch")  # rows with one of these are printed key by key
 
 
 def summary(row: Row) -> str:
     """A row in one line."""
-    said = [text.format(row[key]) for key, text in FIGURES.items() if row.get(key) is not None]
+    words = [text.format(row[key]) for key, text in FIGURES.items() if row.get(key) is not None]
     if any(key in row for key in FACTS):
-        said = [f"{key} {value}" for key, value in row.items() if key != "name"]
-    return f"{row['name']}: {', '.join(said)}" if said else row["name"]
+        words = [f"{key} {value}" for key, value in row.items() if key != "name"]
+    return f"{row['name']}: {', '.join(words)}" if words else row["name"]

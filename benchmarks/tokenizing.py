@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
 
 def generated_text(megabytes: float) -> str:
-    """Text whose words follow Zipf's law, as those of natural language do, in documents of some 20 KB."""
+    """Text whose words follow Zipf's law, like natural language, in documents of about 20 KB."""
     generator = random.Random(0)
     syllables = ["ka", "to", "mi", "re", "shu", "lon", "est", "ing", "a", "per", "tra", "ou"]
     words = ["".join(generator.choices(syllables, k=generator.randint(1, 5))) for _ in range(30_000)]
@@ -60,7 +60,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def peak_memory_of_children() -> float | None:
-    """Largest resident set of any finished child process, in MB; None on Windows, which does not tell."""
+    """Largest resident set of any finished child process, in MB; None on Windows, where it is unknown."""
     try:
         import resource
     except ImportError:
@@ -128,8 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"vocabulary of {flags.vocab_size:,}\n")
     cells = [[r.what, f"{r.megabytes:.1f}", f"{r.seconds:.1f}", f"{r.megabytes / r.seconds:.1f}"] for r in rows]
     print(markdown_table(["what", "MB", "s", "MB/s"], cells))
-    peak = peak_memory_of_children()
-    if peak:
+    if peak := peak_memory_of_children():
         print(f"\nPeak memory of the whole command: {peak:,.0f} MB")
     return 0
 

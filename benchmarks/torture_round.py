@@ -1,4 +1,4 @@
-"""A round of `torture.py`: a text is tokenized and trained on in sessions that are killed, disturbed and damaged."""
+"""A round of `torture.py`: sessions that tokenize a text and train on it, while it kills, disturbs and damages them."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ from training.telling import summary  # noqa: F401 (as above)
 
 STEPS = 60
 TEXT_BYTES = 60_000
-CLOCK = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # differs between any two runs
-WISHES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+CLOCK = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # different in any two runs
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ALLOWED = {0, 4, 130, -signal.SIGKILL}  # finished, a full disk, stopped, killed
-LATEST = 0.7  # seconds into a training that it is disturbed; it takes about two
+LATEST = 0.7  # seconds after its start, a training is disturbed; it takes about two
 LONGEST_SESSION = 120.0  # seconds, then it hangs
-UNTIL_A_FULL_DISK_IS_GIVEN_UP = 5.0  # seconds; half a minute for users, who may make room
-SIGN_OF_LIFE, GONE = 0.2, 3.0  # seconds; 60 and 150 for users
-CLOCKS_APART = 300.0  # seconds, at most
+RETRY_SECONDS = 5.0  # on a full disk; for users half a minute, who may make room
+HEARTBEAT, DEAD_AFTER = 0.2, 3.0  # seconds; 60 and 150 for users
+CLOCKS_APART = 300.0  # seconds at most
 
 
 @dataclass
 class Tally:
-    """How often each thing was done, where kills hit, and every loss."""
+    """Counts of what was done and where kills hit, and every loss."""
 
     counts: Counter[str] = field(default_factory=Counter)
     losses: list[str] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Session:
 
     def start(self, largest_file: int | None = None) -> int:
         """Returns the process id. Writing a file beyond `largest_file` bytes fails, like on a full disk."""
-        self.log.unlink(missing_ok=True)  # from the session before: this one may be killed before it opens its own
+        self.log.unlink(missing_ok=True)  # of the last session: a kill may come before this one opens its own
         pid = os.fork()
         if pid:
             return pid
@@ -85,19 +85,19 @@ class Session:
             code = self.main(self.argv)
             sys.stdout.flush()
             sys.stderr.flush()
-        except KeyboardInterrupt:  # the script is over, but the process is not
+        except KeyboardInterrupt:  # after the end of the script, before the end of the process
             code = 130
         except BaseException:
             traceback.print_exc()
         finally:
             os._exit(code)
 
-    def said(self) -> str:
+    def output(self) -> str:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
 def wait(pid: int, seconds: float) -> int | None:
-    """The exit code of a process, negative for a signal; None if it has not ended by then."""
+    """The exit code of a process, negative for a signal; None if it is still running after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -109,7 +109,7 @@ def wait(pid: int, seconds: float) -> int | None:
 
 
 class Round:
-    """One text, tokenized and trained on in its own folder."""
+    """A text, tokenized and trained on in its own folder."""
 
     def __init__(self, folder: Path, moments: random.Random, tally: Tally, has_two_machines: bool = False):
         self.folder, self.moments, self.tally, self.has_two_machines = folder, moments, tally, has_two_machines
@@ -143,7 +143,7 @@ class Round:
         for session in (self.tokenizing(text), self.training()):
             code = wait(session.start(), LONGEST_SESSION)
             if code != 0:
-                raise RuntimeError(f"an undisturbed session ended with {code}:\n{session.said()}")
+                raise RuntimeError(f"an undisturbed session ended with {code}:\n{session.output()}")
 
     def suffer(self, text: Path, tokenizing_seconds: float) -> None:
         """Finish in spite of kills and damage. Undisturbed, tokenizing takes `tokenizing_seconds`."""
@@ -158,9 +158,11 @@ class Round:
         if name == "training":
             self.lose_something()
             expected = max(whole(self.run) | whole(self.copies), default=0)
-        what = self.moments.choices(["kill", "wish", "full disk", "unmount", "two machines"], [80, 10, 5, 5, 10])[0]
-        if name == "tokenizing" and what in ("wish", "unmount", "two machines"):
-            what = "kill"  # it catches no signals, and copies nothing
+        what = self.moments.choices(
+            ["kill", "stop signal", "full disk", "unmount", "two machines"], [80, 10, 5, 5, 10]
+        )[0]
+        if name == "tokenizing" and what in ("stop signal", "unmount", "two machines"):
+            what = "kill"  # it handles no signals and has no mirror
         if what == "two machines" and not self.has_two_machines:
             what = "kill"
         limit = self.moments.randrange(1, 60_000) if what == "full disk" else None
@@ -169,8 +171,8 @@ class Round:
         if code is None and what == "kill":
             os.kill(pid, signal.SIGKILL)
             self.tally.counts[f"SIGKILL while {name}"] += 1
-        elif code is None and what == "wish":
-            os.kill(pid, self.moments.choice(WISHES))
+        elif code is None and what == "stop signal":
+            os.kill(pid, self.moments.choice(STOP_SIGNALS))
             self.tally.counts["signals that ask to stop"] += 1
         elif code is None and what == "unmount" and (self.drive / "MyDrive" / "copies").exists():
             self.unmount(pid)
@@ -182,16 +184,16 @@ class Round:
             os.kill(pid, signal.SIGKILL)
             wait(pid, LONGEST_SESSION)
             code = 1
-            self.tally.require(False, f"a session hung:\n{session.said()}")
+            self.tally.require(False, f"a session hung:\n{session.output()}")
         if what == "full disk" and code != 0:
             self.tally.counts[f"full disk while {name}"] += 1
         self.examine(name, session, code, what, expected)
-        # After these, copies may be missing; the next session makes up for it.
+        # After these, copies may be missing; the next session writes them.
         return code == 0 and what not in ("full disk", "unmount", "two machines")
 
     def train_elsewhere(self, pid: int, first: Session) -> None:
-        """Another machine trains the run and is killed, stopped or left alone, while this one sleeps or goes on. A
-        sleeping one wakes up during that or afterwards."""
+        """Another machine trains the run and is killed, stopped or left alone, while this one sleeps or goes on. If it
+        sleeps, it wakes up meanwhile or afterwards."""
         clock_off = self.moments.uniform(-CLOCKS_APART, CLOCKS_APART)
         machine = Machine("another", self.folder / "its disk", self.disk, clock_off)
         sleeps = self.moments.random() < 0.7
@@ -200,30 +202,32 @@ class Round:
         expected = max(whole(machine.disk / self.run.name) | whole(self.copies), default=0) if sleeps else None
         session = self.training(machine)
         other = session.start()
-        what = self.moments.choice(["kill", "wish", "nothing"])
-        code = wait(other, self.moments.uniform(0.0, GONE + 3 * LATEST))
+        what = self.moments.choice(["kill", "stop signal", "nothing"])
+        code = wait(other, self.moments.uniform(0.0, DEAD_AFTER + 3 * LATEST))
         if sleeps and self.moments.random() < 0.3:
             os.kill(pid, signal.SIGCONT)
             self.tally.counts["woken beside another machine"] += 1
         if code is None and what == "kill":
             os.kill(other, signal.SIGKILL)
             self.tally.counts["SIGKILL while training elsewhere"] += 1
-        elif code is None and what == "wish":
+        elif code is None and what == "stop signal":
             os.kill(other, signal.SIGINT)
         code = wait(other, LONGEST_SESSION) if code is None else code
         if code is None:
             os.kill(other, signal.SIGKILL)
             code = wait(other, LONGEST_SESSION)
-            self.tally.require(False, f"a session elsewhere hung:\n{session.said()}")
+            self.tally.require(False, f"a session elsewhere hung:\n{session.output()}")
         self.tally.counts["trained elsewhere, the first machine asleep" if sleeps else "two machines at once"] += 1
         self.examine("training elsewhere", session, 1 if code is None else code, what, expected)
         if sleeps:
             os.kill(pid, signal.SIGCONT)
         else:
-            self.tally.require("took over" not in first.said(), f"a live session was taken for dead:\n{first.said()}")
+            self.tally.require(
+                "took over" not in first.output(), f"another machine took over from a live session:\n{first.output()}"
+            )
 
     def unmount(self, pid: int) -> None:
-        """Unmount the Drive, which leaves the empty folder it was mounted on, and mount it again."""
+        """Unmount the Drive, which leaves an empty folder, and mount it again."""
         away = self.folder / "away"
         self.drive.rename(away)
         self.drive.mkdir()
@@ -246,27 +250,28 @@ class Round:
 
     def examine(self, name: str, session: Session, code: int, what: str, expected: int | None) -> None:
         """Count where the kill hit, and check what the session did."""
-        said = session.said()
-        also = {"full disk": {3}, "unmount": {2}}.get(what, set())  # no room for the tokens; no Drive at the start
+        output = session.output()
+        also = {"full disk": {3}, "unmount": {2}}.get(what, set())  # no space for the tokens; no Drive at the start
         allowed = ALLOWED | also
-        if what == "wish" and ("First step" not in said or (self.run / "summary.md").exists()):
-            # The signal came before there was anything to save, or after the end.
-            allowed |= {-number for number in WISHES}
-        self.tally.require(code in allowed and "Traceback" not in said, f"{name} ended with {code}:\n{said}")
+        if what == "stop signal" and ("First step" not in output or (self.run / "summary.md").exists()):
+            # The signal came before the first step, or after the end.
+            allowed |= {-number for number in STOP_SIGNALS}
+        self.tally.require(code in allowed and "Traceback" not in output, f"{name} ended with {code}:\n{output}")
         if code == -signal.SIGKILL:
             for place, folder in (("saving", self.run), ("copying to the mirror", self.copies)):
                 if any(any(folder.glob(f"{place_of}/.tmp-*")) for place_of in (".", "checkpoints", ".session-*")):
                     self.tally.counts[f"of the kills: while {place}"] += 1
-            if name == "training" and said.rstrip().endswith("..."):
+            if name == "training" and output.rstrip().endswith("..."):
                 self.tally.counts["of the kills: while evaluating or waiting for a copy"] += 1
-        if expected and "Training   steps" in said:
+        if expected and "Training   steps" in output:
             self.tally.require(
-                f"Training   steps {expected:,} to" in said, f"not continued from step {expected}, the newest:\n{said}"
+                f"Training   steps {expected:,} to" in output,
+                f"not continued from step {expected}, the newest:\n{output}",
             )
 
 
 def whole(run: Path) -> set[int]:
-    """The steps of the whole checkpoints of a run folder."""
+    """The steps of the undamaged checkpoints of a run folder."""
     return {int(path.name.removeprefix("step_")) for path in step_folders(run / "checkpoints") if not problems_of(path)}
 
 
@@ -301,7 +306,7 @@ def result(of: Round) -> dict[str, str]:
 
 
 def run_rounds(least_kills: int, seed: int, scratch: Path) -> tuple[int, Tally]:
-    """Rounds in the folder `scratch` until there were so many kills: how many rounds, and what happened in them."""
+    """Rounds in the folder `scratch` until there are enough kills. Returns their number and what happened."""
     prepare_to_fork()
     tally, moments = Tally(), random.Random(seed)
     text = scratch / "text.txt"
@@ -322,7 +327,7 @@ def run_rounds(least_kills: int, seed: int, scratch: Path) -> tuple[int, Tally]:
         suffering = Round(scratch / f"round_{rounds}", moments, tally, has_two_machines)
         suffering.suffer(text, seconds)
         for name, value in result(suffering).items():
-            tally.require(value == expected[name], f"round {rounds}: {name} is not what it should be")
+            tally.require(value == expected[name], f"round {rounds}: {name} differs from the undisturbed round")
         kills = sum(count for name, count in tally.counts.items() if name.startswith("SIGKILL"))
         print(f"Round {rounds}: {kills:,} kills, {len(tally.losses)} losses", flush=True)
         with contextlib.suppress(OSError):
@@ -331,8 +336,8 @@ def run_rounds(least_kills: int, seed: int, scratch: Path) -> tuple[int, Tally]:
 
 
 def prepare_to_fork() -> None:
-    """Do once what each session, forked from here, would do again; and make waiting for other machines short."""
-    vars(lease).update(HEARTBEAT=SIGN_OF_LIFE, DEAD_AFTER=GONE)
-    vars(mirror).update(HEARTBEAT=SIGN_OF_LIFE, LAST_ATTEMPTS_SECONDS=UNTIL_A_FULL_DISK_IS_GIVEN_UP)
+    """Do once what each forked session would repeat, and shorten the waits for other machines."""
+    vars(lease).update(HEARTBEAT=HEARTBEAT, DEAD_AFTER=DEAD_AFTER)
+    vars(mirror).update(HEARTBEAT=HEARTBEAT, LAST_ATTEMPTS_SECONDS=RETRY_SECONDS)
     torch.set_num_threads(1)  # a process with threads cannot be forked
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)

@@ -41,7 +41,7 @@ def test_a_session_that_is_killed_before_it_says_anything_does_not_speak_for_the
     session.log.write_text("First step")
     monkeypatch.setattr(os, "fork", lambda: 1)  # the parent goes on, the child never comes to its turn
     session.start()
-    assert session.said() == ""
+    assert session.output() == ""
 
 
 def test_a_loss_is_told_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -78,6 +78,6 @@ def test_another_machine_has_a_disk_a_name_and_a_clock_of_its_own(tmp_path: Path
         return 0
 
     session, before = Session(look, [], tmp_path / "log", machine), time.time()
-    assert wait(session.start(), 60) == 0 and session.said() == "('another', [], True)"
+    assert wait(session.start(), 60) == 0 and session.output() == "('another', [], True)"
     assert os.listdir(tmp_path / "here") == ["ours"] and os.listdir(tmp_path / "there") == ["theirs"]
     assert socket.gethostname() != "another"
