@@ -53,7 +53,7 @@ def export_file(path: str | Path, file: Path) -> None:
             f"{difference:.1e} because of that."
         )
     for title, lines in (
-        ("With llama.cpp", llama_command(file, model.config, template=template)),
+        ("With llama.cpp", llama_command(file, model.config, template)),
         ("With Ollama, a file named Modelfile beside it", modelfile(file, model.config, template)),
         ("and in that folder", ollama_commands(file)),
     ):
@@ -92,14 +92,12 @@ def send_proof(sender: Connection, path: str, file: str) -> None:
         sender.send(problem)
 
 
-def llama_command(
-    path: str | Path, config: ModelConfig, prompt: str = "Once upon a time", template: ChatTemplate | None = None
-) -> str:
+def llama_command(path: str | Path, config: ModelConfig, template: ChatTemplate | None = None) -> str:
     """llama.cpp's command that continues a prompt, or with a `template` that chats."""
     tokens = min(200, config.max_seq_len // 2)
     if template:
         return f"llama-cli -m {shlex.quote(str(path))} --jinja -n {tokens}"
-    return f"llama-completion -m {shlex.quote(str(path))} -no-cnv -n {tokens} -p {shlex.quote(prompt)}"
+    return f"llama-completion -m {shlex.quote(str(path))} -no-cnv -n {tokens} -p 'Once upon a time'"
 
 
 def modelfile(path: str | Path, config: ModelConfig, template: ChatTemplate | None = None) -> str:

@@ -25,9 +25,7 @@ from tokenizer_bpe import BPETokenizer, obstacle_to_tiktoken
 if TYPE_CHECKING:
     import gguf
 
-PRECISIONS = ("fp32", "fp16")
 LAYER_NORM_EPS = 1e-5  # PyTorch's default, which the model uses
-LARGEST_FP16 = 65504.0
 # Parts of a layer: (GGUF's name, our name).
 PARTS = (
     ("attn_norm", "norm1"),
@@ -42,11 +40,9 @@ PARTS = (
 # What can be expressed
 
 
-def require_gguf(config: ModelConfig, tokenizer: Tokenizer, precision: str = "fp32") -> None:
-    """Raises ConfigError, naming the option, for a model, a tokenizer or a precision that GGUF or llama.cpp cannot
-    express, and if the package gguf is missing."""
-    if precision not in PRECISIONS:
-        raise ConfigError(f"precision is {precision!r}; GGUF files are written in {' or '.join(PRECISIONS)}.")
+def require_gguf(config: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raises ConfigError, naming the option, for a model or a tokenizer that GGUF or llama.cpp cannot express, and if
+    the package gguf is missing."""
     if problem := obstacle_to_gguf(config, tokenizer):
         raise ConfigError(f"llama.cpp cannot run this model, so there is no GGUF file of it: {problem}.")
     require_package("gguf", "Writing a GGUF file")
@@ -84,15 +80,13 @@ def write_gguf(
     model: TransformerLanguageModel,
     tokenizer: Tokenizer,
     name: str,
-    precision: str = "fp32",
     chat_template: str | None = None,
 ) -> None:
     """Write the model, in fp32 and on the CPU, and its tokenizer to `path`, whole or not at all.
 
-    `precision` is that of the matrices; "fp16" halves the file. `chat_template` is in Jinja. Raises what `require_gguf`
-    raises, and ConfigError for weights beyond the range of fp16, before anything is written.
+    `chat_template` is in Jinja. Raises what `require_gguf` raises, before anything is written.
     """
-    require_gguf(model.config, tokenizer, precision)
+    require_gguf(model.config, tokenizer)
     import gguf
 
     path = Path(path)
@@ -100,13 +94,11 @@ def write_gguf(
         raise ConfigError(f"{path} is a folder; name the GGUF file to write.")
     tensors = dict(named_tensors(model))
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values()), "weights were rounded on the way here"
-    if precision == "fp16":
-        tensors = {name: rounded(name, tensor) for name, tensor in tensors.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         writer = gguf.GGUFWriter(file.name, "gpt2")  # opens the file by name; `file` makes it atomic
         try:
-            add_shape(writer, model.config, name, precision)
+            add_shape(writer, model.config, name)
             if isinstance(tokenizer, CharacterTokenizer):
                 add_characters(writer, tokenizer, model.config.vocab_size)
             else:
@@ -142,17 +134,7 @@ def named_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.
             yield from pair(f"blk.{layer}.{theirs}", f"blocks.{layer}.{ours}")
 
 
-def rounded(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in fp16 if activations are multiplied by it. Tensors that are added stay in fp32, as in llama.cpp's
-    own files: adding takes no time."""
-    if tensor.dim() < 2 or name == "position_embd.weight":
-        return tensor
-    if tensor.abs().max() > LARGEST_FP16:
-        raise ConfigError(f"{name} has weights beyond {LARGEST_FP16:,.0f}, the range of fp16; write the file in fp32.")
-    return tensor.half()
-
-
-def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str, precision: str) -> None:
+def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
     import gguf
 
     writer.add_name(valid_unicode(name))
@@ -162,8 +144,7 @@ def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str, precision
     writer.add_feed_forward_length(config.ff_dim)
     writer.add_head_count(config.num_heads)
     writer.add_layer_norm_eps(LAYER_NORM_EPS)
-    file_type = gguf.LlamaFileType.ALL_F32 if precision == "fp32" else gguf.LlamaFileType.MOSTLY_F16
-    writer.add_file_type(file_type)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
 
 
 def add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -> None:

@@ -17,9 +17,9 @@ from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import PROBE, BPETokenizer
 
 # Largest difference of log-probabilities between llama.cpp and a model with its GELU. That GELU's rounding depends on
-# the last bit of its input: with random weights, 2 layers of 64 were 3e-4 apart, 12 of 768 up to 4e-3. Matrices in fp16
-# make it round more. A wrong file is further off than either.
-TOLERANCES = {"fp32": 1e-2, "fp16": 1e-1}
+# the last bit of its input: with random weights, 2 layers of 64 were 3e-4 apart, 12 of 768 up to 4e-3. A wrong file
+# differs more.
+TOLERANCE = 1e-2
 TABLE_ENDS = 10.0  # beyond it, llama.cpp computes GELU without its fp16 table
 
 
@@ -93,11 +93,7 @@ class Agreement:
 
 
 def verify_gguf(
-    path: str | Path,
-    model: TransformerLanguageModel,
-    tokenizer: Tokenizer,
-    texts: Sequence[str] = (),
-    precision: str = "fp32",
+    path: str | Path, model: TransformerLanguageModel, tokenizer: Tokenizer, texts: Sequence[str] = ()
 ) -> Agreement | None:
     """Load the file with llama.cpp and compare token ids and next tokens with the model's, in fp32 and on the CPU, on
     `texts` and on text of many kinds. None if xllamacpp, which contains llama.cpp, is not installed.
@@ -118,10 +114,10 @@ def verify_gguf(
             difference = max(difference, distance(top, model, ids[:length]))
             rounding_aside = max(rounding_aside, distance(top, twin, ids[:length]))
             compared += 1
-    if not rounding_aside <= TOLERANCES[precision]:
+    if not rounding_aside <= TOLERANCE:
         raise CheckpointError(
             f"{path} is not this model: llama.cpp's log-probabilities differ by {rounding_aside:.1e}, and rounding "
-            f"explains only {TOLERANCES[precision]:.0e}. Do not use it."
+            f"explains only {TOLERANCE:.0e}. Do not use it."
         )
     return Agreement(len(pairs), compared, difference, rounding_aside)
 

@@ -83,10 +83,6 @@ def test_every_shape_of_gpt2s_form(
     gguf_file.write_gguf(path, model, tokenizer, "a", chat_template="{{ messages[0].content }}")
     agreement = gguf_proof.verify_gguf(path, model, tokenizer, [TEXT[:500]])
     assert agreement is not None and agreement.texts == 2
-    size = path.stat().st_size
-    gguf_file.write_gguf(path, model, tokenizer, "a", "fp16")
-    assert path.stat().st_size < size
-    gguf_proof.verify_gguf(path, model, tokenizer, [TEXT[:500]], "fp16")
 
 
 def test_another_model_or_tokenizer_is_noticed(tmp_path: Path, bpe: BPETokenizer) -> None:
@@ -139,7 +135,7 @@ def test_what_cannot_be_expressed_is_refused(
     assert not [*tmp_path.iterdir()]
 
 
-def test_other_tokenizers_and_precisions_are_refused(tmp_path: Path, bpe: BPETokenizer) -> None:
+def test_other_tokenizers_are_refused(tmp_path: Path, bpe: BPETokenizer) -> None:
     pytest.importorskip("gguf")
     from tokenizers import Tokenizer as Backend
     from tokenizers.pre_tokenizers import ByteLevel
@@ -149,14 +145,8 @@ def test_other_tokenizers_and_precisions_are_refused(tmp_path: Path, bpe: BPETok
     model = build(bpe)
     with pytest.raises(ConfigError, match="of its tokenizer, the pre-tokenizer has other options than GPT-2's"):
         gguf_file.require_gguf(model.config, BPETokenizer(backend))
-    with pytest.raises(ConfigError, match="precision is 'int4'; GGUF files are written in fp32 or fp16"):
-        gguf_file.write_gguf(tmp_path / "a.gguf", model, bpe, "a", "int4")
     with pytest.raises(ConfigError, match="is a folder"):
         gguf_file.write_gguf(tmp_path, model, bpe, "a")
-    with torch.no_grad():
-        model.head.weight[0, 0] = 1e5
-    with pytest.raises(ConfigError, match=r"output\.weight has weights beyond 65,504"):
-        gguf_file.write_gguf(tmp_path / "a.gguf", model, bpe, "a", "fp16")
     assert not [*tmp_path.iterdir()]
 
 
@@ -186,8 +176,8 @@ def test_missing_packages_are_said(tmp_path: Path, bpe: BPETokenizer, monkeypatc
 
 def test_what_to_type() -> None:
     config, path = ModelConfig(65, max_seq_len=256), "runs/My Model!.gguf"
-    command = gguf_export.llama_command(path, config, "it's")
-    assert command == """llama-completion -m 'runs/My Model!.gguf' -no-cnv -n 128 -p 'it'"'"'s'"""
+    command = gguf_export.llama_command(path, config)
+    assert command == "llama-completion -m 'runs/My Model!.gguf' -no-cnv -n 128 -p 'Once upon a time'"
     assert (
         gguf_export.modelfile(path, config)
         == 'FROM ./My Model!.gguf\nPARAMETER num_ctx 256\nTEMPLATE "{{ .Prompt }}"\n'
