@@ -65,7 +65,9 @@ class Forked:
         return self.process.exitcode
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.process.pid, number)
+        """To a process that has ended: nothing."""
+        if self.returncode is None:
+            os.kill(self.process.pid, number)
 
     def kill(self) -> None:
         self.process.kill()
@@ -129,4 +131,7 @@ def run_script(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = words
     first()
+    # Python looks beside the script, and not in the project: the script has to.
+    project = [path for path in sys.path if Path(path).resolve() == ROOT]
+    sys.path[:] = [str(Path(words[0]).parent), *(path for path in sys.path if path not in project)]
     runpy.run_path(words[0], run_name="__main__")

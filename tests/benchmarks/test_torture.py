@@ -6,8 +6,6 @@ import json
 import os
 import random
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,18 +13,15 @@ import pytest
 
 from benchmarks.another_machine import Machine, is_possible
 from benchmarks.torture_round import Round, Session, Tally, damage, result, wait
+from tests.forked import Forked
 from tests.helpers import ROOT
-
-
-def torture(output: Path, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks" / "torture.py"), "--output_dir", str(output), *flags]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_few_kills_lose_nothing_and_are_written_down(tmp_path: Path) -> None:
-    run = torture(tmp_path, "--kills", "8")
-    assert run.returncode == 0, run.stdout + run.stderr
+    torture = Forked(["--output_dir", tmp_path, "--kills", "8"], script=ROOT / "benchmarks" / "torture.py")
+    out, err = torture.communicate(timeout=240)
+    assert torture.returncode == 0, out + err
     (written,) = tmp_path.glob("torture-*.json")
     counts = json.loads(written.read_text())
     assert counts["losses"] == []

@@ -9,20 +9,19 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.forked import Forked
 from tests.helpers import ROOT
 
 
 @dataclass
 class Server:
-    process: subprocess.Popen[bytes]
+    process: Forked
     folder: Path  # of what it prints
     key: str
 
@@ -34,7 +33,7 @@ class Server:
     def port(self) -> int:
         """Waits until it listens."""
         while not (found := re.search(r"Listening  http://[\d.]+:(\d+)/v1,.*\n(?s:.*)curl .*\n", self.printed)):
-            assert self.process.poll() is None, self.printed
+            assert self.process.returncode is None, self.printed
             time.sleep(0.05)
         return int(found[1])
 
@@ -66,15 +65,22 @@ class Server:
         return connection
 
 
+def print_to_files() -> None:
+    """In the process's folder."""
+    for number, name in ((1, "out"), (2, "err")):
+        with open(name, "wb") as file:
+            os.dup2(file.fileno(), number)
+
+
 @contextlib.contextmanager
 def started(folder: Path, *words: str, key: str = "", end: int = signal.SIGTERM) -> Iterator[Server]:
-    """`python tools/serve.py` in `folder`, on a free port, until the signal `end`; what it prints holds no traceback
+    """`tools/serve.py` in `folder`, on a free port, until the signal `end`; what it prints holds no traceback
     and no key."""
     folder.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, str(ROOT / "tools" / "serve.py"), *words, "--port", "0", "--device", "cpu"]
-    environment = os.environ | {"SERVE_API_KEY": key}
-    with open(folder / "out", "wb") as out, open(folder / "err", "wb") as err:
-        process = subprocess.Popen(command, stdout=out, stderr=err, env=environment, cwd=folder)
+    for name in ("out", "err"):
+        (folder / name).touch()
+    flags = [*words, "--port", "0", "--device", "cpu"]
+    process = Forked(flags, folder, {"SERVE_API_KEY": key}, script=ROOT / "tools" / "serve.py", first=print_to_files)
     server = Server(process, folder, key)
     try:
         yield server
@@ -84,4 +90,4 @@ def started(folder: Path, *words: str, key: str = "", end: int = signal.SIGTERM)
         assert "Traceback" not in server.printed and (not key or key not in server.printed)
     finally:
         process.kill()
-        process.wait()
+        process.wait(10)
