@@ -1,5 +1,5 @@
-"""--tune and --micro_batch_size auto: settings that change how fast a run is, and not its result, are timed on this
-machine and kept for the runs that follow."""
+"""--tune and --micro_batch_size auto: times settings that change a run's speed but not its result on this machine, and
+keeps the best for later runs."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from training.planning.memory import MEMORY_SHARE, fit_micro_batch, found_before
 FOLDER = Path("runs") / "tuned"
 SETTINGS = ("cpu_threads", "compile", "attention", "compile_mode", "micro_batch_size")  # in the order they are tried
 TRIAL_SECONDS = 2.0
-SIZES_SECONDS = 45.0  # of --micro_batch_size auto, by which the last size is to be done
-AS_FAST = 1.02  # what is faster by less than this is not worth a change, nor its memory
+SIZES_SECONDS = 45.0  # --micro_batch_size auto ends within this time
+AS_FAST = 1.02  # a smaller speed-up than this is not worth a change, or more memory
 
 
 def tuning_file(config: TrainConfig) -> Path:
-    """Where what was found for a run on this machine is kept, named after what it depends on: shape, vocabulary, batch,
-    optimizer and adapters; device, cores and the version of PyTorch."""
+    """The file with the settings found for a run on this machine. Its name depends on shape, vocabulary, batch,
+    optimizer and adapters, and on device, cores and PyTorch's version."""
     device = pick_device(config.device if config.use_gpu else "cpu")
     keys = ("batch_size", "gradient_accumulation_steps", "activation_checkpointing", "precision", "optimizer")
     adapters = ("lora_rank", "lora_targets") if config.lora_rank else ()
@@ -55,32 +55,34 @@ def tuning_file(config: TrainConfig) -> Path:
 
 
 def vocabulary_of(config: TrainConfig) -> int:
-    """How many ids the tokens of a run have; as many as were asked for where the tokens are not made yet."""
+    """The vocabulary size of the run's tokens; if they do not exist yet, the requested one."""
     folder = config.data_dir
     if config.input and not folder:
         folder = folder_of_text(config.input, config.tokenizer, config.vocab_size)
-    with contextlib.suppress(UserError, OSError):  # told where the run opens its data
+    with contextlib.suppress(UserError, OSError):  # reported when the run opens its data
         return TokenMetadata.read(locate(dataclasses.replace(config, data_dir=folder))[2]).vocab_size
     return config.vocab_size
 
 
 def use_tuning(config: TrainConfig) -> TrainConfig:
-    """The configuration with what was found to be fastest for it on this machine, unless a setting was given that says
-    otherwise: the others were found beside it."""
+    """The configuration with the settings that --tune found fastest on this machine. If a given setting differs from
+    them, none is used, because they were measured together."""
     path, found = tuning_file(config), kept_settings(config)
     if config.tune or not found:
         return config
     given = {key: getattr(config, key) for key in found if not is_open(config, key)}
     if other := {key: value for key, value in given.items() if value != found[key]}:
-        print(f"Tuned      {path} is left aside, for {flags_of(other)} was given; --tune finds the rest beside it")
+        print(
+            f"Tuned      {path} is not used, because {flags_of(other)} was given; --tune finds settings that go with it"
+        )
         return config
-    said = flags_of({key: value for key, value in found.items() if value != SCHEMA[key].default})
-    print(f"Tuned      {said}: {path}")
+    changed = {key: value for key, value in found.items() if value != SCHEMA[key].default}
+    print(f"Tuned      {flags_of(changed)}: {path}")
     return with_settings(config, {key: value for key, value in found.items() if key not in given})
 
 
 def kept_settings(config: TrainConfig) -> dict[str, Any]:
-    """What is in the tuning file; nothing if there is none, or none that can be used."""
+    """The settings in the tuning file; empty if there is no usable file."""
     path = tuning_file(config)
     try:
         if not path.exists():
@@ -88,12 +90,12 @@ def kept_settings(config: TrainConfig) -> dict[str, Any]:
         kept = read_json(path, ConfigError)["settings"]
         return {key: convert(kept[key], SCHEMA[key], from_flag=False) for key in SETTINGS if key in kept}
     except (ConfigError, OSError, KeyError, TypeError, ValueError) as problem:
-        print(f"Tuned      {path} cannot be used ({problem}); --tune writes it anew")
+        print(f"Tuned      {path} cannot be used ({problem}); --tune writes a new one")
         return {}
 
 
 def keep(config: TrainConfig, settings: dict[str, Any], **about: Any) -> str:
-    """Write the tuning file. Returns words that say where it is, or why it is not."""
+    """Write the tuning file. Returns a phrase: where it is, or why it could not be written."""
     path = tuning_file(config)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +106,7 @@ def keep(config: TrainConfig, settings: dict[str, Any], **about: Any) -> str:
 
 
 def is_open(config: TrainConfig, key: str) -> bool:
-    """Whether a setting is left to us."""
+    """Whether the user left this setting open."""
     measured = key == "micro_batch_size" and config.micro_batch_size == MEASURED
     return measured or config.sources.get(key, "default") in NOT_GIVEN
 
@@ -114,13 +116,13 @@ def with_settings(config: TrainConfig, settings: dict[str, Any]) -> TrainConfig:
 
 
 def flags_of(settings: dict[str, Any]) -> str:
-    return " ".join(f"--{key} {value}" for key, value in settings.items()) or "as it is"
+    return " ".join(f"--{key} {value}" for key, value in settings.items()) or "no change"
 
 
 def choose_micro_batch(
     config: TrainConfig, model: TransformerLanguageModel, data: TokenData, hardware: Hardware
 ) -> TrainConfig:
-    """As `fit_micro_batch`, or with --micro_batch_size auto by measuring: in less than a minute, and so uncompiled."""
+    """As `fit_micro_batch`; with --micro_batch_size auto, measure instead: in less than a minute, so uncompiled."""
     if config.micro_batch_size != MEASURED:
         return fit_micro_batch(config, model, hardware)
     config = dataclasses.replace(config, micro_batch_size=None)
@@ -129,7 +131,7 @@ def choose_micro_batch(
     uncompiled = dataclasses.replace(hardware, compiles=False)
     began, fastest, best, seconds = time.perf_counter(), math.inf, None, 0.0
     for rows in sizes(config):
-        takes = max(TRIAL_SECONDS, 2 * rows * seconds)  # as far as the size before it tells
+        takes = max(TRIAL_SECONDS, 2 * rows * seconds)  # estimated from the size before
         is_late = time.perf_counter() - began + takes > SIZES_SECONDS
         if is_late or not fits(with_rows(config, rows), model, uncompiled):
             break
@@ -154,15 +156,15 @@ def choose_micro_batch(
 
 
 def sizes(config: TrainConfig) -> list[int]:
-    """Micro-batches that cut a step into slices of one size: of as many as there are of each power of two."""
+    """Micro-batch sizes to try: about the powers of two, adjusted so that a step is cut into equal slices."""
     whole = config.sequences_per_step
     powers = [2**exponent for exponent in range(whole.bit_length())]
     return sorted({with_rows(config, rows).rows_at_once for rows in [*powers, config.batch_size]})
 
 
 def fits(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> bool:
-    there_is = hardware.memory_bytes
-    return there_is is None or estimate_memory(config, model, hardware) <= MEMORY_SHARE * there_is
+    memory = hardware.memory_bytes
+    return memory is None or estimate_memory(config, model, hardware) <= MEMORY_SHARE * memory
 
 
 def seconds_per_sequence(
@@ -172,7 +174,7 @@ def seconds_per_sequence(
     rows: int,
     hardware: Hardware,
 ) -> float:
-    """Of taking sequences forward and backward, `rows` at once; the fastest of those that fit into TRIAL_SECONDS."""
+    """Forward and backward passes with `rows` sequences at once: the fastest of those done in TRIAL_SECONDS."""
     batch = data.batch(0, rows)
 
     def once() -> float:
@@ -198,15 +200,15 @@ def seconds_per_sequence(
 @dataclasses.dataclass(frozen=True)
 class Trial:
     settings: dict[str, Any]
-    seconds: float = math.inf  # of a sequence, forward and backward
+    seconds: float = math.inf  # per sequence, forward and backward
     startup: float = 0.0
     peak: int | None = None  # bytes of GPU memory
     problem: str = ""
 
 
 def tune(run: Run) -> None:
-    """Try settings one after the other, each on top of the best so far, print what they take and keep the best. Writes
-    no run."""
+    """Try one setting after the other, each on top of the best so far; print the times and keep the best. Writes no
+    run."""
     parts, config, max_steps = run.parts, run.parts.config, run.state.max_steps
     sequences = max_steps * config.sequences_per_step
 
@@ -232,13 +234,13 @@ def tune(run: Run) -> None:
     settings = {key: getattr(tuned, key) for key in SETTINGS} | {"micro_batch_size": tuned.rows_at_once}
     kept = keep(config, settings, seconds_per_sequence=best.seconds, of_steps=max_steps)
     print(
-        f"Fastest    {flags_of(best.settings)}, {kept}. Runs of this config on this machine take from there what no "
-        f"flag says otherwise. It is for {max_steps:,} steps; for many more or fewer, tune again."
+        f"Fastest    {flags_of(best.settings)}, {kept}. Runs of this config on this machine use these settings, unless "
+        f"flags differ. They are for {max_steps:,} steps; for many more or fewer, tune again."
     )
 
 
 def candidates(key: str, config: TrainConfig, hardware: Hardware) -> list[Any]:
-    """Values to try beside what the configuration makes of a setting by itself."""
+    """Values of a setting to try, beside the one that the configuration leads to."""
     if key == "cpu_threads":
         taken, cores = DEFAULT_THREADS, os.cpu_count() or 1
         return [] if hardware.is_cuda else sorted({taken // 2, cores // 2, cores} - {0, taken})
@@ -254,7 +256,7 @@ def candidates(key: str, config: TrainConfig, hardware: Hardware) -> list[Any]:
 
 
 def attempt(parts: Parts, settings: dict[str, Any]) -> Trial:
-    """Time the model with some settings. What fails, memory that runs out included, is told and no error."""
+    """Time the model with some settings. A failure, out of memory too, is reported in the trial and not raised."""
     changed = with_settings(parts.config, settings)
     model, data = parts.model, parts.data
     began = time.perf_counter()

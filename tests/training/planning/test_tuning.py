@@ -64,7 +64,7 @@ def test_tune_prints_a_table_writes_no_run_and_keeps_the_best(train: Callable, t
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) == 1 and files[0].parent == tmp_path / "runs" / "tuned"
     rows = [columns(line) for line in result.out.splitlines() if line.startswith("|")][2:]
-    assert rows[0][0] == "as it is" and all(float(row[1]) > 0 for row in rows)
+    assert rows[0][0] == "no change" and all(float(row[1]) > 0 for row in rows)
     assert {row[0].split()[-1] for row in rows[1:] if "micro_batch_size" in row[0]} == {"1", "2", "8"}
     found = kept()
     assert found["of_steps"] == 24
@@ -205,7 +205,7 @@ def test_a_flag_that_says_otherwise_sets_aside_what_was_found_without_it(capsys:
     for flags in (["--micro_batch_size", "4"], ["--compile_mode", "max_autotune"]):
         config = parse_config(flags)
         assert use_tuning(config) is config
-        assert f"is left aside, for {' '.join(flags)} was given" in capsys.readouterr().out
+        assert f"is not used, because {' '.join(flags)} was given" in capsys.readouterr().out
     same = use_tuning(parse_config(["--cpu_threads", "3"]))
     assert (same.micro_batch_size, same.sources["cpu_threads"]) == (16, "flag")
 
