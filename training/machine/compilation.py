@@ -1,4 +1,4 @@
-"""Compiling the model, and keeping what was compiled for the next machine."""
+"""Compiles the model, and keeps the compiled code for the next machine."""
 
 from __future__ import annotations
 
@@ -33,35 +33,34 @@ def compile_model(
     evaluates: bool = False,
     cache_dir: str | Path | None = None,
 ) -> Callable[..., torch.Tensor]:
-    """torch.compile, proven by taking the batch that `example` gives forward and backward, and if the
-    run `evaluates` through an evaluation: nothing is left to be compiled after the first step.
+    """torch.compile, tried on the batch of `example`, forward and backward and, if the run `evaluates`, without
+    gradients: so nothing is left to compile after the first step.
 
-    What was compiled is kept in `cache_dir` too (None: only where torch keeps it, on the local disk), so that a new
-    machine does not compile again. The files there hold code, and are run. A failure to compile is reported once
-    and the model is returned as it is: slower, with the same results. Of several processes one may fail alone: they
-    exchange nothing here.
+    Also keeps the compiled code in `cache_dir` (None: only in torch's own cache, on the local disk), so that a new
+    machine need not compile again. The files there are executed. If compiling fails, says so once and returns the model
+    uncompiled: slower, with the same results. One of several processes may fail alone: they exchange nothing here.
     """
     whole = data_parallel(model)
     if not hardware.compiles:
         return whole
-    batch = example()  # outside the try: bad data is no failure to compile
+    batch = example()  # outside the try: bad data is not a compile error
     started = time.perf_counter()
     cache = Path(cache_dir) / cache_name(model, hardware, batch) if cache_dir else None
     if cache:
         load_compiled(cache)
     try:
-        torch.compiler.reset()  # of what was compiled in this process before, in a notebook say: there is a limit
-        # The keys of PyTorch's caches do not hold it: code with another attention kernel would be served.
+        torch.compiler.reset()  # an earlier run in this process (a notebook) counts towards PyTorch's limit
+        # PyTorch's cache keys lack the attention kernel: without the tag, it would reuse code with another kernel.
         tag = os.environ.get("TORCH_COMPILE_CACHE_KEY_TAG", "")
         torch.compiler.config.cache_key_tag = f"{tag} {attention_kernels()}"
-        # Cut where gradients can travel while the rest is computed; what is computed again cannot be cut.
+        # Splits the graph so that all-reduce overlaps the backward pass; impossible with activation checkpointing.
         torch._dynamo.config.optimize_ddp = not model.activation_checkpointing
         compiled = torch.compile(whole, dynamic=False, **MODES[hardware.compile_mode])
         with no_sync(whole):
             with hardware.autocast():
                 loss = compiled(*batch)
-            # The backward pass is compiled here. On a GPU autograd would do that in a thread of its own, and this one,
-            # which alone handles signals, would only wait.
+            # This compiles the backward pass. On a GPU, autograd would do that in another thread while this one waits,
+            # and only this thread handles signals.
             with torch.autograd.set_multithreading_enabled(False):
                 loss.backward()
         if evaluates:
@@ -73,7 +72,7 @@ def compile_model(
         if is_out_of_memory(error) or not isinstance(error, Exception):
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        print(f"torch.compile failed ({first_line}); training goes on uncompiled. --compile off skips the attempt.")
+        print(f"torch.compile failed ({first_line}); training continues uncompiled. --compile off skips the attempt.")
         return whole
     finally:
         model.train()
@@ -86,8 +85,8 @@ def compile_model(
 
 
 def forget_unfinished() -> None:
-    """After an attempt that failed or was stopped: cancel the jobs that are queued, or the process would wait for them
-    at its end; and clear PyTorch's record of them, or the next attempt in this process (a notebook) would fail too."""
+    """Clean up after an attempt that failed or was stopped. Cancel queued jobs, or the process would wait for them when
+    it ends. Clear PyTorch's record of them, or the next attempt in this process (a notebook) would fail too."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import clear_caches
 
@@ -98,7 +97,7 @@ def forget_unfinished() -> None:
 
 
 def attention_kernels() -> str:
-    """Those of the GPU's attention kernels that PyTorch may take."""
+    """The GPU attention kernels that PyTorch may use."""
     switches = torch.backends.cuda
     enabled = {
         "cudnn": switches.cudnn_sdp_enabled(),
@@ -109,7 +108,7 @@ def attention_kernels() -> str:
 
 
 def cache_name(model: TransformerLanguageModel, hardware: Hardware, batch: tuple[torch.Tensor, ...]) -> str:
-    """Named after all that compiled code depends on, for nothing in it says for which machine it was made."""
+    """A file name from all that compiled code depends on: the file does not record its machine."""
     built_for = [hardware.name, torch.backends.cpu.get_cpu_capability(), torch.__version__, hardware.precision]
     how = [hardware.compile_mode, attention_kernels(), model.activation_checkpointing]
     how += ["shared out"] if count() > 1 else []
@@ -124,12 +123,12 @@ def load_compiled(cache: Path) -> None:
     try:
         if cache.exists():
             torch.compiler.load_cache_artifacts(cache.read_bytes())
-    except Exception as problem:  # of any kind: compiling anew is the answer
+    except Exception as problem:  # of any kind: compile again
         print(f"The compiled code in {cache} could not be used ({problem}); it is compiled again.")
 
 
 def keep_compiled(cache: Path) -> None:
-    """Write what was compiled to one file: a folder of thousands of small ones would be slow on Drive."""
+    """Write the compiled code to one file: thousands of small ones would be slow on Drive."""
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return

@@ -1,4 +1,4 @@
-"""What a run makes of the machine: device, precision, compilation; each choice with its reason."""
+"""Chooses device, precision and compilation for a run, each with its reason."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from training.config import TrainConfig
 # 4 x 128, context 64, is 1.3 times slower in bf16; 4 x 256, context 256, is 2 times faster).
 CPU_BF16_MIN_WIDTH = 256
 
-# Compiling on a CPU, measured at 4 and 12 layers; what it saves of a step with rotary positions and qk_norm; and the
-# speed of a core in such steps, roughly, in FLOP/s.
+# Compiling on a CPU, measured at 4 and 12 layers; the share that it saves of a step with rotary positions and qk_norm;
+# and the rough speed of a core in such steps, in FLOP/s.
 CPU_COMPILE_SECONDS = 12.0
 CPU_COMPILE_SECONDS_PER_LAYER = 3.0
 CPU_COMPILE_SAVES = 0.3
 CPU_FLOPS_PER_CORE = 1e11
-CPU_COMPILE_MARGIN = 3  # the estimate is rough, and whoever starts a short run wants to see it begin
+CPU_COMPILE_MARGIN = 3  # the estimate is rough, and a short run should start soon
 
-# Compiling on a GPU: from what others report and from reading the generated code, not measured here. An uncompiled step
-# takes as long as its kernels do, at the least as their launches from Python do.
+# Compiling on a GPU: estimated from others' reports and from the generated code, not measured here. An uncompiled step
+# takes the time of its kernels, but at least the time to launch them from Python.
 GPU_COMPILE_SECONDS = 15.0
 GPU_COMPILE_SECONDS_PER_LAYER = 3.0
 GPU_COMPILE_SAVES = 0.4
 GPU_LAUNCHES_PER_LAYER = 1.2e-3
 GPU_EAGER_MFU = 0.25
-GPU_PEAK_FLOPS = 1e14  # of one whose peak is not known
+GPU_PEAK_FLOPS = 1e14  # of a GPU whose peak is not known
 
-DEFAULT_THREADS = torch.get_num_threads()  # before any run in this process asked for others
+DEFAULT_THREADS = torch.get_num_threads()  # before any run in this process changes it
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -55,7 +55,7 @@ class Hardware:
     compiles: bool
     compile_reason: str
     peak_flops: float | None  # of all processes
-    memory_bytes: int | None  # of the GPU, else of the machine by its processes; in all, so the same tomorrow
+    memory_bytes: int | None  # total, not free: of the GPU, else this process's share of the machine's
     compile_mode: str = "default"
 
     @property
@@ -79,11 +79,11 @@ class Hardware:
             torch.mps.synchronize()
 
     def peak_memory(self) -> int | None:
-        """Largest amount of memory in use so far, in bytes: taken by the GPU, else resident in this process."""
+        """Peak memory so far, in bytes: allocated on the GPU, else resident in this process."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated()
         if self.device.type == "mps":
-            return torch.mps.driver_allocated_memory()  # which keeps what is freed
+            return torch.mps.driver_allocated_memory()  # the driver keeps freed memory
         try:
             import resource
         except ImportError:  # Windows
@@ -92,7 +92,7 @@ class Hardware:
         return peak if platform.system() == "Darwin" else peak * 1024
 
     def units_per_hour(self, config: TrainConfig) -> float | None:
-        """Compute units an hour: as configured, else the known rate of an A100, else None."""
+        """Compute units per hour: as configured, else an A100's known rate, else None."""
         if config.units_per_hour is not None:
             return config.units_per_hour or None
         return A100_UNITS_PER_HOUR if names_part(self.name, "A100") else None
@@ -107,10 +107,10 @@ class Hardware:
 
 
 def keep_freed_memory() -> None:
-    """Have the C library keep what is freed instead of returning it to the system.
+    """Make the C library keep freed memory instead of returning it to the system.
 
-    A step frees and takes again gigabytes of activations. By glibc's defaults each large one is mapped anew, and the
-    kernel clears its pages one by one: half of a step at a vocabulary of 32,000 (docs/benchmarks/what_was_tried.md).
+    Each step frees and allocates gigabytes of activations. By default, glibc maps each large one again, and the kernel
+    clears its pages: half of a step's time at a vocabulary of 32,000 (docs/benchmarks/what_was_tried.md).
     """
     if sys.platform != "linux":
         return
@@ -121,7 +121,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory(device: torch.device) -> None:
-    """Return to the system, and to other threads, what was freed."""
+    """Return freed memory to the system."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -135,7 +135,7 @@ def return_freed_memory(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """Keep the garbage collector from going through everything that was there before training, over and over."""
+    """Inside, the garbage collector ignores the objects that exist now, instead of scanning them each time."""
     gc.collect()
     gc.freeze()
     try:
@@ -145,10 +145,10 @@ def frozen_garbage() -> Iterator[None]:
 
 
 def detect_hardware(config: TrainConfig) -> Hardware:
-    """Choose device, precision and compilation, and set this process up for them: TF32 and attention on a GPU, malloc
+    """Choose device, precision and compilation, and set up this process for them: TF32 and attention on a GPU, malloc
     and threads on a CPU.
 
-    Raises ConfigError if what is asked for is not there.
+    Raises ConfigError if the machine lacks what was requested.
     """
     device = pick_device(config.device if config.use_gpu else "cpu")
     use_cuda = device.type == "cuda"
@@ -173,7 +173,7 @@ def detect_hardware(config: TrainConfig) -> Hardware:
         device, name, precision, precision_reason, compiles, compile_reason, peak, memory, config.compile_mode
     )
     if config.max_units and not hardware.units_per_hour(config):
-        raise ConfigError(f"--max_units needs --units_per_hour: what {name} costs is not known.")
+        raise ConfigError(f"--max_units needs --units_per_hour: the cost of {name} is not known.")
     return hardware
 
 
@@ -197,8 +197,8 @@ def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, st
     if device.type == "mps":
         if config.precision == "bf16":
             raise ConfigError(
-                "--precision bf16 is not for Apple's GPUs: attention in half precision lets tokens see what follows "
-                "them there (pytorch issue 195910). Leave --precision auto: it takes fp32."
+                "--precision bf16 is not for Apple's GPUs: attention in half precision lets tokens see later "
+                "tokens there (pytorch issue 195910). Leave --precision auto: it takes fp32."
             )
         return "fp32", "on Apple's GPUs attention in half precision is wrong (pytorch issue 195910)"
     if config.precision != "auto":
@@ -212,9 +212,9 @@ def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, st
 
 
 def choose_attention(config: TrainConfig, device: torch.device) -> None:
-    """Tell PyTorch which of its attention kernels it may take. The math kernel, the last resort, stays.
+    """Set which attention kernels PyTorch may use. The math kernel, the last resort, stays enabled.
 
-    Below torch 2.10 not cuDNN's by itself: version 9.10 of it, which comes with torch 2.9, reads out of bounds in its
+    `auto` leaves out cuDNN's below torch 2.10: cuDNN 9.10, which comes with torch 2.9, reads out of bounds in its
     backward pass (pytorch issues 169849, 171627).
     """
     if device.type != "cuda":
@@ -229,16 +229,16 @@ def choose_attention(config: TrainConfig, device: torch.device) -> None:
 
 
 def choose_compile(config: TrainConfig, device: torch.device, peak: float | None = None) -> tuple[bool, str]:
-    """Compiling pays where the run is long enough; on a CPU only where many small operations surround the matrix
-    products, as rotary positions and the normalisation of queries and keys do. Decided from the configuration, not by
-    a measurement: the same command resumes with the same arithmetic. `peak`: of the GPU, in FLOP/s."""
+    """Whether to compile, and why. Compiling pays if the run is long enough; on a CPU only if many small operations
+    surround the matrix products, such as rotary positions and qk_norm. Decided from the configuration, not from a
+    measurement, so that the same command resumes with the same arithmetic. `peak`: of the GPU, in FLOP/s."""
     if config.compile_mode == "coordinate_descent" and device.type != "cuda":
         raise ConfigError("--compile_mode coordinate_descent is for CUDA GPUs; leave it on default here.")
     if config.compile != "auto":
         return config.compile == "on", "as configured" if config.sources.get("compile") != "tuned" else "as tuned"
     if device.type == "mps":
-        return False, "it was not tried on a GPU of Apple's"
-    # Of the blocks, a step of one process.
+        return False, "not tested on Apple's GPUs"
+    # Of the blocks, in a step of one process.
     flops = 72 * config.num_layers * config.embed_dim**2 * config.sequences_per_process * config.max_seq_len
     if device.type == "cuda":
         takes = GPU_COMPILE_SECONDS + GPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
@@ -254,5 +254,5 @@ def choose_compile(config: TrainConfig, device: torch.device, peak: float | None
         saved_each = f"{float(f'{number:.2g}'):g} {unit}"  # two digits, and no exponent
         return True, f"it takes about {takes:.0f} s and saves about {saved_each} of each step (a forecast)"
     saved = saves * config.max_steps
-    said = f"it takes about {takes:.0f} s and saves about {saved:.0f} s of this run (a forecast)"
-    return saved > margin * takes, said
+    reason = f"it takes about {takes:.0f} s and saves about {saved:.0f} s of this run (a forecast)"
+    return saved > margin * takes, reason
