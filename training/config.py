@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
 COMPILE_MODES = ("default", "coordinate_descent", "max_autotune")
-MOST_SEQUENCES = 1_000_000  # more can only be a mistake
-NOT_GIVEN = ("default", "memory", "out of memory", "tuned")  # sources of values that the user did not give
+MOST_SEQUENCES = 1_000_000  # more must be a mistake
+NOT_GIVEN = ("default", "memory", "out of memory", "tuned")  # sources of values that no user gave
 MEASURED = 0  # micro_batch_size "auto"
 MODEL_KEYS = (
     "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len", "dropout", "bias", "tie_embeddings",
@@ -189,7 +189,7 @@ class TrainConfig:
 
     name: str = "default"  # of the config file, or of the model size
     sources: dict[str, str] = field(default_factory=dict, compare=False)  # where each value came from
-    processes: int = 1  # that share each step, as torchrun started them
+    processes: int = 1  # how many torchrun started; they share each step
 
     @property
     def run_dir(self) -> Path:
@@ -205,18 +205,18 @@ class TrainConfig:
 
     @property
     def is_sharded(self) -> bool:
-        """Each process has only its share of the optimizer's state."""
+        """Whether each process keeps only its share of the optimizer's state."""
         return self.shard_optimizer and self.processes > 1
 
     @property
     def sequences_per_process(self) -> int:
-        """Of a step; one less in some processes where they do not come out even."""
+        """Sequences of a step per process, rounded up: some processes may take one less."""
         return math.ceil(self.sequences_per_step / self.processes)
 
     @property
     def rows_at_once(self) -> int:
-        """Sequences that go through the model at once: a process's share of a step is cut into slices of this one size,
-        of which the last may be incomplete."""
+        """Sequences that go through the model at once. A process cuts its share of a step into micro-batches of this
+        size; the last may be smaller."""
         slices = math.ceil(self.sequences_per_process / (self.micro_batch_size or self.batch_size))
         return math.ceil(self.sequences_per_process / slices)
 
@@ -224,7 +224,7 @@ class TrainConfig:
         return {key: getattr(self, key) for key in SCHEMA}
 
     def with_model(self, model: ModelConfig, source: str) -> TrainConfig:
-        """Take the shape of a trained model. Raises ConfigError where a key was given that says otherwise."""
+        """Take the shape of a trained model. Raises ConfigError if a given key differs from it."""
         theirs = {key: value for key, value in model.to_dict().items() if key in MODEL_KEYS and key != "dropout"}
         ours = self.model_config(model.vocab_size).to_dict()
         clashes = [
@@ -242,7 +242,7 @@ class TrainConfig:
         return ModelConfig(vocab_size, **{key: getattr(self, key) for key in MODEL_KEYS})
 
     def lora(self, base: str = "any", base_sha256: str = "0" * 64) -> LoRA:
-        """The adapters that are asked for; without a base for where sizes alone count."""
+        """The adapters of this configuration. The defaults for the base suffice if only sizes matter."""
         from common.lora import LoRA
 
         return LoRA(self.lora_rank, self.lora_alpha, tuple(self.lora_targets.split(",")), base, base_sha256)
@@ -274,12 +274,12 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
             name = size if config_name is None else name
             for key, value in model_size_keys(size, problems).items():
                 values[key], sources[key] = value, f"model_size {size}"
-        if "epochs" in checked and "max_steps" not in checked:  # the later of two ways to say how long a run is
+        if "epochs" in checked and "max_steps" not in checked:  # this layer overrides the run's length
             values["max_steps"], sources["max_steps"] = 0, source
         for key, value in checked.items():
             values[key], sources[key] = value, source
         if checked.get("max_steps") and "epochs" in checked:
-            problems.append(f"epochs and max_steps both say how long the run is ({source}); give one of them")
+            problems.append(f"epochs and max_steps both set the length of the run ({source}); give one of them")
     processes = place().count
     problems += contradictions(values, sources, processes)
     try:
@@ -288,7 +288,7 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
         problems.append(str(problem))
     if problems:
         of_file = "" if config_name is None else f" of {layers[0][0]}"
-        raise ConfigError("\n  ".join([f"The configuration{of_file} does not hold:", *problems]))
+        raise ConfigError("\n  ".join([f"The configuration{of_file} is not valid:", *problems]))
     return TrainConfig(**values, name=name, sources=sources, processes=processes)
 
 
@@ -298,8 +298,8 @@ def is_resolved(content: dict[str, Any]) -> bool:
 
 
 def given(resolved: dict[str, Any]) -> dict[str, Any]:
-    """What of a run's resolved configuration was given when it was trained: the run is continued by it."""
-    once = ("resume", "dry_run", "profile", "tune")  # of the command, not of the run
+    """The values of a run's resolved configuration that the user gave: with them the run can continue."""
+    once = ("resume", "dry_run", "profile", "tune")  # these belong to a command, not to the run
     values = {
         key: value
         for key, value in resolved["config"].items()
@@ -309,8 +309,8 @@ def given(resolved: dict[str, Any]) -> dict[str, Any]:
 
 
 def that_count(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a run without those that had no effect on it."""
-    if values.get("max_steps"):  # of the two ways to say how long a run is, the one that counted
+    """The values of a run, except those that had no effect on it."""
+    if values.get("max_steps"):  # max_steps overrides epochs
         values = {key: value for key, value in values.items() if key != "epochs"}
     if values.get("optimizer") != "muon":
         values = {key: value for key, value in values.items() if not key.startswith("muon_")}
@@ -320,7 +320,7 @@ def that_count(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_config(name: str) -> Path:
-    """A path as it is; a bare name in the current folder, then in configs/, with or without .json."""
+    """Look up a path or a bare name in the current folder, then in configs/, with or without .json."""
     names = [name] if name.endswith(".json") else [name, f"{name}.json"]
     folders = [Path(), Path("configs"), REPOSITORY / "configs"]
     for folder in folders:

@@ -8,7 +8,7 @@ from training.numbers.decays import DECAYS
 
 
 def contradictions(values: dict[str, Any], sources: dict[str, str], processes: int = 1) -> list[str]:
-    """Values that contradict each other, or the number of processes; `sources` says where each came from."""
+    """Problems with values that contradict each other, or the number of processes. `sources`: where each came from."""
     problems = []
     given = {key for key in values if sources[key] != "default"}
     three = ("bin_file", "tokenizer_file", "metadata_file")
@@ -22,14 +22,14 @@ def contradictions(values: dict[str, Any], sources: dict[str, str], processes: i
         problems.append("--input and --bin_file both name the data; give one of them")
     if not values["input"]:
         problems += [
-            f"{key} is for --input; token files bring their own" for key in ("tokenizer", "vocab_size") if key in given
+            f"{key} is for --input; token files have their own" for key in ("tokenizer", "vocab_size") if key in given
         ]
-    for is_on, key_of, said, keys in (
+    for is_on, key_of, flag, keys in (
         (values["optimizer"] == "muon", "optimizer", "--optimizer muon", ("muon_learning_rate", "muon_momentum")),
         (values["lora_rank"], "lora_rank", "--lora_rank N", ("lora_alpha", "lora_targets")),
     ):
         problems += [
-            f"{key} ({sources[key]}) is for {said}"
+            f"{key} ({sources[key]}) is for {flag}"
             for key in keys
             if not is_on and key in given and not (sources[key_of] == "flag" and sources[key] != "flag")  # flags win
         ]
@@ -50,7 +50,7 @@ def contradictions(values: dict[str, Any], sources: dict[str, str], processes: i
             f"({sources['learning_rate']})"
         )
     problems += [
-        f"{key} {values[key]!r} is not UTF-8, and safetensors would not find the weights there; choose another folder"
+        f"{key} {values[key]!r} is not UTF-8, and safetensors cannot open files there; choose another folder"
         for key in ("output_dir", "checkpoint_dir")
         if any("\ud800" <= character <= "\udfff" for character in values[key] or "")
     ]
