@@ -1,8 +1,9 @@
-"""Command lines: settings declared once, as the fields of a dataclass; argparse without its surprises."""
+"""Command lines: settings are declared once, as fields of a dataclass; argparse without its surprises."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import itertools
@@ -21,12 +22,11 @@ METAVARS = {"int": "N", "float": "X", "str": "TEXT", "bool": "true|false"}
 
 
 def option(default: Any, group: str, help: str, **allowed: Any) -> Any:
-    """A field of a dataclass that is a flag of the same name. `group` is its heading in --help; one without is no flag.
+    """A field of a dataclass that is a flag of the same name. `group` is its heading in --help; with "" it is no flag.
 
-    `allowed`: `low`, `high` (inclusive), `below`, `above` (exclusive), `choices`; `switch`, the values that a bare flag
-    (or JSON true) and JSON false stand for; `words` that stand for a number; `empty`, whether a text may be ""; `many`,
-    whether several values follow the flag (without it, a tuple is a flag to be repeated); `metavar`, what --help calls
-    the value.
+    `allowed`: `low`, `high` (inclusive), `below`, `above` (exclusive), `choices`; `switch`, the values for a bare flag
+    (or JSON true) and for JSON false; `words` that mean a number; `empty`, whether a text may be ""; `many`, whether
+    several values follow the flag (without it, the flag of a tuple is repeated); `metavar`, the value's name in --help.
     """
     return dataclasses.field(default=default, metadata={"group": group, "help": help, **allowed})
 
@@ -37,7 +37,7 @@ def options_of(settings: type) -> dict[str, dataclasses.Field[Any]]:
 
 
 def kind_of(f: dataclasses.Field[Any]) -> str:
-    """ "int", "float", "str" or "bool"; of a tuple, what it holds."""
+    """ "int", "float", "str" or "bool"; for a tuple, that of its items."""
     return str(f.type).removeprefix("tuple[").split(",")[0].split(" | ")[0]  # annotations are strings here
 
 
@@ -46,15 +46,15 @@ def is_tuple(f: dataclasses.Field[Any]) -> bool:
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A question that ends a message: the known name nearest to `name`; empty if none is near."""
+    """A question for the end of a message, with the known name nearest to `name`; "" if none is near."""
     known = list(known)
     near = [word for word in known if word.startswith(name)] or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean {prefix}{near[0]}?" if near else ""
 
 
 class Formatter(argparse.HelpFormatter):
-    """A value is shown as one that is needed, though the parser takes a flag without one, to report all that is missing
-    together. A switch that is off by default takes no value."""
+    """Shows that a flag needs a value, although the parser accepts it without one (to report all missing values
+    together). A switch that is off by default takes no value."""
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         if (action.const is True and action.nargs == "?") or action.nargs == "*":
@@ -63,13 +63,13 @@ class Formatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse without its habit of guessing abbreviated flags and of exiting by itself."""
+    """argparse that neither guesses abbreviated flags nor exits by itself."""
 
     def __init__(self, **options: Any):
         width = min(120, max(80, shutil.get_terminal_size((110, 24)).columns))
         formatter = lambda prog: Formatter(prog, max_help_position=32, width=width)  # noqa: E731
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
-        self.words: list[str] = []  # that were parsed last
+        self.words: list[str] = []  # the words that were parsed last
 
     def parse_known_args(  # type: ignore[override]  # as below
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -78,7 +78,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def add_options(self, schema: Schema) -> None:
-        """A flag for each option, below the heading of its group."""
+        """Add a flag for each option, under the heading of its group."""
         groups: dict[str, argparse._ArgumentGroup] = {}
         for key, f in schema.items():
             heading, is_set = f.metadata["group"], not (f.default is None or f.default is False or f.default == ())
@@ -96,7 +96,7 @@ class Parser(argparse.ArgumentParser):
             )
 
     def read(self, argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:
-        """The flags that were typed, as strings; True for one without a value. Words of no flag go to `problems`."""
+        """The typed flags, as strings; True for one without a value. Unknown words go to `problems`."""
         known, unknown = self.parse_known_args(argv)
         problems += self.unknown_words(unknown)
         return {key: value for key, value in vars(known).items() if value is not None and key != "debug"}
@@ -106,7 +106,7 @@ class Parser(argparse.ArgumentParser):
         if problems:
             raise ConfigError("\n".join([*problems, f"`python {self.prog} --help` lists all flags."]))
 
-    def parse_args(  # type: ignore[override]  # its overloads are for a namespace of one's own
+    def parse_args(  # type: ignore[override]  # its overloads are for other classes of namespace
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
         known, unknown = self.parse_known_args(args, namespace)
@@ -129,7 +129,7 @@ class Parser(argparse.ArgumentParser):
         return problems
 
     def dashed_values(self) -> Iterator[tuple[str, str, str]]:
-        """(flag, word, hint) wherever a word that argparse takes for a flag, and is none, stands where a value may."""
+        """(flag, word, hint) for each word after a flag that begins with a dash and is not a flag: probably a value."""
         known = self._option_string_actions
         for flag, word in itertools.pairwise(self.words):
             if flag in known and known[flag].nargs != 0 and word.startswith("-") and word.split("=")[0] not in known:
@@ -142,18 +142,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_debug(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """`--debug` is read by `common.errors.script`, which wraps every script's main."""
+    """`common.errors.script`, which wraps every script's main, reads `--debug`."""
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def metavar_of(f: dataclasses.Field[Any]) -> str:
-    """What --help calls its value."""
+    """The name of its value in --help."""
     return "" if f.default is False else str(f.metadata.get("metavar") or METAVARS[kind_of(f)])
 
 
 def check_values(layer: Mapping[str, Any], schema: Schema, problems: list[str], source: str = "flag") -> dict[str, Any]:
-    """Convert values to the types of their options; what cannot be converted, is out of range or is no option goes to
-    `problems`. `source` is the file that they come from, "flag", or "" for neither."""
+    """Convert values to the types of their options. Unknown keys, values of a wrong type and values out of range go to
+    `problems`. `source` is the values' file, "flag", or "" for neither."""
     checked = {}
     is_flag = source == "flag"
     for key, value in layer.items():
@@ -172,14 +172,14 @@ def check_values(layer: Mapping[str, Any], schema: Schema, problems: list[str], 
 
 
 def convert(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
-    """One value to its field's type. Raises ValueError saying what is allowed."""
+    """Convert one value to its field's type. Raises ValueError that says what is allowed."""
     if value is None and f.default is None:
         return None
     if not is_tuple(f):
         return convert_one(value, f, from_flag)
     values = list(value) if isinstance(value, list | tuple) else [value]
     if not values and from_flag:
-        raise ValueError(f"one {metavar_of(f)} at least is needed")
+        raise ValueError(f"at least one {metavar_of(f)} is needed")
     return tuple(convert_one(each, f, from_flag) for each in values)
 
 
@@ -218,19 +218,16 @@ def convert_one(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
         "below": (lambda limit: value < limit, "less than"),
     }
     if not all(holds(allowed[name]) for name, (holds, _) in limits.items() if name in allowed):
-        said = [f"{words} {allowed[name]:,}" for name, (_, words) in limits.items() if name in allowed]
-        raise ValueError(f"allowed: {' and '.join(said)}")
+        ranges = [f"{words} {allowed[name]:,}" for name, (_, words) in limits.items() if name in allowed]
+        raise ValueError(f"allowed: {' and '.join(ranges)}")
     return value
 
 
 def parse_word(word: str) -> Any:
-    """A flag's word as JSON would read it: 64, 3e-4, true; also 1_000. Anything else stays a word."""
+    """The value of a flag's word: 64, 1_000, 3e-4, true. Any other word stays as it is."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
-    try:
-        return int(word)
-    except ValueError:
-        try:
-            return float(word)
-        except ValueError:
-            return word
+    for number in (int, float):
+        with contextlib.suppress(ValueError):
+            return number(word)
+    return word

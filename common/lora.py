@@ -24,7 +24,7 @@ from common.files import sha256_file
 from common.tensors import weights_file
 from model import Head, Linear, ModelConfig, TransformerLanguageModel, listed
 
-# What can be adapted, and which modules of a block that is. "embeddings" are the token embedding and the head.
+# What can be adapted, with the modules of a block that belong to it. "embeddings": the token embedding and the head.
 TARGETS = {
     "attention": ("attention.qkv", "attention.out_proj"),
     "feed_forward": ("feed_forward.fc1", "feed_forward.fc2"),
@@ -131,7 +131,7 @@ def new_adapters(weight: torch.Tensor, lora: LoRA) -> tuple[nn.Parameter, nn.Par
 
 
 def add_adapters(model: TransformerLanguageModel, lora: LoRA) -> None:
-    """Freeze `model` and add adapters to it. Its own weights keep their names, so that they can still be loaded."""
+    """Freeze `model` and add adapters to it. Its weights keep their names, so that they can still be loaded."""
     model.requires_grad_(False)
     for name in lora.modules(model.config):
         adapted = ADAPTED[type(model.get_submodule(name))]
@@ -207,10 +207,10 @@ def require_fitting(adapters: dict[str, torch.Tensor], shapes: dict[str, tuple[i
 
 
 def find_base(lora: LoRA, checkpoint: Path) -> Path:
-    """The folder of an adapter checkpoint's base. Its path is tried from the current folder, and from every folder
-    above the checkpoint, because a project may have moved.
+    """The folder of an adapter checkpoint's base. Its path is tried from the current folder and from every folder above
+    the checkpoint, because a project may have moved.
 
-    Raises CheckpointError if there is no base, or if it has other weights than those the adapters were trained on.
+    Raises CheckpointError if there is no base, or if its weights are not those that the adapters were trained on.
     """
     places = [Path(lora.base), *(parent / lora.base for parent in checkpoint.absolute().parents)]
     found = [place for place in places if os.path.isfile(weights_file(place))]
@@ -220,8 +220,8 @@ def find_base(lora: LoRA, checkpoint: Path) -> Path:
             return place
     if not found:
         raise CheckpointError(
-            f"{checkpoint} is an adapter for the weights of {lora.base}, which are not there: put them back, or "
-            "give the command in the folder from which this path starts."
+            f"{checkpoint} is an adapter for the weights in {lora.base}, which do not exist. Put them back, or run the "
+            "command in the folder from which this path starts."
         )
     raise CheckpointError(
         f"{checkpoint} is an adapter for another base: the weights in {found[0]} are not those that it was trained on "

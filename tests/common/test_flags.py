@@ -56,7 +56,7 @@ def test_all_that_is_wrong_is_said_together() -> None:
         [
             "unknown flag --loudd. Did you mean --loud?",
             "unknown flag --inner.",
-            "--names is missing; one FILE at least is needed",
+            "--names is missing; at least one FILE is needed",
             "--word is missing; a text is needed",
             "--share is 0; allowed: more than 0.0 and at most 1.0",
             '--count is "many"; a whole number or auto is needed',

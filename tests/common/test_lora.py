@@ -219,7 +219,7 @@ def test_a_base_that_is_gone_or_another_is_one_sentence_that_names_both(tmp_path
     write_adapters(tmp_path / "lora", tmp_path / "base")
     checkpoint = open_checkpoint(tmp_path / "lora")
     (tmp_path / "base").rename(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="put them back") as gone:
+    with pytest.raises(CheckpointError, match="Put them back") as gone:
         checkpoint.weights()
     with torch.random.fork_rng():
         write_model(tmp_path / "base", std=0.1)
@@ -232,7 +232,7 @@ def test_a_base_that_is_gone_or_another_is_one_sentence_that_names_both(tmp_path
 
 @pytest.mark.parametrize("base", ["\0", "a" * 5_000, "\ud800", "/dev", "model.safetensors/.."], ids=ascii)
 def test_a_base_that_no_folder_can_be_is_told_too(base: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="put them back"):
+    with pytest.raises(CheckpointError, match="Put them back"):
         find_base(lora(base=base), tmp_path / "lora")
 
 

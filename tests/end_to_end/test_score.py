@@ -178,7 +178,7 @@ def test_flags_that_would_be_ignored_are_refused(checkpoint, fails, flags, said)
     ("argv", "said"),
     [
         (["--stride", "8"], "--stride needs --score"),
-        (["--score"], "--score is missing; one FILE at least is needed"),
+        (["--score"], "--score is missing; at least one FILE is needed"),
         (["--score", "one.txt", "--stride", "0"], "--stride is 0; allowed: at least 1"),
         (["--score", "one.txt", "--stride", "33"], "--stride is 33; use at most 32"),
     ],

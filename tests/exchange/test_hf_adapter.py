@@ -134,7 +134,7 @@ def test_a_chat_template_goes_along(tmp_path: Path) -> None:
         ("no model", 2, "cannot be opened by transformers"),
         ("another base", 2, "is not the base of the adapters"),
         ("another shape", 2, "is not the base of the adapters"),
-        ("base is gone", 4, "put them back"),
+        ("base is gone", 4, "Put them back"),
         ("not empty", 2, "already there"),
         ("full disk", 4, "could not be written: No space left"),
         ("other logits", 4, "peft computes other logits"),

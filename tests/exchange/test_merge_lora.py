@@ -65,7 +65,7 @@ def test_a_chat_template_goes_along(tmp_path: Path) -> None:
     [
         ("no adapters", 4, "holds no adapters; there is nothing to merge"),
         ("no checkpoint", 4, "no checkpoint folder"),
-        ("base is gone", 4, "put them back"),
+        ("base is gone", 4, "Put them back"),
         ("another base", 4, "an adapter for another base"),
         ("another rank", 4, r"adapters do not fit the base: .*\(4, 32\), not \(5, 32\)"),
         ("not empty", 2, "already there"),

@@ -115,7 +115,7 @@ def test_a_run_keeps_its_base_when_that_goes_on(
     assert adapters(tmp_path / "lora") == adapters(finished)
     shutil.rmtree(copy_of / "checkpoints" / "step_00000024")
     result = train(tmp_path / "lora", **flags, max_steps=30)
-    assert result.code == 4 and "step_00000024, which are not there: put them back" in result.err
+    assert result.code == 4 and "step_00000024, which do not exist. Put them back" in result.err
     assert "Traceback" not in result.err
 
 
