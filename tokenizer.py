@@ -27,26 +27,22 @@ class CharacterTokenizer:
     end_of_text_id: int | None = None
 
     def __init__(self, characters: Sequence[str]) -> None:
-        """`characters[i]` is the character with id i. Raises TokenizerError if one comes twice or is no character."""
+        """`characters[i]` has id i. Raises TokenizerError if one comes twice or is not a character."""
         if not characters:
             raise TokenizerError("A character vocabulary needs at least one character.")
         for character in characters:
             if not isinstance(character, str) or len(character) != 1 or ord(character) in SURROGATES:
                 raise TokenizerError(f"{character!r} is not a single Unicode character.")
         self.codes = np.array([ord(character) for character in characters], dtype="<u4")  # id -> code point
-        # One slot more than the largest code point: everything above it is looked up there, and is unknown.
+        # One slot after the largest code point: all larger ones are looked up there, and are unknown.
         self.ids = np.full(int(self.codes.max()) + 2, -1, dtype=np.int32)  # code point -> id
         self.ids[self.codes] = np.arange(len(characters), dtype=np.int32)
         if np.count_nonzero(self.ids >= 0) != len(characters):
-            raise TokenizerError("A character stands twice in the vocabulary.")
-
-    @classmethod
-    def from_characters(cls, characters: Iterable[str]) -> CharacterTokenizer:
-        return cls(sorted(set(characters)))
+            raise TokenizerError("A character is in the vocabulary twice.")
 
     @classmethod
     def train(cls, texts: Iterable[str]) -> CharacterTokenizer:
-        """Collect the characters of a stream of texts; memory does not grow with the stream."""
+        """Collect the characters of a stream of texts. Memory does not grow with the stream."""
         seen = np.zeros(CODE_POINTS, dtype=bool)
         for text in texts:
             seen[code_points(text)] = True
@@ -96,19 +92,18 @@ class CharacterTokenizer:
 
     @property
     def unused_ids(self) -> list[int]:
-        """Ids that are never to be sampled: none here."""
+        """Ids that must never be sampled: none here."""
         return []
 
     @property
     def byte_lengths(self) -> np.ndarray:
-        """(vocab_size,) int32: UTF-8 bytes of text that each id stands for."""
+        """(vocab_size,) int32: UTF-8 bytes of each id's character."""
         return np.digitize(self.codes, [0x80, 0x800, 0x10000]).astype(np.int32) + 1
 
     def encode(self, text: str, unknown: str = "error") -> np.ndarray:
         """Ids of the text's characters, (characters,) int32.
 
-        `unknown` says what becomes of characters outside the vocabulary: "error" raises UnknownCharacterError, "drop"
-        leaves them out.
+        Characters outside the vocabulary: `unknown` "error" raises UnknownCharacterError, "drop" leaves them out.
         """
         if unknown not in ("error", "drop"):
             raise ValueError(f'unknown={unknown!r}; use "error" or "drop"')
@@ -150,11 +145,11 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if "model" in content:
         return BPETokenizer.load(path)
     raise TokenizerError(
-        f'{path} is no tokenizer this toolkit knows: it has neither "char_to_idx" (a character tokenizer) nor "model" '
-        f"(a Hugging Face tokenizers file)."
+        f'{path} is not a tokenizer that can be used here: it has neither "char_to_idx" (a character tokenizer) nor '
+        f'"model" (a Hugging Face tokenizers file).'
     )
 
 
 def code_points(text: str) -> np.ndarray:
-    """(characters,) uint32. A lone surrogate, which is no character, keeps its own code and so is never known."""
+    """(characters,) uint32. A lone surrogate is not a character; it keeps its own code, which no vocabulary has."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -1,4 +1,4 @@
-"""What both kinds of tokenizer share: their errors, decoding id by id, and reading and checking what they are given."""
+"""What both kinds of tokenizer share: errors, decoding id by id, checks of ids and text, reading a tokenizer file."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ TokenIds = Sequence[int] | np.ndarray
 
 
 class TokenizerError(ValueError):
-    """A tokenizer file that cannot be used, text the vocabulary cannot express, or ids it does not have."""
+    """A tokenizer file that cannot be used, text that the vocabulary cannot express, or ids that it does not have."""
 
     exit_code = 3
 
 
 class UnknownCharacterError(TokenizerError):
-    """Text with characters that a character vocabulary lacks; at `line` and `column` (from 1; 0: not known)."""
+    """Text with characters that a character vocabulary does not have. `line`, `column`: from 1, or 0 if unknown."""
 
     def __init__(self, characters: Sequence[str], line: int, column: int, source: str = "") -> None:
         super().__init__(characters, line, column, source)
@@ -32,10 +32,10 @@ class UnknownCharacterError(TokenizerError):
         more = f" and {len(characters) - 5} more" if len(characters) > 5 else ""
         place = f"line {line}, column {column}" if column else f"line {line}"
         noun = "character is" if len(characters) == 1 else "characters are"
-        self.finding = f"{len(characters)} {noun} not in the vocabulary: {named}{more}; the first stands at {place}"
+        self.finding = f"{len(characters)} {noun} not in the vocabulary: {named}{more}; the first is at {place}"
         self.message = (
-            f"{source + ': ' if source else ''}{self.finding}. Take it out of the text, or add `--unknown drop` to "
-            "drop what is unknown."
+            f"{source + ': ' if source else ''}{self.finding}. Remove it from the text, or add `--unknown drop` to "
+            "leave unknown characters out."
         )
 
     def __str__(self) -> str:
@@ -43,9 +43,9 @@ class UnknownCharacterError(TokenizerError):
 
 
 class IncrementalDecoder:
-    """Decodes ids as they arrive; text that is still incomplete waits until the ids that complete it are pushed.
+    """Decodes ids as they arrive. An incomplete character waits for the ids that complete it.
 
-    The pieces joined are what `decode` gives for all ids at once.
+    The joined pieces are equal to `decode` of all ids.
     """
 
     def __init__(self, decode_bytes: Callable[[TokenIds], bytes], encoding: str) -> None:
@@ -56,7 +56,7 @@ class IncrementalDecoder:
         return self.text_decoder.decode(self.decode_bytes(ids))
 
     def flush(self) -> str:
-        """What is left when no more ids come: "" or a replacement character for an unfinished sequence."""
+        """The rest after the last ids: "", or a replacement character for an unfinished one."""
         return self.text_decoder.decode(b"", final=True)
 
 
@@ -82,7 +82,7 @@ def valid_unicode(text: str) -> str:
 
 def read_tokenizer_json(path: str | Path) -> dict[str, Any]:
     if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):  # a pipe waits for its writer
-        raise TokenizerError(f"The tokenizer file {path} is not a regular file: write what it holds to one first.")
+        raise TokenizerError(f"The tokenizer file {path} is not a regular file. Write its content to one first.")
     try:
         content = json.loads(Path(path).read_bytes().decode("utf-8-sig"))
     except FileNotFoundError:

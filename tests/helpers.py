@@ -49,7 +49,7 @@ def generated_text(characters: int, seed: int = 0) -> str:
 def write_tokens(folder: Path, text: str, alphabet: str = ALPHABET) -> Path:
     """A complete character token folder, as docs describe it, written without the pre-tokenizer."""
     folder.mkdir(parents=True)
-    tokenizer = CharacterTokenizer.from_characters(alphabet)
+    tokenizer = CharacterTokenizer.train(alphabet)
     tokenizer.save(folder / "tokenizer.json")
     tokens = tokenizer.encode(text).astype("<u2")
     (folder / "tokens.bin").write_bytes(tokens.tobytes())

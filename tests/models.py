@@ -17,7 +17,7 @@ from tests.helpers import ALPHABET, generated_text
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import BPETokenizer
 
-CHARACTERS = CharacterTokenizer.from_characters(ALPHABET + "\0\r'😀")
+CHARACTERS = CharacterTokenizer.train(ALPHABET + "\0\r'😀")
 MODERN = {"norm": "rmsnorm", "position": "rope", "qk_norm": True, "embed_norm": True, "bias": False}
 TINY = {"embed_dim": 32, "num_heads": 4, "num_layers": 2, "max_seq_len": 24}
 

@@ -12,7 +12,7 @@ from tokenizer import CharacterTokenizer, load_tokenizer
 from tokenizer_base import TokenizerError, UnknownCharacterError
 from tokenizer_bpe import BPETokenizer
 
-ABC = CharacterTokenizer.from_characters("abc\n")
+ABC = CharacterTokenizer.train("abc\n")
 
 
 @given(st.text(min_size=1))
@@ -27,7 +27,7 @@ def test_any_text_comes_back_from_its_own_vocabulary(text: str) -> None:
 
 @given(st.text(min_size=1), st.lists(st.integers(0, 5)))
 def test_pieces_of_an_incremental_decoder_join_to_the_text(text: str, sizes: list[int]) -> None:
-    tokenizer = CharacterTokenizer.from_characters(text)
+    tokenizer = CharacterTokenizer.train(text)
     ids, decoder = tokenizer.encode(text), tokenizer.decoder()
     pieces, position = [], 0
     for size in [*sizes, len(ids)]:
@@ -104,7 +104,7 @@ def test_load_tokenizer_recognises_both_kinds(tmp_path: Path) -> None:
     [
         ("{", "not valid JSON"),
         ("[]", "holds a JSON list"),
-        ("{}", "no tokenizer this toolkit knows"),
+        ("{}", "not a tokenizer that can be used here"),
         ('{"type": "character"}', "char_to_idx"),
         ('{"char_to_idx": {"a": 0, "b": 2}}', "not 0 to 1"),
         ('{"char_to_idx": {"a": 0, "b": "1"}}', "not 0 to 1"),

@@ -82,7 +82,7 @@ def test_nobody_can_forge_the_end_of_a_turn() -> None:
 
 def test_characters_have_no_end_of_text() -> None:
     with pytest.raises(TokenizerError, match="nothing would end an answer"):
-        TEMPLATE.encode(CharacterTokenizer.from_characters("User: Ast\n"), conversation("a", "s"))
+        TEMPLATE.encode(CharacterTokenizer.train("User: Ast\n"), conversation("a", "s"))
 
 
 @pytest.mark.parametrize(

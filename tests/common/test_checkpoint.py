@@ -59,7 +59,7 @@ def take_steps(model: TransformerLanguageModel, optimizer: torch.optim.Optimizer
 def save(tmp_path: Path) -> Callable[..., Path]:
     """`save(folder, seed=...)` saves a model of its own there, below tmp_path."""
     tokenizer = tmp_path / "tokenizer.json"
-    CharacterTokenizer.from_characters("abcdefghijklm").save(tokenizer)
+    CharacterTokenizer.train("abcdefghijklm").save(tokenizer)
 
     def write(name: str, seed: int = 0) -> Path:
         model, optimizer = trained(seed)

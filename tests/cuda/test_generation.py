@@ -27,7 +27,7 @@ SAMPLING = Sampling(max_new_tokens=60, temperature=1.0, seed=3)  # beyond the co
 
 @pytest.fixture
 def characters() -> CharacterTokenizer:
-    return CharacterTokenizer.from_characters(CHARACTERS)
+    return CharacterTokenizer.train(CHARACTERS)
 
 
 @pytest.fixture

@@ -46,9 +46,9 @@ def make_checkpoint(tmp_path_factory) -> Callable[..., Path]:
     """`make_checkpoint(folder, kind, seed=...)` saves a checkpoint of a tiny random model."""
     folder = tmp_path_factory.mktemp("tokenizers")
     tokenizers = {
-        "character": CharacterTokenizer.from_characters(ALPHABET),
+        "character": CharacterTokenizer.train(ALPHABET),
         "bpe": BPETokenizer.train(["the cat and the dog"] * 4, vocab_size=265),
-        "control": CharacterTokenizer.from_characters("\x07\x1b\x9b\x7f[ab"),
+        "control": CharacterTokenizer.train("\x07\x1b\x9b\x7f[ab"),
     }
     for kind, tokenizer in tokenizers.items():
         tokenizer.save(folder / kind)
@@ -139,7 +139,7 @@ def blog_checkpoint(tmp_path) -> Path:
     """A folder as the blog's trainer left it: compiled names, a stored mask, its own config keys, no manifest."""
     folder = tmp_path / "blog_model"
     folder.mkdir()
-    tokenizer = CharacterTokenizer.from_characters(ALPHABET)
+    tokenizer = CharacterTokenizer.train(ALPHABET)
     model = random_model(tokenizer.vocab_size)
     state = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
     state["_orig_mod.causal_mask"] = torch.ones(32, 32).triu(1).bool()
@@ -528,7 +528,7 @@ def test_a_blog_folder_names_the_file_it_lacks(blog_checkpoint, fails):
 
 
 def test_the_tokenizer_of_a_larger_vocabulary_is_refused(blog_checkpoint, fails):
-    CharacterTokenizer.from_characters(ALPHABET + "xyz").save(blog_checkpoint / "tokenizer.json")
+    CharacterTokenizer.train(ALPHABET + "xyz").save(blog_checkpoint / "tokenizer.json")
     message = fails(4, "--checkpoint", blog_checkpoint)
     assert str(len(ALPHABET)) in message and str(len(ALPHABET) + 3) in message
 

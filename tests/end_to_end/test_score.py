@@ -44,7 +44,7 @@ def save(path: Path, tokenizer: CharacterTokenizer | BPETokenizer, width: int = 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
     """The newest run, of characters."""
-    return save(Path("runs/letters/checkpoints/step_00000001"), CharacterTokenizer.from_characters("\n abcdef"))
+    return save(Path("runs/letters/checkpoints/step_00000001"), CharacterTokenizer.train("\n abcdef"))
 
 
 @pytest.fixture
@@ -143,7 +143,7 @@ def test_any_text_under_bpe_from_each_kind_of_file(bpe_checkpoint, rows):
 
 def test_fp32_where_generation_is_bf16(tmp_path, monkeypatch, rows):
     monkeypatch.setattr("common.machine.cpu_bf16_flag", lambda: "AMX")
-    wide = save(tmp_path / "wide", CharacterTokenizer.from_characters("\n abcdef"), width=loading.CPU_BF16_MIN_WIDTH)
+    wide = save(tmp_path / "wide", CharacterTokenizer.train("\n abcdef"), width=loading.CPU_BF16_MIN_WIDTH)
     assert script.load_model(wide)[0].token_embedding.weight.dtype == torch.bfloat16
     seen = []
     real = script.load_checkpoint

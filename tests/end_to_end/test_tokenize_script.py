@@ -284,7 +284,7 @@ def test_characters_that_the_vocabulary_lacks(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "text.txt").write_text("abcabc", encoding="utf-8")
     tokenize([str(tmp_path / "text.txt")], tmp_path / "one", tokenizer="char", quiet=True)
     (tmp_path / "more.txt").write_text(f"abc\n{SEPARATOR}\nab€c", encoding="utf-8")
-    load_tokenizer(tmp_path / "one" / "tokenizer.json").from_characters("abc\n").save(tmp_path / "vocabulary.json")
+    load_tokenizer(tmp_path / "one" / "tokenizer.json").train("abc\n").save(tmp_path / "vocabulary.json")
     arguments = ["--input", tmp_path / "more.txt", "--output_dir", tmp_path / "two"]
     arguments += ["--tokenizer_file", tmp_path / "vocabulary.json"]
     assert run(*arguments) == 3

@@ -81,7 +81,7 @@ def test_special_tokens_are_never_generated(tokenizer: Tokenizer, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "tokenizer", [bpe(), CharacterTokenizer.from_characters("<|>endofxtpaukthc ")], ids=["bpe", "characters"]
+    "tokenizer", [bpe(), CharacterTokenizer.train("<|>endofxtpaukthc ")], ids=["bpe", "characters"]
 )
 def test_no_text_can_forge_a_special_token(tokenizer: Tokenizer, tmp_path: Path) -> None:
     from transformers import AutoTokenizer

@@ -12,7 +12,7 @@ from tokenizer_bpe import BPETokenizer
 
 @pytest.fixture(scope="module")
 def characters() -> CharacterTokenizer:
-    return CharacterTokenizer.from_characters(CHARACTERS)
+    return CharacterTokenizer.train(CHARACTERS)
 
 
 @pytest.fixture(scope="module")

@@ -188,7 +188,7 @@ def test_an_empty_prompt_starts_a_document(bpe):
     logits[bpe.unused_ids] = -torch.inf
     best = int(logits.argmax())
     assert text.text == ("" if best == bpe.end_of_text_id else bpe.decode([best]))
-    characters = CharacterTokenizer.from_characters(CHARACTERS)
+    characters = CharacterTokenizer.train(CHARACTERS)
     assert len(generate(random_model(8), characters, [""], GREEDY)[0].text) == 10
 
 

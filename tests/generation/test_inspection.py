@@ -56,7 +56,7 @@ def test_only_the_likeliest_tokens_are_listed_and_none_without_a_text(bpe):
 
 def test_a_token_is_shown_as_text_or_as_bytes(bpe, characters):
     assert token_label(characters, 2) == "c"
-    assert token_label(CharacterTokenizer.from_characters("\ufffd"), 0) == "\ufffd"
+    assert token_label(CharacterTokenizer.train("\ufffd"), 0) == "\ufffd"
     euro = bpe.encode("\u20ac").tolist()
     assert [token_label(bpe, token) for token in euro] == ["E2", "82", "AC"]
     assert token_label(bpe, bpe.encode(" the").tolist()[0]) == " the"

@@ -75,7 +75,7 @@ def test_windows_count_each_id_once_with_the_context_that_is_promised(length, co
 def test_each_token_scores_what_a_plain_forward_pass_gives(texts, context, size, data) -> None:
     stride = data.draw(st.integers(1, context))
     model = cached_model(len(CHARACTERS), max_seq_len=context)
-    tokenizer = CharacterTokenizer.from_characters(CHARACTERS)
+    tokenizer = CharacterTokenizer.train(CHARACTERS)
     scores = list(score_documents(model, tokenizer, [parts(tokenizer, text, size) for text in texts], stride))
     assert len(scores) == len(texts)
     for score, text in zip(scores, texts, strict=True):
@@ -95,7 +95,7 @@ def test_an_end_of_text_token_predicts_the_first_one(bpe: BPETokenizer) -> None:
 
 
 def test_the_first_character_is_not_predicted_and_its_bytes_do_not_count() -> None:
-    tokenizer = CharacterTokenizer.from_characters("aé中😀")
+    tokenizer = CharacterTokenizer.train("aé中😀")
     model = cached_model(tokenizer.vocab_size)
     texts = ["中aé", "aé😀", "é", ""]
     scores = list(score_documents(model, tokenizer, [parts(tokenizer, text) for text in texts], stride=1))

@@ -296,7 +296,7 @@ def test_a_vocabulary_of_characters_cannot_express_a_conversation(
     from tokenizer import CharacterTokenizer
 
     write_records(tmp_path / "chats.jsonl")
-    CharacterTokenizer.from_characters("abc").save(tmp_path / "characters.json")
+    CharacterTokenizer.train("abc").save(tmp_path / "characters.json")
     flags = ["--format", "chat", "--tokenizer_file", str(tmp_path / "characters.json")]
     assert main(["--input", str(tmp_path / "chats.jsonl"), *flags, "--output_dir", str(tmp_path / "out")]) == 3
     assert "nothing would end an answer. Use a BPE tokenizer." in capsys.readouterr().err
