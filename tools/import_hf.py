@@ -2,12 +2,11 @@
 
     python tools/import_hf.py openai-community/gpt2 runs/gpt2_pretrained
 
-The checkpoint gets its name once it computes the same as transformers does with the folder.
+The checkpoint appears only after it computes the same as transformers does with the folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,15 @@ from common.flags import Parser, add_debug
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
+    parser = Parser(
+        prog="tools/import_hf.py",
+        usage="%(prog)s FOLDER OUT",
+        description="Make a checkpoint of a Hugging Face folder with a GPT-2 or NanoChat model.",
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="folder, or a name on the hub: openai-community/gpt2")
+    parser.add_argument("out", metavar="OUT", help="checkpoint folder to write; empty, or not there yet")
+    add_debug(parser)
+    arguments = parser.parse_args(argv)
     from exchange.hf_import import import_model  # here, because --help must not import torch
 
     out = Path(arguments.out)
@@ -40,18 +47,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"then python train_colab_mmap.py --init_from {out}"
     )
     return 0
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="tools/import_hf.py",
-        usage="%(prog)s FOLDER OUT",
-        description="Make a checkpoint of a Hugging Face folder with a GPT-2 or NanoChat model.",
-    )
-    parser.add_argument("folder", metavar="FOLDER", help="folder, or a name on the hub: openai-community/gpt2")
-    parser.add_argument("out", metavar="OUT", help="checkpoint folder to write; empty, or not there yet")
-    add_debug(parser)
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

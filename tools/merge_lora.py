@@ -1,13 +1,12 @@
-"""Make an ordinary checkpoint of LoRA adapters and their base, which does not need that base any more.
+"""Make an ordinary checkpoint of LoRA adapters and their base. It no longer needs that base.
 
     python tools/merge_lora.py runs/lora pretrained/merged
 
-Generating, scoring and exporting merge by themselves. Use this to train further, or to give away one folder.
+Generating, scoring and exporting merge adapters automatically. Use this to train further, or to share one folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,7 +20,15 @@ from common.flags import Parser, add_debug
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
+    parser = Parser(
+        prog="tools/merge_lora.py",
+        usage="%(prog)s CHECKPOINT OUT",
+        description="Make an ordinary checkpoint of LoRA adapters and their base.",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or run folder for its newest")
+    parser.add_argument("out", metavar="OUT", help="checkpoint folder to write; empty, or not there yet")
+    add_debug(parser)
+    arguments = parser.parse_args(argv)
     from exchange.merge import merge_checkpoint  # here, because --help must not import torch
 
     out = Path(arguments.out)
@@ -33,18 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f'\nGenerate: python generate.py --checkpoint {out} --prompt "..."')
     print(f"Train it further: python train_colab_mmap.py --init_from {out}")
     return 0
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = Parser(
-        prog="tools/merge_lora.py",
-        usage="%(prog)s CHECKPOINT OUT",
-        description="Make an ordinary checkpoint of LoRA adapters and their base.",
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or run folder for its newest")
-    parser.add_argument("out", metavar="OUT", help="checkpoint folder to write; empty, or not there yet")
-    add_debug(parser)
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

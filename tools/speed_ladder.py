@@ -2,8 +2,8 @@
 
     python tools/speed_ladder.py --config gpt2_small.json
 
-Every rung takes the trainer's own step with the same weights and sequences. The lower rungs replace parts of it by what
-these parts improve on.
+Every rung runs the trainer's own step with the same weights and sequences. The lower rungs replace its parts by
+simpler, slower ones.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ In a notebook the page appears below the cell: %run tools/web_demo.py
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,14 +23,6 @@ from serving.server import add_flags, check_flags
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
-    from serving.demo_server import serve_demo  # here, because --help must not import torch
-
-    serve_demo(arguments)
-    return 0
-
-
-def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
         prog="tools/web_demo.py",
         usage="%(prog)s [PATH ...] [--FLAG VALUE ...]",
@@ -45,7 +36,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--share", action="store_true", help="an address on the internet, through Gradio's servers")
     arguments = parser.parse_args(argv)
     check_flags(arguments, least_queue=1, packages=("gradio",))
-    return arguments
+    from serving.demo_server import serve_demo  # here, because --help must not import torch
+
+    serve_demo(arguments)
+    return 0
 
 
 if __name__ == "__main__":
