@@ -115,7 +115,7 @@ def name_of(checkpoint: Path) -> str:
 
 
 def standing(checkpoint: Path) -> str:
-    """Its step and validation loss, unless its name says them; "" if unknown."""
+    """Its step (unless its name has it) and validation loss; "" if unknown."""
     try:
         step = Checkpoint(checkpoint).training_state().get("step")
     except UserError:
@@ -123,8 +123,8 @@ def standing(checkpoint: Path) -> str:
     if not isinstance(step, int) or not step:
         return ""
     rows = [row for row in read_metrics(run_folder(checkpoint)) if row["step"] == step and is_number(row, "val_loss")]
-    told = [] if STEP_NAME.fullmatch(checkpoint.name) else [f"step {step:,}"]
-    return ", ".join([*told, *(f"validation loss {row['val_loss']:.3f}" for row in rows[-1:])])
+    words = [] if STEP_NAME.fullmatch(checkpoint.name) else [f"step {step:,}"]
+    return ", ".join([*words, *(f"validation loss {row['val_loss']:.3f}" for row in rows[-1:])])
 
 
 def is_number(row: dict[str, object], key: str) -> bool:

@@ -31,20 +31,17 @@ class Answer:
         choices = []
         for i, completion in enumerate(completions):
             tokens = [*self.echoed_tokens(i), *self.tokens(i, len(completion.text))]
-            said: dict[str, Any]
+            text: dict[str, Any] = {"text": self.echo(i) + completion.text}
             if self.question.is_chat:
-                said = {"message": {"role": "assistant", "content": completion.text.lstrip(), "refusal": None}}
-            else:
-                said = {"text": self.echo(i) + completion.text}
-            choices.append(self.choice(i, said, tokens, completion))
+                text = {"message": {"role": "assistant", "content": completion.text.lstrip(), "refusal": None}}
+            choices.append(self.choice(i, text, tokens, completion))
         return self.envelope(choices, "") | {"usage": self.usage(completions)}
 
     def opening(self) -> list[dict[str, Any]]:
         """The first parts of a stream."""
         texts = range(len(self.question.prompts))
         if self.question.is_chat:
-            said = {"delta": {"role": "assistant", "content": ""}}
-            return [self.part([self.choice(i, said)]) for i in texts]
+            return [self.part([self.choice(i, {"delta": {"role": "assistant", "content": ""}})]) for i in texts]
         return [
             self.part([self.choice(i, {"text": self.echo(i)}, self.echoed_tokens(i))]) for i in texts if self.echo(i)
         ]
@@ -57,8 +54,8 @@ class Answer:
         if not text:
             return []
         self.begun[index] = True
-        said = {"delta": {"content": text}} if self.question.is_chat else {"text": text}
-        return [self.part([self.choice(index, said, self.tokens(index, self.lengths[index]))])]
+        content = {"delta": {"content": text}} if self.question.is_chat else {"text": text}
+        return [self.part([self.choice(index, content, self.tokens(index, self.lengths[index]))])]
 
     def closing(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
         nothing: dict[str, Any] = {"delta": {}} if self.question.is_chat else {"text": ""}
@@ -86,19 +83,18 @@ class Answer:
     def choice(
         self,
         index: int,
-        said: dict[str, Any],
+        content: dict[str, Any],
         tokens: Sequence[PlacedToken] = (),
         completion: Completion | None = None,
     ) -> dict[str, Any]:
         form = chat_logprobs if self.question.is_chat else logprobs
-        told = None if self.likelihoods is None else form(tokens, self.served.tokenizer)
+        values = None if self.likelihoods is None else form(tokens, self.served.tokenizer)
         reason = None if completion is None else "stop" if completion.ended else "length"
-        return {"index": index, **said, "logprobs": told, "finish_reason": reason}
+        return {"index": index, **content, "logprobs": values, "finish_reason": reason}
 
     def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
-        made = sum(completion.tokens for completion in completions)
-        asked = self.question.prompt_tokens
-        return {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made}
+        read, written = self.question.prompt_tokens, sum(completion.tokens for completion in completions)
+        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     def echo(self, index: int) -> str:
         return self.question.asked[index] if self.question.echo else ""
@@ -109,7 +105,7 @@ class Answer:
         return TokenPlaces(self.served.tokenizer).take(self.likelihoods.prompts[index])
 
     def tokens(self, index: int, length: int) -> list[PlacedToken]:
-        """Those within the first `length` characters of a text, as far as they were not told yet."""
+        """Those within the first `length` characters of a text that were not sent yet."""
         return [] if self.likelihoods is None else self.places[index].take(self.likelihoods.texts[index], length)
 
 
@@ -124,11 +120,11 @@ class TokenPlaces:
     def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
         self.decoder = tokenizer.decoder()
         self.offset = offset
-        self.length = 0  # of the text of the tokens that were taken, but for a character that they leave unfinished
+        self.length = 0  # characters of the tokens that were taken, without an unfinished one
         self.taken = 0
 
     def take(self, tokens: Sequence[Likelihood], length: float = math.inf) -> list[PlacedToken]:
-        """Those that begin within the first `length` characters of the text and were not taken yet."""
+        """The tokens that begin within the first `length` characters of the text and were not taken yet."""
         placed = []
         while self.taken < len(tokens) and self.length < length:
             token = tokens[self.taken]
@@ -139,20 +135,20 @@ class TokenPlaces:
 
 
 def logprobs(tokens: Sequence[PlacedToken], tokenizer: Tokenizer) -> dict[str, Any]:
-    """The form of completions. A token itself is among the likeliest in its place, beside as many as were asked for."""
+    """The form of completions. `top_logprobs` has the requested number of likeliest tokens, and the chosen one."""
 
     def name(token: int) -> str:
         return token_name(tokenizer.token_bytes(token), "bytes:")
 
-    def likeliest(said: Likelihood) -> dict[str, float] | None:
-        if said.logprob is None:
+    def likeliest(chosen: Likelihood) -> dict[str, float] | None:
+        if chosen.logprob is None:
             return None
-        return {name(token): logprob for token, logprob in [*said.likeliest, (said.token, said.logprob)]}
+        return {name(token): logprob for token, logprob in [*chosen.likeliest, (chosen.token, chosen.logprob)]}
 
     return {
-        "tokens": [name(said.token) for said, _ in tokens],
-        "token_logprobs": [said.logprob for said, _ in tokens],
-        "top_logprobs": [likeliest(said) for said, _ in tokens],
+        "tokens": [name(chosen.token) for chosen, _ in tokens],
+        "token_logprobs": [chosen.logprob for chosen, _ in tokens],
+        "top_logprobs": [likeliest(chosen) for chosen, _ in tokens],
         "text_offset": [offset for _, offset in tokens],
     }
 
@@ -165,8 +161,8 @@ def chat_logprobs(tokens: Sequence[PlacedToken], tokenizer: Tokenizer) -> dict[s
         return {"token": token_name(data), "logprob": logprob, "bytes": list(data)}
 
     content = [
-        entry(said.token, said.logprob) | {"top_logprobs": [entry(*likely) for likely in said.likeliest]}
-        for said, _ in tokens
+        entry(chosen.token, chosen.logprob) | {"top_logprobs": [entry(*likely) for likely in chosen.likeliest]}
+        for chosen, _ in tokens
     ]
     return {"content": content, "refusal": None}
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.chat import ChatTemplate
 from common.checkpoint import open_checkpoint
+from common.publishing import CHECKPOINT_NAME
 from generate import load_checkpoint
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
@@ -38,6 +38,6 @@ def load_served(path: str | Path, device: str, max_tokens: int) -> Served:
 def run_folder(checkpoint: Path) -> Path:
     """The run folder that the checkpoint belongs to, or else the checkpoint folder itself."""
     path = checkpoint.resolve()
-    if path.name == "best" or re.fullmatch(r"step_\d{8}", path.name):
+    if CHECKPOINT_NAME.fullmatch(path.name):
         path = path.parent
     return path.parent if path.name == "checkpoints" else path

@@ -112,7 +112,7 @@ def host_name(header: str) -> str:
 
 
 def own_address() -> str:
-    """This machine's address in its network; without a network, its name."""
+    """This machine's address in its network, or its name if there is no network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect((UNUSED_ADDRESS, 1))  # sends nothing, but chooses the local address
