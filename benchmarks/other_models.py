@@ -1,11 +1,10 @@
-"""The same shape of model in other projects' code: nanoGPT's and Hugging Face transformers'."""
+"""Models of the same shape from nanoGPT and Hugging Face transformers."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from model import ModelConfig
@@ -27,8 +26,12 @@ def gpt2_config(config: ModelConfig, **more: Any) -> Any:
 
 
 def nanogpt_model(checkout: str | Path, config: ModelConfig) -> Any:
-    """A GPT of the same shape, of a checkout of nanoGPT."""
-    module = load_nanogpt(checkout)
+    """A GPT of the same shape from a checkout of nanoGPT."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout) / "model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks itself up there
+    spec.loader.exec_module(module)
     shape = module.GPTConfig(
         block_size=config.max_seq_len,
         vocab_size=config.vocab_size,
@@ -39,13 +42,3 @@ def nanogpt_model(checkout: str | Path, config: ModelConfig) -> Any:
         bias=config.bias,
     )
     return module.GPT(shape)
-
-
-def load_nanogpt(checkout: str | Path) -> ModuleType:
-    """The model.py of a checkout of nanoGPT."""
-    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(checkout) / "model.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclass looks itself up there
-    spec.loader.exec_module(module)
-    return module
