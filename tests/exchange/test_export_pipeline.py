@@ -96,4 +96,4 @@ def test_no_text_can_forge_a_special_token(tokenizer: Tokenizer, tmp_path: Path)
 
     same_ids()
     card = (folder / "README.md").read_text("utf-8")
-    assert ("`<|endoftext|>` written in a text is read as these characters" in card) == (tokenizer.kind == "bpe")
+    assert ("The tokenizer reads `<|endoftext|>` in a text as plain characters" in card) == (tokenizer.kind == "bpe")
