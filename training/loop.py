@@ -240,10 +240,9 @@ class Loop:
     def save_if_sound(self) -> None:
         """Save what is due. After a skipped update, wait for a step that shows the weights to be sound. The best
         weights were just evaluated, so they are sound."""
-        with self.timer.paused():
-            self.stability.require_stable(self.state.step, self.run.saved_step)
-            if self.run.best_is_new or self.state.finished or not self.stability.in_doubt:
-                self.save(best_only=not self.run.is_due)
+        self.stability.require_stable(self.state.step, self.run.saved_step)
+        if self.run.best_is_new or self.state.finished or not self.stability.in_doubt:
+            self.save(best_only=not self.run.is_due)
 
     def save(self, best_only: bool = False) -> None:
         with self.timer.paused():

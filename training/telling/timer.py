@@ -60,7 +60,8 @@ class Timer:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Keep what happens inside (evaluating, saving) out of the training speed."""
+        """Keep what happens inside (evaluating, saving) out of the training speed. Not to be nested: it would count
+        twice."""
         self.hardware.synchronize()
         began = time.perf_counter()
         try:

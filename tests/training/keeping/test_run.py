@@ -1003,3 +1003,19 @@ def test_divergence_stops_with_advice_and_keeps_finite_checkpoints(
         weights = safetensors.torch.load_file(open_checkpoint(folder).path / "model.safetensors")
         assert all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
     assert train(copy_of, **{**flags, "max_steps": 26}).code == 0  # as the message says
+
+
+def test_a_slow_save_does_not_change_the_measured_speed(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time that the training waits for a save counts once, not twice."""
+    save = Run.save
+
+    def slow(run: Run, best_only: bool = False) -> None:
+        time.sleep(0.3)
+        save(run, best_only)
+
+    monkeypatch.setattr(Run, "save", slow)
+    assert train(tmp_path / "run", max_steps=4, checkpoint_steps=1, eval_interval=0).code == 0
+    rows = read_metrics(tmp_path / "run")
+    assert len(rows) == 4 and all(0 < row["ms_per_step"] < 300 and row["tokens_per_second"] > 0 for row in rows)
