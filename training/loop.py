@@ -133,17 +133,23 @@ class Loop:
                     self.step()
                 if state.unevaluated is not None:
                     self.evaluate(state.unevaluated)
-                if run.save_is_due():
-                    self.save_if_sound()
-                for line in run.news():
-                    self.report.say(line)
+                with self.without_retry():
+                    if run.save_is_due():
+                        self.save_if_sound()
+                    for line in run.news():
+                        self.report.say(line)
 
     def step(self) -> None:
         """One update of the weights, and its report if one is due."""
-        parts, state, config = self.parts, self.state, self.parts.config
-        lr = learning_rate(state.step, state.max_steps, config)
+        parts, state = self.parts, self.state
+        lr = learning_rate(state.step, state.max_steps, parts.config)
         result = train_step(parts, state.step, state.sequences_seen, lr, self.interruption.begin)
         self.interruption.step_done()
+        with self.without_retry():
+            self.step_done(result, lr)
+
+    def step_done(self, result: StepResult, lr: float) -> None:
+        parts, state, config = self.parts, self.state, self.parts.config
         self.stability.step_done(result.skipped)
         state.advance(config.sequences_per_step, config.tokens_per_step)
         self.report.step_done(config.tokens_per_step)
@@ -162,6 +168,11 @@ class Loop:
             state.begin_evaluation(row)
         elif reporting:
             self.report.write(row)
+
+    def without_retry(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, out of memory ends the training: a retry would not do again what failed, and a checkpoint or a row
+        would be missing without a word."""
+        return memory_advice(self.parts.config, self.parts.data.vocab_size, self.parts.hardware)
 
     def reported(self, result: StepResult, row: dict[str, Any], lr: float) -> dict[str, Any]:
         """Report a step. Returns its row of metrics. Only here the host waits for the device."""

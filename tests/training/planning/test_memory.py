@@ -23,10 +23,11 @@ from common.formatting import byte_size
 from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import ALPHABET, CPU, parts_of
-from tests.training.helpers import final_weights, measured, steps_of
+from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
 from training.config import TrainConfig
 from training.file_names import CONFIG
+from training.keeping.saving import Saver
 from training.numbers import evaluate as evaluate_module
 from training.numbers.data import TokenData
 from training.numbers.optimizer import Optimizer
@@ -310,3 +311,25 @@ def test_no_way_out_is_raised_as_exhausted_memory() -> None:
     data = cast(TokenData, SimpleNamespace(vocab_size=100))
     with pytest.raises(MemoryExhausted, match="1 x 256 tokens"):
         memory_module.halve_micro_batch(parts_of(model, data, config), MemoryError(), "forward")
+
+
+@pytest.mark.parametrize("fails", [1, 4], ids=["first", "last"])
+def test_memory_that_runs_out_in_a_save_ends_the_training(
+    fails: int, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A smaller micro-batch would not help, and nothing would save this step again."""
+    original, saves = Saver.write, list[int]()
+
+    def write(saver: Saver, *args: Any) -> None:
+        saves.append(len(saves) + 1)
+        if len(saves) == fails:
+            raise MemoryError
+        original(saver, *args)
+
+    save_at_once(monkeypatch)
+    monkeypatch.setattr(Saver, "write", write)
+    result = train(tmp_path / "run", eval_interval=0)
+    assert result.code == 5 and "same batch again" not in result.out
+    assert steps_of(tmp_path / "run") == [6 * step for step in range(fails - 1, 0, -1)][:2]
+    assert train(tmp_path / "run", eval_interval=0).code == 0
+    assert steps_of(tmp_path / "run")[0] == 24
