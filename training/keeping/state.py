@@ -23,6 +23,7 @@ STATE_FILE = "training_state.json"
 Steps = Annotated[int, 10**8]  # a checkpoint's name has eight digits
 Sequences = Annotated[int, 2**32]  # the order of an epoch is drawn from its number, which has to be below that
 Count = Annotated[int, 2**63]
+Planned = Annotated[int, math.inf]  # --max_steps and --epochs have no limit
 Seconds = Annotated[float, math.inf]
 Row = dict[str, float | None]  # of metrics
 Scaler = dict[str, float]
@@ -52,7 +53,7 @@ class TrainState:
     step: Steps = 0
     sequences_seen: Sequences = 0
     tokens: Count = 0
-    max_steps: Steps = 0  # the run is finished after them; each session plans them anew
+    max_steps: Planned = 0  # the run is finished after them; each session plans them anew
     best_val_loss: float | None = None  # of the weights in best/
     best_step: Steps = 0
     best_windows: Count | None = None  # validation windows of this loss
@@ -148,7 +149,7 @@ def read_state(checkpoint: Checkpoint) -> Saved:
     if not problems:
         if read["scaler"] and not read["scaler"].keys() >= SCALER:
             problems.append("scaler is not the state of a gradient scaler")
-        if read.get("unevaluated") and read["unevaluated"].get("step") != read["step"]:
+        if read.get("unevaluated") is not None and read["unevaluated"].get("step") != read["step"]:
             problems.append(f"unevaluated is a row of metrics of another step than {read['step']}")
     if problems:
         raise CheckpointError(

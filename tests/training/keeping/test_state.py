@@ -23,6 +23,7 @@ STATES = st.builds(
     step=COUNTS,
     sequences_seen=COUNTS,
     tokens=st.integers(0, 2**63 - 1),
+    max_steps=st.integers(0, 10**20),  # a user may ask for more steps than anybody will take
     best_val_loss=LOSSES,
     best_windows=st.none() | COUNTS,
     lowest_val_loss=LOSSES,
@@ -60,8 +61,8 @@ def test_everything_comes_back(read: Callable, state: TrainState) -> None:
         ("step", -1), ("step", True), ("step", 1.0), ("step", 10**8), ("sequences_seen", 2**32), ("tokens", "1"),
         ("elapsed_seconds", -1.0), ("elapsed_seconds", None), ("best_val_loss", "nan"), ("worse", None),
         ("run_id", 7), ("base", {}), ("base", {"val_loss": 1, "prompts": [1], "answers": []}), ("unevaluated", []),
-        ("unevaluated", {"step": 3}), ("unevaluated", {"step": 0, "lr": "x"}), ("scaler", {"scale": 1}),
-        ("data", []), ("config", None), ("resumed_from", 1),
+        ("unevaluated", {}), ("unevaluated", {"step": 3}), ("unevaluated", {"step": 0, "lr": "x"}),
+        ("scaler", {"scale": 1}), ("data", []), ("config", None), ("resumed_from", 1),
     ],
 )  # fmt: skip
 def test_what_is_not_of_its_type_is_named(read: Callable, key: str, value: Any) -> None:
