@@ -199,6 +199,7 @@ class Round:
         sleeps = self.moments.random() < 0.7
         if sleeps:
             os.kill(pid, signal.SIGSTOP)
+            os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # a rename under way is done by then
         expected = max(whole(machine.disk / self.run.name) | whole(self.copies), default=0) if sleeps else None
         session = self.training(machine)
         other = session.start()

@@ -37,6 +37,11 @@ for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIG
         signal.signal(number, handler)
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """One more than there are cores: a third of the time, tests wait for processes, pages and timeouts."""
+    return (os.cpu_count() or 1) + 1
+
+
 class Result(NamedTuple):
     """How a command ended: its exit code and what it printed."""
 
