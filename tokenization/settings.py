@@ -48,8 +48,8 @@ class Settings:
         32_000, "vocabulary", "tokens in the vocabulary to learn", low=259, high=10_000_000
     )
     min_frequency: int = option(2, "vocabulary", "learn only pairs that occur this often", low=1, high=10**9)
-    vocab_sample_mb: float = option(
-        500.0, "vocabulary", "learn from at most this much text, spread evenly over the whole input", above=0
+    vocab_sample_mb: float = option(  # 500, not 500.0: fingerprints of earlier versions hold it so
+        500, "vocabulary", "learn from at most this much text, spread evenly over the whole input", above=0
     )
     unknown: str = option(
         "error",
@@ -72,7 +72,7 @@ class Settings:
     compress: bool = option(False, "output", "write a .bin.gz beside the .bin")
 
     chunk_size_mb: float = option(
-        4.0, "speed", "text that a thread encodes at a time; the result does not depend on it", above=0
+        4, "speed", "text that a thread encodes at a time; the result does not depend on it", above=0
     )
     num_workers: int = option(  # at most 1000: each holds a chunk in memory
         0, "speed", "threads that encode; 0: one per core", low=0, high=1000

@@ -6,10 +6,13 @@ import dataclasses
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tokenization.command import fingerprint_of
 from tokenization.metadata import DTYPES, TokenMetadata, metadata_files
+from tokenization.settings import Settings
 
 names = st.text("abc.", min_size=1, max_size=8)
 counts = st.integers(0, 2**40)
@@ -50,3 +53,15 @@ def test_what_is_written_is_what_is_read(tmp_path_factory, written: TokenMetadat
     assert content["train_tokens"] + content["val_tokens"] == content["total_tokens"]
     assert content["bytes_per_token"] == {"uint16": 2, "int16": 2, "int32": 4}[content["dtype"]]
     assert metadata_files(path.parent) == [path]
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "earlier"),
+    [
+        (Settings(), "bpe", "c09321ed2df768dce5a679f7fe2a232f1acd86b96058465a70edbebf84a4df16"),
+        (Settings(vocab_size=300), "bpe", "5e3e479418f4542e0c8d782f0c4dd78ef0dda2a47b1895ec39a8ccddfd9c04c6"),
+    ],
+)
+def test_tokens_of_earlier_versions_are_recognized(options: Settings, kind: str, earlier: str) -> None:
+    """Else the same command tokenizes the whole text again. The fingerprint tells 500 from 500.0."""
+    assert fingerprint_of([], options, kind) == earlier
