@@ -15,9 +15,9 @@ from common.files import read_json, write_json
 from common.lock import holder, session
 from common.publishing import restore_interrupted
 from training.config import TrainConfig, is_resolved
-from training.file_names import CONFIG, CURVE, MARKER, METRICS, SAMPLES, STAGING, SUMMARY
+from training.file_names import CONFIG, CURVE, MARKER, METRICS, SAMPLES, SAMPLES_TABLE, STAGING, SUMMARY
 
-FILES = (CONFIG, METRICS, SAMPLES, CURVE, SUMMARY, MARKER)
+FILES = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY, MARKER)
 
 
 def write_config(config: TrainConfig, device: str) -> None:

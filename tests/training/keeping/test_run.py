@@ -424,6 +424,8 @@ def test_only_names_of_ours_are_cleaned_up_in_a_run_folder(train: Callable, copy
         "checkpoints/.tmp-step_00000004/x",
         "checkpoints/.old-step_00000018/x",
         ".config.json.77.tmp",
+        ".samples.jsonl.77.tmp",
+        ".samples.md.77.tmp",
     ]
     theirs = [".draft.tmp", ".tmp-photos/a.png", "checkpoints/.old-thesis/b.tex", "notes.md", ".notes.md.5.tmp"]
     for name in ours + theirs:
