@@ -404,13 +404,10 @@ class TransformerLanguageModel(nn.Module):
     ) -> torch.Tensor:
         """tokens (B, T) -> logits (B, T, V); with `targets` (B, T) -> the mean cross-entropy in nats, a scalar.
 
-        The loss is computed here so that a compiler can fuse it with the head and keep no fp32 logits. Targets equal to
-        IGNORE_INDEX do not count. `starts`, `cache` and the error raised are those of `hidden`.
+        `starts`, `cache` and the error raised are those of `hidden`.
         """
-        logits = self.logits(self.hidden(tokens, cache, starts))
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORE_INDEX)
+        hidden = self.hidden(tokens, cache, starts)
+        return self.logits(hidden) if targets is None else self.loss(hidden, targets)
 
     def hidden(
         self, tokens: torch.Tensor, cache: KVCache | None = None, starts: torch.Tensor | None = None
@@ -454,6 +451,13 @@ class TransformerLanguageModel(nn.Module):
         if self.config.logit_softcap:  # Gemma Team 2024, section 2
             logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         return logits
+
+    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """(B, T, C) and (B, T) -> the mean cross-entropy, a scalar. Targets equal to IGNORE_INDEX do not count.
+
+        Head and loss are together, so that a compiler can fuse them and keep no fp32 logits."""
+        logits = self.logits(hidden).flatten(0, 1)
+        return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=IGNORE_INDEX)
 
     def next_logits(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
         """tokens (B,), one for each row of the cache -> logits of the next token of each row, (B, V)."""

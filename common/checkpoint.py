@@ -174,17 +174,14 @@ class Snapshot:
 
 
 def take_snapshot(
-    model: TransformerLanguageModel,
+    weights: dict[str, torch.Tensor],
     optimizer_state: dict[str, Any],
     tokenizer_file: bytes,
-    tokenizer_type: str,
+    config: dict[str, Any],
     training_state: dict[str, Any],
-    chat: ChatTemplate | None = None,
     copy: bool = False,
 ) -> Snapshot:
     """The content for `write_checkpoint`. With `copy`, it does not change when the training goes on."""
-    config = stored_config(model, tokenizer_type, chat)
-    weights = stored_weights(model)
     return Snapshot(on_host(weights, copy), on_host(optimizer_state, copy), tokenizer_file, config, training_state)
 
 

@@ -26,7 +26,8 @@ def option(default: Any, group: str, help: str, **allowed: Any) -> Any:
 
     `allowed`: `low`, `high` (inclusive), `below`, `above` (exclusive), `choices`; `switch`, the values for a bare flag
     (or JSON true) and for JSON false; `words` that mean a number; `empty`, whether a text may be ""; `many`, whether
-    several values follow the flag (without it, the flag of a tuple is repeated); `metavar`, the value's name in --help.
+    several values follow the flag (without it, the flag of a tuple is repeated); `metavar`, the value's name in --help;
+    `also`, other names of the flag and of the key.
     """
     return dataclasses.field(default=default, metadata={"group": group, "help": help, **allowed})
 
@@ -91,8 +92,9 @@ class Parser(argparse.ArgumentParser):
             if f.metadata.get("many"):
                 takes = {"nargs": "*", "action": "extend"}
             metavar = "|".join([*(f.metadata.get("choices") or [metavar_of(f)]), *f.metadata.get("words", ())])
+            names = [f"--{name}" for name in (key, *f.metadata.get("also", ()))]
             groups[heading].add_argument(
-                f"--{key}", default=argparse.SUPPRESS, metavar=metavar, help=text.replace("%", "%%"), **takes
+                *names, dest=key, default=argparse.SUPPRESS, metavar=metavar, help=text.replace("%", "%%"), **takes
             )
 
     def read(self, argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:
@@ -156,7 +158,9 @@ def check_values(layer: Mapping[str, Any], schema: Schema, problems: list[str], 
     `problems`. `source` is the values' file, "flag", or "" for neither."""
     checked = {}
     is_flag = source == "flag"
-    for key, value in layer.items():
+    keys = {name: key for key, f in schema.items() for name in f.metadata.get("also", ())}
+    for name, value in layer.items():
+        key = keys.get(name, name)
         where = f"--{key}" if is_flag else f"{key} in {source}" if source else key
         if key not in schema:
             problems.append(f"unknown key {where}.{suggest(key, schema)}")

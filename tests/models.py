@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from common.chat import ChatTemplate
-from common.checkpoint import take_snapshot, write_checkpoint
+from common.checkpoint import stored_config, stored_weights, take_snapshot, write_checkpoint
 from common.files import sha256_file
 from common.lora import LoRA, adapters_of, add_adapters
 from model import ModelConfig, TransformerLanguageModel
@@ -48,7 +48,8 @@ def save_checkpoint(
     chat: ChatTemplate | None = None,
 ) -> None:
     state = optimizer.state_dict()
-    write_checkpoint(folder, take_snapshot(model, state, tokenizer_file, tokenizer_type, training_state, chat))
+    config = stored_config(model, tokenizer_type, chat)
+    write_checkpoint(folder, take_snapshot(stored_weights(model), state, tokenizer_file, config, training_state))
 
 
 def write_model(

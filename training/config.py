@@ -180,8 +180,11 @@ class TrainConfig:
     process_timeout: float = option(
         600.0, "hardware", "seconds that processes wait for one of them under torchrun, then the job ends", above=0.0
     )
-    shard_optimizer: bool = option(
-        False, "hardware", "with torchrun: each process keeps its share of the optimizer's state; for large models"
+    shard: bool = option(
+        False,
+        "hardware",
+        "with torchrun: each process keeps a slice of weights, gradients and optimizer state (FSDP2); for large models",
+        also=("shard_optimizer",),
     )
     dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write no run")
     profile: bool = option(False, "hardware", "time the parts of a step, say what limits it, write no run")
@@ -205,8 +208,8 @@ class TrainConfig:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process keeps only its share of the optimizer's state."""
-        return self.shard_optimizer and self.processes > 1
+        """Whether each process keeps only a slice of weights, gradients and the optimizer's state."""
+        return self.shard and self.processes > 1
 
     @property
     def sequences_per_process(self) -> int:

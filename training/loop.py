@@ -16,11 +16,11 @@ from training.file_names import SUMMARY
 from training.keeping.interruption import Interruption, StopRequested
 from training.keeping.run import Run
 from training.keeping.run_folder import being_trained, require_ours, write_config
-from training.keeping.start import start_or_resume
+from training.keeping.start import shard_parts, start_or_resume
 from training.keeping.state import Start
 from training.machine.compilation import compile_model
 from training.machine.hardware import frozen_garbage
-from training.machine.processes import broadcast_tensors, on_rank_0, process_group
+from training.machine.processes import on_rank_0, process_group
 from training.numbers.evaluate import Evaluation, answer_prompts, evaluate, evaluated_windows, validation_loss
 from training.numbers.prompts import Answer
 from training.numbers.schedule import has_stopped_early, learning_rate
@@ -52,6 +52,8 @@ def train(config: TrainConfig, started: float, ends_process: bool) -> int:
         parts = prepare(config)
         with memory_advice(parts.config, parts.data.vocab_size, parts.hardware):
             if look := next((look for key, look in LOOKS.items() if getattr(config, key)), None):
+                if config.is_sharded:
+                    shard_parts(parts)
                 look(Run(parts))
                 return 0
             on_rank_0(lambda: lock.take(config.run_dir))
@@ -84,10 +86,9 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
         interruption.answer = "Stopping once what is under way is saved and copied"
         run.finish_saving(report.say)
         is_done = state.finished and state.unevaluated is None
-        if is_done and is_rank_0():
-            if parts.prompts and not answers:  # evaluation is off, or the last session ended before its summary
-                answers = answer_prompts(parts)
-            write_summary(run, timer, answers)
+        if is_done:  # no answers: evaluation is off, or the last session ended before its summary
+            answers = answers or answer_prompts(parts)
+            on_rank_0(lambda: write_summary(run, timer, answers))
     if not is_done:
         if limit := timer.limit_reached(config):
             print(f"Stopped after step {state.step:,}: {limit} is reached. The same command with more of it continues.")
@@ -231,8 +232,7 @@ class Loop:
         model = self.parts.model
         current = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         try:
-            on_rank_0(self.run.load_best)
-            broadcast_tensors(list(model.state_dict().values()))
+            self.run.load_best()
             yield
         finally:
             model.load_state_dict(current)

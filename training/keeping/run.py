@@ -10,14 +10,15 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import BYTES_A_PARAMETER, Checkpoint, Snapshot, take_snapshot
+from common.checkpoint import BYTES_A_PARAMETER, Checkpoint, Snapshot, stored_config, stored_weights, take_snapshot
 from common.errors import CheckpointError
 from common.launch import is_rank_0
 from training.keeping.lease import TakenOver
 from training.keeping.mirror import Mirror
 from training.keeping.saving import Saver
 from training.keeping.state import Saved, TrainState
-from training.machine.processes import any_process, on_rank_0
+from training.machine.processes import all_reduce_sum, any_process, broadcast_tensors, on_rank_0
+from training.machine.sharding import gather, is_sharded, local, scatter, unsharded_copy
 from training.numbers.optimizer import whole_state
 from training.numbers.schedule import epoch_sequences, last_step
 from training.numbers.stability import diverged
@@ -134,9 +135,9 @@ class Run:
 
         Raises ConfigError if the weights are not finite: a good checkpoint must not make way for a useless one.
         """
-        state = self.state
-        sums = [parameter.detach().sum() for parameter in self.parts.model.parameters()]
-        if not torch.isfinite(torch.stack(sums).sum()):
+        parts, state = self.parts, self.state
+        sums = [local(parameter.detach()).sum() for parameter in parts.model.parameters()]
+        if not torch.isfinite(all_reduce_sum(torch.stack(sums).sum())):
             raise diverged(state.step, self.saved_step, "a weight is not finite")
         folders = [self.dir / "best"] if self.best_is_new else []
         if not best_only:
@@ -145,17 +146,35 @@ class Run:
             self.last_saved = time.monotonic()
             self.is_due = False
         self.best_is_new = False
-        optimizer_state = whole_state(self.parts.optimizer)
+        if parts.config.is_sharded and is_rank_0():
+            self.saver.finish()  # what it writes and what is gathered would be in memory together
+        weights, optimizer_state = self.gathered()
         if is_rank_0():
-            self.saver.save(folders, functools.partial(self.snapshot, optimizer_state), self.checkpoint_bytes)
+            take = functools.partial(self.snapshot, weights, optimizer_state)
+            self.saver.save(folders, take, self.checkpoint_bytes)
 
     def load_best(self) -> None:
-        """Put the weights in best/ into the model. They were verified when the run was restored."""
-        Checkpoint(self.dir / "best").load_weights(self.parts.model)
+        """Put the weights in best/ into the model. They were verified when the run was restored. Every process must
+        call this."""
+        model = self.parts.model
+        whole = unsharded_copy(model, torch.device("cpu")) if is_sharded(model) else model
+        on_rank_0(lambda: Checkpoint(self.dir / "best").load_weights(whole))
+        if whole is model:
+            broadcast_tensors(list(model.state_dict().values()))
+        else:
+            scatter(stored_weights(whole), stored_weights(model))
 
-    def snapshot(self, optimizer_state: dict[str, Any], copy: bool) -> Snapshot:
+    def gathered(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """The weights to keep and the optimizer's state; if sharded, rank 0 gets them whole. Every process must call
+        this."""
+        model = self.parts.model
+        weights = stored_weights(model)
+        return gather(weights) if is_sharded(model) else weights, whole_state(self.parts.optimizer)
+
+    def snapshot(self, weights: dict[str, torch.Tensor], optimizer_state: dict[str, Any], copy: bool) -> Snapshot:
         """Everything that a checkpoint holds; a `copy` of it stays as it is while the training goes on."""
         parts, metadata = self.parts, self.parts.data.metadata
+        copy = copy and not parts.config.is_sharded  # gathered tensors are copies
+        config = stored_config(parts.model, metadata.tokenizer_type, metadata.chat_template)
         saved = Saved(self.state, parts.scaler.state_dict(), parts.data.fingerprint, parts.config.values())
-        data = parts.data.tokenizer_file, metadata.tokenizer_type
-        return take_snapshot(parts.model, optimizer_state, *data, saved.to_json(), metadata.chat_template, copy)
+        return take_snapshot(weights, optimizer_state, parts.data.tokenizer_file, config, saved.to_json(), copy)

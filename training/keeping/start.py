@@ -23,8 +23,9 @@ from training.keeping.run import Run
 from training.keeping.run_folder import quarantine, require_movable, require_ours, set_aside, tidy
 from training.keeping.state import TrainState, read_state
 from training.machine.processes import any_process, broadcast_tensors, count, on_rank_0
+from training.machine.sharding import shard
 from training.numbers.evaluate import evaluated_windows
-from training.numbers.optimizer import apply_hyperparameters, follow_rank_0
+from training.numbers.optimizer import apply_hyperparameters, build_optimizer, follow_rank_0
 from training.numbers.schedule import epoch_sequences, has_stopped_early, last_step, learning_rate
 from training.parts import Parts
 
@@ -186,7 +187,10 @@ def share_rank_0(run: Run) -> None:
     parts = run.parts
     parts.scaler.load_state_dict(on_rank_0(parts.scaler.state_dict))
     broadcast_tensors(list(parts.model.state_dict().values()))
-    follow_rank_0(parts.optimizer)
+    if parts.config.is_sharded:
+        shard_parts(parts)
+    else:
+        follow_rank_0(parts.optimizer)
     own = step_folders(run.dir / "checkpoints") if parts.config.resume == "auto" else []
     (is_elsewhere,) = any_process(bool(own) and run.state.step == 0)
     if is_elsewhere:
@@ -195,3 +199,11 @@ def share_rank_0(run: Run) -> None:
             f"reads and writes them. Give torchrun --node_rank=0 on the machine that has them, or --resume never "
             f"to start over."
         )
+
+
+def shard_parts(parts: Parts) -> None:
+    """Divide the model, and the optimizer's state that rank 0 has loaded, among the processes."""
+    loaded = parts.optimizer.loaded
+    shard(parts.model, parts.hardware)
+    parts.optimizer = build_optimizer(parts.model, parts.config)
+    parts.optimizer.take_rows(loaded)

@@ -154,8 +154,8 @@ def process_group(config: TrainConfig) -> Iterator[None]:
     global GROUP
     here = place()
     if here.count == 1:
-        if config.shard_optimizer:
-            print("Note       shard_optimizer has no effect: there is only one process")
+        if config.shard:
+            print("Note       --shard has no effect: there is only one process (torchrun starts several)")
         yield
         return
     try:
@@ -305,8 +305,8 @@ def data_parallel(model: torch.nn.Module) -> Callable[..., torch.Tensor]:
 
 
 def no_sync(step_model: Callable[..., torch.Tensor], enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Inside, gradients are not averaged over the processes: for all micro-batches but the last."""
-    return step_model.no_sync() if enabled and GROUP is not None else contextlib.nullcontext()  # type: ignore[attr-defined]
+    """Inside, DistributedDataParallel does not average gradients: for all micro-batches but the last."""
+    return getattr(step_model, "no_sync", contextlib.nullcontext)() if enabled else contextlib.nullcontext()
 
 
 def map_over_ranks(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:

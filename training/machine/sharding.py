@@ -1,70 +1,134 @@
-"""--shard_optimizer: each process updates its share of the parameters, and keeps the optimizer's state for those only
-(ZeRO, stage 1: Rajbhandari et al. 2020, "ZeRO: memory optimizations toward training trillion parameter models").
+"""--shard: weights, gradients and the optimizer's state are divided among the processes, by PyTorch's FSDP2
+(`fully_shard`; Zhao et al. 2023, "PyTorch FSDP: experiences on scaling fully sharded data parallel").
 
-PyTorch's ZeroRedundancyOptimizer does this too. But it gathers states as pickles on the GPU, and once it has loaded the
-state of a fused AdamW, the next step fails there (pytorch issue 124133).
+Each process keeps a slice of the rows of every parameter. Before a block computes, the processes gather its weights
+(all-gather); afterwards they free them. Each keeps its slice of the averaged gradient (reduce-scatter). The layers
+outside the blocks (embeddings, last norm, head) are gathered for the whole forward pass, and again for the backward.
+
+FSDP2 takes most of a second to import, so only runs that shard import it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
 
-from training.machine.processes import OptimizerState, broadcast_state, count, rank
+from common.lora import add_adapters, lora_of
+from model import TransformerLanguageModel
+from training.machine.hardware import Hardware
+from training.machine.processes import broadcast_tensors, count, rank
+
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
 
-def owners(sizes: Sequence[int], processes: int) -> list[int]:
-    """The rank that keeps each parameter: the largest goes first, to the rank that holds least."""
-    held = [0] * processes
-    owner = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        owner[index] = held.index(min(held))
-        held[owner[index]] += sizes[index]
-    return owner
+def shard(model: TransformerLanguageModel, hardware: Hardware) -> None:
+    """Keep only this process's slice of each parameter. All processes must have the same weights. Parameters are
+    replaced: build the optimizer afterwards.
+
+    Blocks are gathered in the precision of their matrix products: that takes half the bytes, and no casts have to be
+    kept for the backward pass. So norms in blocks read their gains in bf16, too. Gradients are averaged in fp32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = init_device_mesh(hardware.device.type, (count(),))
+    policy = MixedPrecisionPolicy(HALF[hardware.precision], torch.float32, cast_forward_inputs=False)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # By default the root stays whole after a forward pass, also where no backward pass follows that would free it.
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
-def largest_share(sizes: Sequence[int], processes: int) -> int:
-    """The total size that the most loaded process keeps."""
-    held = [0] * processes
-    for size, owner in zip(sizes, owners(sizes, processes), strict=True):
-        held[owner] += size
-    return max(held)
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of a sharded tensor (a DTensor) that this process keeps; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def share_of(state: OptimizerState, owner: Sequence[int], process: int) -> OptimizerState:
-    """The part of a state that one process keeps."""
-    return {number: held for number, held in state.items() if owner[number] == process}
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All rows of a sharded tensor, from all processes (all-gather); any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def broadcast_from_owners(parameters: Sequence[torch.nn.Parameter], owner: Sequence[int]) -> None:
-    """Each owner sends the parameters that it has updated to all processes."""
-    sent = [
-        dist.broadcast(parameter.detach(), source, async_op=True)
-        for parameter, source in zip(parameters, owner, strict=True)
-    ]
-    for work in sent:
-        work.wait()
+def is_sharded(model: torch.nn.Module) -> bool:
+    return any(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
-def gather_state(share: OptimizerState) -> OptimizerState:
-    """On rank 0, the state of all parameters; what other processes keep arrives in host memory. Every process must call
-    it."""
-    whole = dict(share)
-    for process in range(1, count()):
-        sent = share if rank() == process else {}
-        sent = {number: {name: tensor.cpu() for name, tensor in held.items()} for number, held in sent.items()}
-        received = broadcast_state(sent, process)
+def own_rows_of(whole: torch.Tensor) -> torch.Tensor:
+    """This process's slice of a whole tensor. The last processes may have fewer rows than the others, or none."""
+    share = math.ceil(len(whole) / count())
+    return whole[share * rank() : share * (rank() + 1)]
+
+
+def gather(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """On rank 0, copies of the whole tensors in host memory; elsewhere nothing. Every process must call it."""
+    gathered = {}
+    for name, tensor in tensors.items():
+        full = whole(tensor.detach())
         if rank() == 0:
-            whole |= received
-    return dict(sorted(whole.items()))
+            gathered[name] = full.to("cpu", copy=full is tensor)
+    return gathered
 
 
-def scatter_state(whole: OptimizerState, owner: Sequence[int]) -> OptimizerState:
-    """This process's share of the state that rank 0 has. Every process must call it."""
-    own = share_of(whole, owner, 0) if rank() == 0 else {}
-    for process in range(1, count()):
-        received = broadcast_state(share_of(whole, owner, process))
-        own = received if rank() == process else own
-    return own
+@torch.no_grad()
+def scatter(wholes: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Overwrite the tensors with their slices of the whole ones, which only rank 0 needs to have. Every process must
+    call it."""
+    for name, tensor in tensors.items():
+        full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if rank() == 0:
+            full.copy_(wholes[name])
+        broadcast_tensors([full])
+        local(tensor).copy_(own_rows_of(full) if hasattr(tensor, "to_local") else full)
+
+
+def unsharded_copy(model: TransformerLanguageModel, device: torch.device) -> TransformerLanguageModel:
+    """A whole model of the same shape, with adapters if it has some, and without weights yet."""
+    with torch.device("meta"):
+        copy = TransformerLanguageModel(model.config)
+        if lora := lora_of(model):
+            add_adapters(copy, lora)
+    copy.to_empty(device=device)
+    if model.config.tie_embeddings:  # `to_empty` separates them
+        copy.head.weight = copy.token_embedding.weight
+        if lora and "embeddings" in lora.targets:
+            copy.head.lora_A, copy.head.lora_B = copy.token_embedding.lora_A, copy.token_embedding.lora_B
+    return copy
+
+
+@torch.no_grad()
+def gather_model(model: TransformerLanguageModel, into: TransformerLanguageModel | None) -> None:
+    """Copy the whole weights of a sharded model to that of rank 0; other ranks give None. Every process must call
+    it."""
+    for name, parameter in model.named_parameters():
+        full = whole(parameter)
+        if into is not None:
+            into.get_parameter(name).copy_(full)
+
+
+def exchange_rows(pieces: torch.Tensor, rows: int) -> torch.Tensor:
+    """This process's rows of N matrices, (N, own rows, columns) -> all rows of its share of the matrices, (N / number
+    of processes rounded up, `rows`, columns). Where N does not divide evenly, the last ones are zeros. All-to-all:
+    `return_rows` is the way back."""
+    matrices, own, columns = pieces.shape
+    each, share = math.ceil(rows / count()), math.ceil(matrices / count())
+    sent = pieces.new_zeros(count() * share, each, columns)
+    sent[:matrices, :own] = pieces
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    of_all = received.view(count(), share, each, columns).transpose(0, 1)  # (share, process, rows of it, columns)
+    return of_all.reshape(share, count() * each, columns)[:, :rows]
+
+
+def return_rows(whole: torch.Tensor, matrices: int, own: int) -> torch.Tensor:
+    """The reverse of `exchange_rows`: (share, rows, columns) -> (matrices, own, columns)."""
+    share, rows, columns = whole.shape
+    each = math.ceil(rows / count())
+    padded = whole.new_zeros(share, count() * each, columns)
+    padded[:, :rows] = whole
+    sent = padded.view(share, count(), each, columns).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    return received.view(-1, each, columns)[:matrices, :own]

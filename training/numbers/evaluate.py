@@ -15,11 +15,12 @@ from common.errors import is_out_of_memory
 from common.machine import exact_device
 from generation.decoding import ROWS_AT_ONCE, Completion, generate
 from generation.sampling import Sampling
-from model import IGNORE_INDEX
+from model import IGNORE_INDEX, TransformerLanguageModel
 from training.config import TrainConfig
 from training.machine import processes
 from training.machine.hardware import return_freed_memory
 from training.machine.processes import on_rank_0
+from training.machine.sharding import gather_model, is_sharded, unsharded_copy
 from training.numbers.data import TokenData
 from training.numbers.prompts import Answer
 from training.numbers.step import pad_rows
@@ -38,7 +39,7 @@ class Evaluation(NamedTuple):
 def evaluate(parts: Parts, between: Callable[[], None] = lambda: None) -> Evaluation:
     """Evaluate the current weights. `between`: see `validation_loss`."""
     loss = validation_loss(parts, between)
-    answers = on_rank_0(lambda: answer_prompts(parts, between)) if parts.prompts else []
+    answers = answer_prompts(parts, between)
     windows = evaluated_windows(parts.data, parts.config)
     return Evaluation(loss, bits_per_byte(loss, parts.data), windows, answers)
 
@@ -63,11 +64,10 @@ def validation_loss(parts: Parts, between: Callable[[], None] = lambda: None) ->
         for round_begins in range(0, windows, rows * processes.count()):
             between()
             first = round_begins + rows * processes.rank()
-            here = min(rows, windows - first)
-            if here <= 0:
-                continue
-            batch = data.validation_batch(first, here, windows)
-            count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask else here
+            here = max(0, min(rows, windows - first))
+            # A process without windows computes one that does not count: sharded weights need all processes.
+            batch = data.validation_batch(min(first, windows - 1), max(1, here), windows)
+            count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask and here else here
             with parts.hardware.autocast():
                 total += parts.step_model(*pad_rows(batch, rows)).to(exact).double() * count
             counted += count
@@ -99,12 +99,35 @@ def asked_as_trained(text: str, data: TokenData) -> str | list[int]:
 
 
 def answer_prompts(parts: Parts, between: Callable[[], None] = lambda: None) -> list[Answer]:
-    """The model's most likely continuation of each prompt. `between` is called at each token, and may raise.
+    """The model's most likely continuation of each prompt of the run. Rank 0 computes them, with a whole copy of the
+    model if it is sharded. `between` is called at each token, and may raise. Every process must call this.
 
-    If memory runs out, answers fewer prompts at once. If one prompt alone does not fit, answers none: that must not end
-    the training.
+    If memory runs out, answers fewer prompts at once. If one prompt alone does not fit, or the copy, answers none: that
+    must not end the training.
     """
-    model, data, prompts = parts.model, parts.data, parts.prompts
+    if not parts.prompts:
+        return []
+    if not is_sharded(parts.model):
+        return on_rank_0(lambda: answers_of(parts.model, parts, between))
+    copies: list[TransformerLanguageModel] = []
+
+    def make_room() -> bool:
+        try:
+            copies.append(unsharded_copy(parts.model, parts.model.device))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            warn_of_memory("a whole copy of the sharded model does not fit")
+        return bool(copies)
+
+    if not on_rank_0(make_room):
+        return []
+    gather_model(parts.model, copies[0] if copies else None)
+    return on_rank_0(lambda: answers_of(copies.pop(), parts, between))
+
+
+def answers_of(model: TransformerLanguageModel, parts: Parts, between: Callable[[], None]) -> list[Answer]:
+    data, prompts = parts.data, parts.prompts
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0)
     asked = [asked_as_trained(prompt.text, data) for prompt in prompts]
     completions: list[Completion] = []
@@ -119,12 +142,17 @@ def answer_prompts(parts: Parts, between: Callable[[], None] = lambda: None) -> 
             traceback.clear_frames(error.__traceback__)  # they hold the cache
             if at_once == 1:
                 text = prompts[len(completions)].text
-                print(
-                    f"Warning: not enough memory to answer --eval_prompts: not even {text[:40]!r} ({len(text):,} "
-                    f"characters) fits alone. The training continues without answers; shorter prompts would help.",
-                    file=sys.stderr,
+                warn_of_memory(
+                    f"not even {text[:40]!r} ({len(text):,} characters) fits alone; shorter prompts would help"
                 )
                 return []
             at_once = at_once // 2
             return_freed_memory(model.device)
     return [Answer(prompt, completion.text) for prompt, completion in zip(prompts, completions, strict=True)]
+
+
+def warn_of_memory(why: str) -> None:
+    print(
+        f"Warning: not enough memory to answer --eval_prompts: {why}. The training continues without answers.",
+        file=sys.stderr,
+    )

@@ -3,10 +3,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,8 @@ from torch.optim.adamw import adamw
 
 from common.machine import has_fast_bf16
 from training.config import TrainConfig
-from training.machine.processes import broadcast_state, count, map_over_ranks, rank
-from training.machine.sharding import broadcast_from_owners, gather_state, owners, scatter_state, share_of
+from training.machine.processes import OptimizerState, all_reduce_sum, broadcast_state, map_over_ranks, on_rank_0
+from training.machine.sharding import exchange_rows, gather, local, return_rows, scatter
 
 ADAMW_EPSILON = 1e-8
 NEWTON_SCHULZ_STEPS = 5
@@ -29,32 +28,19 @@ Group = dict[str, Any]  # of parameters, as torch.optim knows it
 class Optimizer(torch.optim.Optimizer):
     """Updates each group of parameters by its "rule", a name in RULES.
 
-    With `is_sharded`, each process updates its own share of the parameters and keeps the state of those only.
-    `state_dict` then returns that share, and `whole_state` the whole state. A group's "pieces" is the number of
-    matrices that are stacked along the rows of each of its parameters.
+    With `is_sharded`, each process updates the rows of the parameters that it keeps; `whole_state` gathers the state. A
+    group's "pieces" is the number of matrices that are stacked along the rows of each of its parameters.
     """
 
     def __init__(self, groups: list[Group], fused: bool = True, is_sharded: bool = False):
         super().__init__(groups, {"fused": fused, "decays": True, "pieces": 1})
         self.is_sharded = is_sharded
-        self.loaded: dict[int, Any] = {}  # if sharded: the whole state, until each process has its share
+        self.loaded: OptimizerState = {}  # if sharded: the whole state on rank 0, until each process has its rows
 
     @property
     def parameters(self) -> list[Parameter]:
         """All parameters, in the order of their numbers in a state dict."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
-
-    @functools.cached_property
-    def owners(self) -> list[int]:
-        """If sharded: the rank that updates each parameter. Each rule's parameters are divided separately, because
-        rules differ in their cost per parameter."""
-        rules = [group["rule"] for group in self.param_groups for _ in group["params"]]
-        sizes = [parameter.numel() for parameter in self.parameters]
-        owner: dict[int, int] = {}
-        for rule in RULES:
-            numbers = [number for number, named in enumerate(rules) if named == rule]
-            owner |= zip(numbers, owners([sizes[number] for number in numbers], count()), strict=True)
-        return [owner[number] for number in range(len(sizes))]
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # no closure is ever given
@@ -62,15 +48,9 @@ class Optimizer(torch.optim.Optimizer):
     ) -> None:
         """If `found_inf` () is 1.0, nothing changes. Rules with `divides_gradients` divide gradients by `grad_scale`
         (). Both stay on the device, so the host does not wait."""
-        if self.is_sharded:
-            for parameter, owner in zip(self.parameters, self.owners, strict=True):
-                if owner != rank():
-                    parameter.grad = None  # only its owner updates it
         for name, rule in RULES.items():
             if groups := [group for group in self.param_groups if group["rule"] == name]:
                 rule.update(self, groups, found_inf, grad_scale)
-        if self.is_sharded:
-            broadcast_from_owners(self.parameters, self.owners)
 
     def state_of(self, parameter: Parameter, group: Group) -> dict[str, torch.Tensor]:
         """The tensors that the group's rule keeps for a parameter: zeros before its first update."""
@@ -83,14 +63,19 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of all parameters; checkpoints of older versions work too. If sharded, keep only this
-        process's share; `follow_rank_0` sends the other processes theirs. Raises ValueError for the state of other
-        parameters."""
+        """Load the state of all parameters; checkpoints of older versions work too. If sharded, only keep it until
+        `take_rows` gives each process its part. Raises ValueError for the state of other parameters."""
         checked = self.checked(joined(state_dict))
         if self.is_sharded:
             self.loaded = checked["state"]
-            checked |= {"state": share_of(self.loaded, self.owners, rank())}
-        super().load_state_dict(checked)
+        else:
+            super().load_state_dict(checked)
+
+    def take_rows(self, loaded: OptimizerState) -> None:
+        """Take this process's rows of the whole state that rank 0 has loaded. Every process must call it."""
+        groups = [group for group in self.param_groups for _ in group["params"]]
+        for number in on_rank_0(lambda: list(loaded)):
+            scatter(loaded.get(number, {}), self.state_of(self.parameters[number], groups[number]))
 
     def checked(self, saved: dict[str, Any]) -> dict[str, Any]:
         """The state dict, if it is safe to load: PyTorch accepts tensors of any shape and fails only at the next step.
@@ -135,13 +120,13 @@ def update_adamw(
 ) -> None:
     """Calls PyTorch's function."""
     for group in groups:
-        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        parameters = with_gradients([group])
         states = [optimizer.state_of(parameter, group) for parameter in parameters]
         adamw(
-            parameters,
-            [parameter.grad for parameter in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [local(parameter) for parameter in parameters],
+            gradients_of([group]),
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
             [],
             [state["step"] for state in states],
             fused=group["fused"],
@@ -174,25 +159,55 @@ def update_muon(
     if found_inf is None:
         found_inf = torch.zeros((), device=groups[0]["params"][0].device)
     skip, keep = found_inf.bool(), 1 - found_inf
-    batches = defaultdict(list)  # shape -> (part of a parameter, its update, its group)
+    updates: list[Update] = []
     for group in groups:
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            gradient = torch.where(skip, 0.0, parameter.grad)
-            buffer = optimizer.state_of(parameter, group)["momentum_buffer"]
+        for parameter, gradient in zip(with_gradients([group]), gradients_of([group]), strict=True):
+            gradient = torch.where(skip, 0.0, gradient)
+            buffer = local(optimizer.state_of(parameter, group)["momentum_buffer"])
             buffer.lerp_(gradient, (1 - group["momentum"]) * keep)
             update = gradient.lerp(buffer, group["momentum"])  # Nesterov's
-            update = update.to(newton_schulz_dtype(update.device))
-            for part, piece in zip(parameter.chunk(group["pieces"]), update.chunk(group["pieces"]), strict=True):
-                batches[piece.shape].append((part, piece, group))
-    for shape, batch in batches.items():
-        scale = math.sqrt(max(1.0, shape[0] / shape[1]))
-        matrices = torch.stack([piece for _, piece, _ in batch])
-        orthogonal = orthogonalize(matrices) if optimizer.is_sharded else map_over_ranks(orthogonalize, matrices)
-        for (part, _, group), update in zip(batch, orthogonal * keep, strict=True):
-            decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
-            part.mul_(decay).add_(update, alpha=-group["lr"] * scale)
+            updates.append(Update(parameter, update.to(newton_schulz_dtype(update.device)), group))
+    for part, orthogonal, (rows, columns), group in (of_rows if optimizer.is_sharded else of_whole)(updates):
+        scale = math.sqrt(max(1.0, rows / columns))
+        decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
+        part.mul_(decay).add_(orthogonal * keep, alpha=-group["lr"] * scale)
+
+
+class Update(NamedTuple):
+    """What Muon would add to a parameter, before it is orthogonalized; if sharded, this process's rows of it."""
+
+    parameter: Parameter
+    matrix: torch.Tensor
+    group: Group
+
+
+Orthogonalized = Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int], Group]]
+
+
+def of_whole(updates: list[Update]) -> Orthogonalized:
+    """(part of a parameter, its orthogonalized update, the shape of the matrix, the group) for each matrix."""
+    batches = defaultdict(list)  # shape -> (part of a parameter, its update, its group)
+    for parameter, update, group in updates:
+        for part, piece in zip(parameter.chunk(group["pieces"]), update.chunk(group["pieces"]), strict=True):
+            batches[piece.shape].append((part, piece, group))
+    for (rows, columns), batch in batches.items():
+        orthogonal = map_over_ranks(orthogonalize, torch.stack([piece for _, piece, _ in batch]))
+        for (part, _, group), update in zip(batch, orthogonal, strict=True):
+            yield part, update, (rows, columns), group
+
+
+def of_rows(updates: list[Update]) -> Orthogonalized:
+    """The same if each process has some rows of each matrix. Of the matrices of one shape, each process gets a share,
+    whole; it sends the rows of the results back. So no process ever has all matrices."""
+    batches = defaultdict(list)
+    for each in updates:
+        batches[each.parameter.shape, each.group["pieces"]].append(each)
+    for ((rows, columns), pieces), batch in batches.items():
+        own = torch.stack([update for _, update, _ in batch])
+        whole = exchange_rows(own, rows)
+        done = orthogonalize(whole.reshape(-1, rows // pieces, columns)).reshape(whole.shape)
+        for (parameter, _, group), update in zip(batch, return_rows(done, *own.shape[:2]), strict=True):
+            yield local(parameter), update, (rows // pieces, columns), group
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
@@ -295,21 +310,17 @@ def apply_hyperparameters(optimizer: Optimizer, lr: float, config: TrainConfig) 
 
 
 def whole_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict. If it is sharded, rank 0 gets the state of all parameters. Every process must call this."""
+    """The state dict. If it is sharded, rank 0 gets the whole state. Every process must call this."""
     saved = optimizer.state_dict()
-    return saved | {"state": gather_state(saved["state"])} if optimizer.is_sharded else saved
+    if not optimizer.is_sharded:
+        return saved
+    return saved | {"state": {number: gather(tensors) for number, tensors in saved["state"].items()}}
 
 
 def follow_rank_0(optimizer: Optimizer) -> None:
     """Send all processes the state that rank 0 has loaded. Every process must call this."""
     saved = optimizer.state_dict()
-    if not optimizer.is_sharded:
-        optimizer.load_state_dict(saved | {"state": broadcast_state(saved["state"])})
-        return
-    share = scatter_state(optimizer.loaded, optimizer.owners)
-    if rank():
-        optimizer.load_state_dict(saved | {"state": share})
-    optimizer.loaded = {}
+    optimizer.load_state_dict(saved | {"state": broadcast_state(saved["state"])})
 
 
 def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip: torch.Tensor) -> None:
@@ -319,7 +330,9 @@ def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip
     folds = fused and bool(grad_clip) and folds_clipping(grad_norm.device)
     if grad_clip:
         ahead = [g for g in optimizer.param_groups if not (folds and RULES[g["rule"]].divides_gradients)]
-        torch.nn.utils.clip_grads_with_norm_(with_gradients(ahead), grad_clip, grad_norm)
+        factor = (grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grads_with_norm_
+        if gradients := gradients_of(ahead):
+            torch._foreach_mul_(gradients, factor)
     if fused:
         optimizer.step(found_inf=skip, grad_scale=clip_divisor(grad_norm, grad_clip) if folds else None)
     elif not skip:  # PyTorch's other kernels cannot skip: the host must wait and decide
@@ -333,15 +346,21 @@ def folds_clipping(device: torch.device) -> bool:
 
 
 def clip_divisor(grad_norm: torch.Tensor, grad_clip: float) -> torch.Tensor:
-    """`torch.nn.utils.clip_grads_with_norm_` divides gradients by this."""
+    """The inverse of the factor that clips gradients."""
     return ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
 
 
 def gradient_norm(optimizer: Optimizer) -> torch.Tensor:
     """The global L2 norm of all gradients."""
-    gradients = [parameter.grad for parameter in with_gradients(optimizer.param_groups)]
-    return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
+    norm = torch.nn.utils.get_total_norm(gradients_of(optimizer.param_groups))
+    return all_reduce_sum(norm.square()).sqrt() if optimizer.is_sharded else norm
 
 
 def with_gradients(groups: list[Group]) -> list[Parameter]:
     return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+
+
+def gradients_of(groups: list[Group]) -> list[torch.Tensor]:
+    """If sharded, this process's rows of them."""
+    gradients = [parameter.grad for parameter in with_gradients(groups)]
+    return [local(gradient) for gradient in gradients if gradient is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -44,7 +45,10 @@ def train_step(
     total = torch.zeros((), device=data.device)
     rows = config.rows_at_once
     weights = shares(batch[1], rows, data.layout.has_mask, whole)
-    micro_batches = zip(*(part.split(rows) for part in batch), strict=True)
+    micro_batches = list(zip(*(part.split(rows) for part in batch), strict=True))
+    if config.is_sharded:  # every pass gathers weights, so all processes take equally many
+        spare = math.ceil(config.sequences_per_process / rows) - len(weights)
+        micro_batches, weights = micro_batches + micro_batches[:spare], weights + [0.0] * spare
     for number, (micro_batch, share) in enumerate(zip(micro_batches, weights, strict=True), 1):
         with processes.no_sync(parts.step_model, number * rows < own):
             begin("forward")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+
+import torch
 
 from model import TransformerLanguageModel
 from training.config import TrainConfig
 from training.machine.hardware import Hardware
-from training.machine.sharding import largest_share
 from training.numbers.data import TokenData
 from training.numbers.optimizer import RULES, by_rule
 
@@ -16,30 +18,45 @@ PROCESS_BYTES = 350_000_000  # resident size of a process that has imported torc
 
 def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> int:
     """Peak bytes of a training step: weights, gradients and the optimizer's state in fp32 (16 bytes a parameter with
-    AdamW, 12 with Muon, 4 if it is frozen), and what one micro-batch keeps for the backward pass. With a sharded
-    optimizer: the peak of the process that keeps most of its state.
+    AdamW, 12 with Muon, 4 if it is frozen), and what one micro-batch keeps for the backward pass. If sharded: those of
+    the slices that a process keeps, and the weights that it gathers.
 
     Counted from the tensors that autograd keeps if the model runs uncompiled, and that the compiled graphs keep
     (docs/benchmarks/gpu_forecast.md).
     """
-    parameters, trained = model.num_parameters(), model.num_parameters(trained_only=True)
-    several = config.rows_at_once < config.sequences_per_process  # earlier micro-batches left gradients
     sharing = config.processes if config.is_sharded else 1
+    parameters = sum(largest_slice(parameter, sharing) for parameter in model.parameters())
+    trained = sum(largest_slice(parameter, sharing) for parameter in model.parameters() if parameter.requires_grad)
+    several = config.rows_at_once < config.sequences_per_process  # earlier micro-batches left gradients
     state, update = 4 * parameters, 0
     for rule, named in by_rule(model, config).items():
-        share = largest_share([parameter.numel() for parameter in named.values()], sharing)
+        share = sum(largest_slice(parameter, sharing) for parameter in named.values())
         state += RULES[rule].state_bytes * share
         update += RULES[rule].update_bytes * share  # after the activations are freed
     gradients = 4 * trained
-    weight_copies = (
-        2 * parameters if hardware.precision != "fp32" else 0
-    )  # autocast keeps its casts for the backward pass
+    if config.is_sharded:
+        state += gathered_bytes(model, hardware)
+    cast = sum(parameter.numel() for parameter in (model.head if config.is_sharded else model).parameters())
+    weight_copies = 2 * cast if hardware.precision != "fp32" else 0  # autocast keeps its casts for the backward pass
     activations = bytes_per_token(config, model, hardware) * config.rows_at_once * config.max_seq_len
     during_backward = weight_copies + activations + several * gradients
-    after_it = gradients + max(
-        update, several * hardware.compiles * gradients
-    )  # compiled code returns all gradients at once
+    at_once = hardware.compiles and not config.is_sharded  # the compiled model returns all gradients together
+    after_it = gradients + max(update, several * at_once * gradients)
     return state + max(during_backward, after_it)
+
+
+def largest_slice(parameter: torch.Tensor, processes: int) -> int:
+    """Numbers in the slice of the process that keeps most of a parameter: FSDP2 divides the rows."""
+    return math.ceil(len(parameter) / processes) * (parameter.numel() // len(parameter))
+
+
+def gathered_bytes(model: TransformerLanguageModel, hardware: Hardware) -> int:
+    """What is whole at a time if the model is sharded: the layers outside the blocks with their gradients, two blocks
+    (the next is gathered while one computes, each through a buffer), and the gradients of one on their way."""
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    outside = sum(parameter.numel() for parameter in model.parameters()) - len(model.blocks) * block
+    half = 4 if hardware.precision == "fp32" else 2
+    return 2 * 4 * outside + (2 * 2 * half + half + 4) * block
 
 
 def bytes_per_token(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> int:

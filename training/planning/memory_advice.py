@@ -58,7 +58,7 @@ def savings(config: TrainConfig, vocab_size: int, hardware: Hardware) -> list[tu
     ways = [
         ("--micro_batch_size 1", saved(micro_batch_size=1)),
         ("--activation_checkpointing", saved(activation_checkpointing=True)),
-        ("--shard_optimizer", saved(shard_optimizer=True)),
+        ("--shard", saved(shard=True)),
     ]
     if hardware.precision == "fp32" and has_fast_bf16(hardware.device):
         ways.append(("--precision bf16", saved(dataclasses.replace(hardware, precision="bf16"))))

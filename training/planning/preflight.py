@@ -25,8 +25,8 @@ from training.keeping.start import find, require_own_folders
 from training.machine.compilation import compile_model
 from training.machine.hardware import Hardware
 from training.machine.processes import max_over_ranks, on_rank_0
+from training.machine.sharding import is_sharded, unsharded_copy
 from training.numbers.evaluate import evaluated_windows, validation_loss
-from training.numbers.optimizer import whole_state
 from training.numbers.schedule import epoch_sequences
 from training.numbers.step import part_of_step, smallest_part, train_step
 from training.parts import Parts
@@ -68,8 +68,8 @@ def dry_run(run: Run) -> None:
         )
     seconds, rows = until_it_fits(parts, lambda: try_steps(parts), print)
     config = parts.config
-    optimizer_state = whole_state(parts.optimizer)
-    saving = on_rank_0(lambda: time_save(run, optimizer_state))
+    weights, optimizer_state = run.gathered()
+    saving = on_rank_0(lambda: time_save(run, weights, optimizer_state))
     evaluating = time_evaluation(parts)
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
@@ -167,7 +167,7 @@ def check_first_loss(parts: Parts) -> None:
         )
 
 
-def time_save(run: Run, optimizer_state: dict[str, Any]) -> float:
+def time_save(run: Run, weights: dict[str, torch.Tensor], optimizer_state: dict[str, Any]) -> float:
     """Seconds to write, verify and load a checkpoint on the run's disk. Deletes it afterwards."""
     parent = existing(run.dir.parent)
     for left in parent.glob(".dry_run-*"):  # of a dry run that was killed
@@ -176,11 +176,12 @@ def time_save(run: Run, optimizer_state: dict[str, Any]) -> float:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        write_checkpoint(folder / "best", run.snapshot(optimizer_state, copy=False))
+        write_checkpoint(folder / "best", run.snapshot(weights, optimizer_state, copy=False))
         if problems := problems_of(folder / "best"):
             raise CheckpointError(f"A checkpoint written below {parent} is damaged: {'; '.join(problems)}.")
         checkpoint = Checkpoint(folder / "best")
-        checkpoint.load_weights(run.parts.model)
+        model = run.parts.model
+        checkpoint.load_weights(unsharded_copy(model, torch.device("cpu")) if is_sharded(model) else model)
         checkpoint.load_optimizer(run.parts.optimizer)
     return time.perf_counter() - began
 
