@@ -17,7 +17,7 @@ from common.files import atomic_write
 from common.lora import lora_of
 from model import TransformerLanguageModel
 from training.machine.hardware import Hardware
-from training.machine.processes import count, data_parallel, no_sync, rank
+from training.machine.processes import count, data_parallel, is_collective_error, no_sync, rank
 from training.machine.sharding import is_sharded
 
 MODES: dict[str, dict[str, Any]] = {
@@ -73,7 +73,7 @@ def compile_model(
     except BaseException as error:
         forget_unfinished()
         uncompile_blocks(model)
-        if is_out_of_memory(error) or not isinstance(error, Exception):
+        if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception):
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"torch.compile failed ({first_line}); training continues uncompiled. --compile off skips the attempt.")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.errors import ConfigError, ProcessLost, UserError
 from common.launch import Place, place
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 RANK_0_TIMEOUT = datetime.timedelta(days=30)  # for work that rank 0 does alone: tokenizing, answering prompts
 HEARTBEAT_SECONDS = 5.0  # how long to wait for another process's heartbeat
 POLL_SECONDS = 0.5  # between two checks whether a heartbeat is wanted
+# NCCL then writes its last collectives to a file for each rank if one of them hangs.
+FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 PARTS = ("data", "forward", "backward", "optimizer")  # of a step, in order
 
 Made = TypeVar("Made")
@@ -46,6 +49,8 @@ class Group:
         self.here = here
         with silenced_stdout():
             if device.type == "cuda":  # NCCL kills the process at its timeout: the hosts, over gloo, time out before it
+                for name, value in FLIGHT_RECORDER.items():
+                    os.environ.setdefault(name, value)
                 dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * timeout)
             else:
                 dist.init_process_group("gloo", timeout=timeout)
@@ -211,6 +216,8 @@ def end_all(error: BaseException, here: Place, seconds: float) -> NoReturn:
         if here.rank and group.read("ended/0", HEARTBEAT_SECONDS) == text:
             speaker = 0
         group.close_after_error()
+    if isinstance(error, Exception) and not isinstance(error, UserError):
+        get_error_handler().record_exception(error)  # torchrun prints the traceback in its table
     if here.rank == 0 or not isinstance(error, UserError):
         raise error
     if speaker == here.rank:
