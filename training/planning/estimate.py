@@ -51,12 +51,13 @@ def largest_slice(parameter: torch.Tensor, processes: int) -> int:
 
 
 def gathered_bytes(model: TransformerLanguageModel, hardware: Hardware) -> int:
-    """What is whole at a time if the model is sharded: the layers outside the blocks with their gradients, two blocks
-    (the next is gathered while one computes, each through a buffer), and the gradients of one on their way."""
+    """What is whole at the peak if the model is sharded: the layers outside the blocks, and either the buffer that they
+    are gathered through, or a block, the next one on its way, and the gradients of the last, which are averaged in
+    fp32."""
     block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
     outside = sum(parameter.numel() for parameter in model.parameters()) - len(model.blocks) * block
     half = 4 if hardware.precision == "fp32" else 2
-    return 2 * 4 * outside + (2 * 2 * half + half + 4) * block
+    return 4 * outside + max(4 * outside, (3 * half + 4) * block)
 
 
 def bytes_per_token(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> int:
