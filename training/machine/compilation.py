@@ -72,7 +72,8 @@ def compile_model(
                 compiled(*batch)
     except BaseException as error:
         forget_unfinished()
-        uncompile_blocks(model)
+        if is_sharded(model):
+            uncompile_blocks(model)
         if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception):
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,43 @@
+"""The trainer in several processes, as torchrun starts them."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.forked import Forked
+from tests.helpers import ROOT
+
+TRAINER = str(ROOT / "train_colab_mmap.py")
+
+
+def torchrun(count: int, *flags: object, place: Sequence[str] = ("--standalone",)) -> list[str]:
+    """The command of a user."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", *place, f"--nproc_per_node={count}"]
+    return [*launcher, TRAINER, *map(str, flags)]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+def places(count: int) -> list[dict[str, str]]:
+    """What torchrun tells each of its processes, in the environment."""
+    of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
+    of_all |= {"LOCAL_WORLD_SIZE": str(count)}
+    return [{**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def trained(
+    count: int, *flags: object, folders: Sequence[Path] = (), first: Callable[[], object] = int
+) -> list[Forked]:
+    """The trainer in `count` processes, as torchrun starts them, each in its own folder if `folders` are given. Unlike
+    with torchrun, each one's exit code and output can be read."""
+    return [
+        Forked(flags, folders[rank] if folders else None, place, first=first)
+        for rank, place in enumerate(places(count))
+    ]

@@ -1,0 +1,125 @@
+"""--shard, over gloo: slices of weights, gradients and state in each process, and the numbers of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed import device_mesh
+from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from model import TransformerLanguageModel
+from tests.forked import Forked
+from tests.helpers import CPU
+from tests.training.machine import sharded_steps
+from tests.training.machine.launching import places
+from training.config import parse_config
+from training.machine import sharding
+from training.machine.sharding import shard
+from training.planning.estimate import estimate_memory
+
+SCRIPT = Path(sharded_steps.__file__)
+
+
+@pytest.fixture(scope="module")
+def numbers(train: Callable, train_flags: Callable, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The results of `sharded_steps` in one process, then in each of three. Seven sequences a step, two at a time: the
+    processes have different numbers of sequences, and of micro-batches."""
+    folder = tmp_path_factory.mktemp("sharded")
+    assert train(folder / "base", max_steps=1, bias="false").code == 0
+    (folder / "prompts.jsonl").write_text('{"prompt": "the cat "}\n{"prompt": "one big"}\n')
+    flags = train_flags(
+        folder / "run", batch_size=7, gradient_accumulation_steps=1, micro_batch_size=2, dropout=0, compile="off",
+        eval_batches=1, eval_prompts=folder / "prompts.jsonl", bias="false",
+    )  # fmt: skip
+    files = [folder / f"{number}.json" for number in range(4)]
+    started = [Forked([files[0], folder / "base", *flags], script=SCRIPT)]
+    started += [
+        Forked([file, folder / "base", *flags, "--shard"], environment=place, script=SCRIPT)
+        for file, place in zip(files[1:], places(3), strict=True)
+    ]
+    told = [process.communicate(timeout=120) for process in started]
+    assert [process.returncode for process in started] == [0] * 4, "\n".join(err for _, err in told)
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize("name", sharded_steps.VARIANTS)
+def test_three_processes_have_the_numbers_of_one(numbers: list[dict[str, Any]], name: str) -> None:
+    one, *three = (each[name] for each in numbers)
+    for result in three:
+        for here, there in zip(result["steps"], one["steps"], strict=True):
+            assert here == pytest.approx(there, rel=1e-5)
+        assert result["validation loss"] == pytest.approx(one["validation loss"], rel=1e-5)
+        assert result["answers"] == one["answers"]
+    for number, held in one["state"].items():  # rank 0 gathers it
+        assert three[0]["state"][number] == pytest.approx(held, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lora"])
+def test_each_process_keeps_a_third(numbers: list[dict[str, Any]], name: str) -> None:
+    one, *three = (each[name]["kept"] for each in numbers)
+    for parameters, weights, state in three:
+        assert parameters == one[0]
+        assert weights == pytest.approx(one[1] / 3, rel=0.1) and state == pytest.approx(one[2] / 3, rel=0.1)
+    assert sum(kept[1] for kept in three) == one[1]
+
+
+def test_all_blocks_share_one_compiled_code(numbers: list[dict[str, Any]]) -> None:
+    """A block, and the head with the loss, each for training and for evaluation."""
+    assert [each["compiled"]["graphs"] for each in numbers[1:]] == [4, 4, 4]
+
+
+def test_an_overflow_in_the_rows_of_one_process_skips_the_update_in_all(numbers: list[dict[str, Any]]) -> None:
+    assert [result["scaled"]["overflow"] for result in numbers] == [[1, 512]] * 4
+
+
+def outside_of_fake_mode(make: Callable) -> Callable:
+    def made(*arguments: Any) -> Any:
+        with unset_fake_temporarily():
+            return make(*arguments)
+
+    return made
+
+
+@pytest.mark.parametrize(("vocab_size", "layers", "rows"), [(32_000, 4, 1), (2_000, 12, 1), (32_000, 6, 8)])
+def test_the_estimate_is_the_peak_that_torch_tracks(
+    train_flags: Callable, vocab_size: int, layers: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one of eight processes, without numbers, in bf16."""
+    config = parse_config(
+        train_flags(Path("run"), batch_size=8 * rows, gradient_accumulation_steps=1, num_layers=layers, embed_dim=1024,
+                    num_heads=16, max_seq_len=256, bias="false", dropout=0)
+    )  # fmt: skip
+    config = dataclasses.replace(config, processes=8, shard=True)
+    hardware = dataclasses.replace(CPU, precision="bf16")
+    monkeypatch.setattr(sharding, "count", lambda: 8)
+    monkeypatch.setattr(device_mesh, "init_device_mesh", outside_of_fake_mode(device_mesh.init_device_mesh))
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        with FakeTensorMode():
+            model = TransformerLanguageModel(config.model_config(vocab_size))
+            estimate = estimate_memory(config, model, hardware)
+            shard(model, hardware)
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=False)
+            batch = torch.zeros(rows, 256, dtype=torch.long)
+            tracker = FSDPMemTracker(model, optimizer)
+            for _ in range(2):  # the first makes the optimizer's state
+                tracker.reset_mod_stats()
+                with tracker:
+                    with hardware.autocast():
+                        loss = model(batch, batch)
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+    finally:
+        dist.destroy_process_group()
+    ((_, held),) = tracker.get_tracker_snapshot("peak").items()
+    assert 0.98 * held["Total"] < estimate < 1.2 * held["Total"]
