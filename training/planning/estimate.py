@@ -42,7 +42,8 @@ def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, hardwa
     during_backward = weight_copies + activations + several * gradients
     at_once = hardware.compiles and not config.is_sharded  # the compiled model returns all gradients together
     after_it = gradients + max(update, several * at_once * gradients)
-    return state + max(during_backward, after_it)
+    at_start = 4 * model.num_parameters()  # a process divides the weights once it has all of them
+    return max(state + max(during_backward, after_it), at_start)
 
 
 def largest_slice(parameter: torch.Tensor, processes: int) -> int:

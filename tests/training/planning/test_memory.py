@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -22,10 +23,10 @@ from common.errors import MemoryExhausted
 from common.formatting import byte_size
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import ALPHABET, CPU, parts_of
+from tests.helpers import ALPHABET, CPU, ROOT, parts_of
 from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
-from training.config import TrainConfig
+from training.config import TrainConfig, parse_config
 from training.file_names import CONFIG
 from training.keeping.saving import Saver
 from training.numbers import evaluate as evaluate_module
@@ -265,6 +266,25 @@ def test_processes_that_share_the_optimizers_state_need_less_each() -> None:
     saved = dict(savings(config, 256, CPU))["--shard"]
     assert 16 * 0.7 * block < saved < 16 * 0.75 * model.num_parameters()
     assert "--shard" not in dict(savings(dataclasses.replace(config, processes=1), 256, CPU))
+
+
+def test_scaling_md_says_what_large_models_need() -> None:
+    """Its table is of the command above it."""
+    page = (ROOT / "docs" / "scaling.md").read_text()
+    section = page[page.index("## Large models") :]
+    command = re.search("train_colab_mmap.py (.*) --shard ", section)
+    rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
+    assert command and [row[0] for row in rows] == ["2", "4", "8"]
+    hardware = dataclasses.replace(CPU, device=torch.device("cuda"), precision="bf16", compiles=True)
+    for processes, *figures in rows:
+        for (optimizer, shard), figure in zip(
+            itertools.product(("muon", "adamw"), (False, True)), figures, strict=True
+        ):
+            config = parse_config([*command[1].split(), "--optimizer", optimizer])
+            config = dataclasses.replace(config, processes=int(processes), shard=shard)
+            with torch.device("meta"):
+                model = TransformerLanguageModel(config.model_config(32_000))
+            assert f"{estimate_memory(config, model, hardware) / 1e9:.1f}" == figure
 
 
 def test_dropout_is_what_to_leave_out_where_it_takes_memory() -> None:
