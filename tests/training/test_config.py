@@ -246,6 +246,13 @@ def test_every_key_is_a_flag_and_a_file_key_with_the_same_effect(tmp_path: Path,
     assert as_flag.values() == as_key.values()
 
 
+def test_an_older_name_of_a_flag_is_the_same_key(tmp_path: Path) -> None:
+    (tmp_path / "old.json").write_text('{"shard_optimizer": true}')
+    for words in (["--shard_optimizer"], ["--config", str(tmp_path / "old.json")], ["--shard"]):
+        assert parse_config(words).shard
+    assert not parse_config(["--config", str(tmp_path / "old.json"), "--shard", "false"]).shard
+
+
 @pytest.mark.parametrize("key", SCHEMA)
 def test_a_flag_without_a_value_is_refused_unless_it_is_a_switch(key: str) -> None:
     metadata = SCHEMA[key].metadata

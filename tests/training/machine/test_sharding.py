@@ -81,6 +81,11 @@ def test_an_overflow_in_the_rows_of_one_process_skips_the_update_in_all(numbers:
     assert [result["scaled"]["overflow"] for result in numbers] == [[1, 512]] * 4
 
 
+def test_with_one_process_it_has_no_effect_and_says_so(train: Callable, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", ("--shard",), max_steps=1)
+    assert result.code == 0 and "--shard has no effect: there is only one process" in result.out
+
+
 def outside_of_fake_mode(make: Callable) -> Callable:
     def made(*arguments: Any) -> Any:
         with unset_fake_temporarily():
