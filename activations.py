@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+
+def relu_squared(F: Any, x: Any) -> Any:
+    """ReLU squared (So et al. 2021, "Primer"). A product, not `square`: CUDA's autocast computes powers in fp32, which
+    takes twice the memory."""
+    x = F.relu(x)
+    return x * x
+
+
 # Name -> its function of x. F is torch.nn.functional, which model.py hands in.
 ACTIVATIONS: dict[str, Any] = {
     "gelu": lambda F, x: F.gelu(x),  # Hendrycks & Gimpel 2016
     "gelu_tanh": lambda F, x: F.gelu(x, approximate="tanh"),  # its approximation by tanh, section 2; GPT-2's own
-    "relu2": lambda F, x: F.relu(x).square(),  # So et al. 2021, "Primer"
+    "relu2": relu_squared,
 }

@@ -690,3 +690,17 @@ def test_zero_init_starts_with_every_token_equally_likely_and_blocks_that_do_not
     torch.testing.assert_close(embedded.square().mean(-1), torch.ones(2, 8), rtol=1e-2, atol=0)
     torch.testing.assert_close(model.hidden(tokens), model.ln_f(embedded))
     assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_squared_relu_is_the_square_of_relu_to_the_bit(dtype: torch.dtype) -> None:
+    """It is a product, because CUDA's autocast computes powers in fp32."""
+    x = torch.randn(1000).to(dtype)
+    results = []
+    for square in (lambda x: ACTIVATIONS["relu2"](F, x), lambda x: F.relu(x).square()):
+        leaf = x.clone().requires_grad_()
+        y = square(leaf)
+        y.backward(torch.linspace(-3, 3, 1000).to(dtype))
+        results.append((y.detach(), leaf.grad))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert results[0][0].max() > 1 and results[0][0].min() == 0
