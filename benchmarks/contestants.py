@@ -16,7 +16,7 @@ import torch
 from benchmarks.cases import Case
 from benchmarks.other_models import gpt2_config, nanogpt_model
 from benchmarks.workload import measure_training, time_steps
-from common.machine import pick_device
+from common.machine import has_fast_bf16, pick_device
 from model import ModelConfig, TransformerLanguageModel
 from training.machine.hardware import Hardware
 
@@ -96,7 +96,8 @@ def nanogpt(case: Case, folder: str, device: torch.device, checkout: str) -> Con
     if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = True
         torch.backends.cudnn.allow_tf32 = True
-        precision = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        # Not is_bf16_supported, which counts emulation.
+        precision = torch.bfloat16 if has_fast_bf16(device) else torch.float16
         autocast = lambda: torch.amp.autocast("cuda", precision)  # noqa: E731
         step_model = torch.compile(model)
     scaler = torch.amp.GradScaler(device.type, enabled=precision == torch.float16)

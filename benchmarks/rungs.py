@@ -93,7 +93,6 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
         precision = mixed_precision(hardware.device) if rung >= Rung.MIXED else "fp32"
         hardware = dataclasses.replace(hardware, precision=precision, compiles=rung >= Rung.COMPILE)
         config = dataclasses.replace(config, placement="ram" if rung >= Rung.RAM else "mmap")
-        torch.set_float32_matmul_precision("highest")
     if rung < Rung.FLASH:
         F.scaled_dot_product_attention = cast(Any, materialized_attention)
     data = TokenData.open(config, hardware)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import importlib.util
 import os
 import platform
 import sys
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -38,6 +40,12 @@ GPU_COMPILE_SAVES = 0.4
 GPU_LAUNCHES_PER_LAYER = 1.2e-3
 GPU_EAGER_MFU = 0.25
 GPU_PEAK_FLOPS = 1e14  # of a GPU whose peak is not known
+
+# Compiling with max_autotune tries other matrix products only on a GPU with this many multiprocessors
+# (torch._inductor.utils.is_big_gpu).
+AUTOTUNE_MULTIPROCESSORS = 68
+
+SPILLING_SHARE = 0.95  # of the free GPU memory, on systems whose driver takes host memory where it ends
 
 DEFAULT_THREADS = torch.get_num_threads()  # before any run in this process changes it
 
@@ -133,6 +141,19 @@ def return_freed_memory(device: torch.device) -> None:
             library.malloc_trim(0)
 
 
+def clear_frames(error: BaseException) -> None:
+    """Delete the local variables of the functions that `error` came through, and of those of the errors behind it:
+    they hold the tensors of what failed."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if each is not None and id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            waiting += [each.__cause__, each.__context__]
+
+
 @contextlib.contextmanager
 def frozen_garbage() -> Iterator[None]:
     """Inside, the garbage collector ignores the objects that exist now, instead of scanning them each time."""
@@ -145,8 +166,8 @@ def frozen_garbage() -> Iterator[None]:
 
 
 def detect_hardware(config: TrainConfig) -> Hardware:
-    """Choose device, precision and compilation, and set up this process for them: TF32 and attention on a GPU, malloc
-    and threads on a CPU.
+    """Choose device, precision and compilation, and set up this process for them: attention, the precision of fp32
+    products and the limit of memory on a GPU, malloc and threads on a CPU.
 
     Raises ConfigError if the machine lacks what was requested.
     """
@@ -156,10 +177,13 @@ def detect_hardware(config: TrainConfig) -> Hardware:
     precision, precision_reason = choose_precision(config, device)
     peak = peak_flops(name) if use_cuda else None
     compiles, compile_reason = choose_compile(config, device, peak)
-    choose_attention(config, device)
+    choose_attention(config, device, precision)
     if use_cuda:
-        if precision != "fp32":
-            torch.set_float32_matmul_precision("high")  # TF32 for what autocast leaves in fp32
+        # No TF32, whatever the process allowed before: fp32 runs, scores and answers are fp32, and in bf16 and fp16
+        # a step has no product in fp32.
+        torch.set_float32_matmul_precision("highest")
+        if spills():
+            limit_memory(device)
         memory: int | None = torch.cuda.get_device_properties(device).total_memory
     elif device.type == "mps":
         memory = torch.mps.recommended_max_memory()
@@ -211,21 +235,54 @@ def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, st
     return "bf16", f"this CPU has {flag}"
 
 
-def choose_attention(config: TrainConfig, device: torch.device) -> None:
+def spills() -> bool:
+    """Whether the driver takes host memory where GPU memory ends: on Windows and in WSL, its Linux."""
+    return platform.system() == "Windows" or "microsoft" in platform.uname().release.lower()
+
+
+def limit_memory(device: torch.device) -> None:
+    """Let PyTorch run out of memory where the GPU's own ends. A step in host memory would crawl, and no error would
+    tell the trainer to take a smaller micro-batch."""
+    free, total = torch.cuda.mem_get_info(device)
+    ours = torch.cuda.memory_reserved(device)  # of an earlier run in this process
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (SPILLING_SHARE * free + ours) / total), device)
+
+
+def has_cudnn_attention(device: torch.device, precision: str) -> bool:
+    """Whether cuDNN has an attention kernel for a GPU and a precision."""
+    return precision != "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def choose_attention(config: TrainConfig, device: torch.device, precision: str) -> None:
     """Set which attention kernels PyTorch may use. The math kernel, the last resort, stays enabled.
 
     `auto` leaves out cuDNN's below torch 2.10: cuDNN 9.10, which comes with torch 2.9, reads out of bounds in its
     backward pass (pytorch issues 169849, 171627).
+
+    Raises ConfigError for cuDNN's where it does not work: the math kernel would take its place without a word.
     """
     if device.type != "cuda":
         if config.attention != "auto":
             raise ConfigError(f"--attention {config.attention} is for CUDA GPUs; leave it on auto here.")
         return
     wants_cudnn = config.attention == "cudnn"
+    if wants_cudnn and not has_cudnn_attention(device, precision):
+        major, minor = torch.cuda.get_device_capability(device)
+        raise ConfigError(
+            f"--attention cudnn needs CUDA capability 8.0 and bf16 or fp16; here are {major}.{minor} and {precision}. "
+            "Leave --attention auto: it takes another fast kernel."
+        )
     is_sound = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
     torch.backends.cuda.enable_cudnn_sdp(wants_cudnn or (config.attention == "auto" and is_sound))
     torch.backends.cuda.enable_flash_sdp(not wants_cudnn)
     torch.backends.cuda.enable_mem_efficient_sdp(not wants_cudnn)
+
+
+def can_autotune(device: torch.device) -> bool:
+    """Whether max_autotune has an effect."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.get_device_properties(device).multi_processor_count >= AUTOTUNE_MULTIPROCESSORS
 
 
 def choose_compile(config: TrainConfig, device: torch.device, peak: float | None = None) -> tuple[bool, str]:
@@ -234,10 +291,17 @@ def choose_compile(config: TrainConfig, device: torch.device, peak: float | None
     measurement, so that the same command resumes with the same arithmetic. `peak`: of the GPU, in FLOP/s."""
     if config.compile_mode == "coordinate_descent" and device.type != "cuda":
         raise ConfigError("--compile_mode coordinate_descent is for CUDA GPUs; leave it on default here.")
+    if config.compile_mode == "max_autotune" and not can_autotune(device):
+        raise ConfigError(
+            f"--compile_mode max_autotune tries other matrix products only on a GPU with {AUTOTUNE_MULTIPROCESSORS} "
+            "multiprocessors, and this one has fewer. --compile_mode coordinate_descent tunes the other kernels."
+        )
     if config.compile != "auto":
         return config.compile == "on", "as configured" if config.sources.get("compile") != "tuned" else "as tuned"
     if device.type == "mps":
         return False, "not tested on Apple's GPUs"
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        return False, "torch.compile needs Triton on a GPU, and it is not installed"
     # Of the blocks, in a step of one process.
     flops = 72 * config.num_layers * config.embed_dim**2 * config.sequences_per_process * config.max_seq_len
     if device.type == "cuda":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ from generation.sampling import Sampling
 from model import IGNORE_INDEX, TransformerLanguageModel
 from training.config import TrainConfig
 from training.machine import processes
-from training.machine.hardware import return_freed_memory
+from training.machine.hardware import clear_frames, return_freed_memory
 from training.machine.processes import on_rank_0
 from training.machine.sharding import gather_model, is_sharded, unsharded_copy
 from training.numbers.data import TokenData
@@ -139,7 +138,7 @@ def answers_of(model: TransformerLanguageModel, parts: Parts, between: Callable[
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # they hold the cache
+            clear_frames(error)  # they hold the cache
             if at_once == 1:
                 text = prompts[len(completions)].text
                 warn_of_memory(

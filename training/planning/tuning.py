@@ -11,7 +11,6 @@ import json
 import math
 import os
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,16 @@ from tokenization.token_folder import folder_of_text
 from training.config import COMPILE_MODES, MEASURED, NOT_GIVEN, SCHEMA, TrainConfig
 from training.keeping.run import Run
 from training.machine.compilation import compile_model
-from training.machine.hardware import DEFAULT_THREADS, Hardware, choose_compile, detect_hardware, return_freed_memory
+from training.machine.hardware import (
+    DEFAULT_THREADS,
+    Hardware,
+    can_autotune,
+    choose_compile,
+    clear_frames,
+    detect_hardware,
+    has_cudnn_attention,
+    return_freed_memory,
+)
 from training.numbers.data import TokenData, locate
 from training.parts import Parts
 from training.planning.estimate import estimate_memory, with_rows
@@ -140,7 +148,7 @@ def choose_micro_batch(
             seconds = seconds_per_sequence(model, model, data, rows, hardware)
         except Exception as error:
             failure = error
-            traceback.clear_frames(error.__traceback__)  # they hold the activations
+            clear_frames(error)  # they hold the activations
         if failure is not None:
             if not is_out_of_memory(failure):
                 raise failure
@@ -248,9 +256,11 @@ def candidates(key: str, config: TrainConfig, hardware: Hardware) -> list[Any]:
     if key == "compile":
         return ["off" if compiles else "on"]
     if key == "attention":
-        return ["flash", "cudnn"] if hardware.is_cuda else []
+        works = hardware.is_cuda and has_cudnn_attention(hardware.device, hardware.precision)
+        return ["flash", "cudnn"] if works else []  # without cuDNN's, "flash" is what "auto" takes
     if key == "compile_mode":
-        return [*COMPILE_MODES[1:]] if hardware.is_cuda and compiles else []
+        modes = COMPILE_MODES[1:] if hardware.is_cuda and compiles else ()
+        return [mode for mode in modes if mode != "max_autotune" or can_autotune(hardware.device)]
     now = config.rows_at_once
     return [rows for rows in reversed(sizes(config)) if rows != now and now // 4 <= rows <= 2 * now]
 

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import importlib.util
+import platform
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
@@ -15,7 +19,7 @@ from model import ModelConfig, TransformerLanguageModel
 from tests.helpers import CPU
 from training.config import TrainConfig
 from training.machine.compilation import attention_kernels
-from training.machine.hardware import DEFAULT_THREADS, detect_hardware
+from training.machine.hardware import DEFAULT_THREADS, clear_frames, detect_hardware
 from training.numbers.data import choose_placement
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 2.0GHz\nflags\t\t: fpu sse2 {}\n\nprocessor\t: 1\nflags\t\t: fpu\n"
@@ -40,7 +44,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *device: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *d: SimpleNamespace(total_memory=80 * 2**30))
+        told = SimpleNamespace(total_memory=80 * 2**30, multi_processor_count=108 if capability >= (8, 0) else 40)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *device: told)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda package: object())  # a build for a GPU brings Triton
 
     before = torch.get_float32_matmul_precision()
     switches = torch.backends.cuda
@@ -111,7 +117,6 @@ def test_a_gpu_computes_in_bf16_from_capability_8(cuda: FakeCuda, capability: tu
     assert hardware.grad_scaler().is_enabled() == (precision == "fp16")
     assert hardware.compiles and hardware.compile_reason
     assert hardware.memory_bytes == 80 * 2**30
-    assert torch.get_float32_matmul_precision() == "high"
 
 
 def test_bf16_on_a_gpu_without_it_is_refused(cuda: FakeCuda) -> None:
@@ -311,6 +316,104 @@ def test_a_gpu_compiles_where_the_run_repays_it(cuda: FakeCuda, values: dict, co
     assert hardware.compiles is compiles and said in hardware.compile_reason
 
 
+def test_a_gpu_without_triton_compiles_only_when_asked_to(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda("NVIDIA A100-SXM4-40GB", (8, 0))
+    long = TrainConfig(embed_dim=768, num_layers=12, num_heads=12, max_steps=20_000)
+    assert detect_hardware(long).compiles
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package == "triton" else object())
+    hardware = detect_hardware(long)
+    assert not hardware.compiles and "Compile    off: torch.compile needs Triton" in hardware.describe()
+    assert detect_hardware(dataclasses.replace(long, compile="on")).compiles
+
+
+def test_max_autotune_is_refused_where_it_tries_nothing(cuda: FakeCuda) -> None:
+    config = TrainConfig(compile_mode="max_autotune", compile="on")
+    cuda("NVIDIA A100-SXM4-40GB", (8, 0))
+    assert detect_hardware(config).compile_mode == "max_autotune"
+    cuda("Tesla T4", (7, 5))
+    with pytest.raises(ConfigError, match="--compile_mode coordinate_descent"):
+        detect_hardware(config)
+
+
+# TF32 and memory
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp32", "fp16"])
+@pytest.mark.parametrize("before", ["highest", "high"])
+def test_fp32_is_fp32_on_a_gpu_during_a_run_and_after_it(cuda: FakeCuda, precision: str, before: str) -> None:
+    """What the process allowed before does not matter: NVIDIA's containers allow TF32."""
+    cuda("NVIDIA H200", (9, 0))
+    torch.set_float32_matmul_precision(before)
+    detect_hardware(TrainConfig(precision=precision))
+    assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize(
+    ("system", "release", "limited"),
+    [
+        ("Linux", "6.8.0-45-generic", False),
+        ("Linux", "5.15.167.4-microsoft-standard-WSL2", True),
+        ("Linux", "4.4.0-19041-Microsoft", True),
+        ("Windows", "11", True),
+    ],
+)
+def test_where_the_driver_takes_host_memory_pytorch_is_limited_to_the_gpus(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, system: str, release: str, limited: bool
+) -> None:
+    """To 95% of what is free, and what an earlier run in this process holds."""
+    cuda("NVIDIA GeForce RTX 4090", (8, 9))
+    fractions = []
+    monkeypatch.setattr(platform, "system", lambda: system)
+    monkeypatch.setattr(platform, "uname", lambda: SimpleNamespace(release=release))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 2**30, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
+    detect_hardware(TrainConfig(device="cpu"))
+    assert not fractions
+    detect_hardware(TrainConfig())
+    assert fractions == ([60 / 80] if limited else [])
+
+
+def test_the_frames_of_all_chained_errors_let_go_of_their_tensors() -> None:
+    """As when memory runs out while the backward pass is compiled: the compiler raises its own error in its turn."""
+    held = []
+
+    def holds() -> torch.Tensor:
+        tensor = torch.zeros(10)
+        held.append(weakref.ref(tensor))
+        return tensor
+
+    def allocates() -> None:
+        activations = holds()
+        raise torch.OutOfMemoryError(f"CUDA out of memory beside {len(activations)}")
+
+    def lowers() -> None:
+        graph = holds()
+        try:
+            allocates()
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(f"{error}, lowering {len(graph)}") from error
+
+    def compiles() -> None:
+        inputs = holds()
+        try:
+            lowers()
+        except RuntimeError:
+            raise ValueError(f"the backend failed on {len(inputs)}")  # noqa: B904 (a context, and no cause)
+
+    try:
+        compiles()
+    except ValueError as error:
+        failure = error
+    assert isinstance(failure.__context__, RuntimeError) and failure.__cause__ is None
+    failure.__context__.__cause__.__context__ = failure  # type: ignore[union-attr]  # a circle
+    gc.collect()
+    assert len(held) == 3 and all(tensor() is not None for tensor in held)
+    clear_frames(failure)
+    gc.collect()
+    assert all(tensor() is None for tensor in held)
+
+
 # Attention
 
 
@@ -331,6 +434,17 @@ def test_the_attention_kernels_of_a_gpu(
         patch.setattr(torch, "__version__", version)
         detect_hardware(TrainConfig(attention=attention))
     assert attention_kernels() == allowed
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "precision"), [("Tesla T4", (7, 5), "auto"), ("NVIDIA H200", (9, 0), "fp32")]
+)
+def test_attention_by_cudnn_is_refused_where_the_math_kernel_would_replace_it(
+    cuda: FakeCuda, name: str, capability: tuple[int, int], precision: str
+) -> None:
+    cuda(name, capability)
+    with pytest.raises(ConfigError, match=r"--attention cudnn needs .* Leave --attention auto"):
+        detect_hardware(TrainConfig(attention="cudnn", precision=precision))
 
 
 @pytest.mark.parametrize(("key", "value"), [("attention", "flash"), ("compile_mode", "coordinate_descent")])

@@ -171,7 +171,10 @@ def test_where_memory_is_tight_the_sizes_are_tried_all_the_same(
 
 
 def test_what_is_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = dataclasses.replace(CPU, device=torch.device("cuda"), compiles=True)
+    gpu = dataclasses.replace(CPU, device=torch.device("cuda"), precision="bf16", compiles=True)
+    a100 = SimpleNamespace(multi_processor_count=108)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *device: a100)
     config = TrainConfig(batch_size=64, compile="on")
     tried = {key: candidates(key, config, gpu) for key in tuning.SETTINGS}
     assert tried == {
@@ -183,6 +186,16 @@ def test_what_is_tried_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     uncompiled = dataclasses.replace(config, compile="off")
     assert candidates("compile", uncompiled, gpu) == ["on"] and candidates("compile_mode", uncompiled, gpu) == []
+
+
+def test_what_would_have_no_effect_is_not_tried_on_a_t4(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = dataclasses.replace(CPU, device=torch.device("cuda"), precision="fp16", compiles=True)
+    t4 = SimpleNamespace(multi_processor_count=40)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *device: t4)
+    config = TrainConfig(batch_size=64, compile="on")
+    assert candidates("attention", config, gpu) == []
+    assert candidates("compile_mode", config, gpu) == ["coordinate_descent"]
 
 
 @pytest.mark.parametrize(("taken", "cores", "tried"), [(2, 2, [1]), (4, 8, [2, 8]), (1, 1, []), (8, 8, [4])])
