@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from training.config import parse_config
-from training.machine.compilation import compile_model
 from training.numbers.schedule import last_step, learning_rate
 from training.numbers.step import train_step
 from training.parts import Parts
 from training.planning.estimate import estimate_memory, held_memory
+from training.planning.memory import compile_step_model
 from training.prepare import prepare
 
 WARM_UP_SHARE = 0.2  # of a measurement's time, before it and not counted
@@ -42,7 +42,7 @@ class Training(Parts):
         started = time.perf_counter()
         evaluates = bool(config.eval_interval)
         first_batch = functools.partial(data.batch, 0, config.rows_at_once)
-        parts.step_model = compile_model(parts.model, parts.hardware, first_batch, evaluates)
+        compile_step_model(parts, first_batch, evaluates)
         compile_seconds = time.perf_counter() - started if parts.step_model is not parts.model else None
         return cls(**vars(parts), max_steps=last_step(0, 0, data.windows, config), compile_seconds=compile_seconds)
 

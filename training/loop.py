@@ -18,7 +18,6 @@ from training.keeping.run import Run
 from training.keeping.run_folder import being_trained, require_ours, write_config
 from training.keeping.start import shard_parts, start_or_resume
 from training.keeping.state import Start
-from training.machine.compilation import compile_model
 from training.machine.hardware import frozen_garbage
 from training.machine.processes import on_rank_0, process_group
 from training.numbers.evaluate import Evaluation, answer_prompts, evaluate, evaluated_windows, validation_loss
@@ -26,7 +25,7 @@ from training.numbers.prompts import Answer
 from training.numbers.schedule import has_stopped_early, learning_rate
 from training.numbers.stability import Stability, diverged
 from training.numbers.step import StepResult, train_step
-from training.planning.memory import until_it_fits
+from training.planning.memory import compile_step_model, until_it_fits
 from training.planning.memory_advice import memory_advice
 from training.planning.preflight import dry_run
 from training.planning.profile import profile
@@ -240,13 +239,14 @@ class Loop:
     def compile(self) -> None:
         parts, config = self.parts, self.parts.config
         with self.interruption.compiling():
-            parts.step_model = compile_model(
-                parts.model,
-                parts.hardware,
+            compile_step_model(
+                parts,
                 lambda: parts.data.batch(self.state.sequences_seen, config.rows_at_once),
                 evaluates=bool(config.eval_interval),
                 cache_dir=config.compile_cache_dir,
             )
+        if parts.config is not config and is_rank_0():
+            self.keep_config()
 
     def save_if_sound(self) -> None:
         """Save what is due. After a skipped update, wait for a step that shows the weights to be sound. The best
@@ -267,7 +267,11 @@ class Loop:
             self.save()
 
     def retry(self, told: str) -> None:
-        with contextlib.suppress(OSError):  # the next save reports a full disk
-            write_config(self.parts.config, self.parts.hardware.name)
+        self.keep_config()
         less = self.parts.config.rows_at_once
         self.report.say(f"{told} Kept for this run; another: --micro_batch_size {less}")
+
+    def keep_config(self) -> None:
+        """Write the configuration again: the micro-batch has changed."""
+        with contextlib.suppress(OSError):  # the next save reports a full disk
+            write_config(self.parts.config, self.parts.hardware.name)

@@ -17,8 +17,8 @@ from training.numbers.prompts import Prompt
 
 @dataclass
 class Parts:
-    """Two fields change during a training: `step_model` when the model is compiled, and the micro-batch in `config`
-    when memory runs out."""
+    """Three fields change during a training: `step_model` when the model is compiled, `hardware` when that fails, and
+    the micro-batch in `config` when that fails or memory runs out."""
 
     config: TrainConfig
     hardware: Hardware

@@ -33,14 +33,15 @@ def compile_model(
     example: Callable[[], tuple[torch.Tensor, ...]],
     evaluates: bool = False,
     cache_dir: str | Path | None = None,
+    failed: Callable[[str], None] = lambda reason: None,
 ) -> Callable[..., torch.Tensor]:
     """torch.compile, tried on the batch of `example`, forward and backward and, if the run `evaluates`, without
     gradients: so nothing is left to compile after the first step.
 
     Also keeps the compiled code in `cache_dir` (None: only in torch's own cache, on the local disk), so that a new
-    machine need not compile again. The files there are executed. If compiling fails, says so once and returns the model
-    uncompiled: slower, with the same results. One of several processes may fail alone: they exchange nothing here,
-    except with a sharded model, which is compiled block by block because FSDP2 works between the blocks.
+    machine need not compile again. The files there are executed. If compiling fails, says so once, calls `failed` with
+    the reason and returns the model uncompiled: slower, with the same results. One of several processes may fail alone:
+    they exchange nothing here, except with a sharded model, which is compiled in parts: FSDP2 works between them.
     """
     whole = model if is_sharded(model) else data_parallel(model)
     if not hardware.compiles:
@@ -78,6 +79,7 @@ def compile_model(
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"torch.compile failed ({first_line}); training continues uncompiled. --compile off skips the attempt.")
+        failed(first_line)
         return whole
     finally:
         model.train()

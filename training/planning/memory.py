@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import traceback
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -12,9 +13,11 @@ from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
 from common.files import read_json
 from common.formatting import byte_size
 from model import TransformerLanguageModel
-from training.config import TrainConfig, is_resolved
+from training.config import NOT_GIVEN, TrainConfig, is_resolved
 from training.file_names import CONFIG
-from training.machine.hardware import Hardware, return_freed_memory
+from training.machine.compilation import compile_model
+from training.machine.hardware import Hardware, clear_frames, return_freed_memory
+from training.machine.processes import any_process, on_rank_0
 from training.parts import Parts
 from training.planning.estimate import estimate_memory, with_rows
 from training.planning.memory_advice import no_way_out
@@ -39,6 +42,11 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
             f"Memory     micro_batch_size {rows}, which fitted on this device before (--micro_batch_size tries another)"
         )
         return with_rows(config, rows, GAVE_WAY)
+    return halve_until_it_fits(config, model, hardware)
+
+
+def halve_until_it_fits(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> TrainConfig:
+    """Halve the micro-batch until the estimate fits. Raises MemoryExhausted if one sequence does not fit."""
     if hardware.memory_bytes is None:
         return config
     rows, fitted = config.rows_at_once, config
@@ -57,6 +65,31 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
             f"with the same result{DROPOUT_ASIDE if config.dropout else ''}"
         )
     return fitted
+
+
+def compile_step_model(
+    parts: Parts,
+    example: Callable[[], tuple[torch.Tensor, ...]],
+    evaluates: bool = False,
+    cache_dir: str | Path | None = None,
+) -> None:
+    """Set `parts.step_model` by `compile_model`. If compiling fails in one of the processes, all train uncompiled. That
+    takes more memory, so the micro-batch is fitted again, unless it was given.
+
+    Raises MemoryExhausted if one sequence does not fit.
+    """
+    failures: list[str] = []
+    parts.step_model = compile_model(parts.model, parts.hardware, example, evaluates, cache_dir, failures.append)
+    if not any_process(bool(failures))[0]:
+        return
+    if not failures:
+        print("torch.compile failed in another process; training continues uncompiled in all of them.")
+        # Back to the model inside: for another micro-batch, the first step would compile again.
+        parts.step_model = getattr(parts.step_model, "_orig_mod", parts.step_model)
+    reason = f"torch.compile failed ({failures[0] if failures else 'in another process'})"
+    parts.hardware = dataclasses.replace(parts.hardware, compiles=False, compile_reason=reason)
+    if parts.config.sources.get("micro_batch_size", "default") in NOT_GIVEN:
+        parts.config = on_rank_0(lambda: halve_until_it_fits(parts.config, parts.model, parts.hardware))
 
 
 def found_before(config: TrainConfig, hardware: Hardware) -> int | None:
@@ -109,11 +142,13 @@ def halve_micro_batch(parts: Parts, error: Exception, part: str) -> str:
             f"--micro_batch_size {rows // 2} to the same command, with the same result{aside}. Checkpoints saved "
             f"before are whole."
         ) from error
-    traceback.clear_frames(error.__traceback__)  # they hold the activations
+    # In this order: frames hold the activations, also those of the compiler, and what it keeps of an attempt would keep
+    # memory from being returned.
+    clear_frames(error)
     parts.optimizer.zero_grad(set_to_none=True)
-    return_freed_memory(parts.hardware.device)
     if parts.hardware.compiles:
-        torch.compiler.reset()  # PyTorch limits how often it compiles for another shape
+        torch.compiler.reset()  # also because PyTorch limits how often it compiles for another shape
+    return_freed_memory(parts.hardware.device)
     parts.config = with_rows(config, rows // 2, GAVE_WAY)
     less = parts.config.rows_at_once
     return (

@@ -22,7 +22,6 @@ from training.keeping.mirror import COPIES, Mirror
 from training.keeping.resume import Found
 from training.keeping.run import Run
 from training.keeping.start import find, require_own_folders
-from training.machine.compilation import compile_model
 from training.machine.hardware import Hardware
 from training.machine.processes import max_over_ranks, on_rank_0
 from training.machine.sharding import is_sharded, unsharded_copy
@@ -31,7 +30,7 @@ from training.numbers.schedule import epoch_sequences
 from training.numbers.step import part_of_step, smallest_part, train_step
 from training.parts import Parts
 from training.planning.estimate import estimate_memory, held_memory
-from training.planning.memory import until_it_fits
+from training.planning.memory import compile_step_model, until_it_fits
 
 TIMED_SECONDS = 8.0  # a longer step is timed on a part of its sequences
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
@@ -103,7 +102,7 @@ def look(run: Run) -> Found | None:
 def try_steps(parts: Parts) -> tuple[float, int]:
     """Compile, check the first loss, and time a step. Returns what `time_step` does."""
     rows = parts.config.rows_at_once
-    parts.step_model = compile_model(parts.model, parts.hardware, lambda: parts.data.batch(0, rows))
+    compile_step_model(parts, lambda: parts.data.batch(0, rows))
     check_first_loss(parts)
     return time_step(parts)
 

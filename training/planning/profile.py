@@ -19,10 +19,10 @@ from common.formatting import si
 from model import TransformerLanguageModel
 from training.config import TrainConfig
 from training.keeping.run import Run
-from training.machine.compilation import compile_model
 from training.machine.hardware import Hardware
 from training.numbers.step import StepResult, part_of_step, smallest_part, train_step
 from training.parts import Parts
+from training.planning.memory import compile_step_model
 from training.telling.report import Report
 from training.telling.timer import Timer
 
@@ -138,9 +138,9 @@ def cycles_per_second() -> float:
 
 def profile(run: Run) -> None:
     """Time the parts of real steps for a few seconds; print them and what limits the run. Writes no run."""
-    training, config = run.parts, run.parts.config
-    model, data, hardware = training.model, training.data, training.hardware
-    training.step_model = compile_model(model, hardware, lambda: data.batch(0, config.rows_at_once))
+    training, model, data = run.parts, run.parts.model, run.parts.data
+    compile_step_model(training, lambda: data.batch(0, training.config.rows_at_once))
+    config, hardware = training.config, training.hardware
     sequences = itertools.count()
 
     def step(rows: int, watch: Stopwatch) -> StepResult:

@@ -38,6 +38,7 @@ from training.keeping.run import Run
 from training.numbers import evaluate
 from training.numbers.data import TokenData
 from training.numbers.step import StepResult
+from training.planning import memory
 from training.telling import timer as timer_module
 from training.telling.records import read_metrics
 
@@ -296,7 +297,7 @@ def test_a_signal_while_the_model_is_compiled_ends_the_run_at_once(
     interrupt(tmp_path / "run", after=10)
     before = steps_of(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "compile_model", compiles)
+        patch.setattr(memory, "compile_model", compiles)
         result = train(tmp_path / "run")
     assert result.code == 130 and f"Interrupted after step {before[0]}. The same command continues" in result.out
     assert "Traceback" not in result.err and steps_of(tmp_path / "run") == before

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import os
 import re
@@ -19,16 +21,19 @@ import torch
 
 import train_colab_mmap
 from common.errors import ConfigError, MemoryExhausted
+from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import parts_of, run_script, snapshot
+from tests.helpers import ALPHABET, CPU, parts_of, run_script, snapshot
 from tests.training.helpers import steps_of
 from tests.training.machine.launching import free_port, places, torchrun, trained
 from tokenize_local_bpe import tokenize
-from training import loop
 from training.config import parse_config
+from training.machine import hardware
 from training.machine.processes import data_parallel
 from training.numbers import optimizer
 from training.numbers.data import TokenData
+from training.planning import memory
+from training.planning.estimate import estimate_memory
 from training.planning.memory import halve_micro_batch
 from training.telling.records import read_metrics
 
@@ -318,7 +323,7 @@ def compiling_gets_a_signal() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         return data_parallel(model)
 
-    loop.compile_model = compiled
+    memory.compile_model = compiled
 
 
 def test_a_signal_during_compilation_says_what_it_waits_for(
@@ -332,6 +337,46 @@ def test_a_signal_during_compilation_says_what_it_waits_for(
     assert [process.returncode for process in reaped] == [130, 130], told
     assert "Stopping once every process has compiled the model" in told[0][1]
     assert "Interrupted after step 0" in told[0][0]
+
+
+def compiles(works: bool, memory_bytes: int) -> None:
+    """In this process compiling works, quickly, or fails; and there is so much memory."""
+    compile_with = torch.compile
+
+    def fails(*batch: torch.Tensor) -> Any:
+        raise RuntimeError("no compiler found")
+
+    torch.compile = (lambda model, **_: compile_with(model, backend="eager")) if works else lambda model, **_: fails  # type: ignore[assignment]
+    hardware.total_ram = lambda: 2 * memory_bytes  # of both processes
+
+
+def test_if_one_process_cannot_compile_all_take_the_same_smaller_micro_batch(
+    train_flags: Callable, tmp_path: Path, reaped: list[Process]
+) -> None:
+    """There is memory for compiled code, and not for uncompiled code. Whichever process fails, rank 0 says so."""
+    flags = {**WHOLE, "max_steps": 4, "eval_interval": 2, "precision": "fp32", "batch_size": 64, "max_seq_len": 64}
+    flags |= {"gradient_accumulation_steps": 1, "process_timeout": 60}
+    config = dataclasses.replace(parse_config(train_flags(tmp_path / "run", **flags)), processes=2)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(len(ALPHABET)))
+    needed = [estimate_memory(config, model, dataclasses.replace(CPU, compiles=compiled)) for compiled in (True, False)]
+    enough = int(sum(needed) / 2 / memory.MEMORY_SHARE)
+    reaped += trained(2, *train_flags(tmp_path / "off", **flags, compile="off", micro_batch_size=16))
+    told = [process.communicate(timeout=60) for process in reaped]
+    assert [process.returncode for process in reaped] == [0, 0], told
+    for name, works in (("first", (False, True)), ("second", (True, False))):
+        words = train_flags(tmp_path / name, **flags, compile="on")
+        pair = [
+            Forked(words, environment=place, first=functools.partial(compiles, can, enough))
+            for place, can in zip(places(2), works, strict=True)
+        ]
+        reaped += pair
+        (out, err), of_second = (process.communicate(timeout=60) for process in pair)
+        assert [process.returncode for process in pair] == [0, 0], (err, of_second)
+        said = "failed in another process" if works[0] else "failed (no compiler found)"
+        assert out.count(f"torch.compile {said}") == 1 and of_second[0] == ""
+        assert out.count("Memory     a step of 32 sequences at once would not fit: micro_batch_size 16") == 1
+        assert_same(tmp_path / name, tmp_path / "off", 4)
 
 
 def test_a_mistake_is_printed_once(train_flags: Callable, tmp_path: Path, reaped: list[Process]) -> None:

@@ -26,12 +26,8 @@ either_half = pytest.mark.parametrize("precision", HALF)
 
 
 def config_of(form: str, layers: int = 2) -> TrainConfig:
-    shape = {
-        "embed_dim": 256,
-        "num_heads": 2,
-        "max_seq_len": 128,
-        "batch_size": 3,
-    }  # 384 tokens: no weight has that shape
+    # 384 tokens: no activation has the shape of a weight.
+    shape = {"embed_dim": 256, "num_heads": 2, "max_seq_len": 128, "batch_size": 3}
     return TrainConfig(num_layers=layers, **shape, **FORMS[form])
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import gc
 import itertools
 import json
 import os
 import re
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +31,7 @@ from tokenizer import Tokenizer
 from training.config import TrainConfig, parse_config
 from training.file_names import CONFIG
 from training.keeping.saving import Saver
+from training.machine import hardware as hardware_module
 from training.numbers import evaluate as evaluate_module
 from training.numbers.data import TokenData
 from training.numbers.optimizer import Optimizer
@@ -36,6 +39,7 @@ from training.planning import memory as memory_module
 from training.planning import memory_advice as advice_module
 from training.planning.estimate import estimate_memory
 from training.planning.memory_advice import held_by_others, no_way_out, savings
+from training.prepare import prepare
 from training.telling.records import read_metrics
 
 M_ARENA_MAX = -8  # of malloc.h
@@ -211,6 +215,107 @@ def test_memory_that_runs_out_while_prompts_are_answered_leaves_the_training_alo
         assert result.err == plain.err
     else:
         assert "fits alone" in result.err and not list((tmp_path / "run").glob("samples.*"))
+
+
+# One layer whose activations are far larger than its weights.
+MOSTLY_ACTIVATIONS = {"embed_dim": 32, "max_seq_len": 64, "batch_size": 64, "gradient_accumulation_steps": 1}
+MOSTLY_ACTIVATIONS |= {"precision": "fp32", "max_steps": 4, "eval_interval": 0, "checkpoint_steps": 2}
+
+
+def memory_for_compiled_code(flags: list[str]) -> int:
+    """So much that a step of these flags fits compiled, and not uncompiled."""
+    config = parse_config(flags)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.model_config(len(ALPHABET)))
+    uncompiled, compiled = (
+        estimate_memory(config, model, dataclasses.replace(CPU, compiles=compiles)) for compiles in (False, True)
+    )
+    assert compiled < uncompiled
+    return int((compiled + uncompiled) / 2 / memory_module.MEMORY_SHARE)
+
+
+def compiling_fails(patch: pytest.MonkeyPatch) -> None:
+    def compiled(*batch: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no compiler found\nand more lines")
+
+    patch.setattr(torch, "compile", lambda model, **options: compiled)
+
+
+def test_a_compile_that_fails_fits_the_micro_batch_again(
+    train: Callable, train_flags: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To uncompiled code, which takes more memory. A run that is resumed then, too, has the result of --compile off."""
+    flags = {**MOSTLY_ACTIVATIONS, "compile": "on"}
+    enough = memory_for_compiled_code(train_flags(tmp_path / "run", **flags))
+    monkeypatch.setattr(hardware_module, "total_ram", lambda: enough)
+    with monkeypatch.context() as patch:
+        compiling_fails(patch)
+        stopped = train(tmp_path / "run", **flags | {"max_steps": 2, "use_lr_scheduler": "constant"})
+        result = train(tmp_path / "run", **flags | {"use_lr_scheduler": "constant"})
+        dry = train(tmp_path / "dry", ("--dry_run",), **flags)
+        given = train(tmp_path / "given", **flags, micro_batch_size=64)
+    told = "Memory     a step of 64 sequences at once would not fit: micro_batch_size 32"
+    for each in (stopped, result, dry):
+        assert each.code == 0, each.err
+        assert each.out.count("torch.compile failed (no compiler found)") == each.out.count(told) == 1
+        assert each.out.index("torch.compile failed") < each.out.index(told)
+    kept = json.loads((tmp_path / "run" / CONFIG).read_text())
+    assert kept["config"]["micro_batch_size"] == 32 and kept["sources"]["micro_batch_size"] == "memory"
+    assert given.code == 0 and given.out.count("torch.compile failed") == 1 and told not in given.out
+    straight = train(tmp_path / "straight", **flags | {"compile": "off", "use_lr_scheduler": "constant"})
+    assert straight.code == 0 and told in straight.out
+    assert final_weights(tmp_path / "run", 4) == final_weights(tmp_path / "straight", 4)
+
+
+def test_after_a_compile_that_failed_the_hardware_does_not_compile(
+    train_flags: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = prepare(parse_config(train_flags(tmp_path / "run", compile="on", precision="fp32")))
+    assert parts.hardware.compiles
+    compiling_fails(monkeypatch)
+    memory_module.compile_step_model(parts, lambda: parts.data.batch(0, 4))
+    assert parts.step_model is parts.model and not parts.hardware.compiles
+    assert "Compile    off: torch.compile failed (no compiler found)" in parts.hardware.describe()
+
+
+def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler raises an error of its own. Behind it is the allocator's, whose frames hold tensors."""
+    held: list[weakref.ref] = []
+    order: list[str] = []
+
+    def lowers() -> None:
+        activations = torch.zeros(1000)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError(f"CUDA out of memory beside {len(activations)}")
+
+    def compiled(*batch: torch.Tensor) -> torch.Tensor:
+        if len(batch[0]) < 4:
+            raise RuntimeError("no compiler found")
+        try:
+            lowers()
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(f"backend failed: {error}") from error
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
+    reset, give_back = torch.compiler.reset, memory_module.return_freed_memory
+
+    def returned(device: torch.device) -> None:
+        assert all(tensor() is None for tensor in held), "what failed cannot be returned yet"
+        order.append("returned")
+        give_back(device)
+
+    monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("reset") or reset())
+    monkeypatch.setattr(memory_module, "return_freed_memory", returned)
+    gc.disable()  # nothing but the retry itself lets go
+    try:
+        result = train(tmp_path / "run", compile="on", max_steps=2, eval_interval=0)
+    finally:
+        gc.enable()
+    assert result.code == 0 and "the same batch again with 2" in result.out, result
+    assert order == ["reset", "reset", "returned", "reset"]  # each attempt to compile resets first
 
 
 def test_a_dry_run_gives_way_as_the_training_would(
