@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,11 @@ from benchmarks.random_tokens import write_random_tokens
 
 
 @pytest.fixture(autouse=True)
-def fresh_device() -> Iterator[None]:
-    """No compiled code, memory or matmul precision of another test."""
-    precision = torch.get_float32_matmul_precision()
+def fresh_device() -> None:
+    """No compiled code or memory of another test."""
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
-    yield
-    torch.set_float32_matmul_precision(precision)
 
 
 @pytest.fixture(scope="session")

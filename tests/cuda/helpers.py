@@ -6,9 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 from benchmarks.workload import Training
+from training.machine import hardware
 from training.telling.records import read_metrics
 
 DEVICE = "cuda"
@@ -27,9 +29,12 @@ def losses_of(run_dir: Path) -> list[float]:
 
 @contextlib.contextmanager
 def memory_limit(limit: int) -> Iterator[None]:
-    """Where the allocator has taken so many bytes from the GPU, it finds no more."""
+    """Where the allocator has taken so many bytes from the GPU, it finds no more. The trainer sets no limit of its own
+    then, as it does on Windows."""
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(hardware, "spills", lambda: False)
+            yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)

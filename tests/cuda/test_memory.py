@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import re
 from collections.abc import Callable
@@ -13,18 +14,27 @@ import torch
 from benchmarks.random_tokens import write_random_tokens
 from benchmarks.workload import Training
 from tests.cuda.helpers import DEVICE, ON_GPU, losses_of, memory_limit, opened
+from training.config import parse_config
+from training.machine.hardware import limit_memory
+from training.planning import memory
 from training.planning.estimate import estimate_memory
+from training.prepare import prepare
 from training.telling.records import read_metrics
 
 pytestmark = pytest.mark.cuda
 
 
+MODERN = "--position rope --qk_norm --norm rmsnorm --embed_norm --bias false --activation relu2"
+
+
 @pytest.mark.parametrize("choice", ["on", "off"])
-def test_peak_memory_is_within_a_tenth_of_the_estimate(tmp_path: Path, choice: str) -> None:
+@pytest.mark.parametrize("form", ["", MODERN], ids=["gpt-2", "modern"])
+def test_peak_memory_is_within_a_tenth_of_the_estimate(tmp_path: Path, form: str, choice: str) -> None:
     tokens = write_random_tokens(tmp_path / "tokens", 200_000, 32_000)
     shape = "--num_layers 6 --embed_dim 512 --num_heads 8 --max_seq_len 512 --batch_size 16"
     before = torch.cuda.memory_allocated()
-    flags = [*shape.split(), *ON_GPU, "--data_dir", str(tokens), "--placement", "ram", "--compile", choice]
+    shape += f" --placement ram --compile {choice} {form}"
+    flags = [*shape.split(), *ON_GPU, "--data_dir", str(tokens)]
     training = Training.open(flags)
     training.step()
     torch.cuda.reset_peak_memory_stats()
@@ -79,6 +89,70 @@ def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
         [row["val_loss"] for row in read_metrics(tmp_path / run) if "val_loss" in row] for run in ("parts", "whole")
     )
     assert parts == pytest.approx(whole, rel=1e-4) and len(parts) == 2
+
+
+def test_a_compile_that_fails_fits_the_micro_batch_again(
+    tmp_path: Path, train: Callable, train_flags: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To uncompiled code, of which a step of 64 sequences would not fit."""
+
+    def compiled(*batch: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no compiler found")
+
+    flags = {**LARGE, "compile": "on", "eval_interval": 0, "checkpoint_steps": 0}
+    parts = prepare(parse_config(train_flags(tmp_path / "run", **flags)))
+    needed = [
+        estimate_memory(parts.config, parts.model, dataclasses.replace(parts.hardware, compiles=compiles))
+        for compiles in (True, False)
+    ]
+    assert needed[0] < needed[1] and parts.hardware.memory_bytes
+    monkeypatch.setattr(memory, "MEMORY_SHARE", sum(needed) / 2 / parts.hardware.memory_bytes)
+    del parts
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
+    result = train(tmp_path / "run", **flags)
+    assert result.code == 0, result.err
+    assert "64 sequences at once would not fit: micro_batch_size 32" in result.out
+    assert result.out.index("torch.compile failed") < result.out.index("micro_batch_size 32")
+
+
+def test_memory_that_runs_out_in_the_compiler_is_free_at_the_next_attempt(
+    tmp_path: Path, train: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler raises an error of its own. Behind it is the allocator's, whose frames hold tensors."""
+    size, reserved = 2**28, []
+
+    def lowers() -> None:
+        activations = torch.empty(size, dtype=torch.uint8, device=DEVICE)
+        reserved.append(torch.cuda.memory_reserved())
+        raise torch.OutOfMemoryError(f"CUDA out of memory beside {len(activations)}")
+
+    def compiled(*batch: torch.Tensor) -> torch.Tensor:
+        if reserved:
+            reserved.append(torch.cuda.memory_reserved())
+            raise RuntimeError("no compiler found")
+        try:
+            lowers()
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(f"backend failed: {error}") from error
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
+    result = train(tmp_path / "run", device=DEVICE, compile="on", max_steps=2, eval_interval=0)
+    assert result.code == 0 and "the same batch again with 2" in result.out, result
+    assert reserved[1] <= reserved[0] - size
+
+
+def test_where_host_memory_would_be_taken_running_out_is_an_error() -> None:
+    """As on Windows: PyTorch is limited to what is free on the GPU, and to a little less."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    free, _ = torch.cuda.mem_get_info(device)
+    limit_memory(device)
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(int(0.97 * free), dtype=torch.uint8, device=device)
+        assert torch.empty(int(0.5 * free), dtype=torch.uint8, device=device).is_cuda
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def test_a_model_that_does_not_fit_at_all_ends_with_exit_code_5(tmp_path: Path, train: Callable) -> None:

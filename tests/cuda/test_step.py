@@ -10,11 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from activations import ACTIVATIONS
 from benchmarks import workload
 from benchmarks.workload import Training
+from common.errors import ConfigError
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, opened
+from training.machine.hardware import can_autotune
 from training.numbers.evaluate import validation_loss
 from training.numbers.step import StepResult, train_step
 
@@ -32,6 +37,59 @@ def test_logits_are_bf16_and_gradients_fp32(tokens: Path) -> None:
     loss.backward()
     assert loss.dtype == torch.float32
     assert {parameter.grad.dtype for parameter in training.model.parameters()} == {torch.float32}
+
+
+def test_the_squared_relu_stays_in_half_precision() -> None:
+    """CUDA's autocast computes powers in fp32."""
+    half = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
+    x = torch.randn(1000, device=DEVICE, dtype=half)
+    with torch.autocast(DEVICE, half):
+        assert ACTIVATIONS["relu2"](F, x).dtype == half
+        assert F.relu(x).square().dtype == torch.float32, "autocast has changed: the product is not needed any more"
+
+
+@pytest.mark.parametrize("precision", ["auto", "fp32"])
+def test_fp32_is_fp32_during_a_training_and_after_it(tokens: Path, precision: str) -> None:
+    """TF32 would have errors of 1e-3, whatever the process allowed before."""
+    torch.set_float32_matmul_precision("high")
+    training = opened(tokens, "--compile", "off", "--precision", precision)
+    training.step()
+    one, other = (torch.randn(512, 512, device=DEVICE) for _ in range(2))
+    exact = one.double() @ other.double()
+    assert ((one @ other).double() - exact).norm() < 1e-5 * exact.norm()
+
+
+class Attention(TorchDispatchMode):
+    """Notes which attention kernels run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in func.overloadpacket.__name__:
+            self.kernels.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_attention_by_cudnn_is_cudnns_or_an_error(tokens: Path) -> None:
+    flags = ["--compile", "off", "--attention", "cudnn"]
+    if torch.cuda.get_device_capability() < (8, 0):
+        with pytest.raises(ConfigError, match="--attention auto"):
+            opened(tokens, *flags)
+        return
+    training = opened(tokens, *flags)
+    with Attention() as attention, training.hardware.autocast():
+        training.model(*training.data.batch(0, 4))
+    assert "_scaled_dot_product_cudnn_attention" in attention.kernels, attention.kernels
+    with pytest.raises(ConfigError, match="--attention auto"):
+        opened(tokens, *flags, "--precision", "fp32")
+
+
+def test_max_autotune_is_refused_where_the_compiler_would_skip_it() -> None:
+    from torch._inductor.utils import is_big_gpu
+
+    assert can_autotune(torch.device(DEVICE, 0)) == is_big_gpu(0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "auto"])
