@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -21,9 +22,10 @@ import torch
 import train_colab_mmap
 from benchmarks.gpu_facts import machine_facts, under_load
 from benchmarks.kernels import kernel_table, profiled
-from benchmarks.measure import ROOT, flag_words
+from benchmarks.measure import ROOT, describe_machine, flag_words
 from benchmarks.random_tokens import write_random_tokens
 from benchmarks.suite_rows import Row
+from benchmarks.suite_train import quickstart, short_run
 from benchmarks.variants import OURS, VARIANTS, Variant, measure_variant
 from benchmarks.workload import Training, figures, measure_training
 from common.machine import pick_device
@@ -41,7 +43,9 @@ TOKENS = 5_000_000
 # (sequences at once, compiled): the cheap ones first, because each shape is compiled again.
 MEMORY_CASES = ((8, "off"), (32, "off"), (128, "off"), (128, "on"), (32, "on"))
 RESUMED_STEPS = 20
-LOSS_STEPS, LOSS_SPAN = 200, 100  # steps in all, and steps of each mean in the row
+QUICKSTART_LIMIT, SHORT_RUN_LIMIT, SHORT_RUN_SECONDS = 70.0, 100.0, 30.0
+SILENT_STEPS = 20  # in which the host should not wait for the device
+LOSS_STEPS, LOSS_SPAN = 100, 20  # steps in all, and steps of each mean in the row
 TOY_LOSS_STEPS, TOY_LOSS_SPAN = 9, 3
 
 
@@ -97,15 +101,57 @@ def timed_training(flags: Sequence[str], seconds: float) -> Row:
     return measure_training(flags, seconds, time.perf_counter())
 
 
+def machine(setting: Setting) -> Iterator[Row]:
+    """Not a part of the report: the command asks this first, in another process, because the query takes some of the
+    GPU's memory, and with a limit, because a driver may not answer."""
+    yield {"name": "machine", **describe_machine("cpu" if setting.toy else "cuda")}
+
+
+def train(setting: Setting) -> Iterator[Row]:
+    """The scripts as a user starts them: the quickstart up to an answer, and GPT-2 small for half a minute."""
+    compiled = any(setting.cache_dir.rglob("*"))  # by an earlier command
+    tiny = setting.flags("quickstart", max_steps=3) if setting.toy else ["--config", "quickstart.json"]
+    text = setting.folder / "conversations"
+    tiny = [*tiny, "--data_dir", str(text)]
+    if setting.toy:
+        tiny += ["--vocab_size", "300", "--eval_interval", "0"]
+    first = attempt("quickstart", quickstart, tiny, setting.folder / "quickstart", QUICKSTART_LIMIT)
+    yield first
+    seconds = 0.5 if setting.toy else SHORT_RUN_SECONDS
+    flags, run = setting.flags("gpt2_small"), setting.folder / "gpt2_small"
+    row = attempt("gpt2_small", short_run, flags, run, seconds, SHORT_RUN_LIMIT)
+    yield row | ({"note": "an earlier command left compiled code"} if compiled else {})
+    if "error" in first or "error" in row:
+        raise SystemExit(1)  # so that the report shows what the scripts said
+
+
+def waits(training: Training) -> Row:
+    """How often the host waits for the GPU in steps that do not report."""
+    if not training.hardware.is_cuda:
+        return {"skipped": "it needs a GPU"}
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for _ in range(SILENT_STEPS):
+                training.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    messages = [str(warning.message) for warning in caught if "synchroniz" in str(warning.message)]
+    return {"steps": SILENT_STEPS, "waits": len(messages), "output": sorted(set(messages))[:5]}
+
+
 def step(setting: Setting) -> Iterator[Row]:
-    """GPT-2 small's step, unchanged: the machine, the speed, the kernels, the clocks under load. The start-up time does
-    not include Python's imports."""
+    """GPT-2 small's step, unchanged: the machine, the speed, the waits, the kernels, the clocks under load. The
+    start-up time does not include Python's imports."""
     yield {"name": "machine", **machine_facts(pick_device(setting.device))}
     started = time.perf_counter()
     training = Training.open(setting.flags("gpt2_small"))
     hardware = training.hardware
     training.first_step(started)
     yield {"name": "gpt2_small", **figures(training, setting.seconds)}
+    yield {"name": "waits", **waits(training)}
     steps = 2 if setting.toy else 5
     kernels = profiled(training.step, hardware.synchronize, steps, hardware.is_cuda)
     yield {"name": "kernels", **kernel_table(kernels, steps)}
@@ -113,7 +159,8 @@ def step(setting: Setting) -> Iterator[Row]:
 
 
 def variants(setting: Setting) -> Iterator[Row]:
-    """Other ways to run the same step. Ours comes first, for each preset, and last, to show the machine's drift."""
+    """Other ways to run the same step. Ours comes first, for each preset, and again before the
+    last, which tunes kernels for minutes, to show the machine's drift."""
 
     def measure(name: str, variant: Variant, preset: str) -> Row:
         flags = setting.flags(preset, **dict(variant.flags))
@@ -121,6 +168,8 @@ def variants(setting: Setting) -> Iterator[Row]:
 
     ours: dict[str, Row] = {}
     for variant in VARIANTS:
+        if variant is VARIANTS[-1]:
+            yield measure("ours, gpt2_small, again", OURS, "gpt2_small")
         if setting.toy and variant.needs == "a GPU":
             yield {"name": variant.name, "skipped": "it needs a GPU"}
             continue
@@ -134,12 +183,12 @@ def variants(setting: Setting) -> Iterator[Row]:
         if setting.toy and variant.needs == "compiling":
             row["note"] = "a toy is not compiled: this tests the code, not the variant"
         yield row
-    yield measure("ours, gpt2_small, again", OURS, "gpt2_small")
 
 
 def tests(setting: Setting) -> Iterator[Row]:
-    """The tests that need a GPU, one row for each."""
-    files = ["tests/cuda", "tests/generation/test_cuda_graph.py"]
+    """The tests that need a GPU, one row for each as it ends. tests/cuda/conftest.py moves those that compile back."""
+    cuda = [f"tests/cuda/test_{name}.py" for name in ("step", "memory", "generation", "run")]
+    files = [*cuda[:2], "tests/generation/test_cuda_graph.py", *cuda[2:]]
     # One at a time: some of them measure the GPU's memory.
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-m", "cuda", "-v", "-rfE", "--durations=5", *files]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -306,10 +355,11 @@ def resume(setting: Setting) -> Iterator[Row]:
     yield {"name": "resumed", "straight": straight, "resumed": resumed, "largest_difference": difference}
 
 
-# By the names in gpu_suite.PARTS.
+# By the names in gpu_suite.PARTS, and the machine.
 PARTS: dict[str, Callable[[Setting], Iterator[Row]]] = {
     part.__name__: part
     for part in (
-        step, variants, tests, fp16, losses, memory, resume, placements, generation, ladder, presets, peers,
+        machine, train, step, tests, fp16, variants, memory,
+        losses, resume, presets, placements, generation, peers, ladder,
     )
 }  # fmt: skip

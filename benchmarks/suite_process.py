@@ -15,6 +15,7 @@ from benchmarks.suite_parts import PARTS, Setting
 from benchmarks.suite_rows import append
 
 LOG_LINES = 15
+KILLED_SECONDS = 3.0  # a process that the GPU's driver holds does not end, even killed; the command goes on
 
 
 def fresh_processes() -> multiprocessing.context.ForkServerContext:
@@ -38,7 +39,7 @@ def run_part(name: str, setting: Setting, limit: float, rows: Path) -> dict[str,
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with all the processes it started
         process.kill()  # if it has no group yet
-        process.join()
+        process.join(KILLED_SECONDS)
     ended: dict[str, Any] = {"status": status, "seconds": round(time.monotonic() - started, 1)}
     if status != "done" and log.exists():
         ended["log"] = log.read_text(errors="replace").splitlines()[-LOG_LINES:]

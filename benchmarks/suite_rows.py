@@ -8,9 +8,10 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.measure import markdown_table, write_results
+from common.errors import ConfigError
 
 Row = dict[str, Any]
 
@@ -56,13 +57,67 @@ def collect(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return {"runs": runs, "parts": parts}
 
 
-def write_report(rows: Path) -> None:
-    """Write the JSON file and the page beside the file of rows."""
-    results = collect(read(rows))
+def require_one_machine(files: Mapping[Path, Iterable[Mapping[str, Any]]]) -> None:
+    """Raises ConfigError if a file's lines hold no run, or the runs are of different machines or versions of torch."""
+    machines: dict[str, Path] = {}
+    for path, records in files.items():
+        of_file = [record["run"]["machine"] for record in records if "run" in record]
+        if not of_file:
+            raise ConfigError(f"{path} holds no run of benchmarks/gpu_suite.py.")
+        machines |= {f"{m['device']}, {m['cores']} cores, torch {m['torch']}": path for m in of_file}
+    if len(machines) > 1:
+        which = "; ".join(f"{machine} ({path})" for machine, path in machines.items())
+        raise ConfigError(f"These rows are of different machines: {which}. Use one --output for each machine.")
+
+
+def write_report(paths: Iterable[Path], stem: Path) -> None:
+    """Write `stem`.json and `stem`.md from the files of rows; a later one replaces rows of an earlier one. Raises
+    ConfigError as `require_one_machine` does."""
+    files = {path: read(path) for path in paths}
+    require_one_machine(files)
+    results = collect(record for records in files.values() for record in records)
     machine = results["runs"][-1]["machine"]
     commands = "\n    ".join(dict.fromkeys(run["command"] for run in results["runs"]))
-    body = "\n\n".join(part_page(name, part) for name, part in results["parts"].items())
-    write_results(rows.with_suffix(""), TITLE, {"machine": machine, **results}, body, commands)
+    pages = [target_page(results["parts"], machine)]
+    pages += [part_page(name, part) for name, part in results["parts"].items()]
+    write_results(stem, TITLE, {"machine": machine, **results}, "\n\n".join(pages), commands)
+
+
+class Target(NamedTuple):
+    """Where a figure of a row should lie. `device` is a word in the GPU's name, where the target is for one only."""
+
+    part: str
+    row: str
+    key: str
+    low: float
+    high: float
+    device: str = ""
+
+
+TARGETS = [
+    Target("train", "quickstart", "seconds_to_answer", 0, 60),
+    Target("train", "gpt2_small", "ms_per_step", 0, 45, "H200"),
+    Target("step", "gpt2_small", "ms_per_step", 0, 45, "H200"),
+    Target("train", "gpt2_small", "estimate_over_peak", 0.9, 1.1),
+    *(Target("memory", f"batch {b}, {how}", "estimate_over_peak", 0.9, 1.1)
+      for b, how in ((8, "eager"), (32, "eager"), (128, "eager"), (32, "compiled"), (128, "compiled"))),
+    Target("step", "waits", "waits", 0, 0),
+    *(Target("losses", name, "largest_relative_difference", 0, 0.01) for name in ("fp32", "automatic, compiled")),
+]  # fmt: skip
+
+
+def target_page(parts: Mapping[str, Any], machine: Mapping[str, Any]) -> str:
+    """The targets beside what was measured; without a verdict on a machine that they are not for."""
+    measured = {(name, row["name"]): row for name, part in parts.items() for row in part["rows"]}
+    cells = []
+    for target in TARGETS:
+        value = measured.get((target.part, target.row), {}).get(target.key)
+        judged = value is not None and machine["cuda"] and target.device in machine["device"]
+        wanted = f"{target.low:g} to {target.high:g}" + (f" ({target.device})" if target.device else "")
+        verdict = ("yes" if target.low <= value <= target.high else "no") if judged else ""
+        shown = "not measured" if value is None else f"{value:.4g}"
+        cells.append([f"{target.part}, {target.row}: `{target.key}`", wanted, shown, verdict])
+    return "## Targets\n\n" + markdown_table(["", "target", "measured", "met"], cells)
 
 
 def part_page(name: str, part: Mapping[str, Any]) -> str:
@@ -107,11 +162,17 @@ FIGURES = {
     "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "MFU {:.1%}",
     "time_ratio": "{:.3f} of the time of ours",
+    "seconds_to_answer": "answer after {:.1f} s",
+    "training_seconds": "trained in {:.1f} s",
+    "answer": "{!r}",
+    "seconds_to_first_step": "first step {:.1f} s after the command",
     "startup_seconds": "first step after {:.1f} s",
     "compile_seconds": "compiled in {:.1f} s",
     "peak_memory_gb": "peak {:.2f} GB",
     "reserved_memory_gb": "reserved {:.2f} GB",
     "estimated_memory_gb": "estimated {:.2f} GB",
+    "estimate_over_peak": "estimate {:.2f} of the peak",
+    "waits": "{} waits",
     "scale": "gradients scaled by {:g}",
     "loss": "loss {:.4f}",
     "largest_difference": "losses differ by {:.2g} at most",

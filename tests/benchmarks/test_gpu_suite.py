@@ -19,6 +19,7 @@ from benchmarks.gpu_suite import CALLS, MINUTES, PARTS, main
 from benchmarks.suite_parts import PRESETS, RESUMED_STEPS, Setting, attempt, isolated, timed_training
 from benchmarks.suite_process import run_part
 from benchmarks.suite_rows import append, collect, read, summary
+from benchmarks.suite_train import short_run
 from benchmarks.variants import VARIANTS, Variant, fp32_residual, measure_variant
 from benchmarks.workload import Training
 from tests.helpers import ROOT, flags_of_a_tiny_run
@@ -37,7 +38,8 @@ def suite(tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
     if torch.cuda.is_available():
         pytest.skip("a toy is for a CPU: beside a GPU some parts, and the tests of a GPU, take it")
     folder = tmp_path_factory.mktemp("suite")
-    return main(["--toy", "--output", str(folder / "suite.json"), "--cache_dir", str(folder / "cache")]), folder
+    where = ["--output", str(folder / "suite.json"), "--cache_dir", str(folder / "cache")]
+    return main(["--toy", "--parts", *PARTS, "--minutes", "20", *where]), folder
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +75,17 @@ def test_the_step_leaves_the_machine_the_speed_and_the_kernels(rows: dict) -> No
     assert next(k for k in kernels["kernels"] if k["name"] == "aten::mm")["calls"] >= 5  # whole calls, of one step
 
 
+def test_the_scripts_run_as_a_user_starts_them(rows: dict) -> None:
+    quick, run = rows["train"]["quickstart"], rows["train"]["gpt2_small"]
+    assert quick["answer"].startswith("What is the capital of France?")
+    assert quick["seconds_to_answer"] > quick["training_seconds"] > 0
+    assert run["exit_code"] == 130  # ended by Ctrl-C, saved
+    assert run["steps"] > 1 and run["ms_per_step"] > 0 and run["tokens_per_second"] > 0
+    assert run["seconds_to_first_step"] >= run["first_step_seconds"] > 0
+    assert run["estimate_over_peak"] == pytest.approx(run["estimated_memory_gb"] / run["peak_memory_gb"])
+    assert "compile_seconds" not in run
+
+
 def test_variants_have_the_loss_of_ours(rows: dict) -> None:
     measured = rows["variants"]
     assert set(measured) == {"ours, gpt2_small", "ours, gpt2_small, again", *(variant.name for variant in VARIANTS)}
@@ -89,6 +102,7 @@ def test_variants_have_the_loss_of_ours(rows: dict) -> None:
 
 def test_the_other_parts_measure_what_they_are_for(rows: dict) -> None:
     assert list(rows["presets"]) == list(PRESETS)
+    assert rows["step"]["waits"]["skipped"] == "it needs a GPU"
     assert {row["placement"] for row in rows["placements"].values()} == {"ram", "mmap"}
     assert all(row["estimate_over_peak"] > 0 for row in rows["memory"].values())
     assert list(rows["fp16"]) == ["eager", "compiled"]
@@ -121,7 +135,9 @@ def test_losses_are_compared_with_those_of_the_cpu(rows: dict) -> None:
 
 def test_the_page_tells_every_part(suite: tuple[int, Path]) -> None:
     page = (suite[1] / "suite.md").read_text()
-    assert [line.split(":")[0] for line in page.splitlines() if line.startswith("## ")] == [f"## {p}" for p in PARTS]
+    assert [line.split(":")[0] for line in page.splitlines() if line.startswith("## ")] == [
+        f"## {name}" for name in ("Targets", *PARTS)
+    ]
     for words in ("tokens/s", "of the time of ours", "| group | ms a step", "| cpu, fp32 |", "### Speed ladder", "```"):
         assert words in page
     assert "![" not in page  # the pictures stay with the scripts that draw them
@@ -141,12 +157,65 @@ def test_the_lines_are_all_the_report_needs(suite: tuple[int, Path], tmp_path: P
 
 
 def test_the_parts_of_a_call_fit_into_its_minutes() -> None:
-    assert set(PARTS) == set(suite_parts.PARTS)
+    assert {"machine", *PARTS} == set(suite_parts.PARTS)
     for call in CALLS:
         assert sum(call.values()) <= 60 * MINUTES
-        if call is not CALLS[0]:
-            assert f"--parts {' '.join(call)}\n" in (gpu_suite.__doc__ or "")
-    assert f": {' '.join(CALLS[0])}\n" in (gpu_suite.__doc__ or "")
+        assert f"--parts {' '.join(call)} --output" in (gpu_suite.__doc__ or "")
+
+
+def test_one_report_is_made_of_several_files_of_one_machine(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def file(name: str, machine: dict[str, Any], *rows: dict[str, Any]) -> str:
+        path = tmp_path / f"{name}.jsonl"
+        append(path, {"run": {"command": f"python {name}", "machine": machine}})
+        for row in rows:
+            append(path, {"part": name, "row": row})
+        return str(path)
+
+    h200 = {**MACHINE, "device": "NVIDIA H200"}
+    speed = {"name": "gpt2_small", "ms_per_step": 50.0, "estimate_over_peak": 1.04}
+    files = [file("train", h200, speed), file("step", {**h200, "date": "later"}, {"name": "waits", "waits": 0})]
+    assert main(["--report", *files, "--output", str(tmp_path / "all.json")]) == 0
+    assert list(json.loads((tmp_path / "all.json").read_text())["parts"]) == ["train", "step"]
+    page = (tmp_path / "all.md").read_text()
+    assert "python train\n    python step" in page
+    for line in (
+        "| train, gpt2_small: `ms_per_step` | 0 to 45 (H200) | 50 | no |",
+        "| train, gpt2_small: `estimate_over_peak` | 0.9 to 1.1 | 1.04 | yes |",
+        "| step, waits: `waits` | 0 to 0 | 0 | yes |",
+        "| train, quickstart: `seconds_to_answer` | 0 to 60 | not measured |  |",
+    ):
+        assert line in page
+    other = file("tests", {**MACHINE, "device": "NVIDIA A100"}, {"name": "x"})
+    assert main(["--report", *files, other]) == 2
+    error = capsys.readouterr().err
+    assert "different machines" in error and "H200" in error and "A100" in error
+    assert main(["--toy", "--parts", "placements", "--output", str(tmp_path / "tests.json")]) == 2
+    assert "different machines" in capsys.readouterr().err and len(read(Path(other))) == 2
+    (tmp_path / "empty.jsonl").touch()
+    assert main(["--report", str(tmp_path / "empty.jsonl")]) == 2
+
+
+def test_a_machine_that_does_not_answer_ends_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(gpu_suite, "MACHINE_SECONDS", 0.0)
+    assert main(["--toy", "--output", str(tmp_path / "suite.json")]) == 2
+    assert "could not be described in 0 s (out of time)" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_hangs_is_an_error_and_leaves_no_process(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="ended with code -9"):
+        short_run(toy(tmp_path).flags("gpt2_small"), tmp_path / "x", 60, 0.1)
+
+
+def test_tests_that_compile_come_last(rows: dict) -> None:
+    names = [name for name in rows["tests"] if name != "pytest"]
+    assert names[-1].startswith("tests/cuda/test_run.py::") and "compile" in names[-1]
+    eager = next(n for n, name in enumerate(names) if "[--placement gpu --compile off]" in name)
+    compiled = next(n for n, name in enumerate(names) if "[--placement gpu --compile on]" in name)
+    run = next(n for n, name in enumerate(names) if "test_run.py::test_fp32" in name)
+    assert eager < run < compiled
 
 
 def test_a_part_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:

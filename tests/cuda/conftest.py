@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import gc
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.random_tokens import write_random_tokens
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests here that compile go to the end: they take most of the time, so a limit cuts off the fewest."""
+    here = Path(__file__).parent
+    items.sort(key=lambda item: item.path.parent == here and bool(re.search(r"compile on|compiled|\bon\b", item.name)))
 
 
 @pytest.fixture(autouse=True)

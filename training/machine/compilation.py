@@ -73,8 +73,7 @@ def compile_model(
                 compiled(*batch)
     except BaseException as error:
         forget_unfinished()
-        if is_sharded(model):
-            uncompile_blocks(model)
+        uncompiled(whole, model)
         if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception):
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -99,9 +98,12 @@ def compile_blocks(model: TransformerLanguageModel, how: dict[str, Any]) -> Tran
     return model
 
 
-def uncompile_blocks(model: TransformerLanguageModel) -> None:
-    for part, method in [*((block, "forward") for block in model.blocks), (model, "loss")]:
-        part.__dict__.pop(method, None)
+def uncompiled(step_model: Callable[..., torch.Tensor], model: TransformerLanguageModel) -> Callable[..., torch.Tensor]:
+    """What `compile_model` made of `model`, as it was before."""
+    if is_sharded(model):
+        for part, method in [*((block, "forward") for block in model.blocks), (model, "loss")]:
+            part.__dict__.pop(method, None)
+    return getattr(step_model, "_orig_mod", step_model)
 
 
 def forget_unfinished() -> None:

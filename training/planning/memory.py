@@ -15,7 +15,7 @@ from common.formatting import byte_size
 from model import TransformerLanguageModel
 from training.config import NOT_GIVEN, TrainConfig, is_resolved
 from training.file_names import CONFIG
-from training.machine.compilation import compile_model
+from training.machine.compilation import compile_model, uncompiled
 from training.machine.hardware import Hardware, clear_frames, return_freed_memory
 from training.machine.processes import any_process, on_rank_0
 from training.parts import Parts
@@ -85,7 +85,7 @@ def compile_step_model(
     if not failures:
         print("torch.compile failed in another process; training continues uncompiled in all of them.")
         # Back to the model inside: for another micro-batch, the first step would compile again.
-        parts.step_model = getattr(parts.step_model, "_orig_mod", parts.step_model)
+        parts.step_model = uncompiled(parts.step_model, parts.model)
     reason = f"torch.compile failed ({failures[0] if failures else 'in another process'})"
     parts.hardware = dataclasses.replace(parts.hardware, compiles=False, compile_reason=reason)
     if parts.config.sources.get("micro_batch_size", "default") in NOT_GIVEN:
