@@ -14,12 +14,11 @@ import pytest
 import torch
 
 import model
-from benchmarks import gpu_suite, suite_parts, suite_process, variants
+from benchmarks import gpu_suite, suite_parts, suite_process, suite_train, variants
 from benchmarks.gpu_suite import CALLS, MINUTES, PARTS, main
 from benchmarks.suite_parts import PRESETS, RESUMED_STEPS, Setting, attempt, isolated, timed_training
 from benchmarks.suite_process import run_part
 from benchmarks.suite_rows import append, collect, read, summary
-from benchmarks.suite_train import short_run
 from benchmarks.variants import VARIANTS, Variant, fp32_residual, measure_variant
 from benchmarks.workload import Training
 from tests.helpers import ROOT, flags_of_a_tiny_run
@@ -118,6 +117,15 @@ def test_the_other_parts_measure_what_they_are_for(rows: dict) -> None:
     }
 
 
+def test_tests_that_compile_come_last(rows: dict) -> None:
+    names = [name for name in rows["tests"] if name != "pytest"]
+    assert names[-1].startswith("tests/cuda/test_run.py::") and "compile" in names[-1]
+    eager = next(n for n, name in enumerate(names) if "[--placement gpu --compile off]" in name)
+    compiled = next(n for n, name in enumerate(names) if "[--placement gpu --compile on]" in name)
+    run = next(n for n, name in enumerate(names) if "test_run.py::test_fp32" in name)
+    assert eager < run < compiled
+
+
 def test_the_scripts_leave_their_results(rows: dict) -> None:
     (peers,), (ladder,), (generation,) = (rows[name].values() for name in ("peers", "ladder", "generation"))
     assert list(peers["results"]["cases"]["toy"]["measured"]) == ["ours"]
@@ -204,18 +212,10 @@ def test_a_machine_that_does_not_answer_ends_the_command(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_hangs_is_an_error_and_leaves_no_process(tmp_path: Path) -> None:
+def test_a_run_that_takes_too_long_is_killed_and_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite_train, "FORECAST_SECONDS", 0.1)
     with pytest.raises(RuntimeError, match="ended with code -9"):
-        short_run(toy(tmp_path).flags("gpt2_small"), tmp_path / "x", 60, 0.1)
-
-
-def test_tests_that_compile_come_last(rows: dict) -> None:
-    names = [name for name in rows["tests"] if name != "pytest"]
-    assert names[-1].startswith("tests/cuda/test_run.py::") and "compile" in names[-1]
-    eager = next(n for n, name in enumerate(names) if "[--placement gpu --compile off]" in name)
-    compiled = next(n for n, name in enumerate(names) if "[--placement gpu --compile on]" in name)
-    run = next(n for n, name in enumerate(names) if "test_run.py::test_fp32" in name)
-    assert eager < run < compiled
+        suite_train.short_run(toy(tmp_path).flags("gpt2_small"), tmp_path / "x", 60, 0.1)
 
 
 def test_a_part_that_takes_too_long_is_ended_and_says_so(tmp_path: Path) -> None:
@@ -240,6 +240,9 @@ def test_a_row_that_fails_leaves_the_rest(tmp_path: Path) -> None:
 
 def test_a_part_that_fails_leaves_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     def fake(name: str, setting: Setting, limit: float, rows: Path) -> dict[str, Any]:
+        if name == "machine":
+            append(rows, {"part": name, "row": {"name": name, **MACHINE}})
+            return {"status": "done"}
         if name == "presets":
             append(rows, {"part": name, "row": {"name": "a row"}})
             return {"status": "failed", "seconds": 1.0, "log": ["RuntimeError: no"]}
