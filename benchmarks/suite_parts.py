@@ -110,12 +110,16 @@ def machine(setting: Setting) -> Iterator[Row]:
 def train(setting: Setting) -> Iterator[Row]:
     """The scripts as a user starts them: the quickstart up to an answer, and GPT-2 small for half a minute."""
     compiled = any(setting.cache_dir.rglob("*"))  # by an earlier command
-    tiny = setting.flags("quickstart", max_steps=3) if setting.toy else ["--config", "quickstart.json"]
-    text = setting.folder / "conversations"
-    tiny = [*tiny, "--data_dir", str(text)]
+    flags = ["--config", "quickstart.json"]
     if setting.toy:
-        tiny += ["--vocab_size", "300", "--eval_interval", "0"]
-    first = attempt("quickstart", quickstart, tiny, setting.folder / "quickstart", QUICKSTART_LIMIT)
+        text, prompts = setting.folder / "questions.txt", setting.folder / "prompts.jsonl"
+        text.write_text("What is the capital of France?\n" * 100)
+        prompts.write_text('{"prompt": "What is"}\n')
+        changes = {"data_dir": setting.folder / "questions", "vocab_size": 300, "input": text, "eval_prompts": prompts}
+        flags = setting.flags("quickstart", max_steps=3, eval_interval=0, **changes)
+    else:
+        flags += ["--data_dir", str(setting.folder / "conversations")]
+    first = attempt("quickstart", quickstart, flags, setting.folder / "quickstart", QUICKSTART_LIMIT)
     yield first
     seconds = 0.5 if setting.toy else SHORT_RUN_SECONDS
     flags, run = setting.flags("gpt2_small"), setting.folder / "gpt2_small"

@@ -28,17 +28,23 @@ FOUND = {
 
 
 def quickstart(flags: Sequence[str], run: Path, limit: float) -> dict[str, Any]:
-    """README's two commands: the seconds from the first to the answer. Raises CalledProcessError if one fails, and
+    """README's two commands: the seconds from the first to the answer. Raises RuntimeError if one fails, and
     TimeoutExpired if both take longer than `limit` seconds."""
     started = time.perf_counter()
-    train = [sys.executable, str(ROOT / "train_colab_mmap.py"), *flags, "--output_dir", str(run)]
-    subprocess.run(train, stdout=sys.stderr, check=True, timeout=limit)
+    said(["train_colab_mmap.py", *flags, "--output_dir", str(run)], limit)
     trained = time.perf_counter() - started
-    ask = [sys.executable, str(ROOT / "generate.py"), "--checkpoint", str(run), "--prompt", QUESTION]
-    left = limit - trained
-    answer = subprocess.run(ask, stdout=subprocess.PIPE, text=True, errors="replace", check=True, timeout=left).stdout
+    answer = said(["generate.py", "--checkpoint", str(run), "--prompt", QUESTION], limit - trained)
     seconds = time.perf_counter() - started
     return {"seconds_to_answer": seconds, "training_seconds": trained, "answer": answer.strip(), **speed(run)}
+
+
+def said(words: Sequence[str], limit: float) -> str:
+    """What a script of ours prints."""
+    command = [sys.executable, str(ROOT / words[0]), *words[1:]]
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=limit)
+    if done.returncode:
+        raise RuntimeError(f"{words[0]} ended with code {done.returncode}: {done.stderr[-300:]}")
+    return done.stdout
 
 
 def short_run(flags: Sequence[str], run: Path, seconds: float, limit: float) -> dict[str, Any]:
