@@ -66,9 +66,9 @@ def gather(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """On rank 0, copies of the whole tensors in host memory; elsewhere nothing. Every process must call it."""
     gathered = {}
     for name, tensor in tensors.items():
-        full = whole(tensor.detach())
+        full = whole(tensor)
         if rank() == 0:
-            gathered[name] = full.to("cpu", copy=full is tensor)
+            gathered[name] = full.detach().to("cpu", copy=full is tensor)
     return gathered
 
 

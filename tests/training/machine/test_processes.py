@@ -42,7 +42,14 @@ PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "
 LEARNING_RATE = 0.005  # of tests.helpers.flags_of_a_tiny_run
 NUMBERS = ("train_loss", "grad_norm", "val_loss")
 # No biases: the gradient of a key's bias is rounding alone, which AdamW would scale up to whole steps.
-HALF = {"dropout": 0, "bias": "false", "max_steps": 12, "use_lr_scheduler": "constant", "eval_interval": 6}
+HALF = {
+    "cpu_threads": 1,
+    "dropout": 0,
+    "bias": "false",
+    "max_steps": 12,
+    "use_lr_scheduler": "constant",
+    "eval_interval": 6,
+}
 WHOLE = HALF | {"max_steps": 24}
 
 

@@ -86,6 +86,14 @@ def test_with_one_process_it_has_no_effect_and_says_so(train: Callable, tmp_path
     assert result.code == 0 and "--shard has no effect: there is only one process" in result.out
 
 
+def test_what_is_gathered_for_a_checkpoint_does_not_change_with_the_training() -> None:
+    """A thread writes it while the training goes on. Every process keeps the number of updates whole."""
+    kept = {"step": torch.tensor(3.0)}
+    gathered = sharding.gather(kept)
+    kept["step"] += 1
+    assert gathered["step"].item() == 3
+
+
 def outside_of_fake_mode(make: Callable) -> Callable:
     def made(*arguments: Any) -> Any:
         with unset_fake_temporarily():
@@ -94,7 +102,7 @@ def outside_of_fake_mode(make: Callable) -> Callable:
     return made
 
 
-@pytest.mark.parametrize(("vocab_size", "layers", "rows"), [(32_000, 4, 1), (2_000, 12, 1), (32_000, 6, 8)])
+@pytest.mark.parametrize(("vocab_size", "layers", "rows"), [(32_000, 4, 1), (2_000, 12, 8), (32_000, 6, 8)])
 def test_the_estimate_is_the_peak_that_torch_tracks(
     train_flags: Callable, vocab_size: int, layers: int, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
