@@ -12,9 +12,17 @@ def relu_squared(F: Any, x: Any) -> Any:
     return x * x
 
 
+def swiglu(F: Any, x: Any) -> Any:
+    """(..., 2F) -> (..., F): the second half, gated by the first (Shazeer 2020, "GLU variants improve Transformer")."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
 # Name -> its function of x. F is torch.nn.functional, which model.py hands in.
 ACTIVATIONS: dict[str, Any] = {
     "gelu": lambda F, x: F.gelu(x),  # Hendrycks & Gimpel 2016
     "gelu_tanh": lambda F, x: F.gelu(x, approximate="tanh"),  # its approximation by tanh, section 2; GPT-2's own
     "relu2": relu_squared,
+    "swiglu": swiglu,
 }
+GATED = ("swiglu",)  # what enters them is twice as wide as what leaves

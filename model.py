@@ -1,18 +1,14 @@
-"""A decoder-only Transformer language model (Radford et al. 2019, "GPT-2"), one class for every size.
+"""A decoder-only Transformer language model (Radford et al. 2019, "GPT-2"), one class for every size and form.
 
-One long file and a table (activations.py), so that the whole model can be read, and taken elsewhere, in one piece:
-its shape, the key/value cache, the layers.
+With its shape (model_config.py) and a table (activations.py) it is the whole model: the key/value cache, the layers.
 
-Shapes in comments: B sequences in a batch, T tokens in a sequence, C = embed_dim, H = num_heads, D = C / H,
-V = vocab_size, S = tokens held in a key/value cache.
+Shapes in comments: B sequences in a batch, T tokens in a sequence, C = embed_dim, H = num_heads, K = num_kv_heads,
+D = head_dim, F = ff_dim, V = vocab_size, S = tokens held in a key/value cache.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -20,96 +16,10 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from activations import ACTIVATIONS
+from model_config import ModelConfig
 
-NORMS = ("layernorm", "rmsnorm")
-POSITIONS = ("learned", "rope")
-ROPE_BASE = 10_000.0
 VOCAB_MULTIPLE = 128
-SIZE_LIMIT = 2**31  # of any one size: token ids are int32
-LARGEST_SOFTCAP = 1e6  # larger values, and values below its inverse, can only be mistakes
 IGNORE_INDEX = -100  # a target with this value adds nothing to the loss
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The shape of a model. Plain values only, so that JSON keeps it unchanged.
-
-    Raises ValueError listing every value that is out of range.
-    """
-
-    vocab_size: int
-    embed_dim: int = 768
-    num_heads: int = 12
-    num_layers: int = 12
-    ff_dim: int = None  # type: ignore[assignment]  # None, until __post_init__ makes it 4 * embed_dim
-    max_seq_len: int = 512
-    dropout: float = 0.0
-    bias: bool = True
-    tie_embeddings: bool = False
-    activation: str = "gelu"
-    norm: str = "layernorm"
-    position: str = "learned"
-    qk_norm: bool = False
-    logit_softcap: float = 0.0  # 0: off
-    embed_norm: bool = False  # normalise what enters the first block
-    zero_init: bool = False  # projections into the residual stream, and the head, start at zero
-
-    def __post_init__(self) -> None:
-        if self.ff_dim is None and type(self.embed_dim) is int:
-            object.__setattr__(self, "ff_dim", 4 * self.embed_dim)
-        problems = [
-            f"{name} is {getattr(self, name)!r:.100}; a whole number of at least 1 and below {SIZE_LIMIT:,} is needed"
-            for name in ("vocab_size", "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len")
-            if type(getattr(self, name)) is not int or not 1 <= getattr(self, name) < SIZE_LIMIT
-        ]
-        problems += [
-            f"{name} is {getattr(self, name)!r:.100}; allowed: {', '.join(allowed)}"
-            for name, allowed in (("activation", ACTIVATIONS), ("norm", NORMS), ("position", POSITIONS))
-            if getattr(self, name) not in allowed
-        ]
-        problems += [
-            f"{name} is {getattr(self, name)!r:.100}; true or false is needed"
-            for name in ("bias", "tie_embeddings", "qk_norm", "embed_norm", "zero_init")
-            if type(getattr(self, name)) is not bool
-        ]
-        if type(self.dropout) not in (int, float) or not 0.0 <= self.dropout < 1.0:
-            problems.append(f"dropout is {self.dropout!r:.100}; allowed: 0 up to, not including, 1")
-        if type(self.logit_softcap) not in (int, float) or not (
-            self.logit_softcap == 0 or 1 / LARGEST_SOFTCAP <= self.logit_softcap <= LARGEST_SOFTCAP
-        ):
-            problems.append(f"logit_softcap is {self.logit_softcap!r:.100}; allowed: 0 (off), or 0.000001 to 1,000,000")
-        if not problems and self.embed_dim % self.num_heads:
-            small = [n for n in range(1, math.isqrt(self.embed_dim) + 1) if self.embed_dim % n == 0]
-            fitting = {*small, *(self.embed_dim // n for n in small)}
-            nearest = sorted(sorted(fitting, key=lambda n: (abs(n - self.num_heads), n))[:3])
-            problems.append(
-                f"num_heads is {self.num_heads}, which does not divide embed_dim {self.embed_dim}; "
-                f"near it these do: {', '.join(map(str, nearest))}"
-            )
-        if not problems and self.zero_init and self.tie_embeddings:
-            problems.append("zero_init starts the head at zero, which tie_embeddings shares with the token embedding")
-        if not problems and self.position == "rope" and self.head_dim % 2:
-            problems.append(f"embed_dim / num_heads is {self.head_dim}; position 'rope' needs an even number")
-        if problems:
-            raise ValueError("; ".join(problems))
-
-    @property
-    def head_dim(self) -> int:
-        return self.embed_dim // self.num_heads
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> tuple[ModelConfig, list[str]]:
-        """Build from a config.json. Returns the config and the names of keys this version does not know.
-
-        Missing keys take their defaults, which are the GPT-2 form. Raises ValueError without a vocab_size.
-        """
-        if "vocab_size" not in values:
-            raise ValueError("vocab_size is missing")
-        known = {field.name for field in dataclasses.fields(cls)}
-        return cls(**{k: v for k, v in values.items() if k in known}), sorted(set(values) - known)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 class KVCache:
@@ -128,8 +38,8 @@ class KVCache:
         dtype: torch.dtype,
         capacity: int | None = None,
     ):
-        shape = (config.num_layers, batch_size, config.num_heads, capacity or config.max_seq_len, config.head_dim)
-        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (layers, B, H, capacity, D)
+        shape = (config.num_layers, batch_size, config.num_kv_heads, capacity or config.max_seq_len, config.head_dim)
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (layers, B, K, capacity, D)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = [0] * batch_size
 
@@ -156,7 +66,7 @@ class KVCache:
     def write(
         self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store k and v, each (B, H, T, D), and return all keys and values up to the longest row: (B, H, S, D)."""
+        """Store k and v, each (B, K, T, D), and return all keys and values up to the longest row: (B, K, S, D)."""
         keys, values = self.keys[layer], self.values[layer]
         end = max(self.lengths) + k.size(2)
         if positions.dim() == 1:
@@ -188,32 +98,51 @@ def place_texts(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return columns - starts, seen[:, None]
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, base: float = 10_000.0, scaling: tuple[float, ...] = ()
+) -> torch.Tensor:
     """Rotary position embedding (Su et al. 2021, eq. 34) in the half-split layout: pairs are (x[i], x[i + D/2]).
 
-    x: (B, T, H, D); positions: (T,) or (B, T).
+    x: (B, T, heads, D); positions: (T,) or (B, T).
     """
     half = x.size(-1) // 2
-    frequencies = ROPE_BASE ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    frequencies = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    if scaling:
+        frequencies = scaled(frequencies, *scaling)
     angles = positions[..., None, None].float() * frequencies  # (T, 1, D/2) or (B, T, 1, D/2): one for all heads
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     x1, x2 = x[..., :half], x[..., half:]
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
 
 
-def rms_norm(x: torch.Tensor) -> torch.Tensor:
-    """x over the root mean square of its last dimension (Zhang & Sennrich 2019), without a gain. Cast to fp32 here,
-    because autocast treats it differently in different versions of PyTorch."""
-    return F.rms_norm(x.float(), x.shape[-1:], eps=1e-6).to(x.dtype)
+def scaled(frequencies: torch.Tensor, factor: float, low: float, high: float, length: float) -> torch.Tensor:
+    """Llama 3's frequencies for contexts longer than the `length` of the pretraining: those that turn fewer than `low`
+    times within it are divided by `factor`, those that turn more than `high` times stay; between them is a line."""
+    turns = length * frequencies / (2 * math.pi)
+    stays = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (stays + (1 - stays) / factor)
+
+
+def rms_norm(x: torch.Tensor, eps: float = 1e-6, gain: torch.Tensor | None = None) -> torch.Tensor:
+    """x over the root mean square of its last dimension (Zhang & Sennrich 2019), times the gain. In fp32, because
+    autocast treats it differently in different versions of PyTorch."""
+    return F.rms_norm(x.float(), x.shape[-1:], None if gain is None else gain.float(), eps).to(x.dtype)
 
 
 class RMSNorm(nn.Module):
+    def __init__(self, width: int, config: ModelConfig):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(width)) if config.norm_gain else None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x)
+        return rms_norm(x, self.eps, self.weight)
 
 
 def build_norm(config: ModelConfig) -> nn.Module:
-    return nn.LayerNorm(config.embed_dim, bias=config.bias) if config.norm == "layernorm" else RMSNorm()
+    if config.norm == "layernorm":
+        return nn.LayerNorm(config.embed_dim, config.norm_eps, bias=config.bias)
+    return RMSNorm(config.embed_dim, config)
 
 
 def residual_dtype(x: torch.Tensor) -> torch.dtype:
@@ -254,13 +183,16 @@ class Head(Linear):
 
 
 class MultiHeadAttention(nn.Module):
-    """Causal self-attention (Vaswani et al. 2017, eq. 1) with one fused projection for queries, keys and values."""
+    """Causal self-attention (Vaswani et al. 2017, eq. 1) with one fused projection for queries, keys and values. With
+    fewer heads of keys and values, each serves a group of queries (Ainslie et al. 2023, "GQA")."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        self.qkv = Linear(config.embed_dim, 3 * config.embed_dim, bias=config.bias)
-        self.out_proj = Linear(config.embed_dim, config.embed_dim, bias=config.bias)
+        self.qkv = Linear(config.embed_dim, sum(config.qkv_rows), bias=config.qkv_bias)
+        self.out_proj = Linear(config.num_heads * config.head_dim, config.embed_dim, bias=config.bias)
+        if config.qk_norm:  # Henry et al. 2020, with RMSNorm in place of the L2 norm
+            self.q_norm, self.k_norm = RMSNorm(config.head_dim, config), RMSNorm(config.head_dim, config)
 
     def forward(
         self,
@@ -270,16 +202,16 @@ class MultiHeadAttention(nn.Module):
         layer: int = 0,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        B, T, C = x.shape
-        shape = (B, T, self.config.num_heads, self.config.head_dim)
-        q, k, v = (part.view(shape) for part in self.qkv(x).split(C, dim=-1))  # each (B, T, H, D)
-        # A rotation does not change lengths, so the order of these two is free; this one keeps less for backward.
-        if self.config.qk_norm:  # Henry et al. 2020, with RMSNorm in place of the L2 norm
-            q, k = rms_norm(q), rms_norm(k)
-        if self.config.position == "rope":
-            q, k = rotate(q, positions), rotate(k, positions)
+        config = self.config
+        B, T, _ = x.shape
+        parts = self.qkv(x).split(config.qkv_rows, dim=-1)
+        q, k, v = (part.view(B, T, -1, config.head_dim) for part in parts)  # (B, T, H, D), twice (B, T, K, D)
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.position == "rope":
+            q, k = (rotate(each, positions, config.rope_base, config.rope_scaling) for each in (q, k))
         # Transpose last, as views: attention's output has the memory layout of q, and out_proj reads (B, T, H, D).
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # each (B, H, T, D)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, H, T, D), twice (B, K, T, D)
         if x.device.type == "mps":  # whose attention is wrong on views (pytorch issues 163597, 181133)
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if cache is not None:
@@ -291,10 +223,11 @@ class MultiHeadAttention(nn.Module):
             k,
             v,
             attn_mask=mask,
-            dropout_p=self.config.dropout if self.training else 0.0,
+            dropout_p=config.dropout if self.training else 0.0,
             is_causal=mask is None and T > 1,
+            enable_gqa=config.num_kv_heads < config.num_heads,
         )
-        return self.out_proj(y.transpose(1, 2).reshape(B, T, C))
+        return self.out_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class FeedForward(nn.Module):
@@ -303,7 +236,7 @@ class FeedForward(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.activation = config.activation
-        self.fc1 = Linear(config.embed_dim, config.ff_dim, bias=config.bias)
+        self.fc1 = Linear(config.embed_dim, config.ff_dim * (2 if config.is_gated else 1), bias=config.bias)
         self.fc2 = Linear(config.ff_dim, config.embed_dim, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -385,7 +318,7 @@ class TransformerLanguageModel(nn.Module):
 
     def flops_per_token(self) -> int:
         """Floating-point operations of one token forward and backward (Chowdhery et al. 2022, "PaLM", appendix B):
-        6 per parameter (4 if it is frozen: it gets no gradient), and 12 * L * T * C for attention. Looking up an
+        6 per parameter (4 if it is frozen: it gets no gradient), and 12 * L * T * H * D for attention. Looking up an
         embedding costs nothing."""
         c = self.config
         looked_up = [] if c.tie_embeddings else [*self.token_embedding.parameters()]
@@ -393,7 +326,7 @@ class TransformerLanguageModel(nn.Module):
             looked_up += self.positional_embedding.parameters()
         multiplied = [p for p in self.parameters() if not any(p is embedding for embedding in looked_up)]
         products = sum((6 if p.requires_grad else 4) * p.numel() for p in multiplied)
-        return products + 12 * c.num_layers * c.max_seq_len * c.embed_dim
+        return products + 12 * c.num_layers * c.max_seq_len * c.num_heads * c.head_dim
 
     def forward(
         self,

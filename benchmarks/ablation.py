@@ -45,6 +45,8 @@ MUON = {
     "grad_clip": 0, "warmup_steps": 0,
 }  # fmt: skip
 MODERN = {**MODERN_SHAPE, **MUON}
+SWIGLU = {"activation": "swiglu", "ff_dim": 682}
+LARGER = {"num_layers": 6, "embed_dim": 384, "num_heads": 3}
 
 # name of the run -> (what it is, its flags beside SHAPE)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,6 +65,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no_qknorm": ("- QK-norm", {**MODERN, "qk_norm": "false"}),
     "layernorm": ("- RMSNorm (LayerNorm)", {**MODERN, "norm": "layernorm"}),
     "no_relu2": ("- ReLU squared (GELU)", {**MODERN, "activation": "gelu"}),
+    "swiglu": ("- ReLU squared (SwiGLU, as many parameters)", {**MODERN, **SWIGLU}),
+    "modern_6x384": ("modern, 6 x 384", {**MODERN, **LARGER}),
+    "swiglu_6x384": ("modern, 6 x 384, SwiGLU", {**MODERN, **LARGER, **SWIGLU, "ff_dim": 1024}),
     "bias": ("- no biases", {**MODERN, "bias": "true"}),
     "no_zero": ("- zero initialisation", {**MODERN, "zero_init": "false"}),
     "no_embednorm": ("- norm after the embedding", {**MODERN, "embed_norm": "false"}),

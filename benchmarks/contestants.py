@@ -17,7 +17,8 @@ from benchmarks.cases import Case
 from benchmarks.other_models import gpt2_config, nanogpt_model
 from benchmarks.workload import measure_training, time_steps
 from common.machine import has_fast_bf16, pick_device
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from training.machine.hardware import Hardware
 
 

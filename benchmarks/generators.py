@@ -21,7 +21,8 @@ from common.machine import cpu_bf16_flag, pick_device
 from generate import load_model
 from generation.decoding import continuations
 from generation.sampling import Sampling
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 
 # prompts (B, held), new tokens, sampled or greedy -> when each new token was ready, in seconds
 Generator = Callable[[torch.Tensor, int, bool], list[float]]

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from model import ModelConfig
+from model_config import ModelConfig
 
 
 def gpt2_config(config: ModelConfig, **more: Any) -> Any:

@@ -65,9 +65,10 @@ def materialized_attention(
     attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Attention as in textbooks, with every score in memory. q, k, v: (B, H, T, D) -> (B, H, T, D)."""
-    assert is_causal and attn_mask is None, "training needs no other mask"
+    assert is_causal and attn_mask is None and not enable_gqa, "the configs need nothing else"
     T = q.size(-2)
     future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, T)

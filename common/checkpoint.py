@@ -36,7 +36,8 @@ from common.tensors import (
     safetensors_pieces,
     write_verified,
 )
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 
 T = TypeVar("T")
 FORMAT_VERSION = 1

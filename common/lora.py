@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from common.errors import CheckpointError
 from common.files import sha256_file
 from common.tensors import weights_file
-from model import Head, Linear, ModelConfig, TransformerLanguageModel, listed
+from model import Head, Linear, TransformerLanguageModel, listed
+from model_config import ModelConfig
 
 # What can be adapted, with the modules of a block that belong to it. "embeddings": the token embedding and the head.
 TARGETS = {

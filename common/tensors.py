@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from common.errors import is_out_of_memory
 from common.files import sha256_file
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 
 # What a pickle of tensors may name. PyTorch allows more, and some of that allocates as much memory as the file says.
 STORAGES = ("Float", "Double", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool")

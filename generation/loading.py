@@ -13,7 +13,8 @@ from common.machine import has_fast_bf16, pick_device
 from common.tensors import Uninitialized
 from generation.decoding import generate
 from generation.settings import Sampling
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer
 
 CPU_BF16_MIN_WIDTH = 384  # see generation_dtype

@@ -12,7 +12,8 @@ from common.chat import ChatTemplate
 from common.checkpoint import stored_config, stored_weights, take_snapshot, write_checkpoint
 from common.files import sha256_file
 from common.lora import LoRA, adapters_of, add_adapters
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.helpers import ALPHABET, generated_text
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import BPETokenizer

@@ -12,18 +12,19 @@ import pytest
 
 from tests.helpers import ROOT, SOURCES
 
-GROUND = {"common", "activations", "model", "tokenizer", "tokenizer_base", "tokenizer_bpe"}
+GROUND = {"common", "activations", "model", "model_config", "tokenizer", "tokenizer_base", "tokenizer_bpe"}
 CONFIG = {"training.config", "training.contradictions", "training.file_names"}
 CONFIG |= {"training.numbers.decays"}  # a table of choices
 NUMBERS = GROUND | CONFIG | {"tokenization", "generation", "training.machine", "training.numbers", "training.parts"}
 # A room is a folder, or a file beside rooms. It may import itself and what stands here.
 MAY_IMPORT = {
     "activations": set(),
-    "model": {"activations"},
+    "model_config": {"activations"},
+    "model": {"activations", "model_config"},
     "tokenizer_base": set(),
     "tokenizer_bpe": {"tokenizer_base"},
     "tokenizer": {"tokenizer_base", "tokenizer_bpe"},  # load_tokenizer opens a file of either kind
-    "common": {"model", "tokenizer", "tokenizer_base"},
+    "common": {"model", "model_config", "tokenizer", "tokenizer_base"},
     "tokenization": GROUND,
     "generation": GROUND | {"tokenization"},  # which reads the text to score
     "training.config": GROUND | CONFIG,

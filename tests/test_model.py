@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from activations import ACTIVATIONS
 from generation.cuda_graph import StaticKVCache
-from model import IGNORE_INDEX, KVCache, Linear, ModelConfig, TransformerLanguageModel, rms_norm
+from model import IGNORE_INDEX, KVCache, Linear, TransformerLanguageModel, rms_norm
+from model_config import ModelConfig
 
 OPTIONS = {
     "activation": tuple(ACTIVATIONS),

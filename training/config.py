@@ -17,12 +17,12 @@ from common.errors import ConfigError
 from common.files import read_json
 from common.flags import Parser, add_debug, check_values, option, options_of, suggest
 from common.launch import place
+from model_config import ModelConfig
 from training.contradictions import contradictions
 from training.numbers.decays import DECAYS
 
 if TYPE_CHECKING:
     from common.lora import LoRA
-    from model import ModelConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
@@ -30,10 +30,7 @@ COMPILE_MODES = ("default", "coordinate_descent", "max_autotune")
 MOST_SEQUENCES = 1_000_000  # more must be a mistake
 NOT_GIVEN = ("default", "memory", "out of memory", "tuned")  # sources of values that no user gave
 MEASURED = 0  # micro_batch_size "auto"
-MODEL_KEYS = (
-    "embed_dim", "num_heads", "num_layers", "ff_dim", "max_seq_len", "dropout", "bias", "tie_embeddings",
-    "activation", "norm", "position", "qk_norm", "logit_softcap", "embed_norm", "zero_init",
-)  # fmt: skip
+MODEL_KEYS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name != "vocab_size")
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class TrainConfig:
     embed_dim: int = option(256, "model", "width of the residual stream", low=1)
     num_heads: int = option(4, "model", "attention heads; must divide embed_dim", low=1)
     num_layers: int = option(4, "model", "transformer blocks", low=1)
-    ff_dim: int | None = option(None, "model", "hidden width of the feed-forward [4 * embed_dim]", low=1)
+    ff_dim: int | None = option(None, "model", "hidden width of the feed-forward [4 * embed_dim; swiglu 8/3]", low=1)
     max_seq_len: int = option(256, "model", "context length in tokens", low=1)
     dropout: float = option(0.0, "model", "dropout probability", low=0.0, below=1.0)
     bias: bool = option(True, "model", "biases in linear layers and norms")
@@ -74,6 +71,15 @@ class TrainConfig:
     logit_softcap: float = option(0.0, "model", "soft limit of the logits, 0 is off", low=0.0)
     embed_norm: bool = option(False, "model", "normalise the embeddings before the first block")
     zero_init: bool = option(False, "model", "start projections into the residual stream, and the head, at zero")
+    num_kv_heads: int | None = option(None, "model", "heads of keys and values, each for a group of heads", low=1)
+    head_dim: int | None = option(None, "model", "width of a head [embed_dim / num_heads]", low=1)
+    norm_gain: bool = option(False, "model", "learned gains in rmsnorm and qk_norm")
+    norm_eps: float | None = option(None, "model", "added under the root of norms [1e-5, rmsnorm 1e-6]", low=0.0)
+    rope_base: float = option(10_000.0, "model", "base of the rotary frequencies", above=1.0)
+    rope_scaling: tuple[float, ...] = option(
+        (), "model", "Llama 3's: factor, low and high frequency factor, length of the pretraining", many=True
+    )
+    qkv_bias: bool | None = option(None, "model", "biases of queries, keys and values [as bias]")
 
     epochs: int = option(10, "length", "passes over the training split", low=1)
     max_steps: int = option(0, "length", "optimizer steps in all; 0: as many as the epochs take", low=0)
@@ -226,22 +232,26 @@ class TrainConfig:
     def values(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in SCHEMA}
 
+    def is_given(self, key: str) -> bool:
+        return self.sources.get(key, "default") != "default"
+
     def with_model(self, model: ModelConfig, source: str) -> TrainConfig:
-        """Take the shape of a trained model. Raises ConfigError if a given key differs from it."""
+        """Take the shape of a trained model. Raises ConfigError if a given key differs from it. With rotary positions,
+        which have no weights, the given context may be shorter."""
         theirs = {key: value for key, value in model.to_dict().items() if key in MODEL_KEYS and key != "dropout"}
-        ours = self.model_config(model.vocab_size).to_dict()
+        if self.is_given("max_seq_len") and model.position == "rope" and self.max_seq_len < model.max_seq_len:
+            del theirs["max_seq_len"]
+        ours = {key: getattr(self, key) for key in MODEL_KEYS}
         clashes = [
             f"{key} is {ours[key]!r} from {self.sources[key]}, {theirs[key]!r} in {source}"
             for key in theirs
-            if self.sources.get(key, "default") != "default" and ours[key] != theirs[key]
+            if self.is_given(key) and ours[key] != theirs[key]
         ]
         if clashes:
             raise ConfigError("\n  ".join([f"The weights of {source} are for another model:", *clashes]))
         return dataclasses.replace(self, **theirs, sources={**self.sources, **dict.fromkeys(theirs, source)})
 
     def model_config(self, vocab_size: int) -> ModelConfig:
-        from model import ModelConfig
-
         return ModelConfig(vocab_size, **{key: getattr(self, key) for key in MODEL_KEYS})
 
     def lora(self, base: str = "any", base_sha256: str = "0" * 64) -> LoRA:

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 
 import torch
 
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 
 
 @dataclass

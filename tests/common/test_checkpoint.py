@@ -27,7 +27,8 @@ from common.checkpoint import (
 )
 from common.errors import CheckpointError
 from common.publishing import restore_interrupted
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.helpers import SOURCES, Killed, flip
 from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer

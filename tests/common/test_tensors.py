@@ -7,7 +7,8 @@ import safetensors.torch
 import torch
 
 from common.tensors import on_host, safetensors_pieces
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 
 
 def test_the_pieces_are_the_file_that_the_library_writes() -> None:

@@ -27,7 +27,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 import common.machine
 import generate
 import tokenize_local_bpe
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.helpers import CPU, ROOT, generated_text, run_script, snapshot, write_tokens
 from tests.training.helpers import final_weights, measured
 from training.config import TrainConfig, parse_config

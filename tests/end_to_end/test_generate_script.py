@@ -18,7 +18,8 @@ import torch
 import generate as script
 from common.errors import CheckpointError, ConfigError
 from generation import command, decoding, loading
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.helpers import ROOT, with_large_weights
 from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer

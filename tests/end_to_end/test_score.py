@@ -14,7 +14,8 @@ import torch
 
 import generate as script
 from generation import command, loading
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.helpers import columns, with_large_weights
 from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from generation.sampling import Sampling
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.helpers import with_large_weights
 
 CONTEXT = 16

@@ -10,7 +10,8 @@ import torch
 from generation import decoding
 from generation.decoding import generate
 from generation.sampling import Sampling
-from model import KVCache, ModelConfig, TransformerLanguageModel
+from model import KVCache, TransformerLanguageModel
+from model_config import ModelConfig
 from tests.generation.helpers import (
     CHARACTERS,
     CONTEXT,

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from common.errors import DataError
 from generation import scoring
 from generation.scoring import FileScore, Score, json_row, score_documents, score_file, table_rows, windows
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.generation.helpers import CHARACTERS, CONTEXT, random_model
 from tests.helpers import columns
 from tokenization import corpus

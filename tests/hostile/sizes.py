@@ -22,7 +22,8 @@ import torch
 
 from common.errors import UserError
 from common.lora import LARGEST_RANK
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.hostile.readers import (
     Training,
     blogs_form,

@@ -199,7 +199,7 @@ def test_the_scripts_say_so_with_their_exit_codes(training: Training, tmp_path: 
         assert snapshot(training.config.run_dir) == before
         write(files[name], theirs / name)
     for name, content, code, said in (
-        ("config.json", {**described, "embed_dim": 10**9}, 4, "no model can have this shape"),
+        ("config.json", {**described, "embed_dim": 10**9, "head_dim": None}, 4, "no model can have this shape"),
         ("config.json", {**described, "max_seq_len": 2**31 - 1}, 4, "positional_embedding.weight"),
         ("tokenizer.json", DEEP, 3, "tokenizer.json"),
         ("model.safetensors", b"\xff" * 100, 4, "weights"),

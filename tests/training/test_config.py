@@ -15,7 +15,8 @@ import torch
 
 from common.errors import ConfigError
 from common.flags import kind_of
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.helpers import ROOT
 from training.config import MODEL_KEYS, MODEL_SIZES, SCHEMA, TrainConfig, parse_config
 
@@ -43,8 +44,8 @@ def refusal(*argv: str) -> str:
 def example_value(key: str) -> str:
     """A value the key accepts, as it is typed, and not its default where there is another."""
     f = SCHEMA[key]
-    if key == "model_size":
-        return "tiny"
+    if key in ("model_size", "rope_scaling", "rope_base"):
+        return {"model_size": "tiny", "rope_scaling": "8 1 4 8192", "rope_base": "5e5"}[key]
     if "choices" in f.metadata:
         return next(choice for choice in f.metadata["choices"] if choice != f.default)
     kind = kind_of(f)
@@ -233,13 +234,15 @@ def test_every_key_is_a_flag_and_a_file_key_with_the_same_effect(tmp_path: Path,
         "embed_dim": {"num_heads": 1},
         "muon_learning_rate": {"optimizer": "muon"},
         "muon_momentum": {"optimizer": "muon"},
+        "norm_gain": {"norm": "rmsnorm"},
+        "rope_scaling": {"position": "rope"},
         "lora_rank": {"init_from": "x"},
         "lora_alpha": {"init_from": "x", "lora_rank": 8},
         "lora_targets": {"init_from": "x", "lora_rank": 8},
     }.get(key, {})
-    as_flag = parse_config(["--config", write(tmp_path, beside), f"--{key}", typed])
+    as_flag = parse_config(["--config", write(tmp_path, beside), f"--{key}", *typed.split()])
     kind = kind_of(SCHEMA[key])
-    value = typed if kind == "str" else json.loads(typed)
+    value = typed if kind == "str" else json.loads(typed) if " " not in typed else tuple(map(float, typed.split()))
     as_key = parse_config(["--config", write(tmp_path, {**beside, key: value})])
     assert getattr(as_flag, key) == getattr(as_key, key) == value
     assert getattr(as_flag, key) != SCHEMA[key].default
@@ -257,7 +260,8 @@ def test_an_older_name_of_a_flag_is_the_same_key(tmp_path: Path) -> None:
 def test_a_flag_without_a_value_is_refused_unless_it_is_a_switch(key: str) -> None:
     metadata = SCHEMA[key].metadata
     if kind_of(SCHEMA[key]) == "bool":
-        assert getattr(parse_config([f"--{key}"]), key) is True
+        beside = ["--norm", "rmsnorm"] if key == "norm_gain" else []
+        assert getattr(parse_config([*beside, f"--{key}"]), key) is True
     elif "switch" in metadata:
         assert getattr(parse_config([f"--{key}"]), key) == metadata["switch"][0]
     else:
@@ -419,6 +423,15 @@ def test_with_model_refuses_keys_that_say_otherwise_and_shows_both_values() -> N
     message = str(caught.value)
     for said in ("embed_dim is 48 from flag, 64 in weights", "ff_dim is 128", "num_heads is 3 from flag, 4 in weights"):
         assert said in message
+
+
+def test_with_model_takes_a_shorter_context_where_positions_have_no_weights() -> None:
+    trained = ModelConfig(300, 64, 4, 2, max_seq_len=4096, position="rope")
+    assert parse_config(["--max_seq_len", "512"]).with_model(trained, "there").max_seq_len == 512
+    assert parse_config([]).with_model(trained, "there").max_seq_len == 4096
+    for words, model in ((["--max_seq_len", "8192"], trained), (["--max_seq_len", "8"], ModelConfig(300, 64, 4, 2))):
+        with pytest.raises(ConfigError, match="max_seq_len is"):
+            parse_config(words).with_model(model, "there")
 
 
 def test_steps_count_sequences_and_tokens_of_the_whole_effective_batch() -> None:

@@ -13,6 +13,8 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from common.machine import has_fast_bf16
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from training.config import TrainConfig
 from training.machine.processes import OptimizerState, all_reduce_sum, broadcast_state, map_over_ranks, on_rank_0
 from training.machine.sharding import exchange_rows, gather, local, return_rows, scatter
@@ -29,11 +31,11 @@ class Optimizer(torch.optim.Optimizer):
     """Updates each group of parameters by its "rule", a name in RULES.
 
     With `is_sharded`, each process updates the rows of the parameters that it keeps; `whole_state` gathers the state. A
-    group's "pieces" is the number of matrices that are stacked along the rows of each of its parameters.
+    group's "stacked" holds the rows of each matrix that is stacked in each of its parameters; () is one matrix.
     """
 
     def __init__(self, groups: list[Group], fused: bool = True, is_sharded: bool = False):
-        super().__init__(groups, {"fused": fused, "decays": True, "pieces": 1})
+        super().__init__(groups, {"fused": fused, "decays": True, "stacked": ()})
         self.is_sharded = is_sharded
         self.loaded: OptimizerState = {}  # if sharded: the whole state on rank 0, until each process has its rows
 
@@ -167,8 +169,7 @@ def update_muon(
             buffer.lerp_(gradient, (1 - group["momentum"]) * keep)
             update = gradient.lerp(buffer, group["momentum"])  # Nesterov's
             updates.append(Update(parameter, update.to(newton_schulz_dtype(update.device)), group))
-    for part, orthogonal, (rows, columns), group in (of_rows if optimizer.is_sharded else of_whole)(updates):
-        scale = math.sqrt(max(1.0, rows / columns))
+    for part, orthogonal, scale, group in (of_rows if optimizer.is_sharded else of_whole)(updates):
         decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
         part.mul_(decay).add_(orthogonal * keep, alpha=-group["lr"] * scale)
 
@@ -181,19 +182,24 @@ class Update(NamedTuple):
     group: Group
 
 
-Orthogonalized = Iterator[tuple[torch.Tensor, torch.Tensor, tuple[int, int], Group]]
+Orthogonalized = Iterator[tuple[torch.Tensor, torch.Tensor, float, Group]]
+
+
+def scale_of(rows: int, columns: int) -> float:
+    return math.sqrt(max(1.0, rows / columns))
 
 
 def of_whole(updates: list[Update]) -> Orthogonalized:
-    """(part of a parameter, its orthogonalized update, the shape of the matrix, the group) for each matrix."""
+    """(part of a parameter, its orthogonalized update, the scale of the update, the group) for each matrix."""
     batches = defaultdict(list)  # shape -> (part of a parameter, its update, its group)
     for parameter, update, group in updates:
-        for part, piece in zip(parameter.chunk(group["pieces"]), update.chunk(group["pieces"]), strict=True):
+        rows = group["stacked"] or (len(update),)
+        for part, piece in zip(parameter.split(rows), update.split(rows), strict=True):
             batches[piece.shape].append((part, piece, group))
-    for (rows, columns), batch in batches.items():
+    for shape, batch in batches.items():
         orthogonal = map_over_ranks(orthogonalize, torch.stack([piece for _, piece, _ in batch]))
         for (part, _, group), update in zip(batch, orthogonal, strict=True):
-            yield part, update, (rows, columns), group
+            yield part, update, scale_of(*shape), group
 
 
 def of_rows(updates: list[Update]) -> Orthogonalized:
@@ -201,13 +207,13 @@ def of_rows(updates: list[Update]) -> Orthogonalized:
     whole; it sends the rows of the results back. So no process ever has all matrices."""
     batches = defaultdict(list)
     for each in updates:
-        batches[each.parameter.shape, each.group["pieces"]].append(each)
-    for ((rows, columns), pieces), batch in batches.items():
+        batches[each.parameter.shape, each.group["stacked"]].append(each)
+    for ((rows, _), stacked), batch in batches.items():
         own = torch.stack([update for _, update, _ in batch])
-        whole = exchange_rows(own, rows)
-        done = orthogonalize(whole.reshape(-1, rows // pieces, columns)).reshape(whole.shape)
+        pieces = exchange_rows(own, rows).split(stacked or (rows,), dim=1)  # each (share of matrices, rows, columns)
+        done = torch.cat([orthogonalize(piece) * scale_of(*piece.shape[1:]) for piece in pieces], dim=1)
         for (parameter, _, group), update in zip(batch, return_rows(done, *own.shape[:2]), strict=True):
-            yield local(parameter), update, (rows // pieces, columns), group
+            yield local(parameter), update, 1.0, group
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
@@ -238,7 +244,7 @@ class Rule(NamedTuple):
     hyperparameters: Callable[[TrainConfig, float], dict[str, Any]]  # given AdamW's learning rate of a step
     update: Callable[[Optimizer, list[Group], torch.Tensor | None, torch.Tensor | None], None]
     divides_gradients: bool = False  # by grad_scale; for other rules, gradients are clipped before the update
-    splits_qkv: bool = False  # queries, keys and values are stored as one matrix; the rule updates them as three
+    splits_stacked: bool = False  # the rule updates matrices that are stored as one separately: `stacked`
     update_bytes: int = 0  # temporary memory of an update, per parameter
 
     @property
@@ -263,7 +269,7 @@ RULES = {  # the choices of `optimizer` in training/config.py
             "momentum": config.muon_momentum,
         },
         update=update_muon,
-        splits_qkv=True,
+        splits_stacked=True,
         update_bytes=12,  # the update and Newton-Schulz's temporaries
     ),
 }
@@ -280,7 +286,14 @@ def by_rule(model: torch.nn.Module, config: TrainConfig) -> dict[str, dict[str, 
     return named
 
 
-def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
+def stacked(name: str, config: ModelConfig) -> tuple[int, ...]:
+    """The rows of each matrix, if a parameter holds several: queries, keys and values; gate and up."""
+    if name.endswith("qkv.weight"):
+        return config.qkv_rows
+    return (config.ff_dim, config.ff_dim) if name.endswith("fc1.weight") and config.is_gated else ()
+
+
+def build_optimizer(model: TransformerLanguageModel, config: TrainConfig) -> Optimizer:
     """The optimizer of `config.optimizer`, with AdamW for the parameters that its rule does not take.
 
     Weight decay acts only on the matrices of that rule. Decay would pull biases and norm gains away from useful values.
@@ -290,11 +303,12 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> Optimizer:
     for rule, named in by_rule(model, config).items():
         alike = defaultdict(list)
         for name, parameter in named.items():
-            pieces = 3 if RULES[rule].splits_qkv and name.endswith("qkv.weight") else 1
-            alike[parameter.dim() >= 2, pieces].append(parameter)
-        for is_matrix, pieces in sorted(alike, reverse=True):  # checkpoints store the state in this order
+            rows = stacked(name, model.config) if RULES[rule].splits_stacked else ()
+            alike[parameter.dim() >= 2, len(rows), rows].append(parameter)
+        for key in sorted(alike, reverse=True):  # checkpoints store the state in this order
+            is_matrix, _, rows = key
             decays = is_matrix and rule == config.optimizer
-            groups.append({"params": alike[is_matrix, pieces], "rule": rule, "decays": decays, "pieces": pieces})
+            groups.append({"params": alike[key], "rule": rule, "decays": decays, "stacked": rows})
     # Not on Apple's GPUs: the fused kernel ignores `found_inf` there (pytorch pull request 186360).
     fused = all(parameter.device.type != "mps" for parameter in model.parameters())
     optimizer = Optimizer(groups, fused, config.is_sharded)

@@ -62,26 +62,32 @@ def gathered_bytes(model: TransformerLanguageModel, hardware: Hardware) -> int:
 
 
 def bytes_per_token(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> int:
-    """What the forward pass keeps per token for the backward pass, and the logits and their gradient."""
+    """Bytes that the forward pass keeps per token for the backward pass, and the logits and their gradient."""
     c = model.config
     half = 4 if hardware.precision == "fp32" else 2
     residual = {"fp32": 4, "fp16": 4, "bf16": 2}[hardware.precision]
+    queries, keys, _ = c.qkv_rows
+    feed_forward = (4 if c.is_gated else 2) * c.ff_dim  # of SwiGLU: gate, up, the gate's activation and the product
     if hardware.compiles:
         # Per block: two norms' inputs and outputs, q, k, v, the attention's output, the activation's input and output.
-        block = 2 * residual * c.embed_dim + half * (2 + 3 + 1) * c.embed_dim + half * 2 * c.ff_dim
+        feed_forward -= c.ff_dim * c.is_gated  # computed again from the gate
+        block = 2 * residual * c.embed_dim
         head = half * 2 * c.vocab_size
     else:
         # The same, but norms keep their input in fp32, as the head keeps its softmax, its gradient and the logits'.
-        block = 2 * 4 * c.embed_dim + half * (2 + 3 + 1) * c.embed_dim + half * 2 * c.ff_dim
+        block = 2 * 4 * c.embed_dim
         if c.qk_norm and half == 2:
-            block += 2 * 4 * c.embed_dim
+            block += 4 * (queries + keys)
+        if c.norm_gain:  # and what the gain multiplies
+            block += 4 * (2 * c.embed_dim + (queries + keys) * c.qk_norm)
         head = 3 * 4 * c.vocab_size
+    block += half * (2 * c.embed_dim + 2 * queries + 2 * keys + feed_forward)
     if config.lora_rank and "feed_forward" not in config.lora_targets:  # frozen layers do not keep their input
         block -= half * (c.embed_dim + c.ff_dim)
     if config.lora_rank and "attention" not in config.lora_targets:
         block -= half * c.embed_dim
     if c.position == "rope" or c.qk_norm:
-        block += half * 2 * c.embed_dim  # q and k as attention reads them
+        block += half * (queries + keys)  # q and k as attention reads them
     # PyTorch's flash kernel for CPUs has no dropout. The other kernel keeps three (T, T) fp32 matrices per head, and
     # needs three more while it runs.
     scores = 3 * 4 * c.num_heads * c.max_seq_len if c.dropout and hardware.device.type == "cpu" else 0

@@ -16,7 +16,8 @@ import safetensors.torch
 import torch
 from torch._inductor.async_compile import AsyncCompile
 
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.helpers import CPU
 from training.config import COMPILE_MODES
 from training.keeping.interruption import Interruption, StopRequested

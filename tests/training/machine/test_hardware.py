@@ -15,7 +15,8 @@ import torch
 
 import common.machine
 from common.errors import ConfigError
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.helpers import CPU
 from training.config import TrainConfig
 from training.machine.compilation import attention_kernels

@@ -15,7 +15,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.helpers import parts_of
 from tokenization.metadata import TokenMetadata
 from training.config import SCHEMA, TrainConfig
@@ -309,7 +310,10 @@ def test_muon_is_pytorchs_on_every_matrix_and_on_every_piece(
     ours = [torch.nn.Parameter(matrix.clone()) for matrix in stacked]
     theirs = [torch.nn.Parameter(piece.clone()) for matrix in stacked for piece in matrix.chunk(pieces)]
     values = {"lr": 0.02, "momentum": 0.9, "weight_decay": 0.1}
-    optimizer = Optimizer([{"params": ours, "rule": "muon", "pieces": pieces, **values}])
+    groups = [
+        {"params": [matrix], "rule": "muon", "stacked": (len(matrix) // pieces,) * pieces, **values} for matrix in ours
+    ]
+    optimizer = Optimizer(groups)
     reference = torch.optim.Muon(theirs, **values)
     with mock.patch("training.numbers.optimizer.has_fast_bf16", return_value=True):
         for _ in range(3):
@@ -346,9 +350,10 @@ def test_muon_takes_the_matrices_inside_blocks_and_adamw_all_the_rest() -> None:
     for name, parameter in model.named_parameters():
         group = group_of[id(parameter)]
         if name.startswith("blocks.") and parameter.dim() == 2:
-            assert (group["rule"], group["pieces"], group["weight_decay"]) == ("muon", 3 if "qkv" in name else 1, 0.1)
+            rows = model.config.qkv_rows if "qkv" in name else ()
+            assert (group["rule"], group["stacked"], group["weight_decay"]) == ("muon", rows, 0.1)
         else:
-            assert (group["rule"], group["pieces"], group["weight_decay"]) == ("adamw", 1, 0.0), name
+            assert (group["rule"], group["stacked"], group["weight_decay"]) == ("adamw", (), 0.0), name
 
 
 def test_muons_rate_follows_the_same_curve() -> None:

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.helpers import snapshot
 from tests.training.helpers import at_step, final_weights, measured, steps_of
 from training.config import TrainConfig

@@ -18,6 +18,8 @@ from training.planning.estimate import bytes_per_token
 MODERN = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "embed_norm": True, "bias": False}
 MODERN |= {"activation": "relu2"}
 FORMS: dict[str, dict[str, Any]] = {"gpt-2": {}, "gpt-2, tanh": {"activation": "gelu_tanh"}, "modern": MODERN}
+FORMS["swiglu"] = MODERN | {"activation": "swiglu"}
+FORMS["qwen3"] = FORMS["swiglu"] | {"norm_gain": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 80}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention"}
 PRODUCTS |= {"_scaled_dot_product_flash_attention_backward"}
 
@@ -28,7 +30,7 @@ either_half = pytest.mark.parametrize("precision", HALF)
 def config_of(form: str, layers: int = 2) -> TrainConfig:
     # 384 tokens: no activation has the shape of a weight.
     shape = {"embed_dim": 256, "num_heads": 2, "max_seq_len": 128, "batch_size": 3}
-    return TrainConfig(num_layers=layers, **shape, **FORMS[form])
+    return TrainConfig(num_layers=layers, **{**shape, **FORMS[form]})
 
 
 @every_form

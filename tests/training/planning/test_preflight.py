@@ -17,7 +17,8 @@ import torch
 
 import train_colab_mmap
 from common.errors import MemoryExhausted
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tests.helpers import CPU, with_large_weights
 from tokenizer import CharacterTokenizer
 from training.config import TrainConfig
