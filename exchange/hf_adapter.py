@@ -22,9 +22,14 @@ from exchange.comparison import Difference, largest_difference
 from exchange.extras import require_package
 from exchange.folders import load_in_fp32
 from exchange.hf_card import adapter_card
+from exchange.hf_common import Tensors
 from exchange.hf_folder import load_theirs, written_folder
-from exchange.hf_model import GPT2_BLOCK, NANOCHAT_BLOCK, Tensors, hf_kind, swap_halves
-from model import ModelConfig, TransformerLanguageModel
+from exchange.hf_gpt2 import GPT2_BLOCK
+from exchange.hf_llama import STACKED, rows_of
+from exchange.hf_model import hf_kind
+from exchange.hf_nanochat import NANOCHAT_BLOCK, swap_halves
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tokenizer import Tokenizer
 
 
@@ -41,6 +46,13 @@ def export_adapters(checkpoint: Checkpoint, lora: LoRA, out: Path, base: Path | 
     if base is None:
         raise ConfigError(
             f"{checkpoint.path} holds adapters: say with --base FOLDER where their base is exported ({remedy})."
+        )
+    config = checkpoint.model_config()
+    if lora.end_modules and config.embed_norm and config.is_gated:
+        raise CheckpointError(
+            f"{checkpoint.path} adapts the embeddings of a model with embed_norm, which an exported base has in its "
+            f"table: these adapters cannot be exported. python tools/merge_lora.py {checkpoint.path} OUT merges them; "
+            f"export OUT."
         )
     model, tokenizer = load_in_fp32(checkpoint)
     theirs = exported_base(own, base, remedy, model, tokenizer)
@@ -94,7 +106,8 @@ def peft_config(config: ModelConfig, lora: LoRA, modules: list[str], base: Path)
 def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA, vocab_size: int) -> tuple[Tensors, list[str]]:
     """Our adapters -> the tensors of an adapter_model.safetensors, and the names of the modules they adapt. The ids
     that only the exported base has, up to `vocab_size`, get zeros."""
-    is_gpt2 = hf_kind(config) == "gpt2"
+    kind = hf_kind(config)
+    is_gpt2 = kind == "gpt2"
     blocks = "transformer.h" if is_gpt2 else "model.layers"
     tensors: Tensors = {}
     modules: list[str] = []
@@ -111,12 +124,13 @@ def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA, vocab_size: int)
             tensors |= {f"base_model.model.{path}.lora_{kind}.weight": t.clone() for kind, t in (("A", a), ("B", b))}
         modules.append(path)
     for module in lora.block_modules:
-        names = their_modules(module, is_gpt2)
+        names = their_modules(module, kind)
         modules += names
         for layer in range(config.num_layers):
             a, b = (adapters[f"blocks.{layer}.{module}.lora_{kind}"].float() for kind in "AB")  # (r, in), (out, r)
-            parts = [part.contiguous() for part in b.chunk(len(names))]  # of qkv each (C, r)
-            if len(names) == 3:
+            rows = rows_of(config)[module] if len(names) > 1 else (len(b),)
+            parts = [part.contiguous() for part in b.split(rows)]  # of qkv (H * D, r), twice (K * D, r)
+            if kind == "nanochat" and len(names) == 3:
                 parts[:2] = [swap_halves(part, config.num_heads) for part in parts[:2]]
             for name, part in zip(names, parts, strict=True):
                 prefix = f"base_model.model.{blocks}.{layer}.{name}"
@@ -124,10 +138,12 @@ def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA, vocab_size: int)
     return tensors, modules
 
 
-def their_modules(module: str, is_gpt2: bool) -> list[str]:
+def their_modules(module: str, kind: str) -> list[str]:
     """The names there for a module of our blocks, with their parent: a bare c_proj would match two."""
-    if is_gpt2:
+    if kind == "gpt2":
         return [GPT2_BLOCK[module]]
+    if kind != "nanochat":
+        return [*STACKED[module]]
     return [f"self_attn.{part}_proj" for part in "qkv"] if module == "attention.qkv" else [NANOCHAT_BLOCK[module]]
 
 

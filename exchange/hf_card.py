@@ -14,8 +14,8 @@ from common.checkpoint import Checkpoint
 from common.errors import CheckpointError
 from common.formatting import cell, table_row
 from common.lora import LoRA
-from exchange.hf_model import CLASSES, hf_kind
-from model import ModelConfig
+from exchange.hf_model import FORMS, hf_kind
+from model_config import ModelConfig
 from tokenizer import Tokenizer
 from tokenizer_base import END_OF_TEXT, valid_unicode
 from training.file_names import CONFIG
@@ -57,7 +57,7 @@ def model_card(checkpoint: Checkpoint, config: ModelConfig, parameters: int, tok
         "norm, positions": f"{config.norm}, {config.position}",
     }
     header = ["library_name: transformers", f"tags: [{kind}{', trained-from-scratch' * is_from_scratch(checkpoint)}]"]
-    about = f"A language model of {parameters:,} parameters ({CLASSES[kind]})."
+    about = f"A language model of {parameters:,} parameters ({FORMS[kind].model_class})."
     loading = ["model = AutoModelForCausalLM.from_pretrained(path)"]
     notes = reading(checkpoint, config, tokenizer)
     return card(checkpoint, tokenizer, name, header, about, loading, notes, facts)

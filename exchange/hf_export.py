@@ -11,8 +11,9 @@ from exchange.comparison import Difference, largest_difference, least_likely
 from exchange.folders import load_in_fp32, require_new
 from exchange.hf_adapter import export_adapters
 from exchange.hf_card import model_card
+from exchange.hf_common import ConversionError
 from exchange.hf_folder import load_theirs, require_transformers, written_folder
-from exchange.hf_model import ConversionError, hf_kind, to_hf, with_rows
+from exchange.hf_model import hf_kind, to_hf, with_rows
 from exchange.hf_tokenizer import hf_generation_config, hf_special_ids, hf_vocab_size
 
 

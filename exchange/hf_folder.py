@@ -16,7 +16,8 @@ from common.files import json_bytes
 from common.tensors import safetensors_pieces, write_verified
 from exchange.extras import INSTALL, require_package
 from exchange.folders import new_folder
-from exchange.hf_model import Tensors
+from exchange.hf_common import Tensors
+from exchange.hf_model import FORMS
 from exchange.hf_tokenizer import (
     hf_special_tokens,
     hf_tokenizer_config,
@@ -102,10 +103,10 @@ def build_theirs(hf_config: dict[str, Any], tensors: Tensors, tied: bool) -> Any
     Passes on only the keys that the config's class declares: others (a number of labels, a quantization, an adapter)
     could take any amount of memory, and `from_hf` does not read them.
     """
-    from transformers import GPT2Config, GPT2LMHeadModel, NanoChatConfig, NanoChatForCausalLM
+    import transformers
 
-    kinds = {"gpt2": (GPT2Config, GPT2LMHeadModel), "nanochat": (NanoChatConfig, NanoChatForCausalLM)}
-    config_class, model_class = kinds[hf_config["model_type"]]
+    model_class = getattr(transformers, FORMS[hf_config["model_type"]].model_class)
+    config_class = model_class.config_class
     # Before transformers 5.4 a class declares its keys in __init__.
     own = inspect.get_annotations(config_class) or inspect.signature(config_class).parameters
     known = {key: value for key, value in hf_config.items() if key in own}

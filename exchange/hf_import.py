@@ -15,10 +15,12 @@ from common.files import read_json
 from common.tensors import load_tensors, require_own_bytes
 from exchange.comparison import Difference, largest_difference
 from exchange.folders import require_fitting, require_new, write_weights_checkpoint
+from exchange.hf_common import ConversionError, Tensors
 from exchange.hf_folder import build_theirs, load_their_tokenizer, require_transformers
-from exchange.hf_model import ConversionError, Tensors, from_hf, their_names
+from exchange.hf_model import from_hf, their_names
 from exchange.hf_tokenizer import chat_template_of, import_tokenizer, require_same_ids
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 # The files to download from a repository on the hub. Others, like other frameworks' weights, are not needed.

@@ -10,7 +10,7 @@ import numpy as np
 
 from common.chat import ChatTemplate, Message
 from common.errors import DataError
-from model import ModelConfig
+from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 from tokenizer_base import TokenizerError, read_tokenizer_json
 from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer

@@ -1,0 +1,186 @@
+"""Llama's form and its variants, Qwen2 and Qwen3: the same logits in transformers, llama.cpp and here, both ways."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exchange import gguf_file, gguf_proof
+from exchange.extras import is_installed
+from exchange.hf_common import ConversionError, Tensors
+from exchange.hf_folder import build_theirs
+from exchange.hf_llama import LLAMA3
+from exchange.hf_model import from_hf, hf_kind, to_hf
+from model import KVCache, TransformerLanguageModel, rotate
+from model_config import ModelConfig
+from tests.models import MODERN, bpe, random_model
+
+needs_transformers = pytest.mark.skipif(not is_installed("transformers"), reason="needs requirements-extras.txt")
+LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "norm_gain": True}
+SCALING = (8.0, 1.0, 4.0, 16.0)
+# What another program wrote, or our own modern form.
+FORMS: dict[str, dict[str, Any]] = {
+    "llama": {**LLAMA, "num_kv_heads": 2, "norm_eps": 1e-5},
+    "llama, scaled, tied": {**LLAMA, "rope_base": 5e5, "rope_scaling": SCALING, "tie_embeddings": True},
+    "llama, biases": {**LLAMA, "bias": True, "num_kv_heads": 1},
+    "qwen2": {**LLAMA, "qkv_bias": True, "num_kv_heads": 2},
+    "qwen3": {**LLAMA, "qk_norm": True, "num_kv_heads": 2, "head_dim": 12, "rope_base": 1e6, "tie_embeddings": True},
+    "qwen3, ours": {**MODERN, "activation": "swiglu"},
+}
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ModelConfig:
+    kv_heads, groups = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    bias = draw(st.booleans())
+    qk_norm = draw(st.booleans()) and not bias
+    return ModelConfig(
+        vocab_size=draw(st.integers(1, 9)),
+        embed_dim=draw(st.integers(1, 9)),
+        num_heads=kv_heads * groups,
+        num_kv_heads=kv_heads,
+        head_dim=2 * draw(st.integers(1, 3)),
+        num_layers=draw(st.integers(1, 3)),
+        ff_dim=draw(st.integers(1, 9)),
+        max_seq_len=draw(st.integers(1, 9)),
+        norm_eps=draw(st.sampled_from([1e-5, 1e-6])),
+        rope_base=draw(st.sampled_from([1e4, 1e6])),
+        rope_scaling=draw(st.sampled_from([(), SCALING])),
+        tie_embeddings=draw(st.booleans()),
+        qk_norm=qk_norm,
+        qkv_bias=bias or (draw(st.booleans()) and not qk_norm),
+        **{**LLAMA, "bias": bias},
+    )
+
+
+@given(configs())
+@settings(max_examples=60)
+def test_there_and_back_again_not_a_bit_changes(config: ModelConfig) -> None:
+    state = random_model(**config.to_dict()).state_dict()
+    if config.tie_embeddings:
+        del state["head.weight"]
+    hf_config, tensors = to_hf(config, state)
+    back, state_back = from_hf(json.loads(json.dumps(hf_config)), tensors)
+    assert back == config and state_back.keys() == state.keys()
+    assert all(torch.equal(state[name], state_back[name]) for name in state)
+
+
+def converted(name: str) -> tuple[TransformerLanguageModel, dict[str, Any], Tensors]:
+    model = random_model(bpe().vocab_size, **FORMS[name])
+    return model, *to_hf(model.config, model.state_dict())
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", FORMS)
+def test_transformers_computes_the_same_logits(name: str) -> None:
+    model, hf_config, tensors = converted(name)
+    theirs = build_theirs(hf_config, tensors, model.config.tie_embeddings)
+    assert hf_config["model_type"] == name.partition(",")[0]
+    tokens = torch.randint(model.config.vocab_size, (2, 24))
+    with torch.inference_mode():
+        torch.testing.assert_close(model(tokens), theirs(tokens).logits, atol=1e-4, rtol=0)
+    assert sum(tensor.numel() for tensor in tensors.values()) == theirs.num_parameters()
+
+
+@needs_transformers
+def test_rope_parameters_are_read_as_older_files_have_them() -> None:
+    _, hf_config, tensors = converted("llama, scaled, tied")
+    now, _ = from_hf(hf_config, tensors)
+    del hf_config["rope_parameters"]
+    assert from_hf(hf_config, tensors)[0] == now
+    hf_config["rope_scaling"]["type"] = hf_config["rope_scaling"].pop("rope_type")
+    assert from_hf(hf_config, tensors)[0] == now
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ("llama", {"attention_bias": True}, "mlp_bias is False"),
+        ("llama", {"num_key_value_heads": 3}, "num_kv_heads is 3"),
+        ("llama", {"head_dim": 5}, "head_dim is 5"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "the rope scaling is 'yarn'; .* default and llama3"),
+        ("llama", {"rope_parameters": {"rope_type": "llama3"}}, f"lacks {', '.join(LLAMA3)}"),
+        ("llama", {"intermediate_size": 60}, "the weights do not fit the config"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        ("qwen3", {"attention_bias": True}, "attention_bias is True"),
+        ("qwen3", {"head_dim": 8}, "the weights do not fit the config"),
+    ],
+)
+def test_what_cannot_be_expressed_is_refused_by_its_name(name: str, changes: dict[str, Any], words: str) -> None:
+    _, hf_config, tensors = converted(name)
+    with pytest.raises(ConversionError, match=words):
+        from_hf(hf_config | changes, tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"logit_softcap": 15.0}, "logit_softcap 15.0"),
+        ({"embed_norm": True, "tie_embeddings": True}, "embed_norm with tie_embeddings"),
+        ({"qk_norm": True, "qkv_bias": True}, "qkv_bias True"),
+        ({"norm": "layernorm", "norm_gain": False}, "norm 'layernorm'"),
+    ],
+)
+def test_what_no_class_has_is_refused_by_its_name(changes: dict[str, Any], words: str) -> None:
+    config = random_model(40, **{**LLAMA, **changes}).config
+    with pytest.raises(ConversionError, match=f"cannot have {words}"):
+        hf_kind(config)
+
+
+@pytest.mark.skipif(not is_installed("xllamacpp"), reason="needs requirements-extras.txt")
+@pytest.mark.parametrize("name", FORMS)
+def test_llama_cpp_gives_the_same_next_tokens(name: str, tmp_path: Path) -> None:
+    model = random_model(bpe().vocab_size, **{**FORMS[name], "embed_dim": 64, "max_seq_len": 96})
+    gguf_file.write_gguf(tmp_path / "a.gguf", model, bpe(), "a")
+    agreement = gguf_proof.verify_gguf(tmp_path / "a.gguf", model, bpe())
+    assert agreement and agreement.difference < 1e-3
+
+
+def test_qwens_architectures_have_no_scaled_rotation_in_llama_cpp() -> None:
+    config = ModelConfig(300, 64, 4, 2, qk_norm=True, rope_scaling=SCALING, **LLAMA)
+    assert gguf_file.obstacle_to_gguf(config, bpe()) == "its qwen3 has no rope_scaling"
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_cache_gives_the_logits_of_the_whole_text(name: str) -> None:
+    model = random_model(40, **FORMS[name]).double()
+    tokens = torch.randint(40, (2, 20))
+    cache = KVCache(model.config, 2, torch.device("cpu"), torch.float64)
+    with torch.inference_mode():
+        parts = [model(tokens[:, :7], cache=cache), *(model(tokens[:, i : i + 1], cache=cache) for i in range(7, 20))]
+        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens))
+
+
+def test_groups_of_queries_share_keys_and_values() -> None:
+    """With the keys and values of each group repeated for each of its queries, it is ordinary attention."""
+    grouped = random_model(40, **FORMS["llama"])
+    config = grouped.config
+    whole = TransformerLanguageModel(dataclasses.replace(config, num_kv_heads=config.num_heads)).eval()
+    state = grouped.state_dict()
+    for name in [name for name in state if name.endswith("qkv.weight")]:
+        q, *kv = state[name].split(config.qkv_rows)
+        repeated = [each.view(2, config.head_dim, -1).repeat_interleave(2, dim=0).flatten(0, 1) for each in kv]
+        state[name] = torch.cat([q, *repeated])
+    whole.load_state_dict(state)
+    tokens = torch.randint(40, (2, 24))
+    with torch.inference_mode():
+        torch.testing.assert_close(grouped(tokens), whole(tokens))
+
+
+def test_scaled_frequencies_leave_short_distances_as_they_are() -> None:
+    """A high frequency turns as before, a low one `factor` times more slowly."""
+    x = torch.randn(1, 1, 1, 64)
+    at = torch.tensor([9])
+    plain, scaled = rotate(x, at), rotate(x, at, scaling=(8.0, 1.0, 4.0, 1000.0))
+    slower = rotate(x, at / 8)
+    torch.testing.assert_close(scaled[..., 0], plain[..., 0])
+    torch.testing.assert_close(scaled[..., 31], slower[..., 31])
