@@ -13,7 +13,8 @@ from common.checkpoint import WEIGHTS_FILES, Checkpoint, stored_config, stored_w
 from common.errors import CheckpointError, ConfigError, DataError
 from common.files import json_bytes, sync_directory
 from common.tensors import safetensors_pieces
-from model import ModelConfig, TransformerLanguageModel
+from model import TransformerLanguageModel
+from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer
 
 

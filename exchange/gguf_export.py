@@ -16,7 +16,7 @@ from exchange.folders import load_in_fp32
 from exchange.gguf_file import require_gguf, write_gguf
 from exchange.gguf_proof import Agreement, tanh_difference, verify_gguf
 from exchange.hf_tokenizer import hf_special_tokens
-from model import ModelConfig
+from model_config import ModelConfig
 from tokenizer import load_tokenizer
 from tokenizer_base import END_OF_TEXT
 

@@ -2,7 +2,8 @@
 
 llama.cpp's own converter is not used. It recognises a pre-tokenizer by the ids of one fixed text, so it refuses every
 vocabulary that is not on its list, and it assumes a feed-forward network of four times the model's width. llama.cpp's
-architecture "gpt2" is GPT-2's form with the tanh approximation of GELU; there is none for our other forms.
+architecture "gpt2" is GPT-2's form with the tanh approximation of GELU; "llama", "qwen2" and "qwen3" are the classes of
+hf_llama.py. There is none for our other forms.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ import torch
 from common.errors import ConfigError
 from common.files import atomic_write
 from exchange.extras import require_package
-from model import ModelConfig, TransformerLanguageModel
+from exchange.hf_common import ConversionError
+from exchange.hf_llama import llama_tensors
+from exchange.hf_model import hf_kind
+from model import TransformerLanguageModel, scaled
+from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_base import valid_unicode
 from tokenizer_bpe import BPETokenizer, obstacle_to_tiktoken
@@ -25,7 +30,6 @@ from tokenizer_bpe import BPETokenizer, obstacle_to_tiktoken
 if TYPE_CHECKING:
     import gguf
 
-LAYER_NORM_EPS = 1e-5  # PyTorch's default, which the model uses
 # Parts of a layer: (GGUF's name, our name).
 PARTS = (
     ("attn_norm", "norm1"),
@@ -35,6 +39,27 @@ PARTS = (
     ("ffn_up", "feed_forward.fc1"),
     ("ffn_down", "feed_forward.fc2"),
 )
+
+
+# The same of Llama's form: (GGUF's name, transformers' name).
+LLAMA_PARTS = (
+    ("attn_norm", "input_layernorm"),
+    ("attn_q", "self_attn.q_proj"),
+    ("attn_k", "self_attn.k_proj"),
+    ("attn_v", "self_attn.v_proj"),
+    ("attn_q_norm", "self_attn.q_norm"),
+    ("attn_k_norm", "self_attn.k_norm"),
+    ("attn_output", "self_attn.o_proj"),
+    ("ffn_norm", "post_attention_layernorm"),
+    ("ffn_gate", "mlp.gate_proj"),
+    ("ffn_up", "mlp.up_proj"),
+    ("ffn_down", "mlp.down_proj"),
+)
+LLAMA_ENDS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
 
 
 # What can be expressed
@@ -49,22 +74,17 @@ def require_gguf(config: ModelConfig, tokenizer: Tokenizer) -> None:
 
 
 def obstacle_to_gguf(config: ModelConfig, tokenizer: Tokenizer) -> str:
-    """Why llama.cpp's "gpt2" cannot be this model; "" if it can."""
-    expected = {
-        "activation": ("gelu_tanh", "gelu"),
-        "norm": ("layernorm",),
-        "position": ("learned",),
-        "qk_norm": (False,),
-        "logit_softcap": (0,),
-        "embed_norm": (False,),
-    }
-    others = [
-        f"{name} {json.dumps(allowed[0])} (here {json.dumps(value)})"
-        for name, allowed in expected.items()
-        if (value := getattr(config, name)) not in allowed
-    ]
-    if others:
-        return f"it runs only GPT-2's form (configs/gpt2_small.json), which has {', '.join(others)}"
+    """Why none of llama.cpp's architectures is this model; "" if one is."""
+    try:
+        kind = hf_kind(config)
+    except ConversionError as wrong:
+        return str(wrong)
+    if kind == "nanochat":
+        return "it has no architecture with ReLU squared; activation 'swiglu' makes this form Qwen3's"
+    if config.activation == "relu2":
+        return "its GPT-2 has only GELU, and this model has activation 'relu2'"
+    if kind != "llama" and config.rope_scaling:
+        return f"its {kind} has no rope_scaling"
     if tokenizer.vocab_size > config.vocab_size:
         return f"the tokenizer has {tokenizer.vocab_size:,} ids and the model a vocab_size of {config.vocab_size:,}"
     if isinstance(tokenizer, BPETokenizer) and (problem := obstacle_to_tiktoken(json.loads(tokenizer.to_json()))):
@@ -96,7 +116,7 @@ def write_gguf(
     assert all(tensor.dtype == torch.float32 for tensor in tensors.values()), "weights were rounded on the way here"
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
-        writer = gguf.GGUFWriter(file.name, "gpt2")  # opens the file by name; `file` makes it atomic
+        writer = gguf.GGUFWriter(file.name, hf_kind(model.config))  # opens the file by name; `file` makes it atomic
         try:
             add_shape(writer, model.config, name)
             if isinstance(tokenizer, CharacterTokenizer):
@@ -115,8 +135,37 @@ def write_gguf(
 
 
 def named_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights under GGUF's names, oriented as in nn.Linear. llama.cpp needs every bias: zeros where we have
-    none."""
+    """The weights under GGUF's names, oriented as in nn.Linear."""
+    yield from (gpt2_tensors if hf_kind(model.config) == "gpt2" else llama_form_tensors)(model)
+
+
+def llama_form_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """llama.cpp's "llama" rotates neighbours where transformers rotates the halves of a head: `interleaved`."""
+    config = model.config
+    tensors = llama_tensors(config, model.state_dict())
+    yield from ((LLAMA_ENDS[name], tensor) for name, tensor in tensors.items() if name in LLAMA_ENDS)
+    for layer in range(config.num_layers):
+        for theirs, name in LLAMA_PARTS:
+            for part in ("weight", "bias"):
+                tensor = tensors.get(f"model.layers.{layer}.{name}.{part}")
+                if tensor is None:
+                    continue
+                if hf_kind(config) == "llama" and theirs in ("attn_q", "attn_k"):
+                    tensor = interleaved(tensor, config.num_heads if theirs == "attn_q" else config.num_kv_heads)
+                yield f"blk.{layer}.{theirs}.{part}", tensor
+    if config.rope_scaling:
+        half = config.head_dim // 2
+        frequencies = config.rope_base ** (-torch.arange(half) / half)
+        yield "rope_freqs.weight", frequencies / scaled(frequencies, *config.rope_scaling)  # they are divided by it
+
+
+def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows of q's or k's projection, (heads * D, C) or (heads * D,), with the halves of each head interleaved."""
+    return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)  # (heads, D/2, 2, C)
+
+
+def gpt2_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """llama.cpp needs every bias: zeros where we have none."""
     weights = model.state_dict()
 
     def pair(theirs: str, ours: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -143,7 +192,16 @@ def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.ff_dim)
     writer.add_head_count(config.num_heads)
-    writer.add_layer_norm_eps(LAYER_NORM_EPS)
+    if hf_kind(config) == "gpt2":
+        writer.add_layer_norm_eps(config.norm_eps)
+    else:
+        writer.add_head_count_kv(config.num_kv_heads)
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+        writer.add_rope_freq_base(config.rope_base)
+        writer.add_rope_dimension_count(config.head_dim)
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+        writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
 
 

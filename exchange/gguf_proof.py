@@ -36,6 +36,8 @@ def with_tanh(model: TransformerLanguageModel) -> TransformerLanguageModel:
 
 def with_table(model: TransformerLanguageModel) -> TransformerLanguageModel:
     """`with_tanh`, rounded as llama.cpp does it on a CPU: it looks GELU up in a table of fp16 values."""
+    if model.config.is_gated:
+        return model
     twin = with_tanh(model)
     for block in twin.blocks:
         assert isinstance(block, TransformerBlock)
@@ -52,7 +54,7 @@ def through_fp16(x: torch.Tensor) -> torch.Tensor:
 def tanh_difference(model: TransformerLanguageModel, tokenizer: Tokenizer, texts: Sequence[str]) -> float:
     """The largest difference of a logit, at any position of the texts, that the tanh approximation of GELU makes; 0.0
     for a model that has it."""
-    if model.config.activation == "gelu_tanh":
+    if model.config.activation != "gelu":
         return 0.0
     twin = with_tanh(model)
     batches = [torch.tensor(ids)[None] for _, ids in cut_texts(model, tokenizer, texts)]
@@ -85,10 +87,11 @@ class Agreement:
     rounding_aside: float  # to the model with llama.cpp's GELU (`with_table`)
 
     def __str__(self) -> str:
+        aside = f" ({self.rounding_aside:.1e} from this model with llama.cpp's GELU: tanh's, in fp16)"
+        aside = aside if self.difference > self.rounding_aside else ""
         return (
             f"llama.cpp gives the same token ids on {self.texts} texts; its log-probabilities of the {TOP} likeliest "
-            f"next tokens differ by at most {self.difference:.1e} ({self.rounding_aside:.1e} from this model with "
-            "llama.cpp's GELU: tanh's, in fp16)"
+            f"next tokens differ by at most {self.difference:.1e}{aside}"
         )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from common.errors import CheckpointError
-from model import ModelConfig
+from model_config import ModelConfig
 
 TOP = 10  # likeliest next tokens to ask for
 
