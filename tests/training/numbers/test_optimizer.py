@@ -330,6 +330,24 @@ def test_muon_is_pytorchs_on_every_matrix_and_on_every_piece(
     assert (moved - expected).norm() <= 0.005 * expected.norm()
 
 
+def test_muon_updates_each_of_the_matrices_that_are_stored_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and the fewer keys and values; gate and up. Each gets the update that it gets alone."""
+    monkeypatch.setattr("training.numbers.optimizer.has_fast_bf16", lambda device: False)
+    form = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "ff_dim": 48}
+    model = TransformerLanguageModel(ModelConfig(50, 32, 4, 1, bias=False, **form))
+    optimizer = build_optimizer(model, dataclasses.replace(MUON, weight_decay=0.0))
+    for name, rows in (("attention.qkv", (32, 16, 16)), ("feed_forward.fc1", (48, 48))):
+        weight = model.get_parameter(f"blocks.0.{name}.weight")
+        weight.grad = torch.randn(weight.shape, generator=torch.Generator().manual_seed(3))
+        before = weight.detach().clone()
+        optimizer.step()
+        moved = ((before - weight.detach()) / MUON.muon_learning_rate).split(rows)
+        for part, gradient in zip(moved, weight.grad.split(rows), strict=True):
+            scale = max(1, part.size(0) / part.size(1)) ** 0.5
+            torch.testing.assert_close(part, scale * orthogonalize(gradient[None])[0], atol=1e-3, rtol=0)
+        weight.grad = None
+
+
 @pytest.mark.parametrize("shape", [(3, 16, 16), (2, 32, 16), (4, 16, 64)])
 def test_orthogonalizing_keeps_the_singular_vectors_and_levels_the_values(shape: tuple[int, int, int]) -> None:
     """Jordan et al. 2024: the coefficients leave every singular value between about 0.7 and 1.2."""
