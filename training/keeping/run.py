@@ -136,8 +136,8 @@ class Run:
         Raises ConfigError if the weights are not finite: a good checkpoint must not make way for a useless one.
         """
         parts, state = self.parts, self.state
-        sums = [local(parameter.detach()).sum() for parameter in parts.model.parameters()]
-        if not torch.isfinite(all_reduce_sum(torch.stack(sums).sum())):
+        total = torch.stack([local(parameter.detach()).sum() for parameter in parts.model.parameters()]).sum()
+        if not torch.isfinite(all_reduce_sum(total) if parts.config.is_sharded else total):
             raise diverged(state.step, self.saved_step, "a weight is not finite")
         folders = [self.dir / "best"] if self.best_is_new else []
         if not best_only:
