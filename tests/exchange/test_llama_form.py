@@ -12,15 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import train_colab_mmap
 from exchange import gguf_file, gguf_proof
 from exchange.extras import is_installed
 from exchange.hf_common import ConversionError, Tensors
-from exchange.hf_folder import build_theirs
+from exchange.hf_folder import build_theirs, load_theirs
 from exchange.hf_llama import LLAMA3
+from exchange.hf_model import FORMS as FORMS_OF_THEIRS
 from exchange.hf_model import from_hf, hf_kind, to_hf
+from generate import load_model
+from generation.decoding import generate
+from generation.sampling import Sampling
 from model import KVCache, TransformerLanguageModel, rotate
 from model_config import ModelConfig
+from tests.helpers import generated_text
 from tests.models import MODERN, bpe, random_model
+from tokenize_local_bpe import tokenize
+from tools import export_hf, import_hf
 
 needs_transformers = pytest.mark.skipif(not is_installed("transformers"), reason="needs requirements-extras.txt")
 LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "norm_gain": True}
@@ -184,3 +192,67 @@ def test_scaled_frequencies_leave_short_distances_as_they_are() -> None:
     slower = rotate(x, at / 8)
     torch.testing.assert_close(scaled[..., 0], plain[..., 0])
     torch.testing.assert_close(scaled[..., 31], slower[..., 31])
+
+
+def write_qwens_tokenizer(path: Path) -> None:
+    """Small, with the normalizer and the splitting of Qwen's: numbers digit by digit, text in NFC."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    words = r"(?i:'s|'t|'re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(words), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    names = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=names, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([generated_text(2_000)], trainer)
+    tokenizer.save(str(path))
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_another_programs_model_is_imported_trained_and_exported(kind: str, tmp_path: Path) -> None:
+    """Its weights are in bf16 and in several files, its vocabulary is padded, its context long."""
+    import transformers
+
+    model_class = getattr(transformers, FORMS_OF_THEIRS[kind].model_class)
+    shape = {"vocab_size": 320, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0}
+    theirs = model_class(model_class.config_class(**shape, eos_token_id=0, tie_word_embeddings=True))
+    theirs.to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    write_qwens_tokenizer(tmp_path / "theirs" / "tokenizer.json")
+    assert len([*(tmp_path / "theirs").glob("*.safetensors")]) > 1
+
+    assert import_hf.main([str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    (tmp_path / "text.txt").write_text(generated_text(3_000))
+    tokens, tokenizer = tmp_path / "tokens", tmp_path / "ours" / "tokenizer.json"
+    tokenize([str(tmp_path / "text.txt")], tokens, tokenizer_file=str(tokenizer), quiet=True)
+    flags = [
+        "--data_dir",
+        tokens,
+        "--init_from",
+        tmp_path / "ours",
+        "--output_dir",
+        tmp_path / "run",
+        "--device",
+        "cpu",
+    ]
+    flags += ["--max_seq_len", "32", "--max_steps", "2", "--batch_size", "2", "--eval_batches", "1"]
+    assert train_colab_mmap.main([str(word) for word in flags]) == 0
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+
+    ours, tokenizer = load_model(tmp_path / "run", "cpu")
+    ids = torch.tensor([tokenizer.encode("the cat sat on 12 mats").tolist()])
+    again = load_theirs(tmp_path / "again")
+    assert again.config.model_type == kind and again.config.max_position_embeddings == 32
+    with torch.inference_mode():
+        greedy = again.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, max_length=None)
+    sampling = Sampling(max_new_tokens=12, temperature=0)
+    (completion,) = generate(ours, tokenizer, [ids[0].tolist()], sampling)
+    assert tokenizer.decode(greedy[0, ids.size(1) :].tolist()).startswith(completion.text)
