@@ -66,6 +66,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "layernorm": ("- RMSNorm (LayerNorm)", {**MODERN, "norm": "layernorm"}),
     "no_relu2": ("- ReLU squared (GELU)", {**MODERN, "activation": "gelu"}),
     "swiglu": ("- ReLU squared (SwiGLU, as many parameters)", {**MODERN, **SWIGLU}),
+    "swiglu_time": ("- ReLU squared (SwiGLU), 273 steps: the same time", {**MODERN, **SWIGLU, "times": 0.91}),
     "modern_6x384": ("modern, 6 x 384", {**MODERN, **LARGER}),
     "swiglu_6x384": ("modern, 6 x 384, SwiGLU", {**MODERN, **LARGER, **SWIGLU, "ff_dim": 1024}),
     "bias": ("- no biases", {**MODERN, "bias": "true"}),
@@ -84,7 +85,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 def flags_of(name: str) -> dict[str, Any]:
     """The trainer's flags for a variant: evaluated once, at its end."""
     changes = dict(VARIANTS[name][1])
-    steps = STEPS * changes.pop("times", 1)
+    steps = round(STEPS * changes.pop("times", 1))
     return {**SHAPE, "max_steps": steps, "eval_interval": steps, **changes}
 
 
