@@ -45,7 +45,7 @@ MUON = {
     "grad_clip": 0, "warmup_steps": 0,
 }  # fmt: skip
 MODERN = {**MODERN_SHAPE, **MUON}
-SWIGLU = {"activation": "swiglu", "ff_dim": 682}
+SWIGLU = {"activation": "swiglu"}
 LARGER = {"num_layers": 6, "embed_dim": 384, "num_heads": 3}
 
 # name of the run -> (what it is, its flags beside SHAPE)
@@ -65,10 +65,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "no_qknorm": ("- QK-norm", {**MODERN, "qk_norm": "false"}),
     "layernorm": ("- RMSNorm (LayerNorm)", {**MODERN, "norm": "layernorm"}),
     "no_relu2": ("- ReLU squared (GELU)", {**MODERN, "activation": "gelu"}),
-    "swiglu": ("- ReLU squared (SwiGLU, as many parameters)", {**MODERN, **SWIGLU}),
-    "swiglu_time": ("- ReLU squared (SwiGLU), 273 steps: the same time", {**MODERN, **SWIGLU, "times": 0.91}),
+    "swiglu": ("- ReLU squared (SwiGLU)", {**MODERN, **SWIGLU}),
+    "swiglu_time": ("- ReLU squared (SwiGLU), 288 steps: the same time", {**MODERN, **SWIGLU, "times": 0.96}),
     "modern_6x384": ("modern, 6 x 384", {**MODERN, **LARGER}),
-    "swiglu_6x384": ("modern, 6 x 384, SwiGLU", {**MODERN, **LARGER, **SWIGLU, "ff_dim": 1024}),
+    "swiglu_6x384": ("modern, 6 x 384, SwiGLU", {**MODERN, **LARGER, **SWIGLU}),
+    "swiglu_6x384_time": (
+        "modern, 6 x 384, SwiGLU, 285 steps: the same time",
+        {**MODERN, **LARGER, **SWIGLU, "times": 0.95},
+    ),
     "bias": ("- no biases", {**MODERN, "bias": "true"}),
     "no_zero": ("- zero initialisation", {**MODERN, "zero_init": "false"}),
     "no_embednorm": ("- norm after the embedding", {**MODERN, "embed_norm": "false"}),

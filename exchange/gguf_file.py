@@ -100,11 +100,13 @@ def write_gguf(
     model: TransformerLanguageModel,
     tokenizer: Tokenizer,
     name: str,
+    gguf_type: str = "f32",
     chat_template: str | None = None,
 ) -> None:
     """Write the model, in fp32 and on the CPU, and its tokenizer to `path`, whole or not at all.
 
-    `chat_template` is in Jinja. Raises what `require_gguf` raises, before anything is written.
+    `gguf_type` is one of GGUF_TYPES; `chat_template` is in Jinja. Raises what `require_gguf` raises, before anything is
+    written.
     """
     require_gguf(model.config, tokenizer)
     import gguf
@@ -119,6 +121,7 @@ def write_gguf(
         writer = gguf.GGUFWriter(file.name, hf_kind(model.config))  # opens the file by name; `file` makes it atomic
         try:
             add_shape(writer, model.config, name)
+            writer.add_file_type(file_type(gguf_type))
             if isinstance(tokenizer, CharacterTokenizer):
                 add_characters(writer, tokenizer, model.config.vocab_size)
             else:
@@ -126,12 +129,32 @@ def write_gguf(
             if chat_template is not None:
                 writer.add_chat_template(chat_template)
             for tensor_name, tensor in tensors.items():
-                writer.add_tensor(tensor_name, tensor.numpy())
+                stored = storage(tensor_name, tensor, gguf_type)
+                writer.add_tensor(tensor_name, gguf.quants.quantize(tensor.numpy(), stored), raw_dtype=stored)
             writer.write_header_to_file()
             writer.write_kv_data_to_file()
             writer.write_tensors_to_file()
         finally:
             writer.close()
+
+
+def file_type(gguf_type: str) -> int:
+    """llama.cpp's number for the type of most weights of a file."""
+    from gguf import LlamaFileType
+
+    return {"f32": LlamaFileType.ALL_F32, "f16": LlamaFileType.MOSTLY_F16, "q8_0": LlamaFileType.MOSTLY_Q8_0}[gguf_type]
+
+
+def storage(name: str, tensor: torch.Tensor, gguf_type: str) -> gguf.GGMLQuantizationType:
+    """The type of a tensor. As in llama.cpp's converter, gains, biases and positions stay in fp32, and q8_0 needs rows
+    of whole blocks; f16 replaces it."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    if tensor.dim() < 2 or name == "position_embd.weight":
+        return GGMLQuantizationType.F32
+    wanted = GGMLQuantizationType[gguf_type.upper()]
+    block, _ = GGML_QUANT_SIZES[wanted]
+    return GGMLQuantizationType.F16 if tensor.size(-1) % block else wanted
 
 
 def named_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
@@ -184,8 +207,6 @@ def gpt2_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.T
 
 
 def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
-    import gguf
-
     writer.add_name(valid_unicode(name))
     writer.add_context_length(config.max_seq_len)
     writer.add_embedding_length(config.embed_dim)
@@ -202,7 +223,6 @@ def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
         writer.add_key_length(config.head_dim)
         writer.add_value_length(config.head_dim)
         writer.add_vocab_size(config.vocab_size)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
 
 
 def add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -> None:

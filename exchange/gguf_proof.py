@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -20,6 +22,8 @@ from tokenizer_bpe import PROBE, BPETokenizer
 # the last bit of its input: with random weights, 2 layers of 64 were 3e-4 apart, 12 of 768 up to 4e-3. A wrong file
 # differs more.
 TOLERANCE = 1e-2
+# Largest change of the perplexity by rounding weights to f16 or q8_0, whose log-probabilities cannot be equal.
+PERPLEXITY_TOLERANCE = 0.01
 TABLE_ENDS = 10.0  # beyond it, llama.cpp computes GELU without its fp16 table
 
 
@@ -95,9 +99,28 @@ class Agreement:
         )
 
 
+@dataclass(frozen=True)
+class RoundedAgreement:
+    """How far llama.cpp, with rounded weights, is from the model."""
+
+    texts: int  # with equal ids
+    compared: int  # tokens in them
+    change: float  # of the perplexity, as a share of the model's
+
+    def __str__(self) -> str:
+        return (
+            f"llama.cpp gives the same token ids on {self.texts} texts; its perplexity on {self.compared} tokens of "
+            f"them differs by {self.change:+.3%}"
+        )
+
+
 def verify_gguf(
-    path: str | Path, model: TransformerLanguageModel, tokenizer: Tokenizer, texts: Sequence[str] = ()
-) -> Agreement | None:
+    path: str | Path,
+    model: TransformerLanguageModel,
+    tokenizer: Tokenizer,
+    texts: Sequence[str] = (),
+    gguf_type: str = "f32",
+) -> Agreement | RoundedAgreement | None:
     """Load the file with llama.cpp and compare token ids and next tokens with the model's, in fp32 and on the CPU, on
     `texts` and on text of many kinds. None if xllamacpp, which contains llama.cpp, is not installed.
 
@@ -107,11 +130,25 @@ def verify_gguf(
         return None
     probe = PROBE if isinstance(tokenizer, BPETokenizer) else "".join(map(chr, tokenizer.codes))
     pairs = list(cut_texts(model, tokenizer, (probe, *texts)))
-    twin, server = with_table(model), LlamaServer(path, model.config)
-    harmless = harmless_id(tokenizer)
-    difference, rounding_aside, compared = 0.0, 0.0, 0
-    for text, ids in pairs:
+    server = LlamaServer(path, model.config)
+    for text, _ in pairs:
         require_same_ids(path, tokenizer, text, server.tokenize(text))
+    prompts = [ids for _, ids in pairs]
+    compare = compare_next_tokens if gguf_type == "f32" else compare_perplexity
+    return compare(path, model, tokenizer, prompts, server)
+
+
+def compare_next_tokens(
+    path: str | Path,
+    model: TransformerLanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    server: LlamaServer,
+) -> Agreement:
+    """Raises CheckpointError if they differ by more than TOLERANCE."""
+    twin, harmless = with_table(model), harmless_id(tokenizer)
+    difference, rounding_aside, compared = 0.0, 0.0, 0
+    for ids in prompts:
         for length in sorted({1, len(ids) // 2 or 1, len(ids)}):
             top = server.next_tokens(ids[:length], harmless)
             difference = max(difference, distance(top, model, ids[:length]))
@@ -122,7 +159,31 @@ def verify_gguf(
             f"{path} is not this model: llama.cpp's log-probabilities differ by {rounding_aside:.1e}, and rounding "
             f"explains only {TOLERANCE:.0e}. Do not use it."
         )
-    return Agreement(len(pairs), compared, difference, rounding_aside)
+    return Agreement(len(prompts), compared, difference, rounding_aside)
+
+
+@torch.inference_mode()
+def compare_perplexity(
+    path: str | Path,
+    model: TransformerLanguageModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[list[int]],
+    server: LlamaServer,
+) -> RoundedAgreement:
+    """Raises CheckpointError if the perplexities differ by more than PERPLEXITY_TOLERANCE."""
+    added = []  # to the loss of each token, in nats
+    for ids in prompts:
+        ours = model(torch.tensor([ids]))[0].log_softmax(-1)  # (T, V)
+        for i in range(1, len(ids)):
+            if is_harmless(tokenizer, ids[i]):
+                added.append(float(ours[i - 1, ids[i]]) - server.log_probability(ids[:i], ids[i]))
+    change = math.expm1(fmean(added)) if added else 0.0
+    if not abs(change) <= PERPLEXITY_TOLERANCE:
+        raise CheckpointError(
+            f"{path} is not this model: llama.cpp's perplexity differs by {change:+.2%}, and rounding may explain "
+            f"{PERPLEXITY_TOLERANCE:.0%}. Do not use it; --gguf_type f32 rounds nothing."
+        )
+    return RoundedAgreement(len(prompts), len(added), change)
 
 
 def require_same_ids(path: str | Path, tokenizer: Tokenizer, text: str, theirs: list[int]) -> None:
@@ -137,12 +198,15 @@ def require_same_ids(path: str | Path, tokenizer: Tokenizer, text: str, theirs: 
 
 
 def harmless_id(tokenizer: Tokenizer) -> int:
-    """A token of whole characters that does not end a text."""
+    """The first of `is_harmless`."""
+    return next(i for i in range(tokenizer.vocab_size) if is_harmless(tokenizer, i))
+
+
+def is_harmless(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether a token is of whole characters and does not end a text: llama.cpp reports its probability."""
     special = tokenizer.special_ids.values() if isinstance(tokenizer, BPETokenizer) else ()
-    for i in range(tokenizer.vocab_size):
-        if i not in special and (text := tokenizer.decode([i])) and "\ufffd" not in text:
-            return i
-    raise AssertionError("a vocabulary without a single character")
+    text = tokenizer.decode([token])
+    return token not in special and bool(text) and "\ufffd" not in text
 
 
 @torch.inference_mode()

@@ -16,8 +16,8 @@ TOP = 10  # likeliest next tokens to ask for
 
 
 class LlamaServer:
-    """llama.cpp in this process, with a file loaded; on the CPU and in fp32, so that only the file can make a
-    difference."""
+    """llama.cpp in this process, with a file loaded; on the CPU, and in fp32 where the weights are, so that only the
+    file can make a difference."""
 
     def __init__(self, path: str | Path, config: ModelConfig) -> None:
         """Raises CheckpointError if llama.cpp cannot load the file."""
@@ -65,3 +65,11 @@ class LlamaServer:
         answer = self.server.handle_completions(question)
         (token,) = answer["choices"][0]["logprobs"]["content"]
         return {entry["id"]: entry["logprob"] for entry in token["top_logprobs"]}
+
+    def log_probability(self, prompt: list[int], token: int) -> float:
+        """Of the token, which must be harmless, after the prompt. A prompt that continues the one before is quick."""
+        question = {"prompt": prompt, "n_predict": 1, "n_probs": 1, "temperature": 0.0, "cache_prompt": True}
+        answer = self.server.handle_completions(question | {"ignore_eos": True, "logit_bias": [[token, 1e6]]})
+        (chosen,) = answer["choices"][0]["logprobs"]["content"]
+        assert chosen["id"] == token
+        return float(chosen["logprob"])

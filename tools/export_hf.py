@@ -1,7 +1,7 @@
 """Write a trained model as a folder that Hugging Face `transformers` opens, and as a file for llama.cpp and Ollama.
 
     python tools/export_hf.py runs/gpt2_small exported/gpt2_small
-    python tools/export_hf.py runs/gpt2_small exported/gpt2_small --gguf exported/gpt2_small.gguf
+    python tools/export_hf.py runs/gpt2_small exported/gpt2_small --gguf exported/gpt2_small.gguf --ollama
     python tools/export_hf.py runs/gpt2_small exported/gpt2_small --push my_name/my_model
     python tools/export_hf.py runs/lora exported/lora --base exported/gpt2_small
 
@@ -20,21 +20,21 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from common.errors import ConfigError, script
 from common.flags import Parser, add_debug
-from exchange.formats import FORMATS, load_format
+from exchange.gguf_types import GGUF_TYPES
 from exchange.push_hub import push, require_push
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse_arguments(argv)
-    from exchange.hf_export import export  # here, because --help must not import torch
+    from exchange import gguf_export  # here, because --help must not import torch
+    from exchange.hf_export import export
 
     checkpoint, out, base = arguments.checkpoint, Path(arguments.out), arguments.base
-    files = {load_format(name): Path(file) for name in FORMATS if (file := getattr(arguments, name))}
     if arguments.push:
         require_push(arguments.push)
-    for file_format, file in files.items():  # fail before anything is written
-        file_format.require_file(checkpoint, file)
+    if arguments.gguf:  # fail before anything is written
+        gguf_export.require_file(checkpoint, Path(arguments.gguf), arguments.ollama)
     difference = export(checkpoint, out, Path(base) if base else None)
     reader = "peft" if base else "transformers"
     print(
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     model = f'AutoModelForCausalLM.from_pretrained("{base or out}")'
     model = f'PeftModel.from_pretrained({model}, "{out}")' if base else model
     print(f'\nUse it: {model}, AutoTokenizer.from_pretrained("{out}")')
-    for file_format, file in files.items():
-        file_format.export_file(checkpoint, file)
+    if arguments.gguf:
+        gguf_export.export_file(checkpoint, Path(arguments.gguf), arguments.gguf_type or "f16", arguments.ollama)
     if arguments.push:
         print(f"\n{push(out, arguments.push, public=arguments.public)}")
     return 0
@@ -60,14 +60,18 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or run folder for its newest")
     parser.add_argument("out", metavar="OUT", help="folder to write; empty, or not there yet")
     parser.add_argument("--base", metavar="FOLDER", help="for LoRA adapters: the folder their base was exported to")
-    for name, about in FORMATS.items():
-        parser.add_argument(f"--{name}", metavar="FILE", help=about)
+    parser.add_argument("--gguf", metavar="FILE", help="write a file for llama.cpp and Ollama too")
+    types = "; ".join(f"{name}: {about}" for name, about in GGUF_TYPES.items())
+    parser.add_argument("--gguf_type", choices=GGUF_TYPES, help=f"with --gguf: of its weights [f16]. {types}")
+    parser.add_argument("--ollama", action="store_true", help="with --gguf: write a Modelfile for Ollama beside it")
     parser.add_argument("--push", metavar="USER/NAME", help="upload the folder to the Hugging Face Hub, private")
     parser.add_argument("--public", action="store_true", help="with --push: visible to everybody")
     add_debug(parser)
     arguments = parser.parse_args(argv)
     if arguments.public and not arguments.push:
         raise ConfigError("--public is for --push USER/NAME.")
+    if (arguments.gguf_type or arguments.ollama) and not arguments.gguf:
+        raise ConfigError("--gguf_type and --ollama are for --gguf FILE.")
     return arguments
 
 

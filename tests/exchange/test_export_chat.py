@@ -61,9 +61,12 @@ def test_llama_cpp_reads_the_same_conversation(tmp_path: Path, capsys: pytest.Ca
 
     template, file = ChatTemplate(), tmp_path / "model.gguf"
     write_model(tmp_path / "ours", chat=template)
-    assert tools.export_hf.main([str(tmp_path / "ours"), str(tmp_path / "theirs"), "--gguf", str(file)]) == 0
+    assert (
+        tools.export_hf.main([str(tmp_path / "ours"), str(tmp_path / "theirs"), "--gguf", str(file), "--ollama"]) == 0
+    )
     out = capsys.readouterr().out
-    assert f"llama-cli -m {file} --jinja" in out and "{{ range .Messages }}" in out
+    assert f"llama-cli -m {file} --jinja" in out
+    assert "{{ range .Messages }}" in (tmp_path / "Modelfile").read_text()
     server = LlamaServer(file, open_checkpoint(tmp_path / "ours").model_config())
     prompt = server.ask("/apply-template", {"messages": ASKED})["prompt"]
     ids = server.ask("/tokenize", {"content": prompt, "add_special": True, "parse_special": True})["tokens"]

@@ -283,17 +283,33 @@ def test_a_file_for_llama_cpp_is_written_proven_and_explained(tmp_path: Path, ca
     command = [str(tmp_path / "best"), str(tmp_path / "out"), "--gguf", str(file)]
     assert main(command) == 0
     said = capsys.readouterr().out
-    assert file.read_bytes()[:4] == b"GGUF" and "llama-completion -m" in said and "ollama create x" in said
+    assert file.read_bytes()[:4] == b"GGUF" and "llama-completion -m" in said and "--ollama would write" in said
     assert "same token ids" in said or "Not proven" in said
     assert "approximates GELU by tanh" in said
     assert main([command[0], str(tmp_path / "again"), *command[2:]]) == 2 and not (tmp_path / "again").exists()
 
 
 @pytest.mark.extras("gguf")
+def test_types_and_ollama(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    write_model(tmp_path / "best")
+    command = [str(tmp_path / "best"), str(tmp_path / "out"), "--gguf", str(tmp_path / "x.gguf"), "--ollama"]
+    assert main([*command, "--gguf_type", "f32"]) == 0
+    said = capsys.readouterr().out
+    assert "x.gguf (f32, " in said and "ollama create x -f Modelfile" in said
+    assert (tmp_path / "Modelfile").read_text().startswith("FROM ./x.gguf\nPARAMETER num_ctx ")
+    (tmp_path / "x.gguf").unlink()
+    assert main([command[0], str(tmp_path / "again"), *command[2:]]) == 2
+    assert "Modelfile, which --ollama would write, is already there" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["Modelfile", "best", "out"]
+    assert main([*command[:2], "--ollama"]) == 2 and "are for --gguf FILE" in capsys.readouterr().err
+    assert main([*command, "--gguf_type", "q4"]) == 2
+
+
+@pytest.mark.extras("gguf")
 def test_a_file_that_is_not_proven_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def prove(path: object, file: Path) -> None:
+    def prove(path: object, file: Path, gguf_type: str) -> None:
         assert file.exists()
         raise CheckpointError(f"llama.cpp crashed on {file}.")
 

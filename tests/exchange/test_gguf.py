@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.chat import ChatTemplate
 from common.errors import CheckpointError, ConfigError
 from exchange import gguf_export, gguf_file, gguf_proof
 from model import TransformerLanguageModel
@@ -40,11 +41,10 @@ def build(tokenizer: Tokenizer, **changes: object) -> TransformerLanguageModel:
     return with_large_weights(TransformerLanguageModel(ModelConfig(**{**shape, **changes}))).eval()
 
 
-def test_llama_cpp_runs_a_trained_model(tmp_path: Path, bpe: BPETokenizer) -> None:
-    pytest.importorskip("gguf")
-    pytest.importorskip("xllamacpp")
+@pytest.fixture(scope="module")
+def trained(bpe: BPETokenizer) -> TransformerLanguageModel:
     torch.manual_seed(0)
-    model = TransformerLanguageModel(ModelConfig(bpe.vocab_size, 64, 2, 2, max_seq_len=64))
+    model = TransformerLanguageModel(ModelConfig(bpe.vocab_size, 64, 2, 2, ff_dim=80, max_seq_len=64))
     ids, optimizer = torch.tensor(bpe.encode(TEXT)), torch.optim.AdamW(model.parameters(), lr=3e-3)
     for _ in range(60):
         starts = torch.randint(len(ids) - 65, (16,))
@@ -54,14 +54,61 @@ def test_llama_cpp_runs_a_trained_model(tmp_path: Path, bpe: BPETokenizer) -> No
         loss.backward()
         optimizer.step()
     assert loss < 2.5
+    return model.eval()
+
+
+def test_llama_cpp_runs_a_trained_model(tmp_path: Path, bpe: BPETokenizer, trained: TransformerLanguageModel) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp")
     path = tmp_path / "new folder" / "trained.gguf"
-    gguf_file.write_gguf(path, model.eval(), bpe, "trained")
-    agreement = gguf_proof.verify_gguf(path, model, bpe, [TEXT[:2_000], "<|endoftext|>", ""])
+    gguf_file.write_gguf(path, trained, bpe, "trained")
+    agreement = gguf_proof.verify_gguf(path, trained, bpe, [TEXT[:2_000], "<|endoftext|>", ""])
     assert agreement is not None and agreement.texts == 3 and agreement.compared >= 7
     assert agreement.difference < 1e-2 and agreement.rounding_aside < 1e-4
     assert "same token ids on 3 texts" in str(agreement)
-    assert 0 < gguf_proof.tanh_difference(model, bpe, [TEXT]) < 1e-2
+    assert 0 < gguf_proof.tanh_difference(trained, bpe, [TEXT]) < 1e-2
     assert [file.name for file in path.parent.iterdir()] == ["trained.gguf"]
+
+
+@pytest.mark.parametrize(("gguf_type", "rounding"), [("f16", 1e-3), ("q8_0", 1e-2)])
+def test_rounded_weights(
+    tmp_path: Path, bpe: BPETokenizer, trained: TransformerLanguageModel, gguf_type: str, rounding: float
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp")
+    path = tmp_path / "a.gguf"
+    gguf_file.write_gguf(path, trained, bpe, "a", gguf_type)
+    agreement = gguf_proof.verify_gguf(path, trained, bpe, [TEXT[:2_000]], gguf_type)
+    assert agreement is not None and agreement.texts == 2 and agreement.compared > 60
+    assert abs(agreement.change) < rounding and "its perplexity on" in str(agreement)
+
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    for name, exact in gguf_file.named_tensors(trained):
+        stored = tensors[name]
+        matrix = exact.dim() == 2 and name != "position_embd.weight"
+        expected = gguf_type if matrix else "f32"
+        if expected == "q8_0" and "ffn_down" in name:  # rows of 80: not whole blocks of 32
+            expected = "f16"
+        assert stored.tensor_type.name.lower() == expected
+        read = torch.tensor(gguf.quants.dequantize(stored.data, stored.tensor_type))
+        assert (read - exact).abs().max() <= {"f32": 0, "f16": 5e-4, "q8_0": 1 / 250}[expected] * exact.abs().max()
+
+    with torch.no_grad():
+        trained.ln_f.weight *= 1.2
+    with pytest.raises(CheckpointError, match=r"llama\.cpp's perplexity differs by .*%, and rounding may explain 1%"):
+        gguf_proof.verify_gguf(path, trained, bpe, [TEXT[:2_000]], gguf_type)
+    with torch.no_grad():
+        trained.ln_f.weight /= 1.2
+
+
+def test_a_character_model_of_eight_bits(tmp_path: Path, characters: CharacterTokenizer) -> None:
+    pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp")
+    torch.manual_seed(0)
+    model, path = TransformerLanguageModel(ModelConfig(characters.vocab_size, 64, 2, 2)).eval(), tmp_path / "a.gguf"
+    gguf_file.write_gguf(path, model, characters, "a", "q8_0")
+    agreement = gguf_proof.verify_gguf(path, model, characters, [TEXT[:300]], "q8_0")
+    assert agreement is not None and agreement.compared >= 300
 
 
 @pytest.mark.parametrize(
@@ -175,8 +222,16 @@ def test_what_to_type() -> None:
     config, path = ModelConfig(65, max_seq_len=256), "runs/My Model!.gguf"
     command = gguf_export.llama_command(path, config)
     assert command == "llama-completion -m 'runs/My Model!.gguf' -no-cnv -n 128 -p 'Once upon a time'"
-    assert (
-        gguf_export.modelfile(path, config)
-        == 'FROM ./My Model!.gguf\nPARAMETER num_ctx 256\nTEMPLATE "{{ .Prompt }}"\n'
-    )
+    assert gguf_export.modelfile(path, config).splitlines() == [
+        "FROM ./My Model!.gguf",
+        "PARAMETER num_ctx 256",
+        "PARAMETER num_predict 128",
+        "PARAMETER temperature 0.8",
+        "PARAMETER top_k 0",
+        "PARAMETER top_p 0.9",
+        "PARAMETER repeat_penalty 1.0",
+        'TEMPLATE "{{ .Prompt }}"',
+    ]
+    chats = gguf_export.modelfile(path, config, ChatTemplate())
+    assert 'PARAMETER stop "<|endoftext|>"\nTEMPLATE """<|endoftext|>{{ range .Messages }}' in chats
     assert gguf_export.ollama_commands(path).startswith("ollama create my-model -f Modelfile\nollama run my-model ")
