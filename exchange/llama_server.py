@@ -16,10 +16,10 @@ TOP = 10  # likeliest next tokens to ask for
 
 
 class LlamaServer:
-    """llama.cpp in this process, with a file loaded; on the CPU, and in fp32 where the weights are, so that only the
-    file can make a difference."""
+    """llama.cpp in this process, with a file loaded, on the CPU. If `is_exact`, it computes in fp32 where the weights
+    are, so that only the file can make a difference; if not, as llama.cpp does by default."""
 
-    def __init__(self, path: str | Path, config: ModelConfig) -> None:
+    def __init__(self, path: str | Path, config: ModelConfig, is_exact: bool = True) -> None:
         """Raises CheckpointError if llama.cpp cannot load the file."""
         import xllamacpp
 
@@ -30,8 +30,9 @@ class LlamaServer:
         params.n_gpu_layers = 0
         params.warmup = params.ui = params.fit_params = False
         params.verbosity = -1  # silent
-        params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # it rounds to fp16
-        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        if is_exact:  # flash attention rounds to fp16
+            params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
         params.port = 0  # any free one; `tokenize` asks it, on 127.0.0.1
         try:
@@ -73,3 +74,9 @@ class LlamaServer:
         (chosen,) = answer["choices"][0]["logprobs"]["content"]
         assert chosen["id"] == token
         return float(chosen["logprob"])
+
+    def milliseconds_per_token(self, prompt: list[int], new_tokens: int) -> float:
+        """Of greedy generation after the prompt, by llama.cpp's own clock."""
+        question = {"prompt": prompt, "n_predict": new_tokens, "temperature": 0.0, "cache_prompt": False}
+        answer = self.server.handle_completions(question | {"ignore_eos": True})
+        return float(answer["timings"]["predicted_per_token_ms"])
