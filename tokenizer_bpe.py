@@ -33,6 +33,31 @@ LARGEST_VOCABULARY = 10_000_000  # many times any in use; `tokenizers` ends the 
 
 # GPT-2's pre-tokenizer. The possessive quantifiers match what GPT-2's own pattern matches, without backtracking.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+# As they stand in the files of Llama 3, and of Qwen2 and Qwen3.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+
+# The ways of cutting a text into words that are known here, under llama.cpp's names: the stages of a `tokenizers` file
+# (without "trim_offsets", which changes no id), and the pattern with which tiktoken cuts in the same way. It has none for
+# SmolLM2, where each digit stands alone: `tokenizers` and tiktoken know the digits of different versions of Unicode.
+GPT2_STAGE = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+BYTES_STAGE = {**GPT2_STAGE, "use_regex": False}
+DIGITS_STAGE = {"type": "Digits", "individual_digits": True}
+
+
+def pattern_stage(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+SPLITTINGS = {
+    "gpt-2": ([GPT2_STAGE], GPT2_PATTERN),
+    "smollm": ([DIGITS_STAGE, GPT2_STAGE], ""),
+    "llama-bpe": ([pattern_stage(LLAMA3_PATTERN), BYTES_STAGE], LLAMA3_PATTERN),
+    "qwen2": ([pattern_stage(QWEN_PATTERN), BYTES_STAGE], QWEN_PATTERN),
+}
 
 # `\s+(?!\S)` backtracks by one character, with one stack entry per character: tiktoken panics if text follows a run of
 # some 500,000 whitespace characters. Such a run is cut where the match would end.
@@ -56,7 +81,10 @@ PROBE = (
     " aaaaaaaaaaaaaaaa           x "
 )
 
-NOT_BYTE_LEVEL = "not a byte-level BPE tokenizer, the only kind of `tokenizers` file that can be used here."
+NOT_BYTE_LEVEL = (
+    "not a byte-level BPE tokenizer, the only kind of `tokenizers` file that can be used here, but {}. Models with "
+    "byte-level BPE are GPT-2, SmolLM2, Llama 3, Qwen2 and Qwen3."
+)
 
 
 class VocabularySizeError(TokenizerError):
@@ -66,10 +94,12 @@ class VocabularySizeError(TokenizerError):
 
 
 class BPETokenizer:
-    """Byte-level BPE in which any text round-trips.
+    """Byte-level BPE. Any text round-trips, except for what a file of another program says: a normalizer that brings
+    text into NFC (Qwen's), or a vocabulary that lacks some bytes.
 
     `encode` treats everything as ordinary text, even the characters "<|endoftext|>": special tokens enter a sequence
-    only by their id, so no document can forge one. `decode` gives a special token's name as text.
+    only by their id, so no document can forge one. `decode` gives a special token's name as text. Added tokens that are
+    not special (Qwen's "<tool_call>") are found in the text, as in `transformers`.
     """
 
     kind = "bpe"
@@ -87,10 +117,20 @@ class BPETokenizer:
         self.backend = tokenizer
         self.backend.encode_special_tokens = True  # as ordinary text
         self.table = token_table(content)
-        self.special_ids = {
-            token["content"]: token["id"] for token in content.get("added_tokens") or [] if token.get("special")
-        }
-        self.fast, self.encoder_note = fast_encoder(tokenizer, content, self.table, self.special_ids)
+        added = content.get("added_tokens") or []
+        self.special_ids = {token["content"]: token["id"] for token in added if token.get("special")}
+        self.found_in_text = [token["content"] for token in added if not token.get("special")]
+        self.splitting = splitting_of(content)
+        self.normalizer = tokenizer.normalizer
+        self.fast: tiktoken.Encoding | None = None
+        obstacle = obstacle_to_tiktoken(content)
+        if not obstacle:
+            self.fast = fast_encoder(content, self.table, SPLITTINGS[self.splitting][1])
+            text = self.probe()
+            if self.encode(text).tolist() != tokenizer.encode(text, add_special_tokens=False).ids:
+                self.fast, obstacle = None, "tiktoken gives other ids for the test text"
+        slow = f"Encoding with `tokenizers`, several times slower than tiktoken: {obstacle}."
+        self.encoder_note = slow if obstacle else ""
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int = 32000, min_frequency: int = 2) -> BPETokenizer:
@@ -138,6 +178,7 @@ class BPETokenizer:
                 raise
             raise TokenizerError(f"{path} is not a file that `tokenizers` can read: {error}.") from None
         try:
+            require_same_added_tokens(content, tokenizer)
             return cls(tokenizer)
         except TokenizerError as error:
             raise TokenizerError(f"{path}: {error}") from None
@@ -173,10 +214,25 @@ class BPETokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Ids of the text, (tokens,) int32. A lone surrogate, which UTF-8 cannot express, becomes U+FFFD."""
         text = valid_unicode(text)
-        if self.fast is None:
+        if self.fast is None or self.needs_tokenizers(text):
             return np.array(self.backend.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        if self.normalizer is not None and not text.isascii():
+            text = self.normalizer.normalize_str(text)
         pieces = [self.fast.encode_to_numpy(piece, disallowed_special=()) for piece in cut_whitespace(text)]
         return (pieces[0] if len(pieces) == 1 else np.concatenate(pieces)).astype(np.int32)
+
+    def needs_tokenizers(self, text: str) -> bool:
+        """Whether tiktoken would give other ids for this text, or fail: an added token is in it, or whitespace that can
+        only be cut by GPT-2's pattern."""
+        if any(name in text for name in self.found_in_text):
+            return True
+        return self.splitting != "gpt-2" and has_long_whitespace(text)
+
+    def probe(self) -> str:
+        """Text that shows whether another program reads this tokenizer in the same way: of many kinds, with some four
+        thousand of the vocabulary's own tokens, all its numbers, and its added tokens that text can contain."""
+        words = self.table[:: len(self.table) // 4000 + 1] + [token for token in self.table if token.isdigit()]
+        return PROBE + b" ".join(words).decode("utf-8", "replace") + "!\n".join(["", *self.found_in_text])
 
     def decode(self, ids: TokenIds) -> str:
         """Text of the ids; bytes that are not UTF-8 become U+FFFD. Raises TokenizerError for an id out of range."""
@@ -205,7 +261,7 @@ def fatal_problem(content: dict[str, Any]) -> str:
     model, added = content.get("model"), content.get("added_tokens")
     model = model if isinstance(model, dict) else {}
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):  # byte-level BPE has neither
-        return NOT_BYTE_LEVEL
+        return NOT_BYTE_LEVEL.format(kind_of(model))
     vocab = model.get("vocab")
     ids = list(vocab.values()) if isinstance(vocab, dict) else []
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
@@ -215,6 +271,27 @@ def fatal_problem(content: dict[str, Any]) -> str:
     return ""
 
 
+def kind_of(model: dict[str, Any]) -> str:
+    """What people call a tokenizer with this model that is not byte-level BPE."""
+    kind, vocab = model.get("type"), model.get("vocab")
+    if kind == "Unigram":
+        return "SentencePiece's Unigram"
+    if kind == "BPE" and (model.get("byte_fallback") or (isinstance(vocab, dict) and "\u2581" in vocab)):
+        return "SentencePiece's BPE (as in Llama 2, TinyLlama and Mistral)"
+    return {"WordPiece": "WordPiece (as in BERT)", "BPE": "BPE of characters"}.get(str(kind), f"{kind!s:.40}")
+
+
+def require_same_added_tokens(content: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> None:
+    """Raises TokenizerError if a file gives an added token an id that it cannot have: `tokenizers` takes another one
+    without a word."""
+    for token in content.get("added_tokens") or []:
+        if (found := tokenizer.token_to_id(token["content"])) != token["id"]:
+            raise TokenizerError(
+                f"its added token {token['content']!r:.60} has the id {token['id']}, which is taken or leaves a gap "
+                f"({found} would be the next). Take the tokenizer.json that belongs to the model."
+            )
+
+
 def token_table(content: dict[str, Any]) -> list[bytes]:
     """The bytes of each id, b"" for an id without a token."""
     # One of the stages before the model must be ByteLevel. With a byte-level decoder alone, characters that are not in
@@ -222,7 +299,7 @@ def token_table(content: dict[str, Any]) -> list[bytes]:
     stages = [content.get("pre_tokenizer") or {}, content.get("normalizer") or {}]
     stages += [inner for stage in stages for inner in stage.get("pretokenizers", []) + stage.get("normalizers", [])]
     if content["model"].get("type") != "BPE" or not any(stage.get("type") == "ByteLevel" for stage in stages):
-        raise TokenizerError(NOT_BYTE_LEVEL)
+        raise TokenizerError(NOT_BYTE_LEVEL.format(kind_of(content["model"])))
     added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
     vocab = content["model"]["vocab"] | added
     if not vocab:
@@ -230,45 +307,45 @@ def token_table(content: dict[str, Any]) -> list[bytes]:
     table = [b""] * (max(vocab.values()) + 1)
     alphabet = byte_alphabet()
     for token, token_id in vocab.items():
+        if table[token_id]:
+            raise TokenizerError(f"two of its tokens have the id {token_id}: {token!r:.60} and another.")
         byte_level = token not in added and all(character in alphabet for character in token)
         table[token_id] = bytes(alphabet[character] for character in token) if byte_level else token.encode()
     return table
 
 
-def fast_encoder(
-    tokenizer: tokenizers.Tokenizer, content: dict[str, Any], table: list[bytes], special_ids: dict[str, int]
-) -> tuple[tiktoken.Encoding | None, str]:
-    """A tiktoken encoder that gives the same ids, and ""; or None, and a sentence that says why."""
-    obstacle = obstacle_to_tiktoken(content)
-    if not obstacle:
-        import tiktoken
+def splitting_of(content: dict[str, Any]) -> str:
+    """The name in SPLITTINGS of the way in which a `tokenizers` file cuts text into words; "" for any other way."""
+    pre_tokenizer = content.get("pre_tokenizer") or {}
+    stages = [
+        {key: value for key, value in stage.items() if key != "trim_offsets"}
+        for stage in pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    ]
+    return next((name for name, (known, _) in SPLITTINGS.items() if stages == known), "")
 
-        ranks = {table[i]: i for token, i in content["model"]["vocab"].items() if token not in special_ids}
-        special = special_ids or {END_OF_TEXT: len(table)}
-        fast = tiktoken.Encoding("bpe", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special)
-        # Test it on text of many kinds, and on some four thousand of the vocabulary's own tokens.
-        words = b" ".join(table[:: len(table) // 4000 + 1]).decode("utf-8", "replace")
-        if all(
-            fast.encode_to_numpy(text, disallowed_special=()).tolist()
-            == tokenizer.encode(text, add_special_tokens=False).ids
-            for text in (PROBE, words)
-        ):
-            return fast, ""
-        obstacle = "tiktoken gives other ids for the test text"
-    return None, f"Encoding with `tokenizers`, several times slower than tiktoken: {obstacle}."
+
+def fast_encoder(content: dict[str, Any], table: list[bytes], pattern: str) -> tiktoken.Encoding:
+    """tiktoken for a tokenizer to which `obstacle_to_tiktoken` finds no obstacle."""
+    import tiktoken
+
+    added = {token["content"] for token in content.get("added_tokens") or []}
+    ranks = {table[i]: i for token, i in content["model"]["vocab"].items() if token not in added}
+    # It is never asked for a special token, but needs one.
+    return tiktoken.Encoding("bpe", pat_str=pattern, mergeable_ranks=ranks, special_tokens={END_OF_TEXT: len(table)})
 
 
 def obstacle_to_tiktoken(content: dict[str, Any]) -> str:
     """Why tiktoken cannot encode for this tokenizer; "" if it can."""
-    model, pre_tokenizer = content["model"], content.get("pre_tokenizer") or {}
-    if pre_tokenizer.get("type") != "ByteLevel" or content.get("normalizer"):
-        return "its normalizer or pre-tokenizer is not GPT-2's"
-    if pre_tokenizer.get("add_prefix_space") or not pre_tokenizer.get("use_regex", True):
-        return "the pre-tokenizer has other options than GPT-2's"
-    if any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "ignore_merges")):
+    model = content["model"]
+    splitting = splitting_of(content)
+    if not splitting or not SPLITTINGS[splitting][1]:
+        return f"it cuts text into words in its own way ({shortened(content.get('pre_tokenizer'))})"
+    if content.get("normalizer") not in (None, {"type": "NFC"}):
+        return f"it changes the text before ({shortened(content['normalizer'])})"
+    if any(token.get("normalized") for token in content.get("added_tokens") or [] if not token.get("special")):
+        return "it has added tokens that are looked for in changed text"
+    if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return "the BPE model has options that tiktoken does not have"
-    if not all(token.get("special") for token in content.get("added_tokens") or []):
-        return "the file has added tokens that are matched inside text"
     vocab, alphabet = model["vocab"], byte_alphabet()
     if any(character not in vocab for character in alphabet):
         return "the vocabulary lacks some of the 256 bytes, so text with them does not round-trip"
@@ -284,11 +361,21 @@ def obstacle_to_tiktoken(content: dict[str, Any]) -> str:
     return ""
 
 
-def cut_whitespace(text: str) -> Iterator[str]:
-    """The text in pieces that give the same ids as the whole. No piece has a run that overflows tiktoken's stack."""
+def shortened(stage: Any) -> str:
+    return f"{json.dumps(stage, ensure_ascii=False):.200}"
+
+
+def has_long_whitespace(text: str) -> bool:
+    """False if no run of whitespace is longer than LONGEST_WHITESPACE; True if one is, or perhaps."""
     half = LONGEST_WHITESPACE // 2  # a longer run covers at least one whole block of this size: a quick test
+    return len(text) > LONGEST_WHITESPACE and any(text[i : i + half].isspace() for i in range(0, len(text), half))
+
+
+def cut_whitespace(text: str) -> Iterator[str]:
+    """The text in pieces to which GPT-2's pattern gives the same ids as to the whole. No piece has a run that overflows
+    tiktoken's stack."""
     start = 0
-    if len(text) > LONGEST_WHITESPACE and any(text[i : i + half].isspace() for i in range(0, len(text), half)):
+    if has_long_whitespace(text):
         for match in LONG_WHITESPACE.finditer(text):
             if match.end() < len(text):
                 yield text[start : match.end() - 1]

@@ -37,9 +37,10 @@ NOT_TEXT = {
     b"\x1f\x8b": "packed with gzip. Give it a name that ends in .gz.",
 }
 HOLDS_ZEROS = "It has zero bytes, which text never has. Save it as plain text (UTF-8) in the program that wrote it."
-# GPT-2's pre-tokenizer always starts a new word where whitespace follows another character. (A lookbehind takes twice
-# as long.)
-CUT = re.compile(r"\S[ \n\r\t]")
+# The cut is before the last character of a match. There every pre-tokenizer of `tokenizer_bpe.SPLITTINGS` starts a new
+# word. Llama 3's and Qwen's put line breaks into one word with the punctuation before them. (A lookbehind takes twice as
+# long.)
+CUT = re.compile(r"\S[ \t]|[^\W_][\r\n]|\S\n[^\W_]")
 
 
 @dataclass(frozen=True)
@@ -167,7 +168,7 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
 
 
 def cut_point(text: str, limit: int) -> int:
-    """The last place up to `limit` where a cut changes no token: the index of the whitespace after the cut; 0 if none.
+    """The last place up to `limit` where a cut changes no token: the index of the character after it; 0 if none.
 
     `limit` < len(text), so neither part is empty.
     """
