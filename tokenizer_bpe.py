@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,10 +42,11 @@ LLAMA3_PATTERN = (
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 
 # The ways of cutting a text into words that are known here, under llama.cpp's names: the stages of a `tokenizers` file
-# (without "trim_offsets", which changes no id), and the pattern with which tiktoken cuts in the same way. It has none for
-# SmolLM2, where each digit stands alone: `tokenizers` and tiktoken know the digits of different versions of Unicode.
+# (without "trim_offsets", which changes no id), and the pattern with which tiktoken cuts in the same way. It has none
+# for SmolLM2, where each digit stands alone: `tokenizers` and tiktoken know the digits of different Unicode versions.
 GPT2_STAGE = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 BYTES_STAGE = {**GPT2_STAGE, "use_regex": False}
+NFC = {"type": "NFC"}  # the normalizer of Qwen2 and Qwen3
 DIGITS_STAGE = {"type": "Digits", "individual_digits": True}
 
 
@@ -178,7 +180,7 @@ class BPETokenizer:
                 raise
             raise TokenizerError(f"{path} is not a file that `tokenizers` can read: {error}.") from None
         try:
-            require_same_added_tokens(content, tokenizer)
+            require_same_ids(content, tokenizer)
             return cls(tokenizer)
         except TokenizerError as error:
             raise TokenizerError(f"{path}: {error}") from None
@@ -281,9 +283,13 @@ def kind_of(model: dict[str, Any]) -> str:
     return {"WordPiece": "WordPiece (as in BERT)", "BPE": "BPE of characters"}.get(str(kind), f"{kind!s:.40}")
 
 
-def require_same_added_tokens(content: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> None:
-    """Raises TokenizerError if a file gives an added token an id that it cannot have: `tokenizers` takes another one
-    without a word."""
+def require_same_ids(content: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> None:
+    """Raises TokenizerError if a file gives two tokens one id, or an added token an id that it cannot have.
+    `tokenizers` drops a token, or takes another id, without a word."""
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, dict) and len(set(vocab.values())) < len(vocab):
+        twice = Counter(vocab.values()).most_common(1)[0][0]
+        raise TokenizerError(f"two of its tokens have the id {twice}.")
     for token in content.get("added_tokens") or []:
         if (found := tokenizer.token_to_id(token["content"])) != token["id"]:
             raise TokenizerError(
@@ -308,7 +314,7 @@ def token_table(content: dict[str, Any]) -> list[bytes]:
     alphabet = byte_alphabet()
     for token, token_id in vocab.items():
         if table[token_id]:
-            raise TokenizerError(f"two of its tokens have the id {token_id}: {token!r:.60} and another.")
+            raise TokenizerError(f"two of its tokens have the id {token_id}.")
         byte_level = token not in added and all(character in alphabet for character in token)
         table[token_id] = bytes(alphabet[character] for character in token) if byte_level else token.encode()
     return table
@@ -340,7 +346,7 @@ def obstacle_to_tiktoken(content: dict[str, Any]) -> str:
     splitting = splitting_of(content)
     if not splitting or not SPLITTINGS[splitting][1]:
         return f"it cuts text into words in its own way ({shortened(content.get('pre_tokenizer'))})"
-    if content.get("normalizer") not in (None, {"type": "NFC"}):
+    if content.get("normalizer") not in (None, NFC):
         return f"it changes the text before ({shortened(content['normalizer'])})"
     if any(token.get("normalized") for token in content.get("added_tokens") or [] if not token.get("special")):
         return "it has added tokens that are looked for in changed text"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,7 +25,7 @@ from model import TransformerLanguageModel, scaled
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_base import valid_unicode
-from tokenizer_bpe import BPETokenizer, obstacle_to_tiktoken
+from tokenizer_bpe import NFC, BPETokenizer, shortened
 
 if TYPE_CHECKING:
     import gguf
@@ -87,9 +87,40 @@ def obstacle_to_gguf(config: ModelConfig, tokenizer: Tokenizer) -> str:
         return f"its {kind} has no rope_scaling"
     if tokenizer.vocab_size > config.vocab_size:
         return f"the tokenizer has {tokenizer.vocab_size:,} ids and the model a vocab_size of {config.vocab_size:,}"
-    if isinstance(tokenizer, BPETokenizer) and (problem := obstacle_to_tiktoken(json.loads(tokenizer.to_json()))):
-        return f"of its tokenizer, {problem}"
+    if isinstance(tokenizer, BPETokenizer) and (problem := obstacle_to_bpe(tokenizer)):
+        return f"its tokenizer {problem}"
     return ""
+
+
+def obstacle_to_bpe(tokenizer: BPETokenizer) -> str:
+    """What of a byte-level BPE llama.cpp does otherwise; "" if nothing. Its ways of cutting text into words are built
+    in, under names. It brings no text into NFC, which is no obstacle: text mostly is in NFC."""
+    content = json.loads(tokenizer.to_json())
+    model, added = content["model"], content.get("added_tokens") or []
+    if not tokenizer.splitting:
+        return f"cuts text into words in a way that is not known here: {shortened(content.get('pre_tokenizer'))}"
+    if content.get("normalizer") not in (None, NFC):
+        return f"changes the text before: {shortened(content['normalizer'])}"
+    for token in added:
+        if any(token.get(key) for key in ("lstrip", "rstrip", "single_word")) and not token.get("special"):
+            return f"takes spaces or whole words with the added token {token['content']!r:.60}"
+    # With Llama 3's splitting, llama.cpp takes a word that is a token without looking at the merges; else never.
+    if bool(model.get("ignore_merges")) != (tokenizer.splitting == "llama-bpe"):
+        made = {token["content"] for token in added} | {"".join(pair) for pair in merges_of(content)}
+        if other := [token for token in model["vocab"] if len(token) > 1 and token not in made]:
+            return f"has tokens that no merge creates, such as {other[0]!r:.60}"
+    return ""
+
+
+def looks_special(name: str) -> bool:
+    """Whether llama.cpp takes an added token as special because of its name, whatever its file says: Qwen's
+    <|fim_prefix|>, for one."""
+    return name.startswith("<|") and name.endswith("|>")
+
+
+def merges_of(content: dict[str, Any]) -> list[list[str]]:
+    """The merges of a `tokenizers` file; older ones have each pair as one string."""
+    return [pair.split(" ") if isinstance(pair, str) else pair for pair in content["model"]["merges"]]
 
 
 # Writing
@@ -227,7 +258,8 @@ def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:
 
 def add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -> None:
     """Byte-level BPE in GPT-2's letters for bytes. Ids without a token get a name that no text can produce (it has a
-    space, which those letters write differently), and are never sampled."""
+    space, which those letters write differently), and are never sampled. llama.cpp finds added tokens that are not
+    special in every text, as `encode` does, if they are USER_DEFINED; but see `looks_special`."""
     from gguf import TokenType
 
     content = json.loads(tokenizer.to_json())
@@ -235,14 +267,14 @@ def add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -
     types = [TokenType.UNUSED] * vocab_size
     for token, i in content["model"]["vocab"].items():
         tokens[i], types[i] = token, TokenType.NORMAL
-    for token, i in tokenizer.special_ids.items():
-        tokens[i], types[i] = token, TokenType.CONTROL
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
+    for token in content.get("added_tokens") or []:
+        i, is_control = token["id"], token["special"] or looks_special(token["content"])
+        tokens[i], types[i] = token["content"], TokenType.CONTROL if is_control else TokenType.USER_DEFINED
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(tokenizer.splitting)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    writer.add_token_merges(merges)
+    writer.add_token_merges([" ".join(pair) for pair in merges_of(content)])
     writer.add_add_bos_token(False)
     # Without these, llama.cpp takes id 11 as the beginning and the end of a text.
     end = tokenizer.end_of_text_id

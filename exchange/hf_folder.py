@@ -80,9 +80,13 @@ def load_theirs(folder: Path) -> Any:
 
 
 def load_their_tokenizer(folder: Path, config: Any = None) -> Any:
-    """`config` (of transformers) replaces the folder's config.json, which says which class a tokenizer has."""
-    from transformers import AutoTokenizer
+    """What AutoTokenizer makes of our folder. Of another program's, whose `config` (of transformers) is given, the
+    tokenizer.json as it stands: AutoTokenizer of transformers 5 puts GPT-2's splitting in the place of SmolLM2's,
+    because of the class that is named in its folder (their issue 45920)."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    if config is not None and (folder / "tokenizer.json").exists():
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     named = {} if config is None else {"config": config}
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **named)
 

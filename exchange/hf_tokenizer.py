@@ -114,6 +114,8 @@ def import_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         tokenizer = from_vocab_and_merges(folder)
         return tokenizer, tokenizer.to_json().encode()
+    if (folder / "tokenizer.model").exists():
+        raise DataError(f"{folder} has only tokenizer.model, which is SentencePiece's: tokenizer.json is needed.")
     raise DataError(f"{folder} has no tokenizer: neither tokenizer.json, nor vocab.json and merges.txt.")
 
 
@@ -158,7 +160,7 @@ def from_vocab_and_merges(folder: Path) -> BPETokenizer:
 def probe_text(tokenizer: Tokenizer) -> str:
     """Text of many kinds that the tokenizer can express: for characters, all of them and what they can spell of it."""
     if isinstance(tokenizer, BPETokenizer):
-        return PARAGRAPH + PROBE
+        return PARAGRAPH + tokenizer.probe()
     alphabet = tokenizer.decode(np.arange(tokenizer.vocab_size))
     return alphabet + tokenizer.decode(tokenizer.encode(PARAGRAPH + PROBE, unknown="drop"))
 

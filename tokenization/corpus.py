@@ -38,8 +38,8 @@ NOT_TEXT = {
 }
 HOLDS_ZEROS = "It has zero bytes, which text never has. Save it as plain text (UTF-8) in the program that wrote it."
 # The cut is before the last character of a match. There every pre-tokenizer of `tokenizer_bpe.SPLITTINGS` starts a new
-# word. Llama 3's and Qwen's put line breaks into one word with the punctuation before them. (A lookbehind takes twice as
-# long.)
+# word. Llama 3's and Qwen's put line breaks into one word with the punctuation before them. (A lookbehind takes twice
+# as long.)
 CUT = re.compile(r"\S[ \t]|[^\W_][\r\n]|\S\n[^\W_]")
 
 
