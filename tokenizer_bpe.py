@@ -76,6 +76,7 @@ BLOCK_OF_A_WORD = re.compile("|".join(rf"{kind}{{{BLOCK}}}" for kind in (r"[^\W\
 
 PROBE = (
     "The quick brown fox didn't jump; it's 12,345.67 o'clock -- we'll see they've I'M you'RE ''s 'sa.\n\n\n"
+    "HE'D we'Ll 1234567 in   2026: 3rd!!\n\n ?\r\n \n  12\n\t9\t\tx\n   y\n"
     "  two   spaces \t\ttabs\r\n\r\n  trailing   \n def f(x):\n    return x**2 != 0x1F  # comment\n"
     "naïve façade Übergröße ÀÉÎ þórr Ελληνικά кириллица 中文字符測試 日本語テキスト かな 한국어 עברית العربية\n"
     "हिन्दी ไทย ½²³ Ⅷ ٣٤٥ 😀👩\u200d👩\u200d👧\u200d👦🇫🇷 e\u0301\n"
@@ -234,7 +235,9 @@ class BPETokenizer:
         """Text that shows whether another program reads this tokenizer in the same way: of many kinds, with some four
         thousand of the vocabulary's own tokens, all its numbers, and its added tokens that text can contain."""
         words = self.table[:: len(self.table) // 4000 + 1] + [token for token in self.table if token.isdigit()]
-        return PROBE + b" ".join(words).decode("utf-8", "replace") + "!\n".join(["", *self.found_in_text])
+        # A line break before a word leaves it as it is; a space becomes a part of most words.
+        listed = b"\n".join(words[::2]) + b" " + b" ".join(words[1::2])
+        return PROBE + listed.decode("utf-8", "replace") + "!\n".join(["", *self.found_in_text])
 
     def decode(self, ids: TokenIds) -> str:
         """Text of the ids; bytes that are not UTF-8 become U+FFFD. Raises TokenizerError for an id out of range."""
@@ -344,7 +347,9 @@ def obstacle_to_tiktoken(content: dict[str, Any]) -> str:
     """Why tiktoken cannot encode for this tokenizer; "" if it can."""
     model = content["model"]
     splitting = splitting_of(content)
-    if not splitting or not SPLITTINGS[splitting][1]:
+    if splitting and not SPLITTINGS[splitting][1]:
+        return "in its vocabulary each digit stands alone, which tiktoken does not do in the same way"
+    if not splitting:
         return f"it cuts text into words in its own way ({shortened(content.get('pre_tokenizer'))})"
     if content.get("normalizer") not in (None, NFC):
         return f"it changes the text before ({shortened(content['normalizer'])})"

@@ -86,7 +86,13 @@ def test_ids_do_not_depend_on_where_a_long_text_is_cut(form: str) -> None:
 
 @pytest.mark.parametrize(
     ("form", "note"),
-    [("gpt2", ""), ("qwen2", ""), ("qwen3", ""), ("llama3", "order of its merges"), ("smollm2", "in its own way")],
+    [
+        ("gpt2", ""),
+        ("qwen2", ""),
+        ("qwen3", ""),
+        ("llama3", "order of its merges"),
+        ("smollm2", "each digit stands alone"),
+    ],
 )
 def test_which_encoder_is_used_is_known(form: str, note: str) -> None:
     tokenizer = ours(form)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -181,14 +183,37 @@ def test_what_cannot_be_expressed_is_refused(
 
 def test_other_tokenizers_are_refused(tmp_path: Path, bpe: BPETokenizer) -> None:
     pytest.importorskip("gguf")
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
-    from tokenizers.pre_tokenizers import ByteLevel
+    from tokenizers.models import BPE
+    from tokenizers.normalizers import Lowercase
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
-    backend = Backend.from_str(bpe.to_json())
-    backend.pre_tokenizer = ByteLevel(add_prefix_space=True)
     model = build(bpe)
-    with pytest.raises(ConfigError, match="of its tokenizer, the pre-tokenizer has other options than GPT-2's"):
-        gguf_file.require_gguf(model.config, BPETokenizer(backend))
+
+    def refused(change: Callable[[Backend], object], words: str) -> None:
+        backend = Backend.from_str(bpe.to_json())
+        change(backend)
+        with pytest.raises(ConfigError, match=f"its tokenizer {words}"):
+            gguf_file.require_gguf(dataclasses.replace(model.config, vocab_size=500), BPETokenizer(backend))
+
+    def add_without_merge(backend: Backend) -> None:
+        content = json.loads(backend.to_str())
+        vocab = content["model"]["vocab"]
+        backend.model = BPE(vocab | {"Whole": len(vocab)}, [tuple(pair) for pair in content["model"]["merges"]])
+        backend.model.ignore_merges = True
+
+    prefix, digits = ByteLevel(add_prefix_space=True), Digits(individual_digits=False)
+    refused(
+        lambda backend: setattr(backend, "pre_tokenizer", prefix),
+        'cuts text .* known here: {.*"add_prefix_space": true',
+    )
+    refused(lambda backend: setattr(backend, "pre_tokenizer", Sequence([digits, ByteLevel(False)])), 'cuts .*"Digits"')
+    refused(
+        lambda backend: setattr(backend, "normalizer", Lowercase()), 'changes the text before: {"type": "Lowercase"}'
+    )
+    refused(lambda backend: backend.add_tokens([AddedToken("<x>", lstrip=True)]), "takes spaces .* token '<x>'")
+    refused(add_without_merge, "has tokens that no merge creates, such as 'Whole'")
     with pytest.raises(ConfigError, match="is a folder"):
         gguf_file.write_gguf(tmp_path, model, bpe, "a")
     assert not [*tmp_path.iterdir()]
