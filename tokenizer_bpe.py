@@ -181,7 +181,7 @@ class BPETokenizer:
                 raise
             raise TokenizerError(f"{path} is not a file that `tokenizers` can read: {error}.") from None
         try:
-            require_same_ids(content, tokenizer)
+            require_ids_of_the_file(content, tokenizer)
             return cls(tokenizer)
         except TokenizerError as error:
             raise TokenizerError(f"{path}: {error}") from None
@@ -233,11 +233,13 @@ class BPETokenizer:
 
     def probe(self) -> str:
         """Text that shows whether another program reads this tokenizer in the same way: of many kinds, with some four
-        thousand of the vocabulary's own tokens, all its numbers, and its added tokens that text can contain."""
-        words = self.table[:: len(self.table) // 4000 + 1] + [token for token in self.table if token.isdigit()]
+        thousand of the vocabulary's own tokens and all its numbers, but without the names of `found_in_text`."""
+        found = {name.encode() for name in self.found_in_text}
+        words = [token for token in self.table if token not in found]
+        words = words[:: len(words) // 4000 + 1] + [token for token in words if token.isdigit()]
         # A line break before a word leaves it as it is; a space becomes a part of most words.
         listed = b"\n".join(words[::2]) + b" " + b" ".join(words[1::2])
-        return PROBE + listed.decode("utf-8", "replace") + "!\n".join(["", *self.found_in_text])
+        return PROBE + listed.decode("utf-8", "replace")
 
     def decode(self, ids: TokenIds) -> str:
         """Text of the ids; bytes that are not UTF-8 become U+FFFD. Raises TokenizerError for an id out of range."""
@@ -283,10 +285,11 @@ def kind_of(model: dict[str, Any]) -> str:
         return "SentencePiece's Unigram"
     if kind == "BPE" and (model.get("byte_fallback") or (isinstance(vocab, dict) and "\u2581" in vocab)):
         return "SentencePiece's BPE (as in Llama 2, TinyLlama and Mistral)"
-    return {"WordPiece": "WordPiece (as in BERT)", "BPE": "BPE of characters"}.get(str(kind), f"{kind!s:.40}")
+    known = {"WordPiece": "WordPiece (as in BERT)", "WordLevel": "a list of words", "BPE": "BPE of characters"}
+    return known.get(str(kind), f"a model of type {kind!r:.40}")
 
 
-def require_same_ids(content: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> None:
+def require_ids_of_the_file(content: dict[str, Any], tokenizer: tokenizers.Tokenizer) -> None:
     """Raises TokenizerError if a file gives two tokens one id, or an added token an id that it cannot have.
     `tokenizers` drops a token, or takes another id, without a word."""
     vocab = content["model"]["vocab"]
@@ -296,8 +299,8 @@ def require_same_ids(content: dict[str, Any], tokenizer: tokenizers.Tokenizer) -
     for token in content.get("added_tokens") or []:
         if (found := tokenizer.token_to_id(token["content"])) != token["id"]:
             raise TokenizerError(
-                f"its added token {token['content']!r:.60} has the id {token['id']}, which is taken or leaves a gap "
-                f"({found} would be the next). Take the tokenizer.json that belongs to the model."
+                f"its added token {token['content']!r:.60} has the id {token['id']}, which is taken or leaves a gap: "
+                f"`tokenizers` makes it {found}. Take the tokenizer.json that belongs to the model."
             )
 
 

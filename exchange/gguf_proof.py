@@ -14,6 +14,7 @@ import torch
 from common.errors import CheckpointError
 from exchange.extras import is_installed
 from exchange.gguf_file import looks_special
+from exchange.hf_tokenizer import probe_text
 from exchange.llama_server import TOP, LlamaServer
 from model import TransformerBlock, TransformerLanguageModel
 from tokenizer import CharacterTokenizer, Tokenizer
@@ -130,8 +131,7 @@ def verify_gguf(
     """
     if not is_installed("xllamacpp"):
         return None
-    probe = tokenizer.probe() if isinstance(tokenizer, BPETokenizer) else "".join(map(chr, tokenizer.codes))
-    texts = [probe, *texts]
+    texts = [probe_text(tokenizer), *texts]
     if isinstance(tokenizer, BPETokenizer):
         texts = [as_llama_cpp_reads(text, tokenizer) for text in texts]
     pairs = list(cut_texts(model, tokenizer, texts))

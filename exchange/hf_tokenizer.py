@@ -160,7 +160,7 @@ def from_vocab_and_merges(folder: Path) -> BPETokenizer:
 def probe_text(tokenizer: Tokenizer) -> str:
     """Text of many kinds that the tokenizer can express: for characters, all of them and what they can spell of it."""
     if isinstance(tokenizer, BPETokenizer):
-        return PARAGRAPH + tokenizer.probe()
+        return PARAGRAPH + tokenizer.probe() + "!\n".join(["", *tokenizer.found_in_text])
     alphabet = tokenizer.decode(np.arange(tokenizer.vocab_size))
     return alphabet + tokenizer.decode(tokenizer.encode(PARAGRAPH + PROBE, unknown="drop"))
 
