@@ -250,7 +250,7 @@ BAD = {
     "another tokenizer": (
         lambda folder: BPETokenizer.train([PROBE], vocab_size=350).save(folder / "tokenizer.json"),
         3,
-        "302 ids and the model 300",
+        "312 ids and the model 300",
     ),
     "no BPE": (
         lambda folder: (folder / "tokenizer.json").write_text('{"model": {"type": "Unigram", "vocab": []}}'),
