@@ -25,6 +25,7 @@ class CharacterTokenizer:
 
     kind = "character"
     end_of_text_id: int | None = None
+    end_ids: frozenset[int] = frozenset()
 
     def __init__(self, characters: Sequence[str]) -> None:
         """`characters[i]` has id i. Raises TokenizerError if one comes twice or is not a character."""

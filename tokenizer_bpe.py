@@ -13,6 +13,8 @@ import numpy as np
 
 from tokenizer_base import (
     END_OF_TEXT,
+    ENDS_OF_ANSWERS,
+    ENDS_OF_TEXT,
     IncrementalDecoder,
     TokenIds,
     TokenizerError,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     import tiktoken
     import tokenizers
 
+ENDS = (*ENDS_OF_TEXT, *ENDS_OF_ANSWERS)
 SPECIAL_TOKENS = (END_OF_TEXT, "<|pad|>", "<|unk|>")  # ids 0, 1, 2
 SMALLEST_VOCABULARY = len(SPECIAL_TOKENS) + 256
 MOST_GAPS = (
@@ -199,12 +202,18 @@ class BPETokenizer:
 
     @property
     def end_of_text_id(self) -> int | None:
-        return self.special_ids.get(END_OF_TEXT)
+        """The id that ends a document; None if the tokenizer has no token with a name of ENDS_OF_TEXT."""
+        return next((self.special_ids[name] for name in ENDS_OF_TEXT if name in self.special_ids), None)
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Ids at which generation stops."""
+        return frozenset(self.special_ids[name] for name in ENDS if name in self.special_ids)
 
     @property
     def unused_ids(self) -> list[int]:
-        """Ids that must never be sampled: special tokens other than end-of-text, and ids without a token."""
-        special = {i for name, i in self.special_ids.items() if name != END_OF_TEXT}
+        """Ids that must never be sampled: special tokens that end nothing, and ids without a token."""
+        special = set(self.special_ids.values()) - self.end_ids
         return sorted(special | {i for i, token in enumerate(self.table) if not token})
 
     @property

@@ -15,9 +15,10 @@ from common.errors import CheckpointError
 from common.formatting import cell, table_row
 from common.lora import LoRA
 from exchange.hf_model import FORMS, hf_kind
+from exchange.hf_tokenizer import special_tokens
 from model_config import ModelConfig
 from tokenizer import Tokenizer
-from tokenizer_base import END_OF_TEXT, valid_unicode
+from tokenizer_base import valid_unicode
 from training.file_names import CONFIG
 from training.telling.records import read_metrics
 from training.telling.samples import read_samples
@@ -33,11 +34,11 @@ OF_CHARACTERS = (
     "character that it expects least; `<|pad|>` fills batches. The model generates neither.",
 )
 OF_TEXT = (
-    f"The tokenizer reads `{END_OF_TEXT}` in a text as plain characters. For the token that ends a text, use its id,",
+    "The tokenizer reads `{end}` in a text as plain characters. For the token that ends a text, use its id,",
     "`tokenizer.eos_token_id`.",
 )
 OF_CONVERSATIONS = (
-    f"`apply_chat_template` refuses a turn that contains `{END_OF_TEXT}`: it would count as the end of an answer.",
+    "`apply_chat_template` refuses a turn that contains `{end}`: it would count as the end of an answer.",
     "`tokenizer(text)` does not: for text that others wrote, add `split_special_tokens=True`.",
 )
 MERGING_TIED = (
@@ -131,7 +132,9 @@ def reading(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer) -
         return [*lines, *OF_CHARACTERS]
     if tokenizer.end_of_text_id is None:
         return lines
-    return [*lines, *(OF_TEXT if checkpoint.chat_template() is None else OF_CONVERSATIONS)]
+    about = OF_TEXT if checkpoint.chat_template() is None else OF_CONVERSATIONS
+    end = special_tokens(tokenizer)["eos_token"]
+    return [*lines, *(line.format(end=end) for line in about)]
 
 
 def known_state(checkpoint: Checkpoint) -> dict[str, Any]:

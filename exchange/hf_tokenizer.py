@@ -12,7 +12,7 @@ from common.chat import ChatTemplate, Message
 from common.errors import DataError
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
-from tokenizer_base import TokenizerError, read_tokenizer_json
+from tokenizer_base import ENDS_OF_TEXT, TokenizerError, read_tokenizer_json
 from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer
 
 PARAGRAPH = (
@@ -65,7 +65,8 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """What transformers calls our special tokens. Without `tokenizer_config.json` it would add GPT-2's own, whose id
     lies beyond the vocabulary."""
     known = hf_special_tokens(tokenizer)
-    end, pad, unknown = SPECIAL_TOKENS
+    end = next((name for name in ENDS_OF_TEXT if name in known), "")
+    _, pad, unknown = SPECIAL_TOKENS
     roles = {"bos_token": end, "eos_token": end, "pad_token": pad, "unk_token": unknown}
     return {role: name for role, name in roles.items() if name in known}
 
@@ -94,7 +95,8 @@ def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str,
     `config` is that of the exported model."""
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, config.vocab_size)]
     suppressed = {"suppress_tokens": unused} if unused else {}
-    return {**hf_special_ids(tokenizer), "max_length": config.max_seq_len, **suppressed}
+    ends = {"eos_token_id": sorted(tokenizer.end_ids)} if len(tokenizer.end_ids) > 1 else {}
+    return {**hf_special_ids(tokenizer), **ends, "max_length": config.max_seq_len, **suppressed}
 
 
 def import_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:

@@ -102,11 +102,11 @@ def generate_rows(
     for tokens in continuations(model, rows, unused, uniforms, sampling, look, look_at_prompts):
         for i in sorted(active):
             counts[i] += 1
-            if tokens[i] != tokenizer.end_of_text_id:
+            if tokens[i] not in tokenizer.end_ids:
                 if told is not None:
                     told.texts[first + i].append(newest[i])
                 on_text(first + i, streams[i].push(tokens[i]))
-            if tokens[i] == tokenizer.end_of_text_id or streams[i].stopped:
+            if tokens[i] in tokenizer.end_ids or streams[i].stopped:
                 active.remove(i)
         if not active or not go_on():
             break

@@ -48,7 +48,7 @@ def inspect(
 
     uniforms = draws(sampling, 0)[None].to(exact_device(model.device))  # (1, max_new_tokens)
     for (token,) in continuations(model, [prompt], unused, uniforms, sampling, look):
-        ends = token == tokenizer.end_of_text_id
+        ends = token in tokenizer.end_ids
         yield Chosen(token, "" if ends else stream.push(token), *looks.pop())
         if ends or stream.stopped:
             return

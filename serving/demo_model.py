@@ -99,7 +99,7 @@ class Card:
             self.tell(token=entry)
             speed = f"{count / max(time.perf_counter() - started, 1e-9):,.0f} tokens/s"
             self.note = f"{count:,} token{'s' * (count > 1)}, {speed}, seed {sampling.seed}"
-            if chosen.token == served.tokenizer.end_of_text_id:
+            if chosen.token in served.tokenizer.end_ids:
                 how = "ended by itself"
             yield
         self.end(f"{self.note}, {how}")
@@ -117,7 +117,7 @@ def token_entry(chosen: Chosen, tokenizer: Tokenizer) -> list[Any]:
     """[text, label, probability, rank, [[label, probability], ...] of the likeliest]"""
 
     def label(token: int) -> str:
-        return END if token == tokenizer.end_of_text_id else token_label(tokenizer, token)
+        return END if token in tokenizer.end_ids else token_label(tokenizer, token)
 
     likeliest = [[label(token), round(probability, 6)] for token, probability in chosen.likeliest]
     return [chosen.text, label(chosen.token), round(chosen.probability, 6), chosen.rank, likeliest]
