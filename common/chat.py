@@ -1,4 +1,5 @@
-"""Conversations as text: one template for training, generation, export and the server.
+"""Conversations as text: one template for training, generation, export and the server; and the one of other people's
+models, ChatML.
 
     <|endoftext|>System: Be brief.
     User: What is the capital of France?
@@ -11,27 +12,30 @@ The end-of-text token is written by its id, so no text that a user types can imi
 from __future__ import annotations
 
 import bisect
+import json
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError
+from tokenizer_bpe import BPETokenizer
 
 ROLES = ("system", "user", "assistant")
+CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 LONGEST_LABEL = 100  # characters
 
 # The content of a turn is a text, or a list of OpenAI's text parts, one per line as in tools/serve.py.
 JINJA = string.Template("""\
-{%- set labels = $labels -%}
+$settings
 {%- set first = 1 if messages[0].role == 'system' else 0 -%}
 {%- if tools -%}
     {{- raise_exception('this model cannot call tools') -}}
 {%- endif -%}
-{{- bos_token -}}
+$start
 {%- for message in messages -%}
     {%- set turn = 'turn ' ~ loop.index ~ ', from the ' ~ message.role ~ ', ' -%}
     {%- set expected = 'system' if loop.index0 < first else ['user', 'assistant'][(loop.index0 - first) % 2] -%}
@@ -49,20 +53,34 @@ JINJA = string.Template("""\
     {%- for token in $special if token in text -%}
         {{- raise_exception(turn ~ 'contains ' ~ token ~ ', which would be read as the token of that name') -}}
     {%- endfor -%}
-    {{- labels[message.role] -}}
-    {%- if message.role == 'assistant' -%}
-        $begin{{- ' ' ~ text ~ eos_token -}}$end
-    {%- else -%}
-        {{- ' ' ~ text ~ '\\n' -}}
-    {%- endif -%}
+$turn
 {%- endfor -%}
 {%- if add_generation_prompt -%}
     {%- if messages[-1].role != 'user' -%}
         {{- raise_exception('the last turn is from the ' ~ messages[-1].role ~ '; it should be from the user') -}}
     {%- endif -%}
-    {{- labels.assistant -}}
+    $asks
 {%- endif -%}
 """)
+TURN = string.Template("""\
+    {{- labels[message.role] -}}
+    {%- if message.role == 'assistant' -%}
+        $begin{{- ' ' ~ text ~ eos_token -}}$end
+    {%- else -%}
+        {{- ' ' ~ text ~ '\\n' -}}
+    {%- endif -%}""")
+CHATML_START = """\
+{%- if first == 0 and default -%}
+    {{- '<|im_start|>system\\n' ~ default ~ '<|im_end|>\\n' -}}
+{%- endif -%}"""
+CHATML_TURN = string.Template("""\
+    {{- '<|im_start|>' ~ message.role ~ '\\n' -}}
+    {%- if message.role == 'assistant' -%}
+        $begin{{- text ~ '<|im_end|>' -}}$end
+    {%- else -%}
+        {{- text ~ '<|im_end|>' -}}
+    {%- endif -%}
+    {{- '\\n' -}}""")
 
 
 class Message(NamedTuple):
@@ -127,19 +145,12 @@ class ChatTemplate:
         If there are more than `room`, the oldest turns after the system's are dropped, a question together with its
         answer. The last question always stays. Raises TokenizerError like `encode`.
         """
-        system = [message for message in messages[:1] if message.role == "system"]
-        turns = messages[len(system) :]
 
-        def without(forgotten: int) -> list[int]:
-            parts = self.parts([*system, *turns[2 * forgotten :], Message("assistant", "")])[:-1]
-            ids: list[int] = encode_parts(tokenizer, parts)[0].tolist()
+        def encode(kept: Sequence[Message]) -> list[int]:
+            ids: list[int] = encode_parts(tokenizer, self.parts([*kept, Message("assistant", "")])[:-1])[0].tolist()
             return ids
 
-        if room is None:
-            return without(0)
-        # Binary search: dropping one at a time would encode a long conversation as often as it has questions.
-        most = max(0, len(turns) - 1) // 2
-        return without(bisect.bisect_left(range(most), True, key=lambda forgotten: len(without(forgotten)) <= room))
+        return fitting(messages, room, encode)
 
     def jinja(self, special_tokens: Iterable[str], marks_answers: bool = True) -> str:
         """The template for `apply_chat_template` of Hugging Face, and for llama.cpp.
@@ -148,8 +159,109 @@ class ChatTemplate:
         tokenized as one text, in which that name would become the token. `marks_answers` adds the tags by which
         Hugging Face finds answers; other programs do not know them.
         """
-        begin, end = ("{%- generation -%}", "{%- endgeneration -%}") if marks_answers else ("", "")
-        return JINJA.substitute(labels=self.to_dict(), special=list(special_tokens), begin=begin, end=end)
+        return JINJA.substitute(
+            settings=f"{{%- set labels = {self.to_dict()} -%}}",
+            start="{{- bos_token -}}",
+            turn=TURN.substitute(marks(marks_answers)),
+            asks="{{- labels.assistant -}}",
+            special=list(special_tokens),
+        )
+
+
+@dataclass(frozen=True)
+class ChatML:
+    """The template of SmolLM2's and Qwen's chat models, which imported models keep for generation. Names of tokens are
+    ids here, which no text that a user types can imitate.
+
+        <|im_start|>user
+        What is the capital of France?<|im_end|>
+        <|im_start|>assistant
+        Paris.<|im_end|>
+    """
+
+    default_system: str = ""  # the system's turn of a conversation that has none; "" is no turn
+
+    @classmethod
+    def from_dict(cls, values: Any) -> ChatML:
+        """Raises ValueError unless the values are those of `to_dict`."""
+        if not isinstance(values, dict) or values.keys() != {"chatml"} or not isinstance(values["chatml"], str):
+            raise ValueError(f"the chat template is {values!r:.100}; chatml needs a text")
+        return cls(values["chatml"])
+
+    def to_dict(self) -> dict[str, str]:
+        return {"chatml": self.default_system}
+
+    def encode(self, tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids,) int32 of a conversation, and (ids,) bool that is True in answers, including their end.
+
+        Raises TokenizerError for a tokenizer without the two tokens.
+        """
+        begin, end = self.special_ids(tokenizer)
+        if messages[0].role != "system" and self.default_system:
+            messages = [Message("system", self.default_system), *messages]
+        arrays, counted = [], []
+        for role, content in messages:
+            head = [begin, *tokenizer.encode(f"{role}\n")]
+            turn = [*tokenizer.encode(content.strip()), end]
+            after = tokenizer.encode("\n")
+            arrays.append(np.array([*head, *turn, *after], np.int32))
+            counted += [False] * len(head) + [role == "assistant"] * len(turn) + [False] * len(after)
+        return np.concatenate(arrays), np.array(counted)
+
+    def prompt_ids(self, tokenizer: Tokenizer, messages: Sequence[Message], room: int | None = None) -> list[int]:
+        """As `ChatTemplate.prompt_ids`."""
+        begin, _ = self.special_ids(tokenizer)
+        asks = [begin, *tokenizer.encode("assistant\n").tolist()]
+        return fitting(messages, room, lambda kept: [*self.encode(tokenizer, kept)[0].tolist(), *asks])
+
+    @staticmethod
+    def special_ids(tokenizer: Tokenizer) -> tuple[int, int]:
+        """The ids of the two tokens. Raises TokenizerError for a tokenizer without them."""
+        known = tokenizer.special_ids if isinstance(tokenizer, BPETokenizer) else {}
+        if missing := [name for name in CHATML_TOKENS if name not in known]:
+            raise TokenizerError(f"The chat template is ChatML, and the tokenizer has no token {missing[0]}.")
+        begin, end = (known[name] for name in CHATML_TOKENS)
+        return begin, end
+
+    def jinja(self, special_tokens: Iterable[str], marks_answers: bool = True) -> str:
+        """As `ChatTemplate.jinja`."""
+        return JINJA.substitute(
+            settings=f"{{%- set default = {json.dumps(self.default_system, ensure_ascii=False)} -%}}",
+            start=CHATML_START,
+            turn=CHATML_TURN.substitute(marks(marks_answers)),
+            asks="{{- '<|im_start|>assistant\\n' -}}",
+            special=list(special_tokens),
+        )
+
+
+AnyTemplate: TypeAlias = "ChatTemplate | ChatML"
+
+
+def template_from_dict(values: Any) -> AnyTemplate:
+    """The template of a checkpoint's config. Raises ValueError."""
+    kind = ChatML if isinstance(values, dict) and "chatml" in values else ChatTemplate
+    return kind.from_dict(values)
+
+
+def marks(answers: bool) -> dict[str, str]:
+    return {"begin": "{%- generation -%}", "end": "{%- endgeneration -%}"} if answers else {"begin": "", "end": ""}
+
+
+def fitting(
+    messages: Sequence[Message], room: int | None, encode: Callable[[Sequence[Message]], list[int]]
+) -> list[int]:
+    """The ids of the messages, without as many of the oldest as `room` demands (None: all stay)."""
+    system = [message for message in messages[:1] if message.role == "system"]
+    turns = messages[len(system) :]
+
+    def without(forgotten: int) -> list[int]:
+        return encode([*system, *turns[2 * forgotten :]])
+
+    if room is None:
+        return without(0)
+    # Binary search: dropping one at a time would encode a long conversation as often as it has questions.
+    most = max(0, len(turns) - 1) // 2
+    return without(bisect.bisect_left(range(most), True, key=lambda forgotten: len(without(forgotten)) <= room))
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[tuple[str, bool]]) -> tuple[np.ndarray, np.ndarray]:

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import safetensors.torch
 import torch
 
-from common.chat import ChatTemplate
+from common.chat import AnyTemplate, template_from_dict
 from common.errors import CheckpointError, is_out_of_memory
 from common.files import json_bytes, read_json, sha256_file, write_json
 from common.lora import LoRA, adapters_of, find_base, load_adapters, lora_of, merge
@@ -131,9 +131,9 @@ class Checkpoint:
                 return self.path / name
         raise CheckpointError(f"{self.path} has no tokenizer.json; put the tokenizer of its training data there.")
 
-    def chat_template(self) -> ChatTemplate | None:
+    def chat_template(self) -> AnyTemplate | None:
         """The template of its training conversations, if any. Raises CheckpointError if it is not usable."""
-        return self.from_config("chat_template", ChatTemplate.from_dict)
+        return self.from_config("chat_template", template_from_dict)
 
     def lora(self) -> LoRA | None:
         """The settings of its adapters; None if it has weights. Raises CheckpointError if they are not usable."""
@@ -197,7 +197,7 @@ def stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
 
 
 def stored_config(
-    model: TransformerLanguageModel, tokenizer_type: str, chat: ChatTemplate | None = None
+    model: TransformerLanguageModel, tokenizer_type: str, chat: AnyTemplate | None = None
 ) -> dict[str, Any]:
     """The content of config.json. `total_parameters` is without adapters, because merging adds no parameters."""
     lora, adapters = lora_of(model), adapters_of(model)

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from common.chat import ChatTemplate
+from common.chat import AnyTemplate
 from common.checkpoint import WEIGHTS_FILES, Checkpoint, stored_config, stored_weights, write_files
 from common.errors import CheckpointError, ConfigError, DataError
 from common.files import json_bytes, sync_directory
@@ -56,7 +56,7 @@ def write_weights_checkpoint(
     model: TransformerLanguageModel,
     tokenizer: Tokenizer,
     tokenizer_file: bytes,
-    template: ChatTemplate | None,
+    template: AnyTemplate | None,
 ) -> None:
     """Write the checkpoint folder `out`: weights, config, tokenizer and their hashes, but no training state.
 

@@ -9,7 +9,7 @@ import shlex
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from common.chat import ChatTemplate
+from common.chat import CHATML_TOKENS, AnyTemplate, ChatML
 from common.checkpoint import open_checkpoint
 from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write
@@ -115,7 +115,7 @@ def tokens_to_generate(config: ModelConfig) -> int:
     return min(Sampling().max_new_tokens, config.max_seq_len // 2)
 
 
-def llama_command(path: str | Path, config: ModelConfig, template: ChatTemplate | None = None) -> str:
+def llama_command(path: str | Path, config: ModelConfig, template: AnyTemplate | None = None) -> str:
     """llama.cpp's command that continues a prompt, or with a `template` that chats."""
     command, tokens = shlex.quote(str(path)), tokens_to_generate(config)
     if template:
@@ -123,7 +123,7 @@ def llama_command(path: str | Path, config: ModelConfig, template: ChatTemplate 
     return f"llama-completion -m {command} -no-cnv -n {tokens} -p 'Once upon a time'"
 
 
-def modelfile(path: str | Path, config: ModelConfig, template: ChatTemplate | None = None) -> str:
+def modelfile(path: str | Path, config: ModelConfig, template: AnyTemplate | None = None) -> str:
     """Ollama's Modelfile, to lie beside the file: with generate.py's defaults, and our context, for Ollama's is longer
     than most of ours."""
     sampling = Sampling()
@@ -135,17 +135,26 @@ def modelfile(path: str | Path, config: ModelConfig, template: ChatTemplate | No
         "top_p": sampling.top_p,
         "repeat_penalty": sampling.repetition_penalty,
     }
-    form = '"{{ .Prompt }}"'
-    if template:
-        parameters["stop"] = json.dumps(END_OF_TEXT)
+    stops: tuple[str, ...] = ()
+    form, system = "{{ .Prompt }}", ""
+    if isinstance(template, ChatML):
+        stops = CHATML_TOKENS
         form = (
-            f'"""{END_OF_TEXT}{{{{ range .Messages }}}}'
+            "{{ range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}<|im_start|>assistant\n"
+        )
+        system = template.default_system
+    elif template:
+        stops = (END_OF_TEXT,)
+        form = (
+            f"{END_OF_TEXT}{{{{ range .Messages }}}}"
             f'{{{{ if eq .Role "assistant" }}}}{template.assistant} {{{{ .Content }}}}{END_OF_TEXT}'
             f'{{{{ else if eq .Role "system" }}}}{template.system} {{{{ .Content }}}}\n'
-            f'{{{{ else }}}}{template.user} {{{{ .Content }}}}\n{{{{ end }}}}{{{{ end }}}}{template.assistant}"""'
+            f"{{{{ else }}}}{template.user} {{{{ .Content }}}}\n{{{{ end }}}}{{{{ end }}}}{template.assistant}"
         )
     lines = [f"PARAMETER {name} {value}" for name, value in parameters.items()]
-    return "\n".join([f"FROM ./{Path(path).name}", *lines, f"TEMPLATE {form}", ""])
+    lines += [f"PARAMETER stop {json.dumps(word)}" for word in stops]
+    lines += [f'SYSTEM """{system}"""'] if system else []
+    return "\n".join([f"FROM ./{Path(path).name}", *lines, f'TEMPLATE """{form}"""', ""])
 
 
 def ollama_commands(path: str | Path) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import safetensors
 from safetensors.torch import load_file
 
+from common.chat import AnyTemplate
 from common.errors import CheckpointError, DataError
 from common.files import read_json
 from common.tensors import load_tensors, require_own_bytes
@@ -32,12 +33,13 @@ WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 
 
 class Imported(NamedTuple):
-    """What an import did: the largest difference of the logits, rows of a padded vocabulary that it left out, and
-    whether it left out a chat template that is not ours."""
+    """What an import did."""
 
-    difference: Difference
-    padding: int
-    lost_template: bool
+    difference: Difference  # of the logits
+    padding: int  # rows of a padded vocabulary that it left out
+    ends: list[str]  # names of the tokens at which generation stops
+    template: AnyTemplate | None  # the chat template that it kept
+    has_template: bool  # whether the folder has one
 
 
 def import_model(name: str, out: Path) -> Imported:
@@ -83,9 +85,10 @@ def import_model(name: str, out: Path) -> Imported:
         raise DataError(f"transformers cannot open the tokenizer of {folder}: {str(problem).strip():.500}") from None
     require_same_ids(tokenizer, their_tokenizer, split_special_tokens=True)
     difference = largest_difference(model, theirs, tokenizer)
-    template = chat_template_of(folder, tokenizer)
+    template = chat_template_of(folder, tokenizer, their_tokenizer)
     write_weights_checkpoint(out, model, tokenizer, tokenizer_file, template)
-    return Imported(difference, padding, template is None and (folder / "chat_template.jinja").exists())
+    ends = [tokenizer.decode([i]) for i in sorted(tokenizer.end_ids)]
+    return Imported(difference, padding, ends, template, their_tokenizer.chat_template is not None)
 
 
 def download(name: str) -> Path:

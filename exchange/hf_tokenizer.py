@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from common.chat import ChatTemplate, Message
+from common.chat import CHATML_TOKENS, AnyTemplate, ChatML, ChatTemplate, Message
 from common.errors import DataError
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
@@ -71,7 +72,7 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     return {role: name for role, name in roles.items() if name in known}
 
 
-def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int, template: ChatTemplate | None) -> dict[str, Any]:
+def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int, template: AnyTemplate | None) -> dict[str, Any]:
     """A special token's name in a text is ordinary text, as it is here. Not so with a chat template, which writes
     special tokens by their names."""
     return {
@@ -167,7 +168,7 @@ def probe_text(tokenizer: Tokenizer) -> str:
     return alphabet + tokenizer.decode(tokenizer.encode(PARAGRAPH + PROBE, unknown="drop"))
 
 
-def require_same_conversation(template: ChatTemplate, tokenizer: Tokenizer, theirs: Any) -> None:
+def require_same_conversation(template: AnyTemplate, tokenizer: Tokenizer, theirs: Any) -> None:
     """Raises TokenizerError if transformers gives other ids for a conversation, with or without the question at its
     end."""
     messages = [
@@ -184,11 +185,31 @@ def require_same_conversation(template: ChatTemplate, tokenizer: Tokenizer, thei
         raise TokenizerError("transformers reads the chat template differently: it gives other ids for a conversation.")
 
 
-def chat_template_of(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Our template, if the folder has that one. Another would be a Jinja program, which we do not run."""
+def chat_template_of(folder: Path, tokenizer: Tokenizer, theirs: Any) -> AnyTemplate | None:
+    """Our template, if the folder has that one; ChatML, if transformers, which runs a template in a sandbox, makes the
+    same prompts of conversations (`theirs`: their tokenizer). None for no template, and for any other."""
     path, template = folder / "chat_template.jinja", ChatTemplate()
-    is_ours = path.exists() and path.read_bytes() == template.jinja(hf_special_tokens(tokenizer)).encode()
-    return template if is_ours else None
+    if path.exists() and path.read_bytes() == template.jinja(hf_special_tokens(tokenizer)).encode():
+        return template
+    if not isinstance(tokenizer, BPETokenizer) or not tokenizer.special_ids.keys() >= set(CHATML_TOKENS):
+        return None
+    system = Message("system", "Be brief.")
+    turns = [Message("user", "What is it?"), Message("assistant", 'It\'s a "test".'), Message("user", "Why\n\nso?")]
+
+    def ask(messages: Sequence[Message], **how: Any) -> Any:
+        asked = [message._asdict() for message in messages]
+        return theirs.apply_chat_template(asked, add_generation_prompt=True, **how)
+
+    try:
+        # What stands before the question is the system's turn of a conversation that has none.
+        before, _, _ = ask(turns[:1], tokenize=False).partition("<|im_start|>user\n")
+        chatml = ChatML(before.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n"))
+        for messages in (turns[:1], turns, [system, *turns[:1]], [system, *turns]):
+            if ask(messages, return_dict=True)["input_ids"] != chatml.prompt_ids(tokenizer, messages):
+                return None
+    except Exception:  # a template may raise anything, or there is none
+        return None
+    return chatml
 
 
 def require_same_ids(tokenizer: Tokenizer, theirs: Any, **how: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from common.chat import ChatTemplate, Message
+from common.chat import AnyTemplate, Message
 from common.checkpoint import Checkpoint, newest_run, open_checkpoint
 from common.errors import ConfigError, DataError
 from common.files import read_text
@@ -106,7 +106,7 @@ def read_prompts(arguments: Request) -> list[str]:
     return prompts or [""]
 
 
-def as_trained(prompt: str, template: ChatTemplate | None, tokenizer: Tokenizer) -> str | list[int]:
+def as_trained(prompt: str, template: AnyTemplate | None, tokenizer: Tokenizer) -> str | list[int]:
     """The prompt for a model of plain text; for a chat model the ids of the prompt as a question."""
     if template is None:
         return prompt
@@ -121,7 +121,7 @@ def rows_as_dicts(
     checkpoint: Checkpoint,
     prompts: list[str],
     sampling: Sampling,
-    template: ChatTemplate | None,
+    template: AnyTemplate | None,
 ) -> Iterator[dict[str, Any]]:
     """Complete all prompts, batch by batch. `tokens_per_second` is that of the whole batch."""
     # Encode all of them first: one may have a character that the model does not know.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
-from common.chat import ChatTemplate, Message
+from common.chat import AnyTemplate, Message
 from common.flags import convert, suggest
 from common.formatting import printable
 from generation.decoding import Completion, generate
@@ -33,7 +33,7 @@ def stream_one(
 
 
 def interact(
-    model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sampling, template: ChatTemplate | None
+    model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sampling, template: AnyTemplate | None
 ) -> None:
     """A prompt loop. Each line is a prompt, or with a `template` the next turn of a conversation. `/name value` changes
     a setting."""
@@ -90,7 +90,7 @@ def room_for_prompt(model: TransformerLanguageModel, sampling: Sampling) -> int:
 class Conversation:
     """The turns so far, without questions whose answer was interrupted."""
 
-    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, room: int):
+    def __init__(self, template: AnyTemplate, tokenizer: Tokenizer, room: int):
         self.template, self.tokenizer, self.room = template, tokenizer, room
         self.system: list[Message] = []
         self.turns: list[Message] = []

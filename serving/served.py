@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.chat import ChatTemplate
+from common.chat import AnyTemplate
 from common.checkpoint import open_checkpoint
 from common.publishing import CHECKPOINT_NAME
 from generate import load_checkpoint
@@ -17,7 +17,7 @@ class Served(NamedTuple):
     name: str
     model: TransformerLanguageModel
     tokenizer: Tokenizer
-    chat: ChatTemplate | None
+    chat: AnyTemplate | None
     created: int  # seconds since 1970
     max_tokens: int  # that a request may ask for
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from common.chat import ChatTemplate
+from common.chat import AnyTemplate
 from common.checkpoint import stored_config, stored_weights, take_snapshot, write_checkpoint
 from common.files import sha256_file
 from common.lora import LoRA, adapters_of, add_adapters
@@ -46,7 +46,7 @@ def save_checkpoint(
     tokenizer_file: bytes,
     tokenizer_type: str,
     training_state: dict[str, Any],
-    chat: ChatTemplate | None = None,
+    chat: AnyTemplate | None = None,
 ) -> None:
     state = optimizer.state_dict()
     config = stored_config(model, tokenizer_type, chat)
@@ -56,7 +56,7 @@ def save_checkpoint(
 def write_model(
     folder: Path,
     tokenizer: Tokenizer | None = None,
-    chat: ChatTemplate | None = None,
+    chat: AnyTemplate | None = None,
     model: TransformerLanguageModel | None = None,
     **options: Any,
 ) -> TransformerLanguageModel:
@@ -72,7 +72,7 @@ def write_adapters(
     folder: Path,
     base: Path | None = None,
     tokenizer: Tokenizer | None = None,
-    chat: ChatTemplate | None = None,
+    chat: AnyTemplate | None = None,
     lora: LoRA | None = None,
     **options: Any,
 ) -> TransformerLanguageModel:

@@ -1,6 +1,8 @@
-"""Make a checkpoint of a Hugging Face folder with a GPT-2 or NanoChat model, to generate with or to train further.
+"""Make a checkpoint of a Hugging Face folder, to generate with or to train further: GPT-2, Llama, Qwen2, Qwen3 or
+NanoChat.
 
     python tools/import_hf.py openai-community/gpt2 runs/gpt2_pretrained
+    python tools/import_hf.py HuggingFaceTB/SmolLM2-135M runs/smollm2
 
 The checkpoint appears only after it computes the same as transformers does with the folder.
 """
@@ -23,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
         prog="tools/import_hf.py",
         usage="%(prog)s FOLDER OUT",
-        description="Make a checkpoint of a Hugging Face folder with a GPT-2 or NanoChat model.",
+        description="Make a checkpoint of a Hugging Face folder: GPT-2, SmolLM2, Llama, Qwen2, Qwen3, NanoChat.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="folder, or a name on the hub: openai-community/gpt2")
     parser.add_argument("out", metavar="OUT", help="checkpoint folder to write; empty, or not there yet")
@@ -39,8 +41,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if imported.padding:
         print(f"The vocabulary was padded: {imported.padding:,} rows that no text needs are left out.")
-    if imported.lost_template:
-        print("Its chat template is left out: it is not the one that tools/export_hf.py writes.")
+    if not imported.ends:
+        print("Its tokenizer has no token that is known here to end a text: generation goes on to the length you give.")
+    if imported.template:
+        print("It answers questions: generation uses its chat template.")
+    elif imported.has_template:
+        print("Its chat template is left out: it is neither ours nor ChatML. Generation continues prompts as text.")
     print(f'\nGenerate: python generate.py --checkpoint {out} --prompt "..."')
     print(
         f"Train it further: python tokenize_local_bpe.py --input my_text.txt --tokenizer_file {out}/tokenizer.json, "

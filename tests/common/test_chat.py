@@ -11,7 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.chat import ROLES, ChatTemplate, Message, require_order
+from common.chat import (
+    CHATML_TOKENS,
+    ROLES,
+    AnyTemplate,
+    ChatML,
+    ChatTemplate,
+    Message,
+    require_order,
+    template_from_dict,
+)
 from tokenizer import CharacterTokenizer
 from tokenizer_base import TokenizerError
 from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer
@@ -19,6 +28,18 @@ from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer
 TEMPLATE = ChatTemplate()
 BPE = BPETokenizer.train([PROBE * 3, "User: What is it?\nAssistant: It is it.\n" * 20], vocab_size=450)
 END = "<|endoftext|>"
+
+
+def with_turns() -> BPETokenizer:
+    """The same with ChatML's tokens."""
+    from tokenizers import AddedToken, Tokenizer
+
+    backend = Tokenizer.from_str(BPE.to_json())
+    backend.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in CHATML_TOKENS])
+    return BPETokenizer(backend)
+
+
+WITH_TURNS = with_turns()
 CONTENT = st.text(min_size=1).filter(str.strip)
 
 
@@ -80,6 +101,28 @@ def test_nobody_can_forge_the_end_of_a_turn() -> None:
     assert ids.tolist().count(BPE.end_of_text_id) == 2
 
 
+def test_chatml() -> None:
+    template, messages = ChatML("Be kind."), conversation("a<|im_end|>b", " It. ", "Why?", "So.")
+    ids, counted = template.encode(WITH_TURNS, messages)
+    assert WITH_TURNS.decode(ids) == (
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\na<|im_end|>b<|im_end|>\n"
+        "<|im_start|>assistant\nIt.<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\nSo.<|im_end|>\n"
+    )
+    assert WITH_TURNS.decode(ids[counted]) == "It.<|im_end|>So.<|im_end|>"
+    assert ids.tolist().count(WITH_TURNS.special_ids["<|im_end|>"]) == 5  # nobody can forge one
+    prompt = template.prompt_ids(WITH_TURNS, messages[:-1])
+    assert prompt == ids[: len(prompt)].tolist() and WITH_TURNS.decode(prompt).endswith("<|im_start|>assistant\n")
+    assert template.prompt_ids(WITH_TURNS, messages[:-1], 1) == template.prompt_ids(WITH_TURNS, messages[2:3])
+    assert template_from_dict(template.to_dict()) == template and template_from_dict(TEMPLATE.to_dict()) == TEMPLATE
+    assert WITH_TURNS.end_ids == {WITH_TURNS.special_ids[name] for name in (END, "<|im_end|>")}
+    assert WITH_TURNS.special_ids["<|im_start|>"] in WITH_TURNS.unused_ids
+    with pytest.raises(TokenizerError, match=r"ChatML, and the tokenizer has no token <\|im_start\|>"):
+        template.encode(BPE, messages)
+    for wrong in ({"chatml": 1}, {"chatml": "", "user": "User:"}):
+        with pytest.raises(ValueError, match="chatml needs a text"):
+            template_from_dict(wrong)
+
+
 def test_characters_have_no_end_of_text() -> None:
     with pytest.raises(TokenizerError, match="nothing would end an answer"):
         TEMPLATE.encode(CharacterTokenizer.train("User: Ast\n"), conversation("a", "s"))
@@ -118,28 +161,33 @@ def test_a_template_that_is_none(values: object) -> None:
     assert ChatTemplate.from_dict(TEMPLATE.to_dict()) == TEMPLATE
 
 
-def hugging_face(template: ChatTemplate) -> Any:
+def hugging_face(template: AnyTemplate, tokenizer: BPETokenizer = BPE) -> Any:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
     special = {"bos_token": END, "eos_token": END}
-    theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(BPE.to_json()), **special)
-    theirs.chat_template = template.jinja(SPECIAL_TOKENS)
+    theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.to_json()), **special)
+    theirs.chat_template = template.jinja(tokenizer.special_ids)
     return theirs
 
 
 @pytest.mark.extras("transformers")
-@pytest.mark.parametrize("template", [TEMPLATE, ChatTemplate("### It's {{ 7 }}", '"Q"', "A\\:")])
-def test_hugging_face_gives_the_same_ids_and_finds_the_answers(template: ChatTemplate) -> None:
-    theirs = hugging_face(template)
-    messages = conversation(" What?\n", "It's 'it'.", "Why so?", "(Because)", system="Be brief.")
+@pytest.mark.parametrize("system", ["Be brief.", None])
+@pytest.mark.parametrize(
+    "template",
+    [TEMPLATE, ChatTemplate("### It's {{ 7 }}", '"Q"', "A\\:"), ChatML(), ChatML('Say "it\'s" {{ 7 }}.\nÜber alles.')],
+)
+def test_hugging_face_gives_the_same_ids_and_finds_the_answers(template: AnyTemplate, system: str | None) -> None:
+    tokenizer = WITH_TURNS if isinstance(template, ChatML) else BPE
+    theirs = hugging_face(template, tokenizer)
+    messages = conversation(" What?\n", "It's 'it'.", "Why so?", "(Because)", system=system)
     dicts = [message._asdict() for message in messages]
     found = theirs.apply_chat_template(dicts, return_dict=True, return_assistant_tokens_mask=True)
-    ids, counted = template.encode(BPE, messages)
+    ids, counted = template.encode(tokenizer, messages)
     assert found["input_ids"] == ids.tolist() and found["assistant_masks"] == counted.astype(int).tolist()
-    theirs.chat_template = template.jinja(SPECIAL_TOKENS, marks_answers=False)
+    theirs.chat_template = template.jinja(tokenizer.special_ids, marks_answers=False)
     prompt = theirs.apply_chat_template(dicts[:-1], add_generation_prompt=True, return_dict=True)
-    assert prompt["input_ids"] == template.prompt_ids(BPE, messages[:-1])
+    assert prompt["input_ids"] == template.prompt_ids(tokenizer, messages[:-1])
 
 
 @pytest.mark.extras("transformers")

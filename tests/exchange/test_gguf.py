@@ -257,7 +257,7 @@ def test_what_to_type() -> None:
         "PARAMETER top_k 0",
         "PARAMETER top_p 0.9",
         "PARAMETER repeat_penalty 1.0",
-        'TEMPLATE "{{ .Prompt }}"',
+        'TEMPLATE """{{ .Prompt }}"""',
     ]
     chats = gguf_export.modelfile(path, config, ChatTemplate())
     assert 'PARAMETER stop "<|endoftext|>"\nTEMPLATE """<|endoftext|>{{ range .Messages }}' in chats
