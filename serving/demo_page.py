@@ -16,21 +16,7 @@ from serving.demo_model import LONGEST_PROMPT, Event, Turn, complete, converse
 from serving.watch_page import page as watch_page
 
 FILES = Path(__file__).resolve().parent
-TEMPLATE = """
-<div class="legend" hidden>
-  <label class="colours"><input type="checkbox" checked> How likely the model thought each token:</label>
-  <span class="scale"><span class="token">over 50 %</span><span class="token surprise-1">over 20 %</span
-    ><span class="token surprise-2">over 5 %</span><span class="token surprise-3">over 1 %</span
-    ><span class="token surprise-4">over 0.1 %</span><span class="token surprise-5">less</span></span>
-  <span>Choose a token to see what else it considered.</span>
-</div>
-<div class="cards"></div>
-<div class="considered" role="dialog" aria-label="What the model considered" hidden>
-  <div class="top"><span class="which"></span><span class="how"></span><button aria-label="Close">&times;</button></div>
-  <table><tbody></tbody></table>
-  <p class="caption">The model's own probabilities, before temperature, top-k, top-p and penalty.</p>
-</div>
-"""
+TEMPLATE = (FILES / "demo_tokens.html").read_text(encoding="utf-8")
 # JavaScript that keeps a frame as high as its content.
 FIT = "new ResizeObserver(([{ target }]) => { this.height = target.offsetHeight; }).observe(this.contentDocument.body)"
 SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")

@@ -1,0 +1,80 @@
+// Text <-> token ids, as tokenizer_bpe.py and tokenizer.py do it. tests/exchange/test_page.py compares the ids.
+"use strict";
+
+const utf8 = new TextEncoder();
+// GPT-2's pre-tokenizer, GPT2_PATTERN in tokenizer_bpe.py. JavaScript's own \s has U+FEFF and lacks U+0085.
+const WORD = new RegExp(
+  String.raw`'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`
+    .replaceAll(String.raw`^\s`, String.raw`^\p{White_Space}`)
+    .replaceAll(String.raw`\s`, String.raw`\p{White_Space}`)
+    .replaceAll(String.raw`\S`, String.raw`\P{White_Space}`),
+  "gu",
+);
+
+// GPT-2's printable letter for each byte (`byte_alphabet`).
+function byteLetters() {
+  const letters = [];
+  let next = 256;
+  for (let byte = 0; byte < 256; byte++) {
+    const printable = (byte >= 0x21 && byte < 0x7f) || (byte >= 0xa1 && byte < 0xad) || byte >= 0xae;
+    letters.push(String.fromCharCode(printable ? byte : next++));
+  }
+  return letters;
+}
+
+class BPE {
+  // tokens: in GPT-2's letters, by id, "" for an id without text
+  constructor({ tokens }) {
+    this.letters = byteLetters();
+    const bytes = new Map(this.letters.map((letter, byte) => [letter, byte]));
+    this.bytes = tokens.split(" ").map((token) => Uint8Array.from(token, (letter) => bytes.get(letter)));
+    this.ids = new Map(tokens.split(" ").map((token, id) => [token, id]));
+    this.ids.delete("");
+  }
+
+  encode(text) {
+    const ids = [];
+    for (const [word] of text.toWellFormed().matchAll(WORD)) ids.push(...this.merge(word));
+    return ids;
+  }
+
+  // Join the neighbours that make the token of the lowest id, until no two make one: ids are in the order of the merges.
+  merge(word) {
+    const parts = Array.from(utf8.encode(word), (byte) => this.letters[byte]);
+    const idAt = (i) => this.ids.get(parts[i] + parts[i + 1]) ?? Infinity;
+    const joined = parts.slice(1).map((_, i) => idAt(i)); // the id of each two neighbours
+    for (;;) {
+      let best = -1, lowest = Infinity;
+      for (let i = 0; i < joined.length; i++) if (joined[i] < lowest) [best, lowest] = [i, joined[i]];
+      if (best < 0) return parts.map((part) => this.ids.get(part));
+      parts.splice(best, 2, parts[best] + parts[best + 1]);
+      joined.splice(best, 1);
+      if (best < joined.length) joined[best] = idAt(best);
+      if (best > 0) joined[best - 1] = idAt(best - 1);
+    }
+  }
+}
+
+class Characters {
+  constructor({ characters }) {
+    this.characters = [...characters];
+    this.bytes = this.characters.map((character) => utf8.encode(character));
+    this.ids = new Map(this.characters.map((character, id) => [character, id]));
+  }
+
+  encode(text) {
+    const characters = [...text];
+    const unknown = [...new Set(characters.filter((character) => !this.ids.has(character)))];
+    if (unknown.length) throw new Error(`The model does not know these characters: ${unknown.slice(0, 5).join(" ")}`);
+    return characters.map((character) => this.ids.get(character));
+  }
+}
+
+// How to show a token alone: its text, or the hexadecimal bytes of a part of a character.
+function tokenLabel(bytes) {
+  try {
+    return new TextDecoder("utf-8", { fatal: true, ignoreBOM: true }).decode(bytes);
+  } catch {
+    return Array.from(bytes, (byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
+  }
+}
