@@ -255,9 +255,9 @@ function choose(logits, temperature, topP) {
   let best = 0;
   for (let i = 1; i < logits.length; i++) if (logits[i] > logits[best]) best = i;
   if (temperature === 0) return best;
+  const weights = new Float64Array(logits.length);
   let all = 0;
-  const weights = Float64Array.from(logits, (logit) => Math.exp((logit - logits[best]) / temperature));
-  for (const weight of weights) all += weight;
+  for (let i = 0; i < logits.length; i++) all += weights[i] = Math.exp((logits[i] - logits[best]) / temperature);
   // Sorting the whole vocabulary for each token would take longer than the model.
   let kept, sum;
   for (let least = 0.01; ; least = least > 1e-12 ? least / 100 : 0) {
@@ -282,17 +282,19 @@ function choose(logits, temperature, topP) {
 // whole vocabulary, before temperature and top-p.
 function look(logits, unused, token) {
   let largest = -Infinity, sum = 0, rank = 1;
-  for (const logit of logits) largest = Math.max(largest, logit);
-  for (const logit of logits) sum += Math.exp(logit - largest);
+  for (let i = 0; i < logits.length; i++) largest = Math.max(largest, logits[i]);
+  for (let i = 0; i < logits.length; i++) sum += Math.exp(logits[i] - largest);
   const share = (i) => Math.exp(logits[i] - largest) / sum, found = [];
+  let least = -Infinity; // of those found, once there are enough
   for (let i = 0; i < logits.length; i++) {
-    if (unused.has(i)) continue;
+    if ((logits[i] <= least && logits[i] <= logits[token]) || unused.has(i)) continue;
     if (logits[i] > logits[token]) rank++;
-    if (found.length === CONSIDERED && logits[i] <= logits[found[CONSIDERED - 1]]) continue;
+    if (logits[i] <= least) continue;
     let place = found.length;
     while (place > 0 && logits[found[place - 1]] < logits[i]) place--;
     found.splice(place, 0, i);
     found.length = Math.min(found.length, CONSIDERED);
+    if (found.length === CONSIDERED) least = logits[found[CONSIDERED - 1]];
   }
   return { probability: share(token), rank, likeliest: found.map((i) => [i, share(i)]) };
 }
