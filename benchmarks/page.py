@@ -73,17 +73,16 @@ def chromium() -> Iterator[Any]:
 
 
 def write_random(folder: Path, toy: bool) -> Path:
-    """A checkpoint of random weights, with a vocabulary learned from this project's own files."""
+    """A checkpoint of random weights, with a vocabulary learned from made-up words."""
     import torch
 
+    from benchmarks.tokenizing import generated_text
     from common.checkpoint import stored_config, stored_weights, take_snapshot, write_checkpoint
     from model import TransformerLanguageModel
     from model_config import ModelConfig
     from tokenizer_bpe import BPETokenizer
 
-    files = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("training/**/*.py")]
-    texts = (path.read_text(encoding="utf-8") for path in files[: 1 if toy else None])
-    tokenizer = BPETokenizer.train(texts, 300 if toy else VOCABULARY)
+    tokenizer = BPETokenizer.train([generated_text(0.03 if toy else 3)], 300 if toy else VOCABULARY)
     shape, _ = ModelConfig.from_dict(
         json.loads((ROOT / "configs" / "medium_modern.json").read_text(encoding="utf-8"))
         | {"vocab_size": tokenizer.vocab_size}

@@ -53,7 +53,7 @@ function idle(message) {
 }
 
 function fail(problem) {
-  if (chat) turns.length -= turns.length % 2; // a question without an answer
+  if (chat && turns.length % 2) text.value ||= turns.pop().content; // a question without an answer
   if (answer) show({ problem }, { running: false });
   idle(answer ? "" : problem);
 }
