@@ -36,6 +36,7 @@ for (const input of form.querySelectorAll("input")) {
   input.addEventListener("input", tell);
   tell();
 }
+document.querySelector(".considered .caption").textContent = "The model's own probabilities, before temperature and top-p.";
 if (chat) {
   byId("asks").textContent = "Question";
   text.rows = 2;
@@ -53,7 +54,10 @@ function idle(message) {
 }
 
 function fail(problem) {
-  if (chat && turns.length % 2) text.value ||= turns.pop().content; // a question without an answer
+  if (chat && turns.length % 2) { // a question without an answer
+    const { content } = turns.pop();
+    text.value = text.value || content;
+  }
   if (answer) show({ problem }, { running: false });
   idle(answer ? "" : problem);
 }

@@ -16,6 +16,7 @@ import pytest
 import generate
 import tokenize_local_bpe
 import tools.export_hf
+import tools.export_page
 import tools.import_hf
 import tools.merge_lora
 import tools.watch
@@ -31,6 +32,7 @@ SCRIPTS = {
 }
 TOOLS = {
     "tools/export_hf.py": tools.export_hf.main,
+    "tools/export_page.py": tools.export_page.main,
     "tools/import_hf.py": tools.import_hf.main,
     "tools/merge_lora.py": tools.merge_lora.main,
     "tools/watch.py": tools.watch.main,

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from activations import ACTIVATIONS
 from common.chat import ChatTemplate, Message
 from common.checkpoint import open_checkpoint
 from exchange.folders import load_in_fp32
@@ -224,6 +225,10 @@ class Visitor:
 
 def greedy(model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: str | list[int], length: int) -> str:
     return generate(model, tokenizer, [prompt], Sampling(max_new_tokens=length, temperature=0))[0].text
+
+
+def test_every_activation_is_among_the_forms() -> None:
+    assert {form.get("activation", "gelu") for form in FORMS.values()} == set(ACTIVATIONS)
 
 
 @in_browser
