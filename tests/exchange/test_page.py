@@ -368,7 +368,7 @@ def test_a_conversation(browser: Any, tmp_path: Path) -> None:
 
 @in_browser
 def test_stop_ends_a_text_and_the_next_begins(browser: Any, tmp_path: Path) -> None:
-    write_model(tmp_path / "mine", embed_dim=256, num_layers=4, max_seq_len=5000)
+    write_model(tmp_path / "mine", CHARACTERS, embed_dim=256, num_layers=4, max_seq_len=5000)  # never ends by itself
     with Visitor(browser, written(tmp_path / "mine")) as visitor:
         visitor.settings(20_000)
         visitor.tab.locator("#text").fill("the cat")
