@@ -82,7 +82,7 @@ def write_random(folder: Path, toy: bool) -> Path:
     from model_config import ModelConfig
     from tokenizer_bpe import BPETokenizer
 
-    tokenizer = BPETokenizer.train([generated_text(0.03 if toy else 3)], 300 if toy else VOCABULARY)
+    tokenizer = BPETokenizer.train([generated_text(0.03 if toy else 6)], 300 if toy else VOCABULARY)
     shape, _ = ModelConfig.from_dict(
         json.loads((ROOT / "configs" / "medium_modern.json").read_text(encoding="utf-8"))
         | {"vocab_size": tokenizer.vocab_size}

@@ -20,6 +20,7 @@ from common.chat import ChatTemplate, end_of_text
 from common.checkpoint import open_checkpoint, stored_weights
 from common.errors import ConfigError
 from common.files import atomic_write
+from common.tensors import Uninitialized
 from exchange.folders import load_in_fp32
 from exchange.page_weights import pack, packed_size
 from model import KVCache, TransformerLanguageModel
@@ -66,7 +67,8 @@ def export_page(path: str | Path, out: Path, kind: str) -> tuple[int, Proof]:
     described = describe(model, tokenizer, template, kind, out.stem)
     packed = {name: pack(name, weights, kind) for name, weights in stored_weights(model).items()}
     page = fill_in(described, b"".join(each.data for each in packed.values()))
-    rounded = TransformerLanguageModel(config).eval()
+    with Uninitialized():
+        rounded = TransformerLanguageModel(config).eval()
     rounded.load_weights({name: each.weights for name, each in packed.items()})
     proof = prove(model, rounded, tokenizer)
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +85,7 @@ def require_page(config: ModelConfig, tokenizer: Tokenizer, template: ChatTempla
             raise ConfigError(f"The page has only GPT-2's kind of BPE, and of this model's tokenizer, {problem}.")
     if template:
         end_of_text(tokenizer)
-    with torch.device("meta"):
+    with torch.device("meta"), Uninitialized():
         weights = stored_weights(TransformerLanguageModel(config))
     size = sum(packed_size(tensor.shape, kind) for tensor in weights.values()) * 4 // 3
     if size > LARGEST_PAGE:

@@ -73,7 +73,6 @@ class Model {
         tensor.at = take(4 * rows * tensor.wide);
         at += 2 * rows * columns;
       }
-      tensor.end = at;
     }
     // Keys and queries of a head have rows of `headWide`; values are stored with their columns as rows of `capacity`.
     this.headWide = up(c.head_dim, WIDE);
