@@ -1,7 +1,8 @@
 """A model as one HTML file that computes and talks in a browser, offline: `tools/export_page.py`.
 
-page.html is the frame, page.css and page.js what the visitor sees. page_model.js computes, in a worker, with
-page_tokenizer.js and page_product.js. The texts and their tokens are drawn by the demo's own files (serving/demo_*).
+page.html is the frame, page.css and page.js what the visitor sees. A worker writes (page_writer.js), with the model
+(page_model.js, page_product.js) and page_tokenizer.js. The demo's own files draw the texts and their tokens
+(serving/demo_*).
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ def fill_in(described: dict[str, Any], weights: bytes) -> bytes:
         "style": style,
         "style_hash": sha256(style),
         "tokens": read(DEMO / "demo_tokens.html"),
-        "worker": read(*(HERE / f"page_{name}.js" for name in ("product", "tokenizer", "model"))),
+        "worker": read(*(HERE / f"page_{name}.js" for name in ("product", "tokenizer", "model", "writer"))),
         # In HTML, only a < can end the content of a script element.
         "model": json.dumps(described, ensure_ascii=False).replace("<", "\\u003c"),
         "weights": base64.b64encode(weights + bytes(-len(weights) % 3)).decode(),

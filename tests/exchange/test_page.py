@@ -106,6 +106,7 @@ def test_what_is_in_the_file_cannot_become_code(tmp_path: Path) -> None:
     assert text.count("<script") == text.count("</script") == 4 and text.count("<img") == 0
     described = json.loads(re.findall('id="model">(.*?)</script>', text, re.DOTALL)[0])
     assert described["name"] == name.rpartition(".")[0] if "." in name else name
+    assert "default-src 'none'; img-src data:; style-src 'sha256-" in text and "unsafe-inline" not in text
     assert not re.search(r"https?://(?!www\.w3\.org)", text)
 
 
@@ -306,7 +307,7 @@ def test_choices_are_those_of_the_sampler(browser: Any, tmp_path: Path) -> None:
     ]
     code = "argument.map(([logits, heat, topP, u]) => { Math.random = () => u; return choose(logits, heat, topP); })"
     with Visitor(browser, written(tmp_path / "mine")) as visitor:
-        found = visitor.run("model", code, cases)
+        found = visitor.run("writer", code, cases)
     for (logits, temperature, top_p, uniform), token in zip(cases, found, strict=True):
         sampling = Sampling(temperature=temperature, top_p=top_p)
         uniforms = torch.tensor([uniform], dtype=torch.float64)

@@ -1,0 +1,176 @@
+// What the page's worker does: it reads prompts and chooses tokens, as generation/decoding.py and sampling.py do, with the
+// Model of page_model.js.
+//
+// It is sent { model, weights } once, then { prompt or messages, length, temperature, topP } for each text, and
+// { stop: true }. It sends { ready }, { reading }, { tokens }, { done } or { problem }.
+"use strict";
+
+const CONSIDERED = 8; // likeliest tokens that are listed
+
+// The next token: greedy at temperature 0, else from the likeliest tokens that are topP in all (generation/sampling.py).
+function choose(logits, temperature, topP) {
+  let best = 0;
+  for (let i = 1; i < logits.length; i++) if (logits[i] > logits[best]) best = i;
+  if (temperature === 0) return best;
+  const weights = new Float64Array(logits.length);
+  let all = 0;
+  for (let i = 0; i < logits.length; i++) all += weights[i] = Math.exp((logits[i] - logits[best]) / temperature);
+  // Sorting the whole vocabulary for each token would take longer than the model.
+  let kept, sum;
+  for (let least = 0.01; ; least = least > 1e-12 ? least / 100 : 0) {
+    kept = [];
+    sum = 0;
+    for (let i = 0; i < weights.length; i++) {
+      if (weights[i] < least) continue;
+      kept.push(i);
+      sum += weights[i];
+    }
+    if (sum >= topP * all || !least) break;
+  }
+  kept.sort((a, b) => weights[b] - weights[a] || a - b);
+  let before = 0, last = 0; // a token is among them if those before it are less than topP
+  for (sum = 0; last < kept.length && (last === 0 || before < topP * all); last++) before = sum += weights[kept[last]];
+  let draw = Math.random() * sum;
+  for (let i = 0; i < last; i++) if ((draw -= weights[kept[i]]) < 0) return kept[i];
+  return kept[last - 1];
+}
+
+// { probability, rank, likeliest: [[token, probability], ...] } of a chosen token (generation/likelihood.py): over the
+// whole vocabulary, before temperature and top-p.
+function look(logits, unused, token) {
+  let largest = -Infinity, sum = 0, rank = 1;
+  for (let i = 0; i < logits.length; i++) largest = Math.max(largest, logits[i]);
+  for (let i = 0; i < logits.length; i++) sum += Math.exp(logits[i] - largest);
+  const share = (i) => Math.exp(logits[i] - largest) / sum, found = [];
+  let least = -Infinity; // of those found, once there are enough
+  for (let i = 0; i < logits.length; i++) {
+    if ((logits[i] <= least && logits[i] <= logits[token]) || unused.has(i)) continue;
+    if (logits[i] > logits[token]) rank++;
+    if (logits[i] <= least) continue;
+    let place = found.length;
+    while (place > 0 && logits[found[place - 1]] < logits[i]) place--;
+    found.splice(place, 0, i);
+    found.length = Math.min(found.length, CONSIDERED);
+    if (found.length === CONSIDERED) least = logits[found[CONSIDERED - 1]];
+  }
+  return { probability: share(token), rank, likeliest: found.map((i) => [i, share(i)]) };
+}
+
+// Messages that arrive while this waits are handled: { stop } among them. A timeout would wait 4 ms each time.
+const channel = new MessageChannel();
+const breathe = () => new Promise((go) => {
+  channel.port1.onmessage = go;
+  channel.port2.postMessage(0);
+});
+
+class Writer {
+  constructor(given, bytes) {
+    const { tokenizer, chat, config } = given;
+    this.model = new Model(given, bytes);
+    this.tokenizer = tokenizer.tokens === undefined ? new Characters(tokenizer) : new BPE(tokenizer);
+    this.end = tokenizer.end; // the id of the end of a text, or null
+    this.unused = new Set(tokenizer.unused); // never chosen
+    this.chat = chat;
+    this.context = config.max_seq_len;
+  }
+
+  // ChatTemplate.prompt_ids of common/chat.py. The oldest turns are left out until the rest fits into `room`.
+  chatIds(messages, room) {
+    const encode = (turns) => {
+      const ids = [this.end];
+      let text = "";
+      for (const { role, content } of turns) {
+        if (role === "user") text += `${this.chat.user} ${content.trim()}\n`;
+        else {
+          ids.push(...this.tokenizer.encode(text + this.chat.assistant), ...this.tokenizer.encode(` ${content.trim()}`), this.end);
+          text = "";
+        }
+      }
+      return [...ids, ...this.tokenizer.encode(text + this.chat.assistant)];
+    };
+    let ids = encode(messages), left = 0;
+    while (ids.length > room && left + 2 < messages.length) ids = encode(messages.slice((left += 2)));
+    if (ids.length > this.context)
+      throw new Error(`The question makes ${ids.length} tokens, and the model reads ${this.context}. Ask a shorter one.`);
+    return { ids, left };
+  }
+
+  promptIds(text) {
+    const ids = this.tokenizer.encode(text);
+    return ids.length ? ids : [this.end ?? 0];
+  }
+
+  label(token) {
+    return token === this.end ? "end of text" : tokenLabel(this.tokenizer.bytes[token]);
+  }
+
+  // Read ids, of which the cache may hold a beginning. Returns the input of the head for the last one.
+  async read(ids) {
+    let same = 0;
+    while (same < ids.length - 1 && ids[same] === this.model.held[same]) same++;
+    this.model.held.length = same;
+    let hidden = null, seen = performance.now();
+    for (let i = same; i < ids.length && !this.stopped; i++) {
+      hidden = this.model.read(ids[i]);
+      if (performance.now() - seen > 100) {
+        postMessage({ reading: (i + 1) / ids.length });
+        await breathe();
+        seen = performance.now();
+      }
+    }
+    return hidden;
+  }
+
+  async write({ prompt, messages, length, temperature, topP }) {
+    this.stopped = false;
+    const { ids, left } = messages
+      ? this.chatIds(messages, this.context - Math.min(length, this.context >> 1))
+      : { ids: this.promptIds(prompt), left: 0 };
+    const row = [...ids], decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+    let hidden = await this.read(row.slice(-this.context)), tokens = [], ended = false, count = 0;
+    const started = performance.now();
+    let sent = started;
+    while (!this.stopped) {
+      const logits = this.model.logits(hidden), allowed = logits.slice();
+      for (const token of this.unused) allowed[token] = -Infinity;
+      const token = choose(allowed, temperature, topP), seen = look(logits, this.unused, token);
+      count++;
+      ended = token === this.end;
+      const text = ended ? "" : decoder.decode(this.tokenizer.bytes[token], { stream: true });
+      tokens.push({ ...seen, text, label: this.label(token), ends: ended, likeliest: seen.likeliest.map(([i, p]) => [this.label(i), p]) });
+      if (ended || count >= length) break;
+      row.push(token);
+      if (performance.now() - sent > 40) {
+        postMessage({ tokens, count, seconds: (performance.now() - started) / 1000 });
+        tokens = [];
+        await breathe();
+        sent = performance.now();
+      }
+      // `make_room` of generation/decoding.py: a full context goes on from its second half.
+      if (this.model.held.length === this.context) {
+        const keep = Math.max(1, this.context >> 1);
+        this.model.held = [];
+        if (keep > 1) await this.read(row.slice(-keep, -1));
+      }
+      hidden = this.model.read(token);
+    }
+    if (tokens.length) tokens.at(-1).text += decoder.decode(); // a character that never became whole
+    postMessage({ tokens, count, seconds: (performance.now() - started) / 1000 });
+    postMessage({ done: ended ? "ended by itself" : this.stopped ? "stopped" : "length reached", left });
+  }
+}
+
+let writer = null;
+onmessage = async ({ data }) => {
+  try {
+    if (data.stop) {
+      if (writer) writer.stopped = true;
+    } else if (data.weights) {
+      writer = new Writer(data.model, fromBase64(data.weights));
+      postMessage({ ready: true });
+    } else await writer.write(data);
+  } catch (problem) {
+    const isMemory = problem instanceof RangeError;
+    postMessage({ problem: isMemory ? "This device has too little memory for the model." : problem.message });
+  }
+};
