@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.chat import ChatTemplate, end_of_text
+from common.chat import AnyTemplate, ChatML, end_of_text
 from common.checkpoint import open_checkpoint, stored_weights
 from common.errors import ConfigError
 from common.files import atomic_write
@@ -78,12 +78,16 @@ def export_page(path: str | Path, out: Path, kind: str) -> tuple[int, Proof]:
     return len(page), proof
 
 
-def require_page(config: ModelConfig, tokenizer: Tokenizer, template: ChatTemplate | None, kind: str) -> None:
+def require_page(config: ModelConfig, tokenizer: Tokenizer, template: AnyTemplate | None, kind: str) -> None:
     """Raises ConfigError for a model or a tokenizer that the page cannot run, and for a page that is too large."""
     if not isinstance(tokenizer, CharacterTokenizer):
         problem = obstacle_to_tiktoken(json.loads(tokenizer.to_json())) or tokenizer.encoder_note
+        if not problem and (tokenizer.splitting != "gpt-2" or tokenizer.normalizer or tokenizer.found_in_text):
+            problem = f"it reads text in another way ({tokenizer.splitting})"
         if problem:
             raise ConfigError(f"The page has only GPT-2's kind of BPE, and of this model's tokenizer, {problem}.")
+    if isinstance(template, ChatML):
+        raise ConfigError("The page does not know ChatML, this model's chat template; tools/export_hf.py exports it.")
     if template:
         end_of_text(tokenizer)
     with torch.device("meta"), Uninitialized():
@@ -105,7 +109,7 @@ def require_page(config: ModelConfig, tokenizer: Tokenizer, template: ChatTempla
 
 
 def describe(
-    model: TransformerLanguageModel, tokenizer: Tokenizer, template: ChatTemplate | None, kind: str, name: str
+    model: TransformerLanguageModel, tokenizer: Tokenizer, template: AnyTemplate | None, kind: str, name: str
 ) -> dict[str, Any]:
     """What page_model.js needs beside the weights. A vector has 0 rows."""
     shapes = {name: list(weights.shape) for name, weights in stored_weights(model).items()}
@@ -116,7 +120,12 @@ def describe(
         "parameters": model.num_parameters(),
         "config": model.config.to_dict(),
         "tensors": [[name, *([0] * (2 - len(shape))), *shape] for name, shape in shapes.items()],
-        "tokenizer": {**describe_tokenizer(tokenizer), "end": tokenizer.end_of_text_id, "unused": unused},
+        "tokenizer": {
+            **describe_tokenizer(tokenizer),
+            "end": tokenizer.end_of_text_id,
+            "ends": sorted(tokenizer.end_ids),
+            "unused": unused,
+        },
         "chat": template.to_dict() if template else None,
     }
 

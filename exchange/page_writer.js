@@ -69,6 +69,7 @@ class Writer {
     this.model = new Model(given, bytes);
     this.tokenizer = tokenizer.tokens === undefined ? new Characters(tokenizer) : new BPE(tokenizer);
     this.end = tokenizer.end; // the id of the end of a text, or null
+    this.ends = new Set(tokenizer.ends); // the ids at which a text ends
     this.unused = new Set(tokenizer.unused); // never chosen
     this.chat = chat;
     this.context = config.max_seq_len;
@@ -101,7 +102,7 @@ class Writer {
   }
 
   label(token) {
-    return token === this.end ? "end of text" : tokenLabel(this.tokenizer.bytes[token]);
+    return this.ends.has(token) ? "end of text" : tokenLabel(this.tokenizer.bytes[token]);
   }
 
   // Read ids, of which the cache may hold a beginning. Returns the input of the head for the last one.
@@ -135,7 +136,7 @@ class Writer {
       for (const token of this.unused) allowed[token] = -Infinity;
       const token = choose(allowed, temperature, topP), seen = look(logits, this.unused, token);
       count++;
-      ended = token === this.end;
+      ended = this.ends.has(token);
       const text = ended ? "" : decoder.decode(this.tokenizer.bytes[token], { stream: true });
       tokens.push({ ...seen, text, label: this.label(token), ends: ended, likeliest: seen.likeliest.map(([i, p]) => [this.label(i), p]) });
       if (ended || count >= length) break;

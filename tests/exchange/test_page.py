@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from activations import ACTIVATIONS
-from common.chat import ChatTemplate, Message
+from common.chat import ChatML, ChatTemplate, Message
 from common.checkpoint import open_checkpoint
 from exchange.folders import load_in_fp32
 from exchange.page_weights import pack
@@ -22,6 +22,7 @@ from generation.inspection import inspect, token_label
 from generation.sampling import choose
 from generation.settings import Sampling
 from model import TransformerLanguageModel
+from tests.foreign_tokenizers import QWEN
 from tests.helpers import ROOT, flip, generated_text, run_script
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_adapters, write_model
 from tests.serving.contrast import assert_readable
@@ -151,14 +152,23 @@ def test_weights_beyond_16_bits_are_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_tokenizer_with_another_pattern_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pattern", "words"),
+    [(r"\p{N}{1,3}|\s+", "it cuts text into words in its own way"), (QWEN, "it reads text in another way (qwen2)")],
+)
+def test_a_tokenizer_with_another_pattern_is_refused_by_name(tmp_path: Path, pattern: str, words: str) -> None:
     content = json.loads(bpe().to_json())
-    split = {"type": "Split", "pattern": {"Regex": r"\p{N}{1,3}|\s+"}, "behavior": "Isolated", "invert": False}
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     byte_level = {**content["pre_tokenizer"], "use_regex": False}
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
     (tmp_path / "other.json").write_text(json.dumps(content))
     write_model(tmp_path / "mine", BPETokenizer.load(tmp_path / "other.json"))
-    assert "its normalizer or pre-tokenizer is not GPT-2's" in refused(tmp_path / "mine")
+    assert words in refused(tmp_path / "mine")
+
+
+def test_chatml_is_refused_by_name(tmp_path: Path) -> None:
+    write_model(tmp_path / "mine", chat=ChatML())
+    assert "The page does not know ChatML" in refused(tmp_path / "mine")
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
