@@ -138,7 +138,7 @@ class Writer {
       count++;
       ended = this.ends.has(token);
       const text = ended ? "" : decoder.decode(this.tokenizer.bytes[token], { stream: true });
-      tokens.push({ ...seen, text, label: this.label(token), ends: ended, likeliest: seen.likeliest.map(([i, p]) => [this.label(i), p]) });
+      tokens.push({ ...seen, text, label: this.label(token), likeliest: seen.likeliest.map(([i, p]) => [this.label(i), p]) });
       if (ended || count >= length) break;
       row.push(token);
       if (performance.now() - sent > 40) {
