@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import statistics
 import subprocess
 import sys
@@ -171,4 +172,4 @@ def write_results(stem: Path, title: str, results: Mapping[str, Any], body: str,
 def this_command() -> str:
     """The command line as a reader would type it, with what limits the CPU's units, where that is set."""
     limits = [f"{name}={os.environ[name]}" for name in CPU_LIMITS if os.environ.get(name)]
-    return " ".join([*limits, "python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
+    return " ".join([*limits, "python", os.path.relpath(sys.argv[0]), *map(shlex.quote, sys.argv[1:])])
