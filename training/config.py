@@ -83,6 +83,13 @@ class TrainConfig:
 
     epochs: int = option(10, "length", "passes over the training split", low=1)
     max_steps: int = option(0, "length", "optimizer steps in all; 0: as many as the epochs take", low=0)
+    minutes: float = option(
+        0.0,
+        "length",
+        "train for this long in all sessions, no further than the epochs; the learning rate falls in time to end "
+        "then; 0 is off",
+        low=0.0,
+    )
     max_steps_per_epoch: int = option(0, "length", "end an epoch after this many steps, 0 is off", low=0)
     max_hours: float = option(
         0.0, "length", "stop, saved, once the run has taken this long in all its sessions, 0 is off", low=0.0
@@ -287,12 +294,17 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
             name = size if config_name is None else name
             for key, value in model_size_keys(size, problems).items():
                 values[key], sources[key] = value, f"model_size {size}"
-        if "epochs" in checked and "max_steps" not in checked:  # this layer overrides the run's length
+        # This layer overrides the run's length.
+        if ("epochs" in checked or checked.get("minutes")) and "max_steps" not in checked:
             values["max_steps"], sources["max_steps"] = 0, source
+        if checked.get("max_steps") and "minutes" not in checked:
+            values["minutes"], sources["minutes"] = 0.0, source
         for key, value in checked.items():
             values[key], sources[key] = value, source
         if checked.get("max_steps") and "epochs" in checked:
             problems.append(f"epochs and max_steps both set the length of the run ({source}); give one of them")
+        if checked.get("max_steps") and checked.get("minutes"):
+            problems.append(f"minutes and max_steps both set the length of the run ({source}); give one of them")
     processes = place().count
     problems += contradictions(values, sources, processes)
     try:

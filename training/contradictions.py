@@ -40,6 +40,16 @@ def contradictions(values: dict[str, Any], sources: dict[str, str], processes: i
     if values["use_lr_scheduler"] == "constant" and sources["cooldown"] == "flag":
         falling = [name for name, decay in DECAYS.items() if decay is not None]
         problems.append(f"cooldown is for --use_lr_scheduler {' or '.join(falling)}")
+    if values["minutes"] and values["use_lr_scheduler"] == "constant":
+        problems.append(
+            "minutes lets the learning rate fall in time, and use_lr_scheduler constant has no fall; add "
+            "--use_lr_scheduler linear, or stop by --max_hours"
+        )
+    if values["minutes"] and values["cooldown"] == 1 and "cooldown" in given:
+        problems.append(
+            "cooldown 1 falls from the first step on, and with minutes the last step is not known then; give a "
+            "--cooldown below 1"
+        )
     if values["compile"] == "off" and sources["compile_cache_dir"] == "flag":
         problems.append("--compile_cache_dir and --compile off contradict each other")
     if values["tokenizer"] == "char" and "vocab_size" in given:

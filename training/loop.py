@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from common.errors import INTERRUPTED
+from common.formatting import clock
 from common.launch import is_rank_0
 from common.lock import FolderLock
 from training.config import TrainConfig
@@ -25,6 +26,7 @@ from training.numbers.prompts import Answer
 from training.numbers.schedule import has_stopped_early, learning_rate
 from training.numbers.stability import Stability, diverged
 from training.numbers.step import StepResult, train_step
+from training.planning.deadline import Deadline
 from training.planning.memory import compile_step_model, until_it_fits
 from training.planning.memory_advice import memory_advice
 from training.planning.preflight import dry_run
@@ -72,16 +74,21 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
     if is_rank_0():
         write_config(config, parts.hardware.name)
         rewind(run.dir, state.step if state.unevaluated is None else state.step - 1)
-    print(f"Training   steps {state.step:,} to {state.max_steps:,} of {config.tokens_per_step:,} tokens, in {run.dir}")
+    timer = Timer(parts.hardware, state.elapsed_seconds, parts.hardware.units_per_hour(config))
+    deadline = Deadline(run, timer)
+    most = "at most " if config.minutes and state.cooldown is None else ""
+    steps = f"steps {state.step:,} to {most}{state.max_steps:,} of {config.tokens_per_step:,} tokens"
+    print(f"Training   {steps}, in {run.dir}")
+    if config.minutes:
+        print(f"Minutes    {config.minutes:g}, and {clock(timer.elapsed)} of them are used")
     if config.warmup_steps >= state.max_steps:
         shorter = f"--warmup_steps {state.max_steps // 10}, or more --epochs"
         print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run: {shorter}")
-    timer = Timer(parts.hardware, state.elapsed_seconds, parts.hardware.units_per_hour(config))
     report = Report(run.dir, timer, state.step, state.max_steps, config.tensorboard)
     interruption = Interruption(ends_process)
     with interruption.awaited(), run.saving(report.say, lambda: interruption.requested):
         with contextlib.closing(report):
-            answers = Loop(run, report, timer, interruption, started).run_to_end()
+            answers = Loop(run, report, timer, deadline, interruption, started).run_to_end()
         interruption.answer = "Stopping once what is under way is saved and copied"
         run.finish_saving(report.say)
         is_done = state.finished and state.unevaluated is None
@@ -89,7 +96,11 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
             answers = answers or answer_prompts(parts)
             on_rank_0(lambda: write_summary(run, timer, answers))
     if not is_done:
-        if limit := timer.limit_reached(config):
+        if deadline.reached:
+            print(
+                f"Stopped after step {state.step:,}: {deadline.reached}. The same command with more of them continues."
+            )
+        elif limit := timer.limit_reached(config):
             print(f"Stopped after step {state.step:,}: {limit} is reached. The same command with more of it continues.")
         else:
             print(f"Interrupted after step {state.step:,}. The same command continues from there.")
@@ -101,9 +112,18 @@ class Loop:
     """The steps of one session. All that changes is in `run.state` and `run.parts`, so the loop can be left at any step
     and entered again."""
 
-    def __init__(self, run: Run, report: Report, timer: Timer, interruption: Interruption, started: float):
+    def __init__(
+        self,
+        run: Run,
+        report: Report,
+        timer: Timer,
+        deadline: Deadline,
+        interruption: Interruption,
+        started: float,
+    ):
         self.run, self.parts, self.state = run, run.parts, run.state
-        self.report, self.timer, self.interruption, self.started = report, timer, interruption, started
+        self.report, self.timer, self.deadline = report, timer, deadline
+        self.interruption, self.started = interruption, started
         is_scaled = self.parts.scaler.is_enabled()
         self.stability = Stability(self.parts.data.device, is_scaled, self.state.skipped_updates)
         self.first_step = self.state.step
@@ -121,12 +141,13 @@ class Loop:
 
     def take_steps(self) -> None:
         """The loop. Raises StopRequested if somebody asks to stop during something long."""
-        run, state, parts = self.run, self.state, self.parts
+        run, state = self.run, self.state
         with self.timer.paused():
             self.compile()
             self.evaluate_before()
+        self.deadline.begin()
         with frozen_garbage():
-            while not self.interruption.agreed(self.timer.limit_reached(parts.config) or run.taken_over):
+            while not self.interruption.agreed(self.limit_reached()):
                 if state.unevaluated is None:  # else an evaluation was interrupted, or ran out of memory
                     if state.finished:
                         break
@@ -138,11 +159,32 @@ class Loop:
                         self.save_if_sound()
                     for line in run.news():
                         self.report.say(line)
+                if state.step >= self.deadline.next_look and not state.finished:
+                    self.look_at_clock()
+
+    def limit_reached(self) -> object:
+        """Why the run stops here, or None."""
+        return self.timer.limit_reached(self.parts.config) or self.run.taken_over or self.deadline.reached or None
+
+    def look_at_clock(self) -> None:
+        """With `minutes`: measure the speed, and begin the fall of the learning rate if it is time."""
+        begins, said = self.deadline.look()
+        if begins:
+            if self.parts.config.eval_interval and self.deadline.evaluation_seconds is None:
+                self.report.say("Evaluating once, to know how long it takes ...")
+                with self.timer.paused():
+                    evaluate(self.parts, self.interruption.check)
+                self.deadline.evaluation_seconds = self.timer.last_pause
+            said = self.deadline.fix()
+        for line in said:
+            self.report.say(line)
+        self.report.plan(self.deadline.last_step)
 
     def step(self) -> None:
         """One update of the weights, and its report if one is due."""
         parts, state = self.parts, self.state
-        lr = learning_rate(state.step, state.max_steps, parts.config)
+        first = state.cooldown.first if state.cooldown else None
+        lr = learning_rate(state.step, state.max_steps, parts.config, first)
         result = train_step(parts, state.step, state.sequences_seen, lr, self.interruption.begin)
         self.interruption.step_done()
         with self.without_retry():
@@ -189,6 +231,7 @@ class Loop:
         self.report.announce_evaluation(evaluated_windows(parts.data, parts.config) * parts.config.max_seq_len)
         with self.timer.paused():
             result = self.finite(evaluate(parts, self.interruption.check), "the validation loss")
+        self.deadline.evaluation_seconds = self.timer.last_pause
         self.run.best_is_new |= state.evaluated(result.val_loss, result.windows)
         if has_stopped_early(state.worse, parts.config):
             state.plan(state.step)

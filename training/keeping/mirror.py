@@ -53,6 +53,7 @@ class Mirror:
         self.worker: threading.Thread | None = None
         self.woken = threading.Event()
         self.request = threading.Event()  # set once everything that was new at the last `wake` is copied
+        self.copy_seconds: float | None = None  # of the last checkpoint that was copied
         self.failing_since: float | None = None  # time.monotonic() at which this request failed first
         self.problem: str | None = None  # the reason why the last attempt failed
         self.copied_at: float | None = None  # time.time() of the newest copy
@@ -216,7 +217,9 @@ class Mirror:
         if (target / MANIFEST).exists() and (target / MANIFEST).read_bytes() == manifest:
             return False
         self.lease.renew()
+        began = time.perf_counter()
         problem = copy_checkpoint(folder, target, self.go_on, before_publish, self.lease.staging)
+        self.copy_seconds = time.perf_counter() - began
         if problem and folder.exists():  # else it was pruned, and a newer one saved
             raise OSError(problem)
         return problem is None

@@ -24,6 +24,7 @@ class Saver:
         self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self.under_way: Future[None] | None = None
+        self.write_seconds: float | None = None  # of the last folder that was written
         self.seconds_held = 0.0  # how long the training has waited for saves, in all
         self.closed = False
 
@@ -53,7 +54,9 @@ class Saver:
 
     def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
         for folder in folders:
+            began = time.perf_counter()
             write_checkpoint(folder, snapshot, self.go_on)
+            self.write_seconds = time.perf_counter() - began
             if STEP_NAME.fullmatch(folder.name):
                 prune(folder.parent)
                 self.news.put(f"Saved {folder}")

@@ -38,11 +38,16 @@ def start_or_resume(parts: Parts) -> Run:
     config = parts.config
     run = Run(parts)
     state = on_rank_0(lambda: open_run(run))
+    most = last_step(state.step, state.sequences_seen, parts.data.windows, config)
+    if state.cooldown is not None and not state.cooldown.is_for(config.minutes, most):
+        state = replace(state, cooldown=None)  # the length that was asked for has changed
     run.state = state = replace(state, max_steps=planned_steps(parts, state))
     run.saved_step = state.step
     share_rank_0(run)
     # As the last step left it: what is saved before the next one is then what was saved there.
-    apply_hyperparameters(parts.optimizer, learning_rate(max(state.step - 1, 0), state.max_steps, config), config)
+    first = state.cooldown.first if state.cooldown else None
+    lr = learning_rate(max(state.step - 1, 0), state.max_steps, config, first)
+    apply_hyperparameters(parts.optimizer, lr, config)
     return run
 
 
@@ -50,6 +55,8 @@ def planned_steps(parts: Parts, state: TrainState) -> int:
     """Steps that the run takes in all: no more than now if it has stopped early."""
     if has_stopped_early(state.worse, parts.config):
         return state.step
+    if state.cooldown is not None:
+        return state.cooldown.last
     return last_step(state.step, state.sequences_seen, parts.data.windows, parts.config)
 
 

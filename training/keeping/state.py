@@ -19,8 +19,9 @@ from common.checkpoint import Checkpoint
 from common.errors import CheckpointError
 
 STATE_FILE = "training_state.json"
+MOST_STEPS = 10**8 - 1  # a checkpoint's name has eight digits
 # Values from 0 up to these limits are allowed.
-Steps = Annotated[int, 10**8]  # a checkpoint's name has eight digits
+Steps = Annotated[int, MOST_STEPS + 1]
 Sequences = Annotated[int, 2**32]  # the order of an epoch is drawn from its number, which has to be below that
 Count = Annotated[int, 2**63]
 Planned = Annotated[int, math.inf]  # --max_steps and --epochs have no limit
@@ -45,6 +46,22 @@ class Start:
 
 
 @dataclass
+class Cooldown:
+    """The fall of the learning rate, as the clock has fixed it (`minutes`). From here on the rate is a function of the
+    step."""
+
+    minutes: Seconds  # that the run was asked to take
+    first: Steps  # steps, from 0: the first that decays
+    last: Steps  # steps that the run takes in all
+    most: Planned  # steps of all epochs
+
+    def is_for(self, minutes: float, most: int) -> bool:
+        """Whether it still holds for these minutes and steps of all epochs. What the text has ended, more epochs
+        prolong."""
+        return self.minutes == minutes and (self.most == most or self.last < min(self.most, most))
+
+
+@dataclass
 class TrainState:
     """Where a training stands. Every checkpoint holds it, and all processes have the same one. Only its methods change
     its fields."""
@@ -63,6 +80,7 @@ class TrainState:
     unevaluated: Row | None = None  # metrics of this step, if its evaluation is due and not done
     skipped_updates: Steps = 0
     elapsed_seconds: Seconds = 0.0  # in all sessions
+    cooldown: Cooldown | None = None  # with `minutes`, once it has begun
     resumed_from: str | None = None
     initialized_from: str | None = None
 
@@ -105,6 +123,10 @@ class TrainState:
 
     def plan(self, max_steps: int) -> None:
         self.max_steps = max_steps
+
+    def cool_down(self, cooldown: Cooldown) -> None:
+        """The learning rate falls from now on."""
+        self.cooldown, self.max_steps = cooldown, cooldown.last
 
     def measured(self, elapsed_seconds: float, skipped_updates: int) -> None:
         """Record what is only measured when a checkpoint is taken."""
@@ -159,6 +181,7 @@ def read_state(checkpoint: Checkpoint) -> Saved:
     older = {"run_id": "", "lowest_val_loss": read["best_val_loss"]}  # where a file does not have them
     fields = older | {key: read[key] for key in hints if key in read}
     fields["base"] = Start(**fields["base"]) if fields.get("base") else None
+    fields["cooldown"] = Cooldown(**fields["cooldown"]) if fields.get("cooldown") else None
     return Saved(TrainState(**fields), **{key: read[key] for key in rest})
 
 
@@ -174,7 +197,7 @@ def fits(value: Any, hint: Any) -> bool:
     if kind is dict:
         return isinstance(value, dict) and all(fits(each, arguments[1]) for each in value.values())
     if dataclasses.is_dataclass(hint):
-        hints = get_type_hints(hint)
+        hints = get_type_hints(hint, include_extras=True)
         is_whole = isinstance(value, dict) and value.keys() == hints.keys()
         return is_whole and all(fits(value[key], hints[key]) for key in hints)
     if hint is Any:

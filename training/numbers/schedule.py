@@ -7,18 +7,33 @@ import math
 from training.config import TrainConfig
 from training.numbers.decays import DECAYS
 
+COOLDOWN_OF_MINUTES = 0.6  # with `minutes`, where the configuration has none below 1; that of the *_modern configs
 
-def learning_rate(step: int, max_steps: int, config: TrainConfig) -> float:
+
+def learning_rate(step: int, max_steps: int, config: TrainConfig, first: int | None = None) -> float:
     """Learning rate of `step` (from 0): linear warmup to the peak, then one of DECAYS down to `min_lr` at the last
-    step. `cooldown` below 1 is the share of the steps that decay; before it, the peak is held (Hägele et al. 2024)."""
-    if step < config.warmup_steps:
-        return config.learning_rate * (step + 1) / config.warmup_steps
+    step. `cooldown` below 1 is the share of the steps that decay; before it, the peak is held (Hägele et al. 2024).
+    `first`: the step that the decay begins with, if the clock has chosen it; a warmup that is not over ends there."""
+    start = decay_start(max_steps, config) if first is None else first
+    warmed = min(step, start) + 1
+    peak = config.learning_rate
+    if warmed <= config.warmup_steps:
+        peak = config.learning_rate * warmed / config.warmup_steps
     decay = DECAYS[config.use_lr_scheduler]
-    if decay is None:
-        return config.learning_rate
-    start = max(config.warmup_steps, round((1 - config.cooldown) * max_steps))
+    if decay is None or step < min(start, config.warmup_steps):
+        return peak
     progress = min(1.0, max(0, step - start) / max(1, max_steps - 1 - start))
-    return config.min_lr + decay(progress) * (config.learning_rate - config.min_lr)
+    return config.min_lr + decay(progress) * (peak - config.min_lr)
+
+
+def decay_start(max_steps: int, config: TrainConfig) -> int:
+    """The step (from 0) that the decay begins with in a run of `max_steps`."""
+    return max(config.warmup_steps, round((1 - decay_share(config)) * max_steps))
+
+
+def decay_share(config: TrainConfig) -> float:
+    """The share of a run that decays: of its steps, or with `minutes` of its time."""
+    return COOLDOWN_OF_MINUTES if config.minutes and config.cooldown == 1 else config.cooldown
 
 
 def epoch_sequences(windows: int, config: TrainConfig) -> int:

@@ -26,9 +26,10 @@ from training.machine.hardware import Hardware
 from training.machine.processes import max_over_ranks, on_rank_0
 from training.machine.sharding import is_sharded, unsharded_copy
 from training.numbers.evaluate import evaluated_windows, validation_loss
-from training.numbers.schedule import epoch_sequences
+from training.numbers.schedule import decay_share, decay_start, epoch_sequences
 from training.numbers.step import part_of_step, smallest_part, train_step
 from training.parts import Parts
+from training.planning.deadline import MARGIN, Costs
 from training.planning.estimate import estimate_memory, held_memory
 from training.planning.memory import compile_step_model, until_it_fits
 
@@ -49,10 +50,12 @@ def dry_run(run: Run) -> None:
     estimate = estimate_memory(config, model, hardware) + held_memory(data, hardware)
     there_is = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     several = f" in each of {config.processes} processes" if config.processes > 1 else ""
+    at_most = "at most " if config.minutes else ""
     need, free = KEPT_ON_DISK * run.checkpoint_bytes, free_space(config.run_dir)
     print(
-        f"Steps      {max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} sequences, "
-        f"{config.rows_at_once} at once{several}), {max_steps * config.tokens_per_step / 1e6:,.1f}M tokens in all\n"
+        f"Steps      {at_most}{max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} "
+        f"sequences, {config.rows_at_once} at once{several}), {max_steps * config.tokens_per_step / 1e6:,.1f}M "
+        f"tokens in all\n"
         f"Memory     about {byte_size(estimate)}{there_is} (an estimate){free_memory(hardware)}; beside it "
         f"{byte_size(run.checkpoint_bytes)} of RAM while a checkpoint is written\n"
         f"Disk       about {byte_size(need)} in {config.run_dir} (two checkpoints, the best and the one being "
@@ -74,6 +77,8 @@ def dry_run(run: Run) -> None:
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
     speed = config.tokens_per_step / seconds
     mfu = f", MFU {speed * model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
+    if config.minutes:
+        max_steps = steps_in_time(parts, Costs(seconds, evaluating, saving), max_steps)
     evaluations = math.ceil(max_steps / config.eval_interval) if config.eval_interval else 0
     total = seconds * max_steps + evaluating * evaluations
     print(
@@ -92,6 +97,23 @@ def dry_run(run: Run) -> None:
     if found is not None:
         print(f"Resume     {found.checkpoint.path} is whole and fits; training would continue from it")
     print("Dry run: no run was written. Leave --dry_run out to train.")
+
+
+def steps_in_time(parts: Parts, costs: Costs, most: int) -> int:
+    """The forecast of `minutes`, printed: how many of at most `most` steps fit, compiling aside."""
+    config = parts.config
+    seconds = 60 * config.minutes * (1 - MARGIN)
+    steps = costs.steps_within(seconds, 0, most, config)
+    epochs = steps * config.sequences_per_step / epoch_sequences(parts.data.windows, config)
+    if not steps:
+        told = "Warning: no step fits; give more"
+    elif steps == most:
+        told = f"all {config.epochs} epochs fit, and the run ends early; --epochs asks for more"
+    else:
+        told = f"about {steps:,} steps, {epochs:.2g} epochs, fit"
+    first = min(decay_start(most, config), round((1 - decay_share(config)) * steps))
+    print(f"Minutes    {config.minutes:g}: {told}. The learning rate falls from about step {first:,} on")
+    return steps
 
 
 def look(run: Run) -> Found | None:

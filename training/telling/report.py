@@ -52,6 +52,10 @@ class Report:
         self.timer.step_done(tokens)
         self.bar.update()
 
+    def plan(self, max_steps: int) -> None:
+        """The run takes this many steps, or about this many if the clock decides."""
+        self.max_steps = self.bar.total = max_steps
+
     def say(self, text: str) -> None:
         """Print a line that stays, above the progress line if there is one."""
         if self.interactive:

@@ -84,6 +84,8 @@ def finished_message(run: Run) -> str:
     config, state = run.parts.config, run.state
     if has_stopped_early(state.worse, config):
         more = f"--stop_after_worse {2 * config.stop_after_worse}"
+    elif config.minutes and state.cooldown and state.cooldown.last < state.cooldown.most:
+        more = f"--minutes {2 * config.minutes:g}"
     elif config.max_steps:
         more = f"--max_steps {state.step * 2}"
     else:

@@ -24,6 +24,8 @@ class Timer:
         self.interval_started = time.perf_counter()
         self.interval_steps = 0
         self.interval_tokens = 0
+        self.last_pause = 0.0  # seconds
+        self.paused_seconds = 0.0
         self.training_seconds = 0.0
         self.training_tokens = 0
 
@@ -67,7 +69,9 @@ class Timer:
         try:
             yield
         finally:
-            self.interval_started += time.perf_counter() - began
+            self.last_pause = time.perf_counter() - began
+            self.paused_seconds += self.last_pause
+            self.interval_started += self.last_pause
 
     def training_row(
         self, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float, flops_per_token: int

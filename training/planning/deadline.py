@@ -1,0 +1,194 @@
+"""--minutes: from the measured speed, the step at which the learning rate begins to fall and the step that is the last.
+
+Until the fall begins, nothing depends on the clock but when that is. From then on the last step is fixed, in
+`TrainState.cooldown`.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import deque
+from dataclasses import dataclass
+from statistics import median
+
+from common.formatting import clock
+from common.launch import is_rank_0
+from training.config import TrainConfig
+from training.keeping.run import Run
+from training.keeping.state import MOST_STEPS, Cooldown
+from training.machine.processes import on_rank_0
+from training.numbers.schedule import decay_share, decay_start
+from training.telling.timer import Timer
+
+LOOKS = 200  # at the clock, in all the minutes; each waits for the device
+SAMPLES = 9  # of the speed: the median of the last ones counts
+TOLD_AFTER = 3  # of these samples, the first forecast
+MARGIN = 0.01  # of the minutes: the run ends a little early rather than late
+EARLY = 0.03  # of the minutes: what ends earlier is said to
+LATE = 0.1  # of the minutes: what ends later than this is said to, once
+WRITE_BYTES_PER_SECOND = 200e6  # of a checkpoint, where none was written yet
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of what a run consists of."""
+
+    step: float  # with its share of saving
+    evaluation: float = 0.0
+    ending: float = 0.0  # after the last step: the checkpoint and its copies
+
+    def of(self, steps: int, done: int, config: TrainConfig) -> float:
+        """Seconds of the last `steps` of a run, after `done` steps, with evaluations and the ending."""
+        evaluations = 0
+        if interval := config.eval_interval:
+            last = done + steps
+            evaluations = last // interval - done // interval + bool(last % interval)
+        return steps * self.step + evaluations * self.evaluation + self.ending
+
+    def steps_within(self, seconds: float, done: int, most: int, config: TrainConfig) -> int:
+        """How many of at most `most` steps are over within `seconds`, the run's end included."""
+        possible = range(1, min(most, MOST_STEPS - done) + 1)
+        return bisect.bisect_right(possible, seconds, key=lambda steps: self.of(steps, done, config))
+
+
+def ending_seconds(run: Run) -> float:
+    """Seconds to write, and to copy, what the last step leaves: as measured, or else by its size."""
+    write = run.saver.write_seconds
+    if write is None:
+        write = run.checkpoint_bytes / WRITE_BYTES_PER_SECOND
+    if run.mirror is not None:
+        write += write if run.mirror.copy_seconds is None else run.mirror.copy_seconds
+    return write * (2 if run.parts.config.eval_interval else 1)  # the best weights may be these
+
+
+class Deadline:
+    """Looks at the clock now and then. Without `minutes` it never does.
+
+    Of several processes rank 0 decides, until the last step is fixed. `Loop` calls `begin` before the first step, and
+    once a step has reached `next_look`: `look`, then `fix` if that says so.
+    """
+
+    def __init__(self, run: Run, timer: Timer):
+        self.run, self.timer = run, timer
+        self.seconds = 60 * run.parts.config.minutes
+        self.next_look = math.inf  # steps
+        self.samples: deque[float] = deque(maxlen=SAMPLES)  # seconds a step
+        self.evaluation_seconds: float | None = None  # of the last evaluation
+        self.reached = ""  # why the run stops before its learning rate has fallen, if it does
+        self.is_told = False  # the forecast, or while the rate falls that it takes too long
+        self.first_step = run.state.step
+        self.seen_step, self.seen_seconds = 0, 0.0
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.timer.elapsed
+
+    @property
+    def costs(self) -> Costs:
+        saving = self.run.saver.seconds_held / (self.run.state.step - self.first_step)
+        return Costs(median(self.samples) + saving, self.evaluation_seconds or 0.0, ending_seconds(self.run))
+
+    def begin(self) -> None:
+        """Steps begin, perhaps again: nothing is known of their speed."""
+        state = self.run.state
+        if not self.seconds or state.finished:
+            return
+        self.samples.clear()
+        self.mark()
+        self.next_look = state.step + 1
+        if state.cooldown is None and on_rank_0(lambda: self.left <= 0):
+            self.give_up()
+
+    def mark(self) -> None:
+        self.seen_step, self.seen_seconds = self.run.state.step, self.timer.elapsed - self.timer.paused_seconds
+
+    def give_up(self) -> None:
+        minutes = self.run.parts.config.minutes
+        self.reached = f"--minutes {minutes:g} leaves no time for the learning rate to fall"
+
+    def look(self) -> tuple[bool, list[str]]:
+        """Measure the speed. Returns whether the fall has to begin, and sentences to be said."""
+        run, state = self.run, self.run.state
+        run.parts.hardware.synchronize()
+        before, seconds = self.seen_step, self.seen_seconds
+        self.mark()
+        self.samples.append((self.seen_seconds - seconds) / (state.step - before))
+        if state.cooldown is not None:  # nothing to agree on
+            self.next_look = self.step_after(self.seconds / LOOKS) if is_rank_0() else math.inf
+            return False, self.delay() if is_rank_0() else []
+        begins, self.next_look, said = on_rank_0(self.decide)
+        return begins, said
+
+    def step_after(self, seconds: float) -> int:
+        return self.run.state.step + max(1, int(seconds / max(median(self.samples), 1e-6)))
+
+    def decide(self) -> tuple[bool, int, list[str]]:
+        """Whether the fall begins now, the next step to look at the clock, and sentences."""
+        state, config = self.run.state, self.run.parts.config
+        before_fall = self.left - decay_share(config) * self.seconds
+        by_text = decay_start(state.max_steps, config)
+        if before_fall <= 0 or state.step >= by_text:
+            return True, state.step + 1, []
+        following = min(self.step_after(min(self.seconds / LOOKS, before_fall)), max(state.step + 1, by_text))
+        is_new = len(self.samples) >= TOLD_AFTER and not self.is_told
+        self.is_told |= is_new
+        return False, following, [self.forecast()] if is_new else []
+
+    def steps_left(self) -> int:
+        """Steps that can still be taken in time."""
+        state = self.run.state
+        in_time = self.left - MARGIN * self.seconds
+        return self.costs.steps_within(in_time, state.step, state.max_steps - state.step, self.run.parts.config)
+
+    @property
+    def last_step(self) -> int:
+        """The last step of the run, or what the forecast is."""
+        state = self.run.state
+        return state.step + max(1, self.steps_left()) if state.cooldown is None else state.max_steps
+
+    def fix(self) -> list[str]:
+        """Fix the last step, or stop the run if no step is left. Returns what is to be said."""
+        state, config = self.run.state, self.run.parts.config
+        steps = on_rank_0(self.steps_left)
+        if not steps:
+            self.give_up()
+            return []
+        most = state.max_steps
+        self.is_told = False
+        self.run.is_due = True  # a checkpoint of the plan
+        cut = f" The warmup of {config.warmup_steps:,} steps was not over." if state.step < config.warmup_steps else ""
+        told = f"Step {state.step:,}: the learning rate falls from here on; {self.end(steps, most)}{cut}"
+        state.cool_down(Cooldown(config.minutes, state.step, state.step + steps, most))
+        return [told]
+
+    def end(self, steps: int, most: int) -> str:
+        """The rest of a sentence, about the last step if `steps` are left; `most`: steps of all epochs."""
+        state, config = self.run.state, self.run.parts.config
+        last, early = state.step + steps, self.left - self.costs.of(steps, state.step, config)
+        if last < most or early <= EARLY * self.seconds:
+            return f"step {last:,} is the last, when the {config.minutes:g} minutes are over."
+        return (
+            f"step {last:,} is the last, and the run ends early: the text is then read --epochs {config.epochs} times, "
+            f"about {clock(early)} before the {config.minutes:g} minutes are over."
+        )
+
+    def forecast(self) -> str:
+        state, config = self.run.state, self.run.parts.config
+        by_clock = self.step_after(self.left - decay_share(config) * self.seconds)
+        first = min(by_clock, decay_start(state.max_steps, config))
+        told = self.end(self.steps_left(), state.max_steps)
+        return f"Forecast   the learning rate falls from about step {first:,} on; about {told}"
+
+    def delay(self) -> list[str]:
+        """A sentence, the first time that the machine has become too slow for the plan."""
+        state, config = self.run.state, self.run.parts.config
+        late = self.costs.of(state.max_steps - state.step, state.step, config) - self.left
+        if self.is_told or state.finished or late <= LATE * self.seconds:
+            return []
+        self.is_told = True
+        return [
+            f"Warning: the machine has become slower. The plan stays, so that nothing is lost: step "
+            f"{state.max_steps:,} is the last, about {clock(late)} after the {config.minutes:g} minutes. "
+            "--max_hours stops a run at its time, saved."
+        ]
