@@ -302,6 +302,7 @@ class Loop:
         with self.timer.paused():
             self.state.measured(self.timer.elapsed, self.stability.skipped)
             self.run.save(best_only)
+        self.deadline.saving_seconds += self.timer.last_pause
 
     def save_unevaluated(self) -> None:
         """Out of memory in an evaluation: save this step first, because a retry may fail, too."""

@@ -22,7 +22,8 @@ from training.numbers.schedule import decay_share, decay_start
 from training.telling.timer import Timer
 
 LOOKS = 200  # at the clock, in all the minutes; each waits for the device
-SAMPLES = 9  # of the speed: the median of the last ones counts
+SAMPLES = 15  # of the speed: the last ones count
+BLOCKS = 3  # of these samples
 TOLD_AFTER = 3  # of these samples, the first forecast
 MARGIN = 0.01  # of the minutes: the run ends a little early rather than late
 EARLY = 0.03  # of the minutes: what ends earlier is said to
@@ -73,8 +74,9 @@ class Deadline:
         self.run, self.timer = run, timer
         self.seconds = 60 * run.parts.config.minutes
         self.next_look = math.inf  # steps
-        self.samples: deque[float] = deque(maxlen=SAMPLES)  # seconds a step
+        self.samples: deque[tuple[int, float]] = deque(maxlen=SAMPLES)  # steps, and the seconds that they took
         self.evaluation_seconds: float | None = None  # of the last evaluation
+        self.saving_seconds = 0.0  # that saving has held the training, in this session
         self.reached = ""  # why the run stops before its learning rate has fallen, if it does
         self.is_told = False  # the forecast, or while the rate falls that it takes too long
         self.first_step = run.state.step
@@ -85,9 +87,17 @@ class Deadline:
         return self.seconds - self.timer.elapsed
 
     @property
+    def step_seconds(self) -> float:
+        """The median of the means of a few blocks: a single interruption does not count, slow steps now and then do."""
+        samples = list(self.samples)
+        size = max(1, len(samples) // BLOCKS)
+        blocks = [samples[i : i + size] for i in range(0, len(samples), size)]
+        return median(sum(seconds for _, seconds in block) / sum(steps for steps, _ in block) for block in blocks)
+
+    @property
     def costs(self) -> Costs:
-        saving = self.run.saver.seconds_held / (self.run.state.step - self.first_step)
-        return Costs(median(self.samples) + saving, self.evaluation_seconds or 0.0, ending_seconds(self.run))
+        saving = self.saving_seconds / (self.run.state.step - self.first_step)
+        return Costs(self.step_seconds + saving, self.evaluation_seconds or 0.0, ending_seconds(self.run))
 
     def begin(self) -> None:
         """Steps begin, perhaps again: nothing is known of their speed."""
@@ -113,7 +123,7 @@ class Deadline:
         run.parts.hardware.synchronize()
         before, seconds = self.seen_step, self.seen_seconds
         self.mark()
-        self.samples.append((self.seen_seconds - seconds) / (state.step - before))
+        self.samples.append((state.step - before, self.seen_seconds - seconds))
         if state.cooldown is not None:  # nothing to agree on
             self.next_look = self.step_after(self.seconds / LOOKS) if is_rank_0() else math.inf
             return False, self.delay() if is_rank_0() else []
@@ -121,7 +131,7 @@ class Deadline:
         return begins, said
 
     def step_after(self, seconds: float) -> int:
-        return self.run.state.step + max(1, int(seconds / max(median(self.samples), 1e-6)))
+        return self.run.state.step + max(1, int(seconds / max(self.step_seconds, 1e-6)))
 
     def decide(self) -> tuple[bool, int, list[str]]:
         """Whether the fall begins now, the next step to look at the clock, and sentences."""
