@@ -86,7 +86,7 @@ def run(command: str) -> int:
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", words[1], str(ROOT / words[2])]
         return subprocess.run([*launcher, *words[3:], *shlex.split(SMALL)], check=False, timeout=120).returncode
     assert words[0] == "python", command
-    small = SMALL.replace("--max_steps", "--max_steps_per_epoch") if "--epochs" in words else SMALL
+    small = SMALL.replace("--max_steps", "--max_steps_per_epoch") if {"--epochs", "--minutes"} & {*words} else SMALL
     ending = {
         "train_colab_mmap.py": small,
         "generate.py": "--stride 16" if "--stride" in words else "",  # no model here reads more

@@ -451,6 +451,22 @@ def test_the_later_of_epochs_and_max_steps_counts(tmp_path: Path) -> None:
         parse_config(["--max_steps", "5", "--epochs", "3"])
 
 
+def test_the_later_of_minutes_and_max_steps_counts(tmp_path: Path) -> None:
+    path = str(write(tmp_path, {"max_steps": 10}))
+    config = parse_config(["--config", path, "--minutes", "0.5", "--epochs", "3"])
+    assert (config.max_steps, config.minutes, config.epochs) == (0, 0.5, 3)
+    config = parse_config(["--config", str(write(tmp_path, {"minutes": 5, "epochs": 2})), "--max_steps", "7"])
+    assert (config.max_steps, config.minutes) == (7, 0)
+    assert "minutes and max_steps" in refusal("--max_steps", "5", "--minutes", "3")
+
+
+def test_minutes_need_a_rate_that_can_wait_to_fall() -> None:
+    assert "--max_hours" in refusal("--minutes", "5", "--use_lr_scheduler", "constant")
+    assert "cooldown below 1" in refusal("--minutes", "5", "--cooldown", "1")
+    assert "--minutes" in refusal("--minutes", "-1")
+    assert parse_config(["--minutes", "5"]).cooldown == 1.0
+
+
 def test_a_flag_takes_muon_from_a_preset_that_has_it() -> None:
     config = parse_config(["--config", "gpt2_small_modern.json", "--optimizer", "adamw"])
     assert config.optimizer == "adamw"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import time
 from collections.abc import Callable
@@ -12,13 +13,17 @@ from typing import Any
 import pytest
 
 from tests.conftest import Result
+from tests.forked import Forked
 from tests.helpers import Killed
 from tests.training.helpers import at_step, die, final_weights, measured, save_at_once, steps_of
+from tests.training.machine.launching import trained
 from training import loop
 from training.config import TrainConfig
 from training.keeping import saving
 from training.numbers.schedule import decay_start, last_step
+from training.planning import preflight
 from training.planning.deadline import Costs
+from training.telling import report
 from training.telling.records import read_metrics
 
 MINUTES = 10.0
@@ -42,6 +47,7 @@ class Machine:
         ):
             patch.setattr(module, name, self.taking(getattr(module, name), seconds))
         save_at_once(patch)
+        patch.setattr(report, "CURVE_SECONDS", 1e9)  # of this clock: it would be drawn all the time
 
     def taking(self, work: Callable[..., Any], seconds: Callable[[tuple[Any, ...]], float]) -> Callable[..., Any]:
         def moved(*args: Any) -> Any:
@@ -86,7 +92,7 @@ def require_a_plan_that_was_kept(folder: Path, first: int, last: int) -> None:
 # The length
 
 
-@pytest.mark.parametrize("seconds", [0.5, 2.0, 7.0])
+@pytest.mark.parametrize("seconds", [1.0, 2.0, 7.0])
 def test_the_rate_has_fallen_when_the_minutes_are_over(
     seconds: float, machine: Machine, train: Callable, tmp_path: Path
 ) -> None:
@@ -244,7 +250,60 @@ def test_a_finished_run_takes_more_minutes(machine: Machine, train: Callable, tm
     assert rates(tmp_path / "run")[-1] == pytest.approx(1e-4)
 
 
-# Parts
+# Several processes
+
+
+def on_machines_of_different_speed() -> None:
+    """Called first in a process that torchrun has numbered."""
+    machine = Machine(pytest.MonkeyPatch())
+    seconds = 2.0 + int(os.environ["RANK"])
+    machine.step = lambda _: seconds
+
+
+def test_rank_0_decides_for_all(machine: Machine, train: Callable, train_flags: Callable, tmp_path: Path) -> None:
+    flags = LONG | {"minutes": 1, "eval_interval": 10}
+    alone = planned(train(tmp_path / "alone", **flags))
+    both = trained(2, *train_flags(tmp_path / "run", **flags), first=on_machines_of_different_speed)
+    (out, err), _ = [process.communicate(timeout=100) for process in both]
+    assert [process.returncode for process in both] == [0, 0], err
+    assert planned(Result(0, out, err)) == alone
+    require_a_plan_that_was_kept(tmp_path / "run", *alone)
+
+
+# What is said before, and parts
+
+
+def test_a_dry_run_forecasts_the_steps_in_these_minutes(
+    machine: Machine, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "train_step", machine.taking(preflight.train_step, lambda _: 0.5))
+    result = train(tmp_path / "run", extra=("--dry_run",), **LONG)
+    assert result.code == 0 and not (tmp_path / "run").exists()
+    assert "Steps      at most " in result.out
+    assert (
+        "Minutes    10: about 1,188 steps, 5.6 epochs, fit. The learning rate falls from about step 594" in result.out
+    )
+    assert "about 9:54 for 1,188 steps" in result.out
+    short = train(tmp_path / "run", extra=("--dry_run",), **LONG | {"epochs": 1, "max_steps_per_epoch": 9})
+    assert "all 1 epochs fit, and the run ends early" in short.out
+    none = train(tmp_path / "run", extra=("--dry_run",), **LONG | {"minutes": 0.004})
+    assert none.code == 0 and "Warning: no step fits" in none.out
+
+
+def test_a_real_run_of_seconds_ends_at_the_floor(train_flags: Callable, tmp_path: Path) -> None:
+    """Through the script, with the clock of the machine; how many steps fit depends on its load."""
+    flags = LONG | {"minutes": 0.05, "epochs": 10**6, "log_interval": 10}
+    process = Forked(train_flags(tmp_path / "run", **flags))
+    out, err = process.communicate(timeout=100)
+    assert process.returncode in (0, 130), err
+    if process.returncode == 130:  # the machine was so busy that no step was left
+        assert "leaves no time for the learning rate to fall" in out
+        return
+    first, last = planned(Result(0, out, err))
+    assert first < last == steps_of(tmp_path / "run")[0]
+    assert "Minutes    0.05" in out
+    if last > first + 1:
+        assert rates(tmp_path / "run")[-1] == pytest.approx(1e-4)
 
 
 def test_costs_count_the_steps_the_evaluations_and_the_end() -> None:
