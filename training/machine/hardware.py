@@ -312,11 +312,13 @@ def choose_compile(config: TrainConfig, device: torch.device, peak: float | None
         return False, "on a CPU a compiled step of this model is hardly faster (--tune tries it)"
     else:
         takes = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
-        saves, margin = CPU_COMPILE_SAVES * flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1)), CPU_COMPILE_MARGIN
-    if not config.max_steps:
+        uncompiled = flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))
+        saves, margin = CPU_COMPILE_SAVES * uncompiled, CPU_COMPILE_MARGIN
+    steps = config.max_steps or 60 * config.minutes / uncompiled
+    if not steps:
         number, unit = (saves, "s") if saves >= 1 else (1000 * saves, "ms")
         saved_each = f"{float(f'{number:.2g}'):g} {unit}"  # two digits, and no exponent
         return True, f"it takes about {takes:.0f} s and saves about {saved_each} of each step (a forecast)"
-    saved = saves * config.max_steps
+    saved = saves * steps
     reason = f"it takes about {takes:.0f} s and saves about {saved:.0f} s of this run (a forecast)"
     return saved > margin * takes, reason

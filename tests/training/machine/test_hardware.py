@@ -292,6 +292,8 @@ def test_a_cpu_compiles_only_when_asked_to(cpu: Callable, choice: str, compiles:
         ({"embed_dim": 768}, False, "hardly faster"),
         ({"position": "rope", "embed_dim": 768, "num_layers": 12, "max_steps": 10_000}, True, "saves about"),
         ({"position": "rope", "max_steps": 10}, False, "of this run"),
+        ({"position": "rope", "minutes": 2}, False, "of this run"),
+        ({"position": "rope", "minutes": 60}, True, "of this run"),
         ({"qk_norm": True, "epochs": 3}, True, "of each step"),
     ],
 )
