@@ -157,3 +157,21 @@ def test_the_peak_is_held_until_the_cooldown_begins(decay: str, cooldown: float)
     assert lr[10 : start + 1] == pytest.approx([1e-2] * (start - 9))
     assert all(later < earlier for earlier, later in itertools.pairwise(lr[start:]))
     assert lr[-1] == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("first", [4, 10, 60])
+def test_a_decay_that_the_clock_began_falls_from_the_rate_of_its_first_step(decay: str, first: int) -> None:
+    """Also from the middle of the warmup, which ends there."""
+    config = config_of(use_lr_scheduler=decay, minutes=1.0)
+    before = [learning_rate(step, 10**6, config) for step in range(first + 1)]
+    lr = [learning_rate(step, 100, config, first) for step in range(100)]
+    assert lr[: first + 1] == pytest.approx(before)
+    assert all(later < earlier for earlier, later in itertools.pairwise(lr[first:]))
+    assert lr[-1] == pytest.approx(1e-4)
+
+
+def test_with_minutes_a_decay_over_all_steps_becomes_one_over_six_tenths() -> None:
+    lr = rates(100, config_of(minutes=1.0))
+    assert lr == rates(100, config_of(cooldown=0.6))
+    assert rates(100, config_of(minutes=1.0, cooldown=0.2)) == rates(100, config_of(cooldown=0.2))
