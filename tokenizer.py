@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -26,6 +26,7 @@ class CharacterTokenizer:
     kind = "character"
     end_of_text_id: int | None = None
     end_ids: frozenset[int] = frozenset()
+    special_ids: ClassVar[dict[str, int]] = {}
 
     def __init__(self, characters: Sequence[str]) -> None:
         """`characters[i]` has id i. Raises TokenizerError if one comes twice or is not a character."""

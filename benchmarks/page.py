@@ -86,7 +86,7 @@ def write_random(folder: Path, toy: bool) -> Path:
     shape, _ = ModelConfig.from_dict(
         json.loads((ROOT / "configs" / "medium_modern.json").read_text(encoding="utf-8"))
         | {"vocab_size": tokenizer.vocab_size}
-        | ({"num_layers": 1, "embed_dim": 32, "num_heads": 2, "max_seq_len": 64} if toy else {})
+        | ({"num_layers": 1, "embed_dim": 64, "num_heads": 2, "max_seq_len": 64} if toy else {})
     )
     torch.manual_seed(0)
     model = TransformerLanguageModel(shape)

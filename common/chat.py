@@ -22,7 +22,6 @@ import numpy as np
 
 from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError
-from tokenizer_bpe import BPETokenizer
 
 ROLES = ("system", "user", "assistant")
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
@@ -217,7 +216,7 @@ class ChatML:
     @staticmethod
     def special_ids(tokenizer: Tokenizer) -> tuple[int, int]:
         """The ids of the two tokens. Raises TokenizerError for a tokenizer without them."""
-        known = tokenizer.special_ids if isinstance(tokenizer, BPETokenizer) else {}
+        known = tokenizer.special_ids
         if missing := [name for name in CHATML_TOKENS if name not in known]:
             raise TokenizerError(f"The chat template is ChatML, and the tokenizer has no token {missing[0]}.")
         begin, end = (known[name] for name in CHATML_TOKENS)

@@ -217,9 +217,8 @@ def harmless_id(tokenizer: Tokenizer) -> int:
 
 def is_harmless(tokenizer: Tokenizer, token: int) -> bool:
     """Whether a token is of whole characters and does not end a text: llama.cpp reports its probability."""
-    special = tokenizer.special_ids.values() if isinstance(tokenizer, BPETokenizer) else ()
     text = tokenizer.decode([token])
-    return token not in special and bool(text) and "\ufffd" not in text
+    return token not in tokenizer.special_ids.values() and bool(text) and "\ufffd" not in text
 
 
 @torch.inference_mode()

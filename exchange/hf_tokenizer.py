@@ -191,7 +191,7 @@ def chat_template_of(folder: Path, tokenizer: Tokenizer, theirs: Any) -> AnyTemp
     path, template = folder / "chat_template.jinja", ChatTemplate()
     if path.exists() and path.read_bytes() == template.jinja(hf_special_tokens(tokenizer)).encode():
         return template
-    if not isinstance(tokenizer, BPETokenizer) or not tokenizer.special_ids.keys() >= set(CHATML_TOKENS):
+    if not tokenizer.special_ids.keys() >= set(CHATML_TOKENS):
         return None
     system = Message("system", "Be brief.")
     turns = [Message("user", "What is it?"), Message("assistant", 'It\'s a "test".'), Message("user", "Why\n\nso?")]

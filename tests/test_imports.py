@@ -45,9 +45,12 @@ MAY_IMPORT = {
 }
 PRODUCT = set(MAY_IMPORT) | {"training"}
 # Rooms beside each other do not import each other, and only notebooks import tools.
-MAY_IMPORT["exchange"] = GROUND | {"training.file_names", "training.telling"}  # a card tells how the training went
+MAY_IMPORT["exchange"] = GROUND | {
+    "training.file_names", "training.telling",  # a card tells how the training went
+    "generation.settings",  # a Modelfile has generate.py's defaults
+}  # fmt: skip
 MAY_IMPORT["serving"] = GROUND | {"generation", "generate", "training.file_names", "training.telling"}
-MAY_IMPORT["benchmarks"] = PRODUCT
+MAY_IMPORT["benchmarks"] = PRODUCT | {"exchange"}  # llama.cpp is timed beside generate.py
 MAY_IMPORT["docs"] = (
     GROUND | CONFIG | {"generation.settings", "tokenization.settings", "generate", "tokenize_local_bpe"}
 )

@@ -197,7 +197,7 @@ def test_llama_cpp_gets_the_merged_model(tmp_path: Path) -> None:
     write_adapters(tmp_path / "lora", tmp_path / "base")
     assert main([str(tmp_path / "base"), str(tmp_path / "b")]) == 0
     command = [str(tmp_path / "lora"), str(tmp_path / "l"), "--base", str(tmp_path / "b")]
-    assert main([*command, "--gguf", str(tmp_path / "x.gguf")]) == 0
+    assert main([*command, "--gguf", str(tmp_path / "x.gguf"), "--gguf_type", "f32"]) == 0
     written = {tensor.name: tensor.data for tensor in GGUFReader(tmp_path / "x.gguf").tensors}
     merged = open_checkpoint(tmp_path / "lora").weights()["blocks.0.attention.qkv.weight"]
     np.testing.assert_array_equal(written["blk.0.attn_qkv.weight"].reshape(merged.shape), merged.numpy())
