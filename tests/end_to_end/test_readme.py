@@ -66,7 +66,7 @@ def test_a_page_shows_a_model(tmp_path):
         assert "gpt2_small, step 1" in demo.ask("/config")[2]
 
 
-@pytest.mark.extras("transformers")
+@pytest.mark.extras("transformers", "gguf")
 def test_a_model_goes_elsewhere_and_another_comes_in(tmp_path, monkeypatch, capsys):
     """What the hub would send is a GPT-2 of the shape that the trainer is told here."""
     import huggingface_hub
