@@ -6,14 +6,12 @@ turns tokens into text.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from common.machine import exact_device, runs_ahead
-from generation.cuda_graph import StaticKVCache, StaticStep
 from generation.likelihood import Likelihood, Likelihoods, likelihoods, prompt_likelihoods
 from generation.sampling import Sampling, choose, draws, penalize_counts, penalize_repetition
 from generation.text_stream import TextStream
@@ -179,12 +177,6 @@ def continuations(
     capacity = min(context, max(map(len, rows)) + sampling.max_new_tokens)
     cache, logits = read(model, rows, context, capacity, look_at_prompts)
     ahead = runs_ahead(model.device)
-    step: Callable[[torch.Tensor], torch.Tensor]
-    if ahead:
-        cache = StaticKVCache(cache)
-        step = StaticStep(model, cache)
-    else:
-        step = functools.partial(model.next_logits, cache)
     for t in range(sampling.max_new_tokens):
         logits = logits.to(exact).float()
         unchanged = logits if look is None else logits.clone()
@@ -204,14 +196,14 @@ def continuations(
         is_last = t + 1 == sampling.max_new_tokens
         queued = ahead and not is_last and max(cache.lengths) < context
         if queued:
-            logits = step(tokens)
+            logits = model.next_logits(cache, tokens)
         values = arrive()
         for row, token in zip(rows, values, strict=True):
             row.append(token)
         yield values
         if not queued and not is_last:
             make_room(model, cache, rows)
-            logits = step(tokens.to(model.device))
+            logits = model.next_logits(cache, tokens.to(model.device))
 
 
 def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:

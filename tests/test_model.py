@@ -11,7 +11,6 @@ import torch
 from torch.nn import functional as F
 
 from activations import ACTIVATIONS
-from generation.cuda_graph import StaticKVCache
 from model import IGNORE_INDEX, KVCache, Linear, TransformerLanguageModel, rms_norm
 from model_config import ModelConfig
 
@@ -227,28 +226,6 @@ def test_cached_logits_of_rows_of_different_lengths(options: dict) -> None:
         alone = model(tokens[row : row + 1, : length + 5])[0]
         together = torch.cat([first[row, :length], *(step[row] for step in steps)])
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("options", [{}, {"position": "rope", "qk_norm": True}], ids=["gpt2", "rope"])
-def test_a_static_cache_continues_as_the_other_does(options: dict) -> None:
-    """Rows of different lengths, token by token, cut back on the way."""
-    config = tiny_config(**options, max_seq_len=16)
-    model = random_model(config)
-    tokens = random_tokens(config, 3, 14)
-    plain = KVCache(config, 3, tokens.device, torch.float64, capacity=14)
-    model(tokens[:, :8], cache=plain)
-    plain.truncate([8, 3, 5])
-    other = KVCache(config, 3, tokens.device, torch.float64, capacity=14)
-    model(tokens[:, :8], cache=other)
-    other.truncate([8, 3, 5])
-    static = StaticKVCache(other)
-    for lengths in (None, None, [4, 4, 6], None):
-        if lengths:
-            plain.truncate(lengths)
-            static.truncate(lengths)
-        step = torch.stack([tokens[row, n : n + 1] for row, n in enumerate(plain.lengths)])
-        torch.testing.assert_close(model(step, cache=static), model(step, cache=plain), rtol=0, atol=1e-12)
-        assert static.lengths == plain.lengths == static.next[:, 0].tolist()
 
 
 @pytest.mark.parametrize("bias", [True, False])
