@@ -21,7 +21,6 @@ from typing import Any
 
 from common.errors import ConfigError
 from common.flags import Parser, add_debug, suggest
-from training.telling.records import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "benchmarks"
@@ -94,19 +93,6 @@ def measure_in_turn(
             results[name].append(json.loads(run.stdout.strip().splitlines()[-1]))
             so_far({name: measured for name, measured in results.items() if measured})
     return results
-
-
-def train(run: Path, flags: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Train in the folder `run` and return its metrics. A finished run ends at once; a run on other data is refused.
-
-    Raises RuntimeError with the trainer's message.
-    """
-    words = flag_words({**flags, "output_dir": run})
-    print(f"{run.name} ...", flush=True)
-    log = subprocess.run([sys.executable, str(ROOT / "train_colab_mmap.py"), *words], capture_output=True, text=True)
-    if log.returncode:
-        raise RuntimeError(f"{run.name} failed: {log.stderr.strip()}")
-    return read_metrics(run)
 
 
 def flag_words(values: Mapping[str, Any]) -> list[str]:

@@ -25,9 +25,8 @@ def option(default: Any, group: str, help: str, **allowed: Any) -> Any:
     """A field of a dataclass that is a flag of the same name. `group` is its heading in --help; with "" it is no flag.
 
     `allowed`: `low`, `high` (inclusive), `below`, `above` (exclusive), `choices`; `switch`, the values for a bare flag
-    (or JSON true) and for JSON false; `words` that mean a number; `empty`, whether a text may be ""; `many`, whether
-    several values follow the flag (without it, the flag of a tuple is repeated); `metavar`, the value's name in --help;
-    `also`, other names of the flag and of the key.
+    (or JSON true) and for JSON false; `empty`, whether a text may be ""; `many`, whether several values follow the flag
+    (without it, the flag of a tuple is repeated); `metavar`, the value's name in --help.
     """
     return dataclasses.field(default=default, metadata={"group": group, "help": help, **allowed})
 
@@ -91,10 +90,9 @@ class Parser(argparse.ArgumentParser):
             takes: dict[str, Any] = {"nargs": "?", "const": True, "action": "append" if is_tuple(f) else "store"}
             if f.metadata.get("many"):
                 takes = {"nargs": "*", "action": "extend"}
-            metavar = "|".join([*(f.metadata.get("choices") or [metavar_of(f)]), *f.metadata.get("words", ())])
-            names = [f"--{name}" for name in (key, *f.metadata.get("also", ()))]
+            metavar = "|".join(f.metadata.get("choices") or [metavar_of(f)])
             groups[heading].add_argument(
-                *names, dest=key, default=argparse.SUPPRESS, metavar=metavar, help=text.replace("%", "%%"), **takes
+                f"--{key}", default=argparse.SUPPRESS, metavar=metavar, help=text.replace("%", "%%"), **takes
             )
 
     def read(self, argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:
@@ -158,9 +156,7 @@ def check_values(layer: Mapping[str, Any], schema: Schema, problems: list[str], 
     `problems`. `source` is the values' file, "flag", or "" for neither."""
     checked = {}
     is_flag = source == "flag"
-    keys = {name: key for key, f in schema.items() for name in f.metadata.get("also", ())}
-    for name, value in layer.items():
-        key = keys.get(name, name)
+    for key, value in layer.items():
         where = f"--{key}" if is_flag else f"{key} in {source}" if source else key
         if key not in schema:
             problems.append(f"unknown key {where}.{suggest(key, schema)}")
@@ -189,8 +185,6 @@ def convert(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
 
 def convert_one(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
     allowed, kind = f.metadata, kind_of(f)
-    if isinstance(value, str) and value in allowed.get("words", {}):
-        return allowed["words"][value]
     if from_flag and isinstance(value, str) and (kind != "str" or "switch" in allowed):
         value = parse_word(value)
     if "switch" in allowed and isinstance(value, bool):
@@ -209,11 +203,10 @@ def convert_one(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
     whole = kind == "int"
     if isinstance(value, numbers.Integral) and not isinstance(value, bool):  # NumPy's too
         value = int(value)
-    words = "".join(f" or {word}" for word in allowed.get("words", ()))
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:  # or NaN
-        raise ValueError(f"a whole number{words} is needed" if whole else "a number is needed")
+        raise ValueError("a whole number is needed" if whole else "a number is needed")
     if whole and value != int(value):
-        raise ValueError(f"a whole number{words} is needed")
+        raise ValueError("a whole number is needed")
     value = int(value) if whole else float(value)
     limits: dict[str, tuple[Callable[[float], bool], str]] = {
         "low": (lambda limit: value >= limit, "at least"),

@@ -26,11 +26,8 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
-COMPILE_MODES = ("default", "coordinate_descent", "max_autotune")
 MOST_SEQUENCES = 1_000_000  # more must be a mistake
-NOT_GIVEN = ("default", "memory", "out of memory", "tuned")  # sources of values that no user gave
-MEASURED = 0  # micro_batch_size "auto"
-MODEL_KEYS = tuple(field.name for field in dataclasses.fields(ModelConfig) if field.name != "vocab_size")
+NOT_GIVEN = ("default", "memory", "out of memory")  # sources of values that no user gave
 
 
 @dataclass(frozen=True)
@@ -48,13 +45,6 @@ class TrainConfig:
     placement: str = option(
         "auto", "data", "where the tokens lie while training", choices=("auto", "gpu", "ram", "mmap")
     )
-    loss_on: str = option(
-        "auto",
-        "data",
-        "tokens that the loss is over; auto: the answers of conversations, all of a text",
-        choices=("auto", "answers", "all"),
-    )
-
     model_size: str | None = option(None, "model", "take the model keys from configs/<model_size>.json")
     embed_dim: int = option(256, "model", "width of the residual stream", low=1)
     num_heads: int = option(4, "model", "attention heads; must divide embed_dim", low=1)
@@ -68,18 +58,8 @@ class TrainConfig:
     norm: str = option("layernorm", "model", "normalisation", choices=("layernorm", "rmsnorm"))
     position: str = option("learned", "model", "position information", choices=("learned", "rope"))
     qk_norm: bool = option(False, "model", "normalise queries and keys")
-    logit_softcap: float = option(0.0, "model", "soft limit of the logits, 0 is off", low=0.0)
     embed_norm: bool = option(False, "model", "normalise the embeddings before the first block")
     zero_init: bool = option(False, "model", "start projections into the residual stream, and the head, at zero")
-    num_kv_heads: int | None = option(None, "model", "heads of keys and values, each for a group of heads", low=1)
-    head_dim: int | None = option(None, "model", "width of a head [embed_dim / num_heads]", low=1)
-    norm_gain: bool = option(False, "model", "learned gains in rmsnorm and qk_norm")
-    norm_eps: float | None = option(None, "model", "added under the root of norms [1e-5, rmsnorm 1e-6]", low=0.0)
-    rope_base: float = option(10_000.0, "model", "base of the rotary frequencies", above=1.0)
-    rope_scaling: tuple[float, ...] = option(
-        (), "model", "Llama 3's: factor, low and high frequency factor, length of the pretraining", many=True
-    )
-    qkv_bias: bool | None = option(None, "model", "biases of queries, keys and values [as bias]")
 
     epochs: int = option(10, "length", "passes over the training split", low=1)
     max_steps: int = option(0, "length", "optimizer steps in all; 0: as many as the epochs take", low=0)
@@ -94,17 +74,14 @@ class TrainConfig:
     max_hours: float = option(
         0.0, "length", "stop, saved, once the run has taken this long in all its sessions, 0 is off", low=0.0
     )
-    max_units: float = option(0.0, "length", "likewise for Colab compute units, at --units_per_hour; 0 is off", low=0.0)
 
     batch_size: int = option(32, "batch", "sequences per batch", low=1, high=MOST_SEQUENCES)
     gradient_accumulation_steps: int = option(1, "batch", "batches per optimizer step", low=1, high=MOST_SEQUENCES)
     micro_batch_size: int | None = option(
         None,
         "batch",
-        "sequences at once: a matter of memory, not of the result (dropout's draws aside) [batch_size, or what fits]; "
-        "auto: the fastest, measured",
+        "sequences at once: a matter of memory, not of the result (dropout's draws aside) [batch_size, or what fits]",
         low=1,
-        words={"auto": MEASURED},
     )
     activation_checkpointing: bool = option(
         False, "batch", "keep only a block's input for the backward pass: less memory, a third more time"
@@ -132,9 +109,7 @@ class TrainConfig:
     weight_decay: float = option(
         0.1, "optimizer", "decoupled weight decay: AdamW's matrices, or with muon those of Muon alone", low=0.0
     )
-    beta1: float = option(0.9, "optimizer", "AdamW: decay of the first moment", low=0.0, below=1.0)
     beta2: float = option(0.95, "optimizer", "AdamW: decay of the second moment", low=0.0, below=1.0)
-    muon_momentum: float = option(0.95, "optimizer", "Muon: momentum", low=0.0, below=1.0)
     grad_clip: float = option(1.0, "optimizer", "largest norm of the gradient, 0 is off", low=0.0)
     seed: int = option(1337, "optimizer", "seed of weights, data order and dropout", low=0, high=2**32 - 1)
 
@@ -180,32 +155,18 @@ class TrainConfig:
         "auto", "hardware", "arithmetic; weights stay fp32", choices=("auto", "bf16", "fp16", "fp32")
     )
     compile: str = option("auto", "hardware", "torch.compile", choices=("auto", "on", "off"), switch=("on", "off"))
-    compile_mode: str = option("default", "hardware", "how torch.compile looks for kernels", choices=COMPILE_MODES)
-    attention: str = option(
-        "auto", "hardware", "attention kernel on a GPU; auto: PyTorch's choice", choices=("auto", "flash", "cudnn")
-    )
-    cpu_threads: int = option(0, "hardware", "threads on a CPU; 0: as many as PyTorch takes", low=0, high=1024)
-    compile_cache_dir: str | None = option(
-        None,
-        "hardware",
-        "folder that keeps compiled code for the next machine, on Drive for instance; it is run: only one of your own",
-    )
-    process_timeout: float = option(
-        600.0, "hardware", "seconds that processes wait for one of them under torchrun, then the job ends", above=0.0
-    )
     shard: bool = option(
         False,
         "hardware",
         "with torchrun: each process keeps a slice of weights, gradients and optimizer state (FSDP2); for large models",
-        also=("shard_optimizer",),
     )
     dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write no run")
     profile: bool = option(False, "hardware", "time the parts of a step, say what limits it, write no run")
-    tune: bool = option(False, "hardware", "time other settings on this machine, keep the best for later, write no run")
 
     name: str = "default"  # of the config file, or of the model size
     sources: dict[str, str] = field(default_factory=dict, compare=False)  # where each value came from
     processes: int = 1  # how many torchrun started; they share each step
+    imported: dict[str, Any] = field(default_factory=dict)  # of `init_from`: what a model has and no flag changes
 
     @property
     def run_dir(self) -> Path:
@@ -245,7 +206,8 @@ class TrainConfig:
     def with_model(self, model: ModelConfig, source: str) -> TrainConfig:
         """Take the shape of a trained model. Raises ConfigError if a given key differs from it. With rotary positions,
         which have no weights, the given context may be shorter."""
-        theirs = {key: value for key, value in model.to_dict().items() if key in MODEL_KEYS and key != "dropout"}
+        theirs = {key: value for key, value in model.to_dict().items() if key not in ("vocab_size", "dropout")}
+        imported = {key: theirs.pop(key) for key in set(theirs) - set(MODEL_KEYS)}
         if self.is_given("max_seq_len") and model.position == "rope" and self.max_seq_len < model.max_seq_len:
             del theirs["max_seq_len"]
         ours = {key: getattr(self, key) for key in MODEL_KEYS}
@@ -256,10 +218,11 @@ class TrainConfig:
         ]
         if clashes:
             raise ConfigError("\n  ".join([f"The weights of {source} are for another model:", *clashes]))
-        return dataclasses.replace(self, **theirs, sources={**self.sources, **dict.fromkeys(theirs, source)})
+        sources = {**self.sources, **dict.fromkeys(theirs, source)}
+        return dataclasses.replace(self, **theirs, sources=sources, imported=imported)
 
     def model_config(self, vocab_size: int) -> ModelConfig:
-        return ModelConfig(vocab_size, **{key: getattr(self, key) for key in MODEL_KEYS})
+        return ModelConfig(vocab_size, **self.imported, **{key: getattr(self, key) for key in MODEL_KEYS})
 
     def lora(self, base: str = "any", base_sha256: str = "0" * 64) -> LoRA:
         """The adapters of this configuration. The defaults for the base suffice if only sizes matter."""
@@ -269,6 +232,7 @@ class TrainConfig:
 
 
 SCHEMA = options_of(TrainConfig)
+MODEL_KEYS = tuple(f.name for f in dataclasses.fields(ModelConfig) if f.name in SCHEMA and f.name != "vocab_size")
 
 
 def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
@@ -324,7 +288,7 @@ def is_resolved(content: dict[str, Any]) -> bool:
 
 def given(resolved: dict[str, Any]) -> dict[str, Any]:
     """The values of a run's resolved configuration that the user gave: with them the run can continue."""
-    once = ("resume", "dry_run", "profile", "tune")  # these belong to a command, not to the run
+    once = ("resume", "dry_run", "profile")  # these belong to a command, not to the run
     values = {
         key: value
         for key, value in resolved["config"].items()
@@ -338,7 +302,7 @@ def that_count(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("max_steps"):  # max_steps overrides epochs
         values = {key: value for key, value in values.items() if key != "epochs"}
     if values.get("optimizer") != "muon":
-        values = {key: value for key, value in values.items() if not key.startswith("muon_")}
+        values = {key: value for key, value in values.items() if key != "muon_learning_rate"}
     if not values.get("lora_rank"):
         values = {key: value for key, value in values.items() if not key.startswith("lora_")}
     return values

@@ -25,7 +25,7 @@ def contradictions(values: dict[str, Any], sources: dict[str, str], processes: i
             f"{key} is for --input; token files have their own" for key in ("tokenizer", "vocab_size") if key in given
         ]
     for is_on, key_of, flag, keys in (
-        (values["optimizer"] == "muon", "optimizer", "--optimizer muon", ("muon_learning_rate", "muon_momentum")),
+        (values["optimizer"] == "muon", "optimizer", "--optimizer muon", ("muon_learning_rate",)),
         (values["lora_rank"], "lora_rank", "--lora_rank N", ("lora_alpha", "lora_targets")),
     ):
         problems += [
@@ -50,8 +50,6 @@ def contradictions(values: dict[str, Any], sources: dict[str, str], processes: i
             "cooldown 1 falls from the first step on, and with minutes the last step is not known then; give a "
             "--cooldown below 1"
         )
-    if values["compile"] == "off" and sources["compile_cache_dir"] == "flag":
-        problems.append("--compile_cache_dir and --compile off contradict each other")
     if values["tokenizer"] == "char" and "vocab_size" in given:
         problems.append("vocab_size has no effect with tokenizer char; leave it out")
     if values["min_lr"] > values["learning_rate"] and values["use_lr_scheduler"] != "constant":
@@ -72,18 +70,14 @@ def contradictions(values: dict[str, Any], sources: dict[str, str], processes: i
             f"torchrun started {processes} processes for the {rows} sequences of a step (batch_size * "
             f"gradient_accumulation_steps): --nproc_per_node={rows} at most, or a larger --batch_size"
         )
-    problems += [
-        f"--{key} is for one process, and torchrun started {processes}: python train_colab_mmap.py ... --{key}"
-        for key in ("profile", "tune")
-        if values[key] and processes > 1
-    ]
+    if values["profile"] and processes > 1:
+        problems.append(
+            f"--profile is for one process, and torchrun started {processes}: python train_colab_mmap.py ... --profile"
+        )
     if values["device"] in ("cuda", "mps") and not values["use_gpu"]:
         problems.append(f"--device {values['device']} and --use_gpu false contradict each other")
-    if values["compile"] == "off" and sources["compile_mode"] == "flag":
-        problems.append("--compile_mode and --compile off contradict each other")
-    looks = [f"--{key}" for key in ("dry_run", "profile", "tune") if values[key]]
-    if len(looks) > 1:
-        problems.append(f"{' and '.join(looks)} each replace the training; give one of them")
+    if values["dry_run"] and values["profile"]:
+        problems.append("--dry_run and --profile each replace the training; give one of them")
     if values["resume_from"] and values["resume"] == "never":
         problems.append("--resume_from and --resume never contradict each other")
     if values["resume_from"] and values["init_from"]:

@@ -31,7 +31,6 @@ from training.planning.memory import compile_step_model, until_it_fits
 from training.planning.memory_advice import memory_advice
 from training.planning.preflight import dry_run
 from training.planning.profile import profile
-from training.planning.tuning import tune
 from training.prepare import prepare
 from training.telling.events import require_tensorboard
 from training.telling.records import rewind
@@ -39,7 +38,7 @@ from training.telling.report import Report
 from training.telling.summary import finished_message, write_summary
 from training.telling.timer import Timer
 
-LOOKS = {"dry_run": dry_run, "profile": profile, "tune": tune}  # flags that inspect a run instead of training it
+LOOKS = {"dry_run": dry_run, "profile": profile}  # flags that inspect a run instead of training it
 
 
 def train(config: TrainConfig, started: float, ends_process: bool) -> int:
@@ -286,7 +285,6 @@ class Loop:
                 parts,
                 lambda: parts.data.batch(self.state.sequences_seen, config.rows_at_once),
                 evaluates=bool(config.eval_interval),
-                cache_dir=config.compile_cache_dir,
             )
         if parts.config is not config and is_rank_0():
             self.keep_config()

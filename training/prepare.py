@@ -23,13 +23,13 @@ from training.numbers.optimizer import build_optimizer
 from training.numbers.prompts import check_prompts, read_prompts
 from training.numbers.schedule import repetition
 from training.parts import Parts
+from training.planning.memory import fit_micro_batch
 from training.planning.memory_advice import memory_advice
-from training.planning.tuning import choose_micro_batch, use_tuning
 
 
 def prepare(config: TrainConfig) -> Parts:
     """Look at the machine, tokenize or read the data, build the model. The run folder is not opened yet."""
-    config = on_rank_0(lambda: use_tuning(use_builtin_files(with_given_shape(config))))
+    config = on_rank_0(lambda: use_builtin_files(with_given_shape(config)))
     hardware = detect_hardware(config)
     print(hardware.describe())
     config = on_rank_0(lambda: tokenize_input(config))
@@ -47,7 +47,7 @@ def prepare(config: TrainConfig) -> Parts:
         )
         model.activation_checkpointing = config.activation_checkpointing
         adapt(model, config)
-        config = on_rank_0(lambda: choose_micro_batch(config, model, data, hardware))
+        config = on_rank_0(lambda: fit_micro_batch(config, model, hardware))
         optimizer = build_optimizer(model, config)
     return Parts(config, hardware, data, prompts, model, optimizer, hardware.grad_scaler(), model)
 

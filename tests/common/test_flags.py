@@ -23,7 +23,7 @@ class Settings:
     names: tuple[str, ...] = option((), "what", "files", many=True, metavar="FILE")
     word: tuple[str, ...] = option((), "what", "texts; repeatable", empty=True)
     share: float = option(0.5, "how", "100% of it", above=0.0, high=1.0)
-    count: int | None = option(None, "how", "a number", low=1, words={"auto": 0})
+    count: int | None = option(None, "how", "a number", low=1)
     kind: str = option("red", "how", "a colour", choices=("red", "blue"), switch=("blue", "red"))
     loud: bool = option(False, "how", "say more")
     inner: float = option(0.0, "", "no flag")
@@ -43,7 +43,7 @@ def test_flags_are_what_a_dataclass_declares() -> None:
     assert parsed(*typed) == {
         "names": ("a", "b"), "word": ("", "c d"), "share": 1.0, "count": 1000, "kind": "blue", "loud": True,
     }  # fmt: skip
-    assert parsed("--count", "auto", "--kind", "red", "--loud", "false") == {"count": 0, "kind": "red", "loud": False}
+    assert parsed("--count", "3", "--kind", "red", "--loud", "false") == {"count": 3, "kind": "red", "loud": False}
     taken = check_values({"count": np.int64(3), "share": np.float64(0.5)}, options_of(Settings), problems := [])
     assert (taken, problems) == ({"count": 3, "share": 0.5}, []) and type(taken["count"]) is int
 
@@ -59,7 +59,7 @@ def test_all_that_is_wrong_is_said_together() -> None:
             "--names is missing; at least one FILE is needed",
             "--word is missing; a text is needed",
             "--share is 0; allowed: more than 0.0 and at most 1.0",
-            '--count is "many"; a whole number or auto is needed',
+            '--count is "many"; a whole number is needed',
             '--kind is "blu"; allowed: red, blue. Did you mean blue?',
             "`python script.py --help` lists all flags.",
         ]
@@ -73,7 +73,7 @@ def test_help_shows_values_and_defaults() -> None:
     for line in (
         "--names FILE [FILE ...] files",
         "--share X 100% of it [0.5]",
-        "--count N|auto a number",
+        "--count N a number",
         "--kind red|blue a colour [red]",
         "--loud say more",
     ):

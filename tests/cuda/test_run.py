@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ import torch
 from common.checkpoint import open_checkpoint
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, losses_of
-from tests.helpers import ROOT
 from training.planning.profile import PARTS
 from training.telling.records import read_metrics
 
@@ -66,26 +62,6 @@ def test_a_model_that_cannot_be_compiled_trains_uncompiled(
     assert result.code == 0, result.err
     assert result.out.count("torch.compile failed (no compiler found)") == 1
     assert losses_of(tmp_path / "on") == pytest.approx(losses_of(tmp_path / "off"), rel=1e-3)
-
-
-def test_compiled_code_that_was_kept_spares_another_machine_the_compiling(
-    tmp_path: Path, train_flags: Callable
-) -> None:
-    """Two processes, and nothing that the second could have from the first but the file in `compile_cache_dir`."""
-    flags = {"device": DEVICE, "compile": "on", "compile_cache_dir": tmp_path / "drive", "dropout": 0.0}
-    seconds = []
-    for run in ("first", "second"):
-        command = [sys.executable, "train_colab_mmap.py", *train_flags(tmp_path / run, **flags)]
-        places = {name: str(tmp_path / run / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **places})
-        assert result.returncode == 0, result.stderr
-        assert "could not be used" not in result.stdout
-        told = re.search(r"^Compiled in (\d+) s", result.stdout, re.MULTILINE)
-        assert told, result.stdout
-        seconds.append(int(told[1]))
-        assert len(list((tmp_path / "drive").glob("compiled-*.bin"))) == 1
-    assert seconds[1] < seconds[0]
-    assert losses_of(tmp_path / "second") == pytest.approx(losses_of(tmp_path / "first"), rel=1e-2)
 
 
 def test_the_automatic_precision_trains_in_half_with_weights_in_full(tmp_path: Path, train: Callable) -> None:

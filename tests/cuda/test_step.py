@@ -16,10 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from activations import ACTIVATIONS
 from benchmarks import workload
 from benchmarks.workload import Training
-from common.errors import ConfigError
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, opened
-from training.machine.hardware import can_autotune
 from training.numbers.evaluate import validation_loss
 from training.numbers.step import StepResult, train_step
 
@@ -70,26 +68,6 @@ class Attention(TorchDispatchMode):
         if "attention" in func.overloadpacket.__name__:
             self.kernels.add(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
-
-
-def test_attention_by_cudnn_is_cudnns_or_an_error(tokens: Path) -> None:
-    flags = ["--compile", "off", "--attention", "cudnn"]
-    if torch.cuda.get_device_capability() < (8, 0):
-        with pytest.raises(ConfigError, match="--attention auto"):
-            opened(tokens, *flags)
-        return
-    training = opened(tokens, *flags)
-    with Attention() as attention, training.hardware.autocast():
-        training.model(*training.data.batch(0, 4))
-    assert "_scaled_dot_product_cudnn_attention" in attention.kernels, attention.kernels
-    with pytest.raises(ConfigError, match="--attention auto"):
-        opened(tokens, *flags, "--precision", "fp32")
-
-
-def test_max_autotune_is_refused_where_the_compiler_would_skip_it() -> None:
-    from torch._inductor.utils import is_big_gpu
-
-    assert can_autotune(torch.device(DEVICE, 0)) == is_big_gpu(0)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "auto"])

@@ -234,8 +234,8 @@ def pretend_gpu(patch: pytest.MonkeyPatch, name: str, capability: tuple[int, int
 def test_challenge_6_training_neither_compiled_nor_in_half_precision(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No config has to ask for it: a GPU compiles, but for runs of seconds, and computes in the type it is fast in. The
-    first lines say so."""
+    """No config has to ask for it: a GPU compiles, but for the runs of seconds whose configs say no, and computes in
+    the type it is fast in. The first lines say so."""
     of_seconds = ("quickstart", "shakespeare_char", "shakespeare_char_fast")
     described = []
     configs = [parse_config(["--config", str(path)]) for path in sorted((ROOT / "configs").glob("*.json"))]
@@ -248,7 +248,7 @@ def test_challenge_6_training_neither_compiled_nor_in_half_precision(
                 assert hardware.compiles == compiles and hardware.precision == precision, config.run_dir
                 assert hardware.grad_scaler().is_enabled() == (precision == "fp16")
                 assert f"Precision  {precision}: " in hardware.describe()
-                assert f"Compile    {'on' if compiles else 'off'}: it takes about" in hardware.describe()
+                assert f"Compile    {'on: on a GPU' if compiles else 'off: as configured'}" in hardware.describe()
             described.append(detect_hardware(parse_config(["--config", "gpt2_small.json"])).describe())
     require_quoted(6, *described)
     losses = {}

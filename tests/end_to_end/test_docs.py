@@ -90,8 +90,8 @@ def test_a_command_that_no_script_understands_is_noticed(monkeypatch):
         "torchrun --nproc_per_node=2 train_colab_mmap.py --config gpt2_small.json --batchsize 4",
         "python tokenize_local_bpe.py --input a.txt --vocabulary 300",
         "python generate.py --promt Hello",
-        "python tools/speed_ladder.py --config gpt2_small.json --round 2",
-        "python benchmarks/choosing.py --texts 1",
+        "python benchmarks/speed_ladder.py --config gpt2_small.json --round 2",
+        "python benchmarks/learning.py --texts 1",
     )
     page = "".join(f"    {command}\n" for command in wrong[:3]) + ", ".join(f"`{command}`" for command in wrong[3:])
     assert tuple(mentioned(page)) == wrong

@@ -33,7 +33,6 @@ from training.numbers.prompts import check_prompts, read_prompts
 from training.numbers.schedule import learning_rate
 from training.numbers.step import train_step
 from training.parts import Parts
-from training.planning.tuning import use_tuning
 
 TEXT = "the cat sat on a mat.\n"
 
@@ -83,12 +82,6 @@ def use_resolved_config(run_dir: Path) -> None:
     require_ours(run_dir, "--output_dir")
     assert isinstance(holder(run_dir / "config.json"), str)
     use_config(run_dir / "config.json")
-
-
-def use_tuned(config: TrainConfig) -> None:
-    tuned = use_tuning(config)
-    assert 1 <= tuned.rows_at_once <= tuned.sequences_per_step and 0 <= tuned.cpu_threads <= 1024
-    json.dumps(tuned.values(), allow_nan=False)
 
 
 def use_prompts(path: Path, config: TrainConfig) -> None:

@@ -29,13 +29,11 @@ from tests.hostile.readers import (
     use_resolved_config,
     use_tokenizer,
     use_tokens,
-    use_tuned,
     write_bpe_tokenizer,
 )
 from tokenizer import load_tokenizer
 from tokenizer_base import TokenizerError
 from training.keeping.run_folder import write_config
-from training.planning.tuning import keep, tuning_file
 
 KINDS = (
     "metadata", "config", "a run's config", "character tokenizer", "BPE tokenizer", "tokens", "packed tokens",
@@ -151,18 +149,6 @@ def test_a_mutated_file_is_refused_by_name_or_used(kind: str, cases: dict[str, C
     failures = [f"{name}: {problem!r:.300}" for name, problem in refused.items() if not is_told(problem, path)]
     assert not failures, f"{kind}, {len(failures)} of {len(mutations)} mutations:\n" + "\n".join(failures[:20])
     assert refused
-
-
-def test_a_mutated_tuning_file_stops_no_run(
-    tmp_path: Path, training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is a help, not a part of the run: what cannot be used is said and left aside."""
-    monkeypatch.chdir(tmp_path)
-    config = tiny_config(training.token_folder, tmp_path / "run")
-    keep(config, {"micro_batch_size": 2, "compile": "off", "cpu_threads": 1}, of_steps=4)
-    path = tuning_file(config)
-    mutations = [*json_mutations(json.loads(path.read_bytes()), 150, 21), *byte_mutations(path.read_bytes(), 100, 21)]
-    assert [problem for _, problem in refusals(path, mutations, lambda: use_tuned(config)) if problem is not None] == []
 
 
 @pytest.mark.parametrize("name", CHECKPOINT)

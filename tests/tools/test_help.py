@@ -8,8 +8,8 @@ import sys
 from tests.helpers import ROOT
 
 # What a user types, and what developers do.
-TOOLS = ("export_hf", "export_page", "import_hf", "merge_lora", "serve", "speed_ladder", "watch", "web_demo")
-BENCHMARKS = ("ablation", "choosing", "generation", "gpu_suite", "page", "peers", "scaling", "tokenizing", "torture")
+TOOLS = ("export_hf", "export_page", "import_hf", "merge_lora", "serve", "watch", "web_demo")
+BENCHMARKS = ("generation", "gpu", "learning", "peers", "tokenizing", "torture")
 CODE = """
 import importlib, sys
 for name in sys.argv[1:]:

@@ -27,8 +27,8 @@ from training.parts import Parts
 # Keys about where files are or how to start. `print_changes` does not report them.
 UNREPORTED = (
     "input", "tokenizer", "vocab_size", "data_dir", "bin_file", "tokenizer_file", "metadata_file", "placement",
-    "output_dir", "checkpoint_dir", "compile_cache_dir", "resume", "resume_from", "init_from", "dry_run", "profile",
-    "tune", "model_size",
+    "output_dir", "checkpoint_dir", "resume", "resume_from", "init_from", "dry_run", "profile",
+    "model_size",
 )  # fmt: skip
 
 

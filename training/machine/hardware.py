@@ -32,22 +32,7 @@ CPU_COMPILE_SAVES = 0.3
 CPU_FLOPS_PER_CORE = 1e11
 CPU_COMPILE_MARGIN = 3  # the estimate is rough, and a short run should start soon
 
-# Compiling on a GPU: estimated from others' reports and from the generated code, not measured here. An uncompiled step
-# takes the time of its kernels, but at least the time to launch them from Python.
-GPU_COMPILE_SECONDS = 15.0
-GPU_COMPILE_SECONDS_PER_LAYER = 3.0
-GPU_COMPILE_SAVES = 0.4
-GPU_LAUNCHES_PER_LAYER = 1.2e-3
-GPU_EAGER_MFU = 0.25
-GPU_PEAK_FLOPS = 1e14  # of a GPU whose peak is not known
-
-# Compiling with max_autotune tries other matrix products only on a GPU with this many multiprocessors
-# (torch._inductor.utils.is_big_gpu).
-AUTOTUNE_MULTIPROCESSORS = 68
-
 SPILLING_SHARE = 0.95  # of the free GPU memory, on systems whose driver takes host memory where it ends
-
-DEFAULT_THREADS = torch.get_num_threads()  # before any run in this process changes it
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -64,7 +49,6 @@ class Hardware:
     compile_reason: str
     peak_flops: float | None  # of all processes
     memory_bytes: int | None  # total, not free: of the GPU, else this process's share of the machine's
-    compile_mode: str = "default"
 
     @property
     def is_cuda(self) -> bool:
@@ -167,7 +151,7 @@ def frozen_garbage() -> Iterator[None]:
 
 def detect_hardware(config: TrainConfig) -> Hardware:
     """Choose device, precision and compilation, and set up this process for them: attention, the precision of fp32
-    products and the limit of memory on a GPU, malloc and threads on a CPU.
+    products and the limit of memory on a GPU, malloc on a CPU.
 
     Raises ConfigError if the machine lacks what was requested.
     """
@@ -176,9 +160,11 @@ def detect_hardware(config: TrainConfig) -> Hardware:
     name = device_name(device)
     precision, precision_reason = choose_precision(config, device)
     peak = peak_flops(name) if use_cuda else None
-    compiles, compile_reason = choose_compile(config, device, peak)
-    choose_attention(config, device, precision)
+    compiles, compile_reason = choose_compile(config, device)
     if use_cuda:
+        # cuDNN 9.10, which comes with torch 2.9, reads out of bounds in its attention's backward pass (pytorch issues
+        # 169849, 171627).
+        torch.backends.cuda.enable_cudnn_sdp(tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10))
         # No TF32, whatever the process allowed before: fp32 runs, scores and answers are fp32, and in bf16 and fp16
         # a step has no product in fp32.
         torch.set_float32_matmul_precision("highest")
@@ -191,14 +177,8 @@ def detect_hardware(config: TrainConfig) -> Hardware:
         keep_freed_memory()
         memory = total_ram()
         memory = memory and memory // place().local_count
-        torch.set_num_threads(config.cpu_threads or DEFAULT_THREADS)
     peak = peak and peak * config.processes
-    hardware = Hardware(
-        device, name, precision, precision_reason, compiles, compile_reason, peak, memory, config.compile_mode
-    )
-    if config.max_units and not hardware.units_per_hour(config):
-        raise ConfigError(f"--max_units needs --units_per_hour: the cost of {name} is not known.")
-    return hardware
+    return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory)
 
 
 def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, str]:
@@ -248,77 +228,24 @@ def limit_memory(device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, (SPILLING_SHARE * free + ours) / total), device)
 
 
-def has_cudnn_attention(device: torch.device, precision: str) -> bool:
-    """Whether cuDNN has an attention kernel for a GPU and a precision."""
-    return precision != "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def choose_attention(config: TrainConfig, device: torch.device, precision: str) -> None:
-    """Set which attention kernels PyTorch may use. The math kernel, the last resort, stays enabled.
-
-    `auto` leaves out cuDNN's below torch 2.10: cuDNN 9.10, which comes with torch 2.9, reads out of bounds in its
-    backward pass (pytorch issues 169849, 171627).
-
-    Raises ConfigError for cuDNN's where it does not work: the math kernel would take its place without a word.
-    """
-    if device.type != "cuda":
-        if config.attention != "auto":
-            raise ConfigError(f"--attention {config.attention} is for CUDA GPUs; leave it on auto here.")
-        return
-    wants_cudnn = config.attention == "cudnn"
-    if wants_cudnn and not has_cudnn_attention(device, precision):
-        major, minor = torch.cuda.get_device_capability(device)
-        raise ConfigError(
-            f"--attention cudnn needs CUDA capability 8.0 and bf16 or fp16; here are {major}.{minor} and {precision}. "
-            "Leave --attention auto: it takes another fast kernel."
-        )
-    is_sound = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10)
-    torch.backends.cuda.enable_cudnn_sdp(wants_cudnn or (config.attention == "auto" and is_sound))
-    torch.backends.cuda.enable_flash_sdp(not wants_cudnn)
-    torch.backends.cuda.enable_mem_efficient_sdp(not wants_cudnn)
-
-
-def can_autotune(device: torch.device) -> bool:
-    """Whether max_autotune has an effect."""
-    if device.type != "cuda":
-        return True
-    return torch.cuda.get_device_properties(device).multi_processor_count >= AUTOTUNE_MULTIPROCESSORS
-
-
-def choose_compile(config: TrainConfig, device: torch.device, peak: float | None = None) -> tuple[bool, str]:
-    """Whether to compile, and why. Compiling pays if the run is long enough; on a CPU only if many small operations
-    surround the matrix products, such as rotary positions and qk_norm. Decided from the configuration, not from a
-    measurement, so that the same command resumes with the same arithmetic. `peak`: of the GPU, in FLOP/s."""
-    if config.compile_mode == "coordinate_descent" and device.type != "cuda":
-        raise ConfigError("--compile_mode coordinate_descent is for CUDA GPUs; leave it on default here.")
-    if config.compile_mode == "max_autotune" and not can_autotune(device):
-        raise ConfigError(
-            f"--compile_mode max_autotune tries other matrix products only on a GPU with {AUTOTUNE_MULTIPROCESSORS} "
-            "multiprocessors, and this one has fewer. --compile_mode coordinate_descent tunes the other kernels."
-        )
+def choose_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
+    """Whether to compile, and why: on a GPU with Triton; on a CPU the modern form, if the run is long enough to repay
+    it. Decided from the configuration, not from a measurement, so that the same command resumes with the same
+    arithmetic."""
     if config.compile != "auto":
-        return config.compile == "on", "as configured" if config.sources.get("compile") != "tuned" else "as tuned"
+        return config.compile == "on", "as configured"
     if device.type == "mps":
         return False, "not tested on Apple's GPUs"
-    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        return False, "torch.compile needs Triton on a GPU, and it is not installed"
-    # Of the blocks, in a step of one process.
-    flops = 72 * config.num_layers * config.embed_dim**2 * config.sequences_per_process * config.max_seq_len
     if device.type == "cuda":
-        takes = GPU_COMPILE_SECONDS + GPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
-        uncompiled = max(GPU_LAUNCHES_PER_LAYER * config.num_layers, flops / (GPU_EAGER_MFU * (peak or GPU_PEAK_FLOPS)))
-        saves, margin = GPU_COMPILE_SAVES * uncompiled, 1
-    elif config.position != "rope" and not config.qk_norm:
-        return False, "on a CPU a compiled step of this model is hardly faster (--tune tries it)"
-    else:
-        takes = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
-        uncompiled = flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))
-        saves, margin = CPU_COMPILE_SAVES * uncompiled, CPU_COMPILE_MARGIN
-    steps = config.max_steps or 60 * config.minutes / uncompiled
+        has_triton = importlib.util.find_spec("triton") is not None
+        return has_triton, "on a GPU" if has_triton else "torch.compile needs Triton on a GPU, and it is not installed"
+    if config.position != "rope" and not config.qk_norm:
+        return False, "on a CPU a compiled step of this model is hardly faster"
+    flops = 72 * config.num_layers * config.embed_dim**2 * config.sequences_per_process * config.max_seq_len
+    step = flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))  # seconds
+    steps = config.max_steps or 60 * config.minutes / step
     if not steps:
-        number, unit = (saves, "s") if saves >= 1 else (1000 * saves, "ms")
-        saved_each = f"{float(f'{number:.2g}'):g} {unit}"  # two digits, and no exponent
-        return True, f"it takes about {takes:.0f} s and saves about {saved_each} of each step (a forecast)"
-    saved = saves * steps
-    reason = f"it takes about {takes:.0f} s and saves about {saved:.0f} s of this run (a forecast)"
-    return saved > margin * takes, reason
+        return True, "on a CPU it saves about a third of each step of this model"
+    takes, saves = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers, CPU_COMPILE_SAVES * step
+    reason = f"it takes about {takes:.0f} s and saves about {saves * steps:.0f} s of this run (a forecast)"
+    return saves * steps > CPU_COMPILE_MARGIN * takes, reason

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from training.config import TrainConfig
 
 RANK_0_TIMEOUT = datetime.timedelta(days=30)  # for work that rank 0 does alone: tokenizing, answering prompts
+TIMEOUT_SECONDS = 600.0  # that processes wait for one of them, then the job ends
 HEARTBEAT_SECONDS = 5.0  # how long to wait for another process's heartbeat
 POLL_SECONDS = 0.5  # between two checks whether a heartbeat is wanted
 # NCCL then writes its last collectives to a file for each rank if one of them hangs.
@@ -43,9 +44,9 @@ OptimizerState = dict[int, dict[str, torch.Tensor]]  # number of a parameter -> 
 class Group:
     """The processes of this job, as one of them sees them."""
 
-    def __init__(self, here: Place, seconds: float, device: torch.device):
-        """Raises what torch.distributed raises if not all processes join within `seconds`."""
-        timeout = datetime.timedelta(seconds=seconds)
+    def __init__(self, here: Place, device: torch.device):
+        """Raises what torch.distributed raises if not all processes join within TIMEOUT_SECONDS."""
+        timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
         self.here = here
         with silenced_stdout():
             if device.type == "cuda":  # NCCL kills the process at its timeout: the hosts, over gloo, time out before it
@@ -98,7 +99,7 @@ class Group:
             return self.store.get(key).decode()
         return None
 
-    def diagnose(self, seconds: float) -> tuple[str, int]:
+    def diagnose(self) -> tuple[str, int]:
         """Why a collective failed, as a sentence, and the rank that should print it: the lowest that is alive."""
         ranks = range(self.here.count)
         ended = {rank: error for rank in ranks if (error := self.read(f"ended/{rank}", 0)) is not None}
@@ -118,10 +119,7 @@ class Group:
             )
         else:
             behind = " or ".join(str(rank) for rank in others if progress[rank] == min(progress.values()))
-            sentence = (
-                f"Process {behind} {of_all} is alive, but the others waited for it for {seconds:g} s "
-                f"(--process_timeout)."
-            )
+            sentence = f"Process {behind} {of_all} is alive, but the others waited for it for {TIMEOUT_SECONDS:g} s."
         return f"{sentence} Saved checkpoints are whole: run the same command to continue.", speaker
 
 
@@ -171,7 +169,7 @@ def process_group(config: TrainConfig) -> Iterator[None]:
         dist.barrier(GROUP.hosts)  # no process needs the store any more, which may end with rank 0
         dist.destroy_process_group()
     except BaseException as error:
-        end_all(error, here, config.process_timeout)
+        end_all(error, here)
     finally:
         if GROUP is not None:
             GROUP.close()
@@ -187,7 +185,7 @@ def join(config: TrainConfig, here: Place) -> Group:
                 f"--nproc_per_node={gpus}, or --device cpu."
             )
         torch.cuda.set_device(device)
-    group = Group(here, config.process_timeout, device)
+    group = Group(here, device)
     backend = "NCCL" if device.type == "cuda" else "gloo"
     print(
         f"Processes  {here.count}, over {backend}: {config.sequences_per_process} of the {config.sequences_per_step} "
@@ -196,7 +194,7 @@ def join(config: TrainConfig, here: Place) -> Group:
     return group
 
 
-def end_all(error: BaseException, here: Place, seconds: float) -> NoReturn:
+def end_all(error: BaseException, here: Place) -> NoReturn:
     """Raise `error`, or ProcessLost if its cause lies in another process. One process prints the error, and the others
     exit with the same code."""
     if threading.current_thread() is threading.main_thread():
@@ -206,7 +204,7 @@ def end_all(error: BaseException, here: Place, seconds: float) -> NoReturn:
         if group is None:
             sentence = f"The {here.count} processes that torchrun started could not connect to each other ({error})."
         else:
-            sentence, speaker = group.diagnose(seconds)
+            sentence, speaker = group.diagnose()
         cause, error = error, ProcessLost(sentence)
         error.__cause__ = cause
     elif group is not None:

@@ -77,7 +77,7 @@ class TokenData:
             "train_tokens": metadata.train_tokens,
         }
         if metadata.mask_sha256:
-            self.fingerprint |= {"mask_sha256": metadata.mask_sha256, "loss_on": self.layout.loss_on}
+            self.fingerprint |= {"mask_sha256": metadata.mask_sha256}
 
     @classmethod
     def open(cls, config: TrainConfig, hardware: Hardware) -> TokenData:
@@ -87,11 +87,6 @@ class TokenData:
         bin_path = bin_path or metadata.beside("bin_file")
         tokenizer_path = tokenizer_path or metadata.beside("tokenizer_file")
         is_chat = metadata.chat_template is not None
-        if config.loss_on == "answers" and not is_chat:
-            raise ConfigError(
-                f"--loss_on answers needs conversations, and {metadata_path} describes text. Tokenize conversations "
-                "with tokenize_local_bpe.py --format chat, or leave the flag out."
-            )
         for split, count in (("training", metadata.train_tokens), ("validation", metadata.val_tokens)):
             if count <= config.max_seq_len and not is_chat:
                 raise ConfigError(

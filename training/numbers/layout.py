@@ -25,7 +25,6 @@ class Layout:
     val_windows: int
     val_tokens_per_byte: float | None  # counts the tokens in the loss; None if the bytes were not counted
     described: str
-    loss_on: str = "all"
     has_mask: bool = False  # an id that is not in the loss is stored as its complement, ~id
 
 
@@ -66,10 +65,8 @@ def pack_splits(
             f"{metadata.beside('mask_file')} is not the mask of {metadata.bin_file}: no conversation begins at the "
             "start of a split. Copy both again, or run tokenize_local_bpe.py again."
         )
-    loss_on = "all" if config.loss_on == "all" else "answers"
-    counted = ~is_start if loss_on == "all" else in_answer
     train, val = (
-        pack(tokens[part], counted[part], np.flatnonzero(is_start[part]), length)
+        pack(tokens[part], in_answer[part], np.flatnonzero(is_start[part]), length)
         for part in (slice(split), slice(split, None))
     )
     for name, packed in (("training", train), ("validation", val)):
@@ -87,10 +84,9 @@ def pack_splits(
         )
         if count
     ]
-    learned = "all turns" if loss_on == "all" else "answers"
     described = (
         f"{train.conversations:,} conversations in {len(train.windows):,} windows of {config.max_seq_len} "
-        f"({train.answers:,} tokens of {learned} to learn), {val.conversations:,} to validate"
+        f"({train.answers:,} tokens of answers to learn), {val.conversations:,} to validate"
         + (f"\nNote       conversations: {'; '.join(lost)}" if lost else "")
     )
     layout = Layout(
@@ -101,7 +97,6 @@ def pack_splits(
         val_windows=len(val.windows),
         val_tokens_per_byte=val.answers / val_bytes if val_bytes else None,
         described=described,
-        loss_on=loss_on,
         has_mask=True,
     )
     return np.concatenate([train.windows, val.windows]).reshape(-1), layout

@@ -19,7 +19,8 @@ from training.config import TrainConfig
 from training.machine.processes import OptimizerState, all_reduce_sum, broadcast_state, map_over_ranks, on_rank_0
 from training.machine.sharding import exchange_rows, gather, local, return_rows, scatter
 
-ADAMW_EPSILON = 1e-8
+ADAMW_BETA1, ADAMW_EPSILON = 0.9, 1e-8
+MUON_MOMENTUM = 0.95
 NEWTON_SCHULZ_STEPS = 5
 # Jordan et al. 2024: the largest slope at zero with which the iteration stays bounded.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -257,7 +258,7 @@ RULES = {  # the choices of `optimizer` in training/config.py
     "adamw": Rule(
         takes=lambda name, parameter: True,
         state=("step", "exp_avg", "exp_avg_sq"),
-        hyperparameters=lambda config, lr: {"lr": lr, "betas": (config.beta1, config.beta2)},
+        hyperparameters=lambda config, lr: {"lr": lr, "betas": (ADAMW_BETA1, config.beta2)},
         update=update_adamw,
         divides_gradients=True,
     ),
@@ -266,7 +267,7 @@ RULES = {  # the choices of `optimizer` in training/config.py
         state=("momentum_buffer",),
         hyperparameters=lambda config, lr: {  # follows AdamW's learning rate in a fixed proportion
             "lr": lr / config.learning_rate * config.muon_learning_rate,
-            "momentum": config.muon_momentum,
+            "momentum": MUON_MOMENTUM,
         },
         update=update_muon,
         splits_stacked=True,

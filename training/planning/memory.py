@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -35,7 +34,7 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
 
     Raises MemoryExhausted if one sequence does not fit.
     """
-    if config.micro_batch_size and config.sources.get("micro_batch_size") != "tuned":
+    if config.micro_batch_size:
         return config
     if (rows := found_before(config, hardware)) is not None:
         print(
@@ -67,19 +66,14 @@ def halve_until_it_fits(config: TrainConfig, model: TransformerLanguageModel, ha
     return fitted
 
 
-def compile_step_model(
-    parts: Parts,
-    example: Callable[[], tuple[torch.Tensor, ...]],
-    evaluates: bool = False,
-    cache_dir: str | Path | None = None,
-) -> None:
+def compile_step_model(parts: Parts, example: Callable[[], tuple[torch.Tensor, ...]], evaluates: bool = False) -> None:
     """Set `parts.step_model` by `compile_model`. If compiling fails in one of the processes, all train uncompiled. That
     takes more memory, so the micro-batch is fitted again, unless it was given.
 
     Raises MemoryExhausted if one sequence does not fit.
     """
     failures: list[str] = []
-    parts.step_model = compile_model(parts.model, parts.hardware, example, evaluates, cache_dir, failures.append)
+    parts.step_model = compile_model(parts.model, parts.hardware, example, evaluates, failures.append)
     if not any_process(bool(failures))[0]:
         return
     if not failures:

@@ -47,8 +47,6 @@ class Timer:
         """The flag whose limit the run has reached, if it has."""
         if config.max_hours and self.elapsed >= 3600 * config.max_hours:
             return f"--max_hours {config.max_hours:g}"
-        if config.max_units and (self.compute_units or 0.0) >= config.max_units:
-            return f"--max_units {config.max_units:g}"
         return None
 
     @property

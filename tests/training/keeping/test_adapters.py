@@ -24,7 +24,6 @@ from training.file_names import CONFIG
 from training.numbers.optimizer import build_optimizer
 from training.planning.estimate import estimate_memory
 from training.planning.memory_advice import savings
-from training.planning.tuning import tuning_file
 from training.telling.records import read_metrics
 
 FILES = {"adapter.safetensors", "config.json", "tokenizer.json", "manifest.json"}
@@ -341,12 +340,6 @@ def test_the_estimate_counts_what_autograd_keeps(targets: str) -> None:
     state = 4 * model.num_parameters() + 8 * model.num_parameters(trained_only=True)
     estimated = estimate_memory(config, model, CPU) - state
     assert held < estimated < 1.35 * held
-
-
-def test_what_is_tuned_for_adapters_is_for_them() -> None:
-    config = TrainConfig(init_from="base")
-    of = [config, dataclasses.replace(config, lora_rank=8), dataclasses.replace(config, lora_rank=16)]
-    assert len({tuning_file(each) for each in of}) == 3
 
 
 def test_sizes_alone_need_no_base() -> None:

@@ -355,12 +355,11 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
         assert (tmp_path / "run" / name).read_bytes() == (unbroken / name).read_bytes(), name
 
 
-@pytest.mark.parametrize("limit", ["max_hours", "max_units"])
 def test_a_run_stops_at_its_limit_saved_and_goes_on_with_more_of_it(
-    limit: str, train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here an hour is over in ten steps."""
-    flags = {"units_per_hour": 3, "eval_interval": 12}
+    flags = {"eval_interval": 12}
     clock = [0.0]
     monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock[0])
     original = loop.train_step
@@ -370,20 +369,14 @@ def test_a_run_stops_at_its_limit_saved_and_goes_on_with_more_of_it(
         return original(*args)
 
     monkeypatch.setattr(loop, "train_step", train_step)
-    more = {"max_hours": 1.0, "max_units": 3.0}[limit]
-    result = train(tmp_path / "run", **flags, **{limit: more})
+    result = train(tmp_path / "run", **flags, max_hours=1)
     assert result.code == 130
-    assert f"Stopped after step 10: --{limit} {more:g} is reached" in result.out
+    assert "Stopped after step 10: --max_hours 1 is reached" in result.out
     assert steps_of(tmp_path / "run")[0] == 10
-    again = train(tmp_path / "run", **flags, **{limit: more})
+    again = train(tmp_path / "run", **flags, max_hours=1)
     assert again.code == 130 and steps_of(tmp_path / "run")[0] == 10  # of all sessions
-    assert train(tmp_path / "run", **flags, **{limit: 10 * more}).code == 0
+    assert train(tmp_path / "run", **flags, max_hours=10).code == 0
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
-
-
-def test_a_limit_of_units_needs_their_rate(train: Callable, tmp_path: Path) -> None:
-    result = train(tmp_path / "run", max_units=1)
-    assert result.code == 2 and "--units_per_hour" in result.err
 
 
 # Whose folder it is

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -19,21 +19,12 @@ from torch._inductor.async_compile import AsyncCompile
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import CPU
-from training.config import COMPILE_MODES
 from training.keeping.interruption import Interruption, StopRequested
-from training.machine.compilation import cache_name, compile_model, forget_unfinished
+from training.machine.compilation import compile_model, forget_unfinished
 from training.telling.records import read_metrics
 
 SHAPE = ModelConfig(11, 8, 2, 1, max_seq_len=4)
 COMPILING = dataclasses.replace(CPU, compiles=True)
-
-
-@pytest.fixture(autouse=True)
-def own_tag() -> Iterator[None]:
-    """What compiled code is kept under is not left behind."""
-    before = torch.compiler.config.cache_key_tag
-    yield
-    torch.compiler.config.cache_key_tag = before
 
 
 def example() -> tuple[torch.Tensor, torch.Tensor]:
@@ -147,10 +138,9 @@ def test_a_compiled_training_compiles_at_its_start_alone_and_learns_the_same(
     prompts.write_text('{"prompt": "the cat"}\n')
     shape = {"batch_size": 7, "micro_batch_size": 3, "gradient_accumulation_steps": 1, "eval_batches": 3, "dropout": 0}
     flags = {**shape, "compile": "on", "max_steps": 6, "eval_interval": 3, "eval_prompts": prompts}
-    result = train(tmp_path / "run", compile_cache_dir=tmp_path / "drive", **flags)
+    result = train(tmp_path / "run", **flags)
     assert result.code == 0 and "Compiled in" in result.out, result
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    assert len(list((tmp_path / "drive").glob("compiled-*.bin"))) == 1
 
     eager = {**flags, "compile": "off"}
     assert train(tmp_path / "eager", **eager).code == 0
@@ -162,57 +152,17 @@ def test_a_compiled_training_compiles_at_its_start_alone_and_learns_the_same(
     assert not any("_orig_mod" in name for name in weights)
     assert train(tmp_path / "run", **{**eager, "max_steps": 7}).code == 0
 
-    # Another machine, another day: what was compiled comes back from Drive.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "elsewhere"))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    assert train(tmp_path / "again", **flags, compile_cache_dir=tmp_path / "drive").code == 0
-    counters = torch._dynamo.utils.counters
-    assert counters["aot_autograd"]["autograd_cache_hit"] == 2 and not counters["aot_autograd"]["autograd_cache_miss"]
 
-
-def test_compiled_code_that_cannot_be_read_is_compiled_again(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    model, hardware = TransformerLanguageModel(SHAPE), COMPILING
-    cache = tmp_path / cache_name(model, hardware, example())
-    cache.mkdir()  # reading it is an error of the system, as on a Drive that is gone
-    assert compile_model(model, hardware, example, cache_dir=tmp_path) is not model
-    printed = capsys.readouterr().out
-    assert "it is compiled again" in printed and "Compiled in" in printed
-
-
-def test_compiled_code_is_kept_apart_by_all_that_it_depends_on() -> None:
-    """PyTorch's own caches hold the attention kernels no more than ours would by itself."""
-    model, names = TransformerLanguageModel(SHAPE), set()
-    modes = [dataclasses.replace(COMPILING, compile_mode=mode) for mode in COMPILE_MODES]
-    names |= {cache_name(model, hardware, example()) for hardware in modes}
-    model.activation_checkpointing = True
-    names.add(cache_name(model, COMPILING, example()))
-    model.activation_checkpointing = False
-    tags = set()
-    for enabled in (True, False):
-        torch.backends.cuda.enable_flash_sdp(enabled)
-        try:
-            compile_model(model, COMPILING, example)
-            tags.add(torch.compiler.config.cache_key_tag)
-            names.add(cache_name(model, COMPILING, example()))
-        finally:
-            torch.backends.cuda.enable_flash_sdp(True)
-    assert len(tags) == 2 and len(names) == 5
-
-
-def test_adapters_compile_to_the_same_numbers_and_are_kept_apart() -> None:
+def test_adapters_compile_to_the_same_numbers() -> None:
     """Forward and backward, with as much as the compiler leaves out for what is frozen."""
     from common.lora import LoRA, adapters_of, add_adapters
 
     lora = LoRA(2, 16.0, ("attention", "feed_forward"), "base", "0" * 64)
-    model, names = TransformerLanguageModel(SHAPE), set()
-    names.add(cache_name(model, COMPILING, example()))
+    model = TransformerLanguageModel(SHAPE)
     add_adapters(model, lora)
     with torch.no_grad():
         for adapter in adapters_of(model).values():
             adapter.normal_(std=0.3)
-    names.add(cache_name(model, COMPILING, example()))
-    assert len(names) == 2
     compiled = compile_model(model, COMPILING, example, evaluates=True)
     assert compiled is not model
     tokens = torch.arange(8).view(2, 4)
@@ -225,17 +175,3 @@ def test_adapters_compile_to_the_same_numbers_and_are_kept_apart() -> None:
     assert len(results[0]) == len(results[1]) == 1 + 8
     for eager, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-4)
-
-
-def test_a_mode_is_one_that_torch_compile_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options) or model)
-    for mode in COMPILE_MODES:
-        compile_model(TransformerLanguageModel(SHAPE), dataclasses.replace(COMPILING, compile_mode=mode), example)
-    assert [{**options} for options in asked] == [
-        {"dynamic": False},
-        {"dynamic": False, "options": {"coordinate_descent_tuning": True}},
-        {"dynamic": False, "mode": "max-autotune-no-cudagraphs"},
-    ]
-    assert "coordinate_descent_tuning" in torch._inductor.list_options()
-    assert "max-autotune-no-cudagraphs" in torch._inductor.list_mode_options()

@@ -28,7 +28,7 @@ from tests.training.helpers import steps_of
 from tests.training.machine.launching import free_port, places, torchrun, trained
 from tokenize_local_bpe import tokenize
 from training.config import parse_config
-from training.machine import hardware
+from training.machine import hardware, processes
 from training.machine.processes import data_parallel
 from training.numbers import optimizer
 from training.numbers.data import TokenData
@@ -43,7 +43,6 @@ LEARNING_RATE = 0.005  # of tests.helpers.flags_of_a_tiny_run
 NUMBERS = ("train_loss", "grad_norm", "val_loss")
 # No biases: the gradient of a key's bias is rounding alone, which AdamW would scale up to whole steps.
 HALF = {
-    "cpu_threads": 1,
     "dropout": 0,
     "bias": "false",
     "max_steps": 12,
@@ -256,15 +255,21 @@ def hang_later() -> None:
         return batch(data, sequences_seen, rows)
 
     TokenData.batch = hanging
+    impatient()
+
+
+def impatient() -> None:
+    """In this process, processes wait for each other for 3 s."""
+    processes.TIMEOUT_SECONDS = 3.0
 
 
 def test_a_process_that_hangs_ends_the_job_after_the_timeout(
     train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
     """It gets no data. It is alive, and its progress is behind that of the one that waits for its gradients."""
-    flags = train_flags(tmp_path / "run", max_steps=10**6, checkpoint_steps=0, eval_interval=0, process_timeout=3)
+    flags = train_flags(tmp_path / "run", max_steps=10**6, checkpoint_steps=0, eval_interval=0)
     first, second = places(2)
-    reaped += [Forked(flags, environment=first), Forked(flags, environment=second, first=hang_later)]
+    reaped += [Forked(flags, environment=first, first=impatient), Forked(flags, environment=second, first=hang_later)]
     wait_for(reaped[0], "step ")
     began = time.monotonic()
     _, err = reaped[0].communicate(timeout=60)
@@ -280,9 +285,10 @@ def test_a_process_that_never_joins_is_waited_for_until_the_timeout(
     train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
     """Only the command on the second machine has a wrong flag: both report an error."""
-    flags = train_flags(tmp_path / "run", process_timeout=3)
+    flags = train_flags(tmp_path / "run")
     first, second = places(2)
-    reaped += [Forked(flags, environment=first), Forked([*flags, "--batch_sise", 4], environment=second)]
+    wrong = [*flags, "--batch_sise", 4]
+    reaped += [Forked(flags, environment=first, first=impatient), Forked(wrong, environment=second, first=impatient)]
     told = [process.communicate(timeout=60) for process in reaped]
     assert [process.returncode for process in reaped] == [1, 2]
     assert "error: The 2 processes that torchrun started could not connect to each other" in told[0][1]
@@ -362,7 +368,7 @@ def test_if_one_process_cannot_compile_all_take_the_same_smaller_micro_batch(
 ) -> None:
     """There is memory for compiled code, and not for uncompiled code. Whichever process fails, rank 0 says so."""
     flags = {**WHOLE, "max_steps": 4, "eval_interval": 2, "precision": "fp32", "batch_size": 64, "max_seq_len": 64}
-    flags |= {"gradient_accumulation_steps": 1, "process_timeout": 60}
+    flags |= {"gradient_accumulation_steps": 1}
     config = dataclasses.replace(parse_config(train_flags(tmp_path / "run", **flags)), processes=2)
     with torch.device("meta"):
         model = TransformerLanguageModel(config.model_config(len(ALPHABET)))
@@ -414,7 +420,6 @@ def as_one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"batch_size": 1}, (), "torchrun started 3 processes for the 2 sequences of a step"),
         ({}, ("--profile",), "--profile is for one process, and torchrun started 3"),
-        ({}, ("--tune",), "--tune is for one process, and torchrun started 3"),
     ],
 )
 def test_flags_for_one_process_are_refused_with_several(

@@ -27,10 +27,8 @@ from tokenizer import load_tokenizer
 from training.config import TrainConfig, parse_config
 from training.machine.compilation import compile_model
 from training.machine.hardware import detect_hardware
-from training.numbers import evaluate
 from training.numbers.data import TokenData
 from training.numbers.packing import pack
-from training.parts import Parts
 from training.telling.records import read_metrics
 
 COLORS = ("red", "green", "blue", "white", "black", "grey", "brown", "pink")
@@ -113,9 +111,6 @@ def test_windows_hold_what_the_template_made(chats: Path) -> None:
     begun = (inputs == tokenizer.end_of_text_id) & (starts == torch.arange(96))
     assert begun.sum() >= 180 and begun[:, 0].all() and (starts.diff(dim=1) >= 0).all()
     assert "User" not in learned and learned.count(" is a color.<|endoftext|>") == 180
-    whole = open_data(chats, loss_on="all")
-    counted = whole.batch(0, whole.windows)[1]
-    assert "User: Is red" in tokenizer.decode(counted[counted != IGNORE_INDEX].tolist())
 
 
 # The loss
@@ -248,11 +243,6 @@ def test_flags_that_cannot_be_meant(chats: Path, tmp_path: Path, options: dict, 
     assert result.code == 2 and said in result.err and not (tmp_path / "run").exists()
 
 
-def test_answers_of_a_text_cannot_be_learned(token_folder: Path, tmp_path: Path) -> None:
-    result = train(token_folder, tmp_path / "run", loss_on="answers", max_seq_len=16)
-    assert result.code == 2 and "--loss_on answers needs conversations" in result.err
-
-
 def flip_a_bit(folder: Path) -> None:
     mask = folder / "tokens_bpe_mask.bin"
     content = bytearray(mask.read_bytes())
@@ -293,7 +283,7 @@ def test_a_damaged_folder(chats: Path, tmp_path: Path, harm: Callable[[Path], An
 @pytest.fixture(scope="module")
 def base(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("base") / "run"
-    assert train(chats, run, max_steps=2, eval_interval=0, loss_on="all").code == 0
+    assert train(chats, run, max_steps=2, eval_interval=0).code == 0
     return run
 
 
@@ -370,33 +360,3 @@ def test_what_is_repeated_after_a_kill_is_no_worse_than_it_was(chats: Path, tmp_
     assert again.code == 0 and "step_00000040" in again.out and "early" not in again.out, again.out
     whole, repeated = (open_checkpoint(tmp_path / name).training_state() for name in ("whole", "cut"))
     assert (whole["step"], whole["worse"], whole["lowest_val_loss"]) == (60, 0, repeated["lowest_val_loss"])
-
-
-def test_the_loss_of_a_run_stays_over_the_same_tokens(chats: Path, tmp_path: Path) -> None:
-    assert train(chats, tmp_path / "run").code == 0
-    result = train(chats, tmp_path / "run", loss_on="all", max_steps=9)
-    assert result.code == 4 and "loss_on of the data: answers in the checkpoint, all now" in result.err
-
-
-def test_memory_that_runs_out_before_the_first_step_halves_the_micro_batch(
-    chats: Path, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = evaluate.validation_loss
-
-    def limited(parts: Parts, between: Callable[[], None]) -> float:
-        if parts.config.rows_at_once > 3:
-            raise torch.OutOfMemoryError("as if")
-        return original(parts, between)
-
-    monkeypatch.setattr(evaluate, "validation_loss", limited)
-    result = train(chats, tmp_path / "run", init_from=base)
-    assert result.code == 0 and "Out of memory with 6 sequences at once" in result.out, result.err
-
-
-def test_answers_to_other_prompts_do_not_stand_beside_these(chats: Path, base: Path, tmp_path: Path) -> None:
-    for name, prompt in (("one", "Is red a color?"), ("other", "And blue?")):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
-    first = train(chats, tmp_path / "run", init_from=base, eval_prompts=tmp_path / "one.jsonl")
-    assert first.code == 0 and "| before |" in (tmp_path / "run" / "summary.md").read_text()
-    second = train(chats, tmp_path / "run", init_from=base, eval_prompts=tmp_path / "other.jsonl", max_steps=9)
-    assert second.code == 0 and "| before |" not in (tmp_path / "run" / "summary.md").read_text()

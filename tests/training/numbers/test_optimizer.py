@@ -104,7 +104,7 @@ def test_a_model_without_vectors_has_an_optimizer() -> None:
 
 def test_updates_are_those_of_plain_adamw() -> None:
     """Against PyTorch's one-tensor-at-a-time implementation, with a rate that changes."""
-    config = dataclasses.replace(CONFIG, weight_decay=0.2, beta1=0.8, beta2=0.9)
+    config = dataclasses.replace(CONFIG, weight_decay=0.2, beta2=0.9)
     ours = make_model(bias=True)
     theirs = copy.deepcopy(ours)
     optimizer = build_optimizer(ours, config)
@@ -112,7 +112,7 @@ def test_updates_are_those_of_plain_adamw() -> None:
         {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": 0.2},
         {"params": [p for p in theirs.parameters() if p.dim() == 1], "weight_decay": 0.0},
     ]
-    reference = torch.optim.AdamW(groups, betas=(0.8, 0.9), foreach=False, fused=False)
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.9), foreach=False, fused=False)
     for step in range(5):
         lr = 1e-2 / (step + 1)
         apply_hyperparameters(optimizer, lr, config)
@@ -128,13 +128,13 @@ def test_updates_are_those_of_plain_adamw() -> None:
 
 
 def test_hyperparameters_of_the_configuration_win_over_those_of_a_loaded_state() -> None:
-    old = dataclasses.replace(CONFIG, weight_decay=0.5, beta1=0.5, beta2=0.6, learning_rate=1.0)
+    old = dataclasses.replace(CONFIG, weight_decay=0.5, beta2=0.6, learning_rate=1.0)
     saved = build_optimizer(make_model(bias=True), old).state_dict()
     optimizer = build_optimizer(make_model(bias=True), CONFIG)
     optimizer.load_state_dict(saved)
     apply_hyperparameters(optimizer, 3e-4, CONFIG)
     assert [group["lr"] for group in optimizer.param_groups] == [3e-4, 3e-4]
-    assert {group["betas"] for group in optimizer.param_groups} == {(CONFIG.beta1, CONFIG.beta2)}
+    assert {group["betas"] for group in optimizer.param_groups} == {(0.9, CONFIG.beta2)}
     assert [group["weight_decay"] for group in optimizer.param_groups] == [CONFIG.weight_decay, 0.0]
 
 
@@ -419,7 +419,7 @@ def adamws_old_state(model: torch.nn.Module, is_others: Callable[[str, torch.nn.
     """What older versions saved of AdamW: the state dict of torch.optim.AdamW, here after three steps of its own."""
     rest = [p for name, p in model.named_parameters() if not is_others(name, p)]
     groups = [{"params": [p for p in rest if p.dim() > 1]}, {"params": [p for p in rest if p.dim() == 1]}]
-    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(CONFIG.beta1, CONFIG.beta2), fused=True)
+    adamw = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, CONFIG.beta2), fused=True)
     for _ in range(3):
         for parameter in rest:
             parameter.grad = torch.randn_like(parameter)

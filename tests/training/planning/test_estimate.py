@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import TransformerLanguageModel
 from tests.helpers import CPU
 from tests.training.planning.followed import HALF, Followed
-from training.config import TrainConfig
+from training.config import MODEL_KEYS, TrainConfig
 from training.planning.estimate import bytes_per_token
 
 MODERN = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "embed_norm": True, "bias": False}
@@ -30,7 +30,9 @@ either_half = pytest.mark.parametrize("precision", HALF)
 def config_of(form: str, layers: int = 2) -> TrainConfig:
     # 384 tokens: no activation has the shape of a weight.
     shape = {"embed_dim": 256, "num_heads": 2, "max_seq_len": 128, "batch_size": 3}
-    return TrainConfig(num_layers=layers, **{**shape, **FORMS[form]})
+    values = {**shape, **FORMS[form]}
+    imported = {key: values.pop(key) for key in set(values) - set(MODEL_KEYS) - {"batch_size"}}
+    return TrainConfig(num_layers=layers, **values, imported=imported)
 
 
 @every_form
