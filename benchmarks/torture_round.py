@@ -293,7 +293,7 @@ def result(of: Round) -> dict[str, str]:
     """The outcome of a round without times: hashes of tokens, weights, optimizer, best weights, and metrics."""
     final = of.run / "checkpoints" / f"step_{STEPS:08d}"
     paths = [*sorted(path for path in of.tokens.iterdir() if "metadata" not in path.name)]
-    paths += [final / "model.safetensors", final / "optimizer_state.bin", of.run / "best" / "model.safetensors"]
+    paths += [final / "model.safetensors", final / "optimizer.safetensors", of.run / "best" / "model.safetensors"]
     paths += [of.copies / "checkpoints" / final.name / "model.safetensors", of.copies / "best" / "model.safetensors"]
     found = {str(path.relative_to(of.folder)): "missing" for path in paths}
     for path in paths:

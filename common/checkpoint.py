@@ -1,7 +1,7 @@
 """Checkpoints: written whole or not at all, and verified by hash before they are loaded.
 
 A checkpoint folder alone is enough to generate text and to continue training. It is written under a temporary name,
-flushed, read back, and renamed. `manifest.json`, written last, lists the size and SHA-256 of every file. A folder that
+flushed, and renamed. `manifest.json`, written last, lists the size and SHA-256 of every file. A folder that
 differs from its manifest is not loaded, nor one without a manifest, except the blog's form with `pytorch_model.bin`.
 Imported weights have no training state, and their manifest lists none.
 """
@@ -22,19 +22,17 @@ import safetensors.torch
 import torch
 
 from common.chat import AnyTemplate, template_from_dict
-from common.errors import CheckpointError, is_out_of_memory
+from common.errors import CheckpointError
 from common.files import json_bytes, read_json, sha256_file, write_json
 from common.lora import LoRA, adapters_of, find_base, load_adapters, lora_of, merge
 from common.publishing import STEP_NAME, discard, publish
 from common.tensors import (
     Content,
-    load_tensors,
     on_host,
     read_safetensors,
     read_weights,
     require_weights,
-    safetensors_pieces,
-    write_verified,
+    write_file,
 )
 from model import TransformerLanguageModel
 from model_config import ModelConfig
@@ -44,7 +42,7 @@ FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 WEIGHTS_FILES = ("model.safetensors", "config.json", "tokenizer.json")  # enough to generate
 ADAPTERS = "adapter.safetensors"  # instead of the weights, if adapters for another checkpoint were trained
-TRAINING_FILES = ("optimizer_state.bin", "training_state.json")  # imported weights have none
+TRAINING_FILES = ("optimizer.safetensors", "training_state.json")  # imported weights have none
 BYTES_A_PARAMETER = 12  # about, in a checkpoint: the weight and AdamW's two moments
 KEEP = 2  # never one: the newest may be damaged
 # Keys of config.json besides the ModelConfig: ours, then the blog's.
@@ -63,9 +61,7 @@ CONFIG_EXTRAS = (
 class Stateful(Protocol):
     """An optimizer."""
 
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None: ...
+    def load_tensors(self, tensors: dict[str, torch.Tensor], /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -152,10 +148,8 @@ class Checkpoint:
 
     def load_optimizer(self, optimizer: Stateful) -> None:
         try:
-            optimizer.load_state_dict(load_tensors(self.path / "optimizer_state.bin"))
-        except Exception as problem:  # torch raises many kinds for the state of another optimizer
-            if isinstance(problem, OSError) or is_out_of_memory(problem):
-                raise
+            optimizer.load_tensors(read_safetensors(self.path / "optimizer.safetensors"))
+        except (ValueError, safetensors.SafetensorError) as problem:
             raise CheckpointError(f"The optimizer state in {self.path} cannot be loaded: {problem}.") from None
 
 
@@ -164,7 +158,7 @@ class Snapshot:
     """The content of a checkpoint, in memory."""
 
     weights: dict[str, torch.Tensor]  # on the CPU
-    optimizer_state: dict[str, Any]  # likewise
+    optimizer: dict[str, torch.Tensor]  # likewise
     tokenizer_file: bytes  # not its path: the file may have changed since training began
     config: dict[str, Any]
     training_state: dict[str, Any]
@@ -176,14 +170,14 @@ class Snapshot:
 
 def take_snapshot(
     weights: dict[str, torch.Tensor],
-    optimizer_state: dict[str, Any],
+    optimizer: dict[str, torch.Tensor],
     tokenizer_file: bytes,
     config: dict[str, Any],
     training_state: dict[str, Any],
     copy: bool = False,
 ) -> Snapshot:
     """The content for `write_checkpoint`. With `copy`, it does not change when the training goes on."""
-    return Snapshot(on_host(weights, copy), on_host(optimizer_state, copy), tokenizer_file, config, training_state)
+    return Snapshot(on_host(weights, copy), on_host(optimizer, copy), tokenizer_file, config, training_state)
 
 
 def stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
@@ -223,8 +217,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None]
         write_files(
             temporary,
             {
-                ADAPTERS if "lora" in snapshot.config else WEIGHTS_FILES[0]: safetensors_pieces(snapshot.weights),
-                "optimizer_state.bin": snapshot.optimizer_state,
+                ADAPTERS if "lora" in snapshot.config else WEIGHTS_FILES[0]: snapshot.weights,
+                "optimizer.safetensors": snapshot.optimizer,
                 "tokenizer.json": snapshot.tokenizer_file,
                 "config.json": json_bytes(snapshot.config),
                 "training_state.json": json_bytes(snapshot.training_state),
@@ -232,21 +226,19 @@ def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None]
         )
         go_on()
         publish(temporary, folder)
-    except (OSError, RuntimeError) as problem:
+    except (OSError, safetensors.SafetensorError) as problem:
         shutil.rmtree(temporary, ignore_errors=True)
-        # If a write fails, torch.save raises a RuntimeError; its context is the error of the write.
-        reason = problem.__context__ if isinstance(problem.__context__, OSError) else problem
-        is_full = isinstance(reason, OSError) and reason.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        is_full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
         remedy = f"Free some space (one takes about {snapshot.bytes / 1e6:,.0f} MB)" if is_full else "Fix that"
         raise CheckpointError(
-            f"{folder} could not be saved: {reason}. Checkpoints saved before are whole. {remedy} or choose another "
+            f"{folder} could not be saved: {problem}. Checkpoints saved before are whole. {remedy} or choose another "
             "--output_dir, then run the same command to continue."
         ) from problem
 
 
 def write_files(folder: Path, contents: dict[str, Content]) -> None:
-    """Write files and read each back, then write the manifest that lists them. Errors are those of `write_verified`."""
-    written = {name: write_verified(folder / name, content) for name, content in contents.items()}
+    """Write files, then the manifest that lists them. Errors are those of `write_file`."""
+    written = {name: write_file(folder / name, content) for name, content in contents.items()}
     files = {name: {"size": (folder / name).stat().st_size, "sha256": sha256} for name, sha256 in written.items()}
     write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, "files": files})
 

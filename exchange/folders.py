@@ -12,7 +12,7 @@ from common.chat import AnyTemplate
 from common.checkpoint import WEIGHTS_FILES, Checkpoint, stored_config, stored_weights, write_files
 from common.errors import CheckpointError, ConfigError, DataError
 from common.files import json_bytes, sync_directory
-from common.tensors import safetensors_pieces
+from common.tensors import on_host
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer
@@ -62,10 +62,13 @@ def write_weights_checkpoint(
 
     Raises what `new_folder` raises.
     """
-    pieces = safetensors_pieces(stored_weights(model))
+    weights = on_host(stored_weights(model), copy=False)
     config = json_bytes(stored_config(model, tokenizer.kind, template))
     with new_folder(out) as folder:
-        write_files(folder, dict(zip(WEIGHTS_FILES, (pieces, config, tokenizer_file), strict=True)))
+        write_files(
+            folder,
+            dict(zip(WEIGHTS_FILES, (weights, config, tokenizer_file), strict=True)),
+        )
 
 
 def load_in_fp32(checkpoint: Checkpoint) -> tuple[TransformerLanguageModel, Tokenizer]:

@@ -134,7 +134,7 @@ def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA, vocab_size: int)
                 parts[:2] = [swap_halves(part, config.num_heads) for part in parts[:2]]
             for name, part in zip(names, parts, strict=True):
                 prefix = f"base_model.model.{blocks}.{layer}.{name}"
-                tensors |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": part}
+                tensors |= {f"{prefix}.lora_A.weight": a.clone(), f"{prefix}.lora_B.weight": part}
     return tensors, modules
 
 

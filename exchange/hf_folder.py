@@ -13,7 +13,7 @@ import torch
 from common.chat import AnyTemplate
 from common.errors import ConfigError
 from common.files import json_bytes
-from common.tensors import safetensors_pieces, write_verified
+from common.tensors import write_file
 from exchange.extras import INSTALL, require_package
 from exchange.folders import new_folder
 from exchange.hf_common import Tensors
@@ -62,9 +62,9 @@ def written_folder(
         files["chat_template.jinja"] = template.jinja(hf_special_tokens(tokenizer)).encode()
     name, tensors = weights
     with new_folder(out) as folder:
-        write_verified(folder / name, safetensors_pieces(tensors, metadata={"format": "pt"}))
+        write_file(folder / name, tensors)
         for name, content in files.items():
-            write_verified(folder / name, content)
+            write_file(folder / name, content)
         require_same_tokens(folder, tokenizer, template)
         yield folder
 

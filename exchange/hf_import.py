@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from common.chat import AnyTemplate
 from common.errors import CheckpointError, DataError
-from common.files import read_json
-from common.tensors import load_tensors, require_own_bytes
+from common.files import read_json, require_regular
+from common.tensors import load_pickled
 from exchange.comparison import Difference, largest_difference
 from exchange.folders import require_fitting, require_new, write_weights_checkpoint
 from exchange.hf_common import ConversionError, Tensors
@@ -122,10 +122,8 @@ def read_tensors(folder: Path) -> Tensors:
         tensors: Tensors = {}
         for path in files:
             try:
-                if name == WEIGHTS[0]:
-                    tensors |= load_file(path, device="cpu")
-                else:
-                    tensors |= require_own_bytes(load_tensors(path))
+                require_regular(path, CheckpointError)
+                tensors |= load_file(path, device="cpu") if name == WEIGHTS[0] else load_pickled(path)
             except (ValueError, safetensors.SafetensorError, FileNotFoundError) as problem:
                 raise CheckpointError(f"{path} cannot be read: {problem}.") from None
         if files:

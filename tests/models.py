@@ -17,6 +17,8 @@ from model_config import ModelConfig
 from tests.helpers import ALPHABET, generated_text
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import BPETokenizer
+from training.config import TrainConfig
+from training.numbers.optimizer import Optimizer, build_optimizer
 
 CHARACTERS = CharacterTokenizer.train(ALPHABET + "\0\r'😀")
 MODERN = {"norm": "rmsnorm", "position": "rope", "qk_norm": True, "embed_norm": True, "bias": False}
@@ -42,15 +44,16 @@ def random_model(vocab_size: int, std: float = 0.2, **options: Any) -> Transform
 def save_checkpoint(
     folder: Path,
     model: TransformerLanguageModel,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     tokenizer_file: bytes,
     tokenizer_type: str,
     training_state: dict[str, Any],
     chat: AnyTemplate | None = None,
 ) -> None:
-    state = optimizer.state_dict()
     config = stored_config(model, tokenizer_type, chat)
-    write_checkpoint(folder, take_snapshot(stored_weights(model), state, tokenizer_file, config, training_state))
+    write_checkpoint(
+        folder, take_snapshot(stored_weights(model), optimizer.tensors(), tokenizer_file, config, training_state)
+    )
 
 
 def write_model(
@@ -63,7 +66,7 @@ def write_model(
     """A checkpoint folder of a random model, or of the one that is given."""
     tokenizer = tokenizer or bpe()
     model = model or random_model(tokenizer.vocab_size, **options)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    optimizer = build_optimizer(model, TrainConfig())
     save_checkpoint(folder, model, optimizer, tokenizer.to_json().encode(), tokenizer.kind, {"step": 0}, chat)
     return model
 

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
+
 import pytest
 import safetensors.torch
 import torch
 
-from common.tensors import on_host, safetensors_pieces
-from model import TransformerLanguageModel
-from model_config import ModelConfig
+from common.files import sha256_file
+from common.tensors import on_host, write_file
 
 
-def test_the_pieces_are_the_file_that_the_library_writes() -> None:
-    shape = {"embed_dim": 16, "num_heads": 2, "num_layers": 11, "max_seq_len": 8}
-    weights = TransformerLanguageModel(ModelConfig(13, **shape)).state_dict()
-    weights["empty"] = torch.zeros(0, 4)
-    assert b"".join(bytes(piece) for piece in safetensors_pieces(weights)) == safetensors.torch.save(weights)
+def test_a_file_of_tensors_is_the_librarys_with_its_hash(tmp_path: Path) -> None:
+    tensors = {"weights": torch.randn(3, 4), "empty": torch.zeros(0, 4)}
+    assert write_file(tmp_path / "a.safetensors", tensors) == sha256_file(tmp_path / "a.safetensors")
+    read = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    assert read.keys() == tensors.keys() and all(torch.equal(read[name], tensors[name]) for name in tensors)
 
 
-@pytest.mark.parametrize("tensor", [torch.zeros(2, dtype=torch.float64), torch.zeros(2, 3).T])
-def test_what_would_be_written_wrongly_is_not_written(tensor: torch.Tensor) -> None:
-    with pytest.raises(AssertionError, match="weights"):
-        list(safetensors_pieces({"weights": tensor}))
+@pytest.mark.parametrize("content", [b"bytes", {"weights": torch.zeros(3)}])
+def test_what_cannot_be_written_is_an_error_of_the_system(tmp_path: Path, content: object) -> None:
+    with pytest.raises(OSError) as caught:
+        write_file(tmp_path / "gone" / "a", content)
+    assert caught.value.errno == errno.ENOENT
 
 
 def test_a_copy_on_the_host_does_not_change_with_the_original() -> None:
-    state = {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"params": [0], "lr": 0.1}]}
-    copied, shared = on_host(state, copy=True), on_host(state, copy=False)
-    state["state"][0]["step"] += 1
-    assert copied == {"state": {0: {"step": torch.tensor(1.0)}}, "param_groups": [{"params": [0], "lr": 0.1}]}
-    assert shared["state"][0]["step"] == 2.0
+    tensors = {"step": torch.tensor(1.0)}
+    copied, shared = on_host(tensors, copy=True), on_host(tensors, copy=False)
+    tensors["step"] += 1
+    assert (copied["step"].item(), shared["step"].item()) == (1.0, 2.0)

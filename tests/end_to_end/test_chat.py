@@ -19,6 +19,8 @@ from generation.decoding import generate as complete
 from generation.sampling import Sampling
 from tests.helpers import run_script
 from tests.models import bpe, random_model, save_checkpoint, write_model
+from training.config import TrainConfig
+from training.numbers.optimizer import build_optimizer
 
 FLAGS = ("--device", "cpu", "--max_new_tokens", "6", "--temperature", "0")
 GREEDY = Sampling(max_new_tokens=6, temperature=0)
@@ -32,7 +34,7 @@ def write_speaker(folder: Path, chat: ChatTemplate | None) -> Path:
         for i in range(tokenizer.vocab_size):
             if i in tokenizer.unused_ids or not tokenizer.decode([i]).strip(" ").isalpha():
                 model.head.weight[i] = 0
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = build_optimizer(model, TrainConfig())
     save_checkpoint(folder, model, optimizer, tokenizer.to_json().encode(), tokenizer.kind, {"step": 0}, chat)
     return folder
 

@@ -24,6 +24,8 @@ from tests.helpers import ROOT, with_large_weights
 from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
+from training.config import TrainConfig
+from training.numbers.optimizer import build_optimizer
 
 ALPHABET = "\n abcdefgh?"
 SHORT = ("--max_new_tokens", "12")
@@ -56,7 +58,7 @@ def make_checkpoint(tmp_path_factory) -> Callable[..., Path]:
 
     def save(path: Path, kind: str = "character", seed: int = 0) -> Path:
         model = random_model(tokenizers[kind].vocab_size, seed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = build_optimizer(model, TrainConfig())
         save_checkpoint(path, model, optimizer, (folder / kind).read_bytes(), tokenizers[kind].kind, {"step": 1})
         return path
 

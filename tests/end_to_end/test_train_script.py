@@ -68,7 +68,7 @@ def test_a_run_leaves_the_files_of_the_contract(finished: tuple[Path, Any]) -> N
     assert (run / "loss_curve.png").read_bytes().startswith(PNG)
     for folder in (run / "best", run / "checkpoints" / "step_00000060"):
         assert sorted(os.listdir(folder)) == [
-            "config.json", "manifest.json", "model.safetensors", "optimizer_state.bin", "tokenizer.json",
+            "config.json", "manifest.json", "model.safetensors", "optimizer.safetensors", "tokenizer.json",
             "training_state.json",
         ]  # fmt: skip
 

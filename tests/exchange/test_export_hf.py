@@ -228,7 +228,7 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
         (folder / "model.safetensors").unlink()
         BPETokenizer.train([PROBE], vocab_size=400).save(folder / "tokenizer.json")
     elif damage == "full disk":
-        monkeypatch.setattr("exchange.hf_folder.write_verified", full_disk)
+        monkeypatch.setattr("exchange.hf_folder.write_file", full_disk)
     elif damage == "other logits":
         monkeypatch.setattr(exchange.hf_nanochat, "swap_halves", lambda weight, heads: weight)
     elif damage == "other ids":

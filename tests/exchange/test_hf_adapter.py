@@ -167,7 +167,7 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
         out.mkdir()
         (out / "mine.txt").write_text("mine")
     elif damage == "full disk":
-        monkeypatch.setattr("exchange.hf_folder.write_verified", full_disk)
+        monkeypatch.setattr("exchange.hf_folder.write_file", full_disk)
     elif damage == "other logits":
         monkeypatch.setattr(exchange.hf_adapter, "swap_halves", lambda weight, heads: weight)
     elif damage == "other names":

@@ -340,7 +340,7 @@ def test_a_full_disk_and_a_name_that_is_taken(
     (place / "taken").mkdir(parents=True)
     (place / "taken" / "mine").write_text("mine")
     assert main([str(folder), str(place / "taken")]) == 2
-    monkeypatch.setattr("common.checkpoint.write_verified", full_disk)
+    monkeypatch.setattr("common.checkpoint.write_file", full_disk)
     assert main([str(folder), str(place / "ours")]) == 4
     assert "could not be written: No space left" in capsys.readouterr().err
     assert left_behind(place) == ["taken"]

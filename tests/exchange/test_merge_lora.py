@@ -102,7 +102,7 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
         (folder / "tokenizer.json").write_bytes(bpe().to_json().encode())
         seal(folder)
     elif damage == "full disk":
-        monkeypatch.setattr("common.checkpoint.write_verified", full_disk)
+        monkeypatch.setattr("common.checkpoint.write_file", full_disk)
     elif damage == "other logits":
         original = exchange.merge.load_adapted
 

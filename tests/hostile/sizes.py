@@ -8,22 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import json
-import pickle
 import resource
 import sys
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.errors import UserError
 from common.lora import LARGEST_RANK
-from model import TransformerLanguageModel
-from model_config import ModelConfig
 from tests.hostile.readers import (
     Training,
     blogs_form,
@@ -86,31 +79,6 @@ class Attempt:
         return None
 
 
-class Call:
-    """Is pickled as a call."""
-
-    def __init__(self, function: Callable[..., object], *arguments: object):
-        self.call = function, arguments
-
-    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return self.call
-
-
-def saved(value: object, **options: Any) -> bytes:
-    out = io.BytesIO()
-    torch.save(value, out, **options)
-    return out.getvalue()
-
-
-def repacked(archive: bytes, name: str, content: bytes, compression: int = zipfile.ZIP_STORED) -> bytes:
-    """What torch.save wrote, one of its members replaced."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(archive)) as source, zipfile.ZipFile(out, "w", compression) as target:
-        for member in source.namelist():
-            target.writestr(member, content if member.endswith(name) else source.read(member))
-    return out.getvalue()
-
-
 def attempts(folder: Path) -> Iterator[Attempt]:
     training = Training(folder / "training")
     checkpoint, data = training.checkpoint, training.token_folder
@@ -143,26 +111,6 @@ def attempts(folder: Path) -> Iterator[Attempt]:
     ):
         changed = start + content[8:]
         yield Attempt(f"a huge {name}", checkpoint / "model.safetensors", changed, lambda: use_model(checkpoint))
-
-    weights = saved({"head.weight": torch.ones(4, 4)})
-    old_form = {"_use_new_zipfile_serialization": False}
-    for name, changed in {
-        "a tensor made by a call": repacked(weights, "data.pkl", pickle.dumps({"a": Call(torch.FloatTensor, HUGE)}, 2)),
-        "a buffer made by a call": repacked(weights, "data.pkl", pickle.dumps({"a": Call(bytearray, HUGE)}, 2)),
-        "compressed zeros": repacked(weights, "data/0", bytes(400_000_000), zipfile.ZIP_DEFLATED),
-        "the old form": saved({"head.weight": torch.ones(4, 4)}, **old_form),
-        "the old form before an archive": saved({"a": 1}, **old_form) + weights,
-        "a number repeated": saved({"head.weight": torch.ones(1).expand(10**6, 10**6)}),
-    }.items():
-        yield Attempt(name, blog / "pytorch_model.bin", changed, lambda: use_model(blog))
-        yield Attempt(name, checkpoint / "optimizer_state.bin", changed, training.resume)
-    # The weights of a model of terabytes, each a number repeated, and the config.json that goes with them.
-    giant = {**described, "embed_dim": 10**6, "ff_dim": 10**6}
-    with torch.device("meta"):
-        shapes = TransformerLanguageModel(ModelConfig.from_dict(giant)[0]).state_dict()
-    repeated = saved({name: torch.zeros(1).expand(tensor.shape) for name, tensor in shapes.items()})
-    in_its_shape = Attempt("", blog / "config.json", giant, lambda: use_model(blog))
-    yield Attempt("a giant", blog / "pytorch_model.bin", repeated, lambda: raise_any(in_its_shape.problem()))
 
     bpe = folder / "bpe.json"
     write_bpe_tokenizer(bpe)
@@ -197,11 +145,6 @@ def attempts(folder: Path) -> Iterator[Attempt]:
     packed.touch()
     zeros = gzip.compress(bytes(LARGEST_FILE), 1) * 100
     yield Attempt("five gigabytes of zeros", packed, zeros, lambda: use_tokens(training.config))
-
-
-def raise_any(problem: BaseException | None) -> None:
-    if problem is not None:
-        raise problem
 
 
 def main() -> int:

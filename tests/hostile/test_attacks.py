@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import generate
 from common.checkpoint import open_checkpoint
@@ -24,8 +25,6 @@ from tests.conftest import Result
 from tests.helpers import ROOT, snapshot
 from tests.hostile.mutations import DEEP
 from tests.hostile.readers import Training, blogs_form, seal, use_model, use_tokens
-from training.numbers.optimizer import apply_hyperparameters, build_optimizer
-from training.numbers.schedule import learning_rate
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def test_no_size_in_a_file_takes_memory_before_it_is_checked(tmp_path: Path) -> 
     command = [sys.executable, "-m", "tests.hostile.sizes", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("\n") > 90  # it went through all of them
+    assert result.stdout.count("\n") > 75  # it went through all of them
 
 
 @pytest.mark.parametrize(
@@ -95,45 +94,27 @@ class Bomb:
 
 
 @pytest.mark.parametrize("form", ["archive", "old", "plain"])
-@pytest.mark.parametrize("name", ["optimizer_state.bin", "pytorch_model.bin"])
-def test_no_file_runs_code(name: str, form: str, training: Training, tmp_path: Path) -> None:
-    marker = tmp_path / "executed"
-    folder = training.checkpoint
-    if name == "pytorch_model.bin":
-        folder = blogs_form(training.checkpoint, tmp_path / "blog")
+def test_no_file_runs_code(form: str, training: Training, tmp_path: Path) -> None:
+    marker, name = tmp_path / "executed", "pytorch_model.bin"
+    folder = blogs_form(training.checkpoint, tmp_path / "blog")
     held = {"state": {}, "param_groups": [], "head.weight": Bomb(marker)}
     if form == "plain":
         (folder / name).write_bytes(pickle.dumps(held))
     else:
         torch.save(held, folder / name, _use_new_zipfile_serialization=form == "archive")
     with pytest.raises(CheckpointError, match="cannot be loaded"):
-        if name == "pytorch_model.bin":
-            use_model(folder)
-        else:
-            seal(folder)
-            training.resume()
+        use_model(folder)
     assert not marker.exists()
 
 
-def test_an_optimizers_state_brings_no_hyperparameters_and_no_other_shapes(training: Training) -> None:
-    state = torch.load(training.checkpoint / "optimizer_state.bin", weights_only=True)
-    for group in state["param_groups"]:
-        group.update(maximize=True, eps="x", lr=1e9, amsgrad=True)
-    torch.save(state, training.checkpoint / "optimizer_state.bin")
-    seal(training.checkpoint)
-    run = training.start_or_resume()
-    fresh = build_optimizer(run.parts.model, training.config)
-    apply_hyperparameters(
-        fresh, learning_rate(run.state.step - 1, run.state.max_steps, training.config), training.config
-    )
-    for group, expected in zip(run.parts.optimizer.param_groups, fresh.param_groups, strict=True):
-        assert {key: group[key] for key in group if key != "params"} == {k: expected[k] for k in group if k != "params"}
-
-    for shape in ((3,), (1,)):
-        state["state"][0]["exp_avg"] = torch.zeros(shape)
-        torch.save(state, training.checkpoint / "optimizer_state.bin")
+def test_an_optimizers_state_of_other_shapes_is_refused(training: Training) -> None:
+    path = training.checkpoint / "optimizer.safetensors"
+    state = load_file(path)
+    name = next(name for name in state if name.endswith("exp_avg"))
+    for tensor in (torch.zeros(3), torch.zeros(1), state[name].int()):
+        save_file({**state, name: tensor}, path)
         seal(training.checkpoint)
-        with pytest.raises(CheckpointError, match="exp_avg of parameter 0"):
+        with pytest.raises(CheckpointError, match=f"{name} is "):
             training.resume()
 
 
@@ -181,8 +162,6 @@ def test_the_scripts_say_so_with_their_exit_codes(training: Training, tmp_path: 
 
     files = {name: (theirs / name).read_bytes() for name in os.listdir(theirs)}
     described, state = (json.loads(files[name]) for name in ("config.json", "training_state.json"))
-    bomb = io.BytesIO()
-    torch.save({"state": Bomb(marker)}, bomb)
     cooldown = {"minutes": 1, "first": 1, "last": 2, "most": 3}  # a whole one
     attacks: list[tuple[str, bytes | str | dict, int, str]] = [
         ("training_state.json", {**state, "step": float("-inf")}, 4, "step is -inf"),
@@ -190,7 +169,7 @@ def test_the_scripts_say_so_with_their_exit_codes(training: Training, tmp_path: 
         ("training_state.json", {**state, "cooldown": {"minutes": 1, "first": 1}}, 4, "cooldown"),
         ("training_state.json", {**state, "cooldown": cooldown | {"last": 10**8}}, 4, "cooldown"),
         ("training_state.json", {**state, "cooldown": cooldown | {"minutes": -1}}, 4, "cooldown"),
-        ("optimizer_state.bin", bomb.getvalue(), 4, "optimizer state"),
+        ("optimizer.safetensors", pickle.dumps({"state": Bomb(marker)}), 4, "optimizer state"),
         ("config.json", {**described, "num_layers": 10**7}, 4, "num_layers"),
         ("manifest.json", DEEP, 4, "manifest.json"),
     ]

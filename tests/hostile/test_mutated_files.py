@@ -38,11 +38,11 @@ from training.keeping.run_folder import write_config
 KINDS = (
     "metadata", "config", "a run's config", "character tokenizer", "BPE tokenizer", "tokens", "packed tokens",
     "eval prompts", "config.json", "config.json, resumed", "model.safetensors", "header of model.safetensors",
-    "optimizer_state.bin", "optimizer_state.bin of Muon", "training_state.json", "tokenizer.json", "manifest.json",
+    "optimizer.safetensors", "optimizer.safetensors of Muon", "training_state.json", "tokenizer.json", "manifest.json",
     "pytorch_model.bin", "config.json of adapters", "adapter.safetensors", "adapter.safetensors, resumed",
 )  # fmt: skip
 HASHED = ("tokens.bin", "tokenizer.json")
-CHECKPOINT = ("model.safetensors", "config.json", "tokenizer.json", "optimizer_state.bin", "training_state.json")
+CHECKPOINT = ("model.safetensors", "config.json", "tokenizer.json", "optimizer.safetensors", "training_state.json")
 SPARE_MEMORY = 1_500_000_000  # bytes, for files of some kilobytes
 SECONDS = 20  # that reading one may take, on a machine that is busy with other things
 
@@ -114,7 +114,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory, training: Training) -> dict[
     run_config, state = config.run_dir / "config.json", "training_state.json"
     weights, tokenizer = checkpoint / "model.safetensors", checkpoint / "tokenizer.json"
     manifest = training.checkpoint / "manifest.json"  # of files that no other case changes
-    optimizers = [each.checkpoint / "optimizer_state.bin" for each in (adamw, muon)]
+    optimizers = [each.checkpoint / "optimizer.safetensors" for each in (adamw, muon)]
     listed = [
         Case(metadata, as_json(metadata, 400, 1), lambda: use_metadata(data, config)),
         Case(quickstart, as_json(quickstart, 200, 2), lambda: use_config(quickstart)),

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -148,9 +147,9 @@ class Run:
         self.best_is_new = False
         if parts.config.is_sharded and is_rank_0():
             self.saver.finish()  # what it writes and what is gathered would be in memory together
-        weights, optimizer_state = self.gathered()
+        weights, optimizer = self.gathered()
         if is_rank_0():
-            take = functools.partial(self.snapshot, weights, optimizer_state)
+            take = functools.partial(self.snapshot, weights, optimizer)
             self.saver.save(folders, take, self.checkpoint_bytes)
 
     def load_best(self) -> None:
@@ -164,17 +163,17 @@ class Run:
         else:
             scatter(stored_weights(whole), stored_weights(model))
 
-    def gathered(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The weights to keep and the optimizer's state; if sharded, rank 0 gets them whole. Every process must call
+    def gathered(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The weights to keep and the optimizer's tensors; if sharded, rank 0 gets them whole. Every process must call
         this."""
         model = self.parts.model
         weights = stored_weights(model)
         return gather(weights) if is_sharded(model) else weights, whole_state(self.parts.optimizer)
 
-    def snapshot(self, weights: dict[str, torch.Tensor], optimizer_state: dict[str, Any], copy: bool) -> Snapshot:
+    def snapshot(self, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor], copy: bool) -> Snapshot:
         """Everything that a checkpoint holds; a `copy` of it stays as it is while the training goes on."""
         parts, metadata = self.parts, self.parts.data.metadata
         copy = copy and not parts.config.is_sharded  # gathered tensors are copies
         config = stored_config(parts.model, metadata.tokenizer_type, metadata.chat_template)
         saved = Saved(self.state, parts.scaler.state_dict(), parts.data.fingerprint, parts.config.values())
-        return take_snapshot(weights, optimizer_state, parts.data.tokenizer_file, config, saved.to_json(), copy)
+        return take_snapshot(weights, optimizer, parts.data.tokenizer_file, config, saved.to_json(), copy)

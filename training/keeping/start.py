@@ -25,7 +25,7 @@ from training.keeping.state import TrainState, read_state
 from training.machine.processes import any_process, broadcast_tensors, count, on_rank_0
 from training.machine.sharding import shard
 from training.numbers.evaluate import evaluated_windows
-from training.numbers.optimizer import apply_hyperparameters, build_optimizer, follow_rank_0
+from training.numbers.optimizer import apply_hyperparameters, build_optimizer
 from training.numbers.schedule import epoch_sequences, has_stopped_early, last_step, learning_rate
 from training.parts import Parts
 
@@ -197,7 +197,7 @@ def share_rank_0(run: Run) -> None:
     if parts.config.is_sharded:
         shard_parts(parts)
     else:
-        follow_rank_0(parts.optimizer)
+        broadcast_tensors(list(parts.optimizer.tensors().values()))
     own = step_folders(run.dir / "checkpoints") if parts.config.resume == "auto" else []
     (is_elsewhere,) = any_process(bool(own) and run.state.step == 0)
     if is_elsewhere:

@@ -38,7 +38,6 @@ FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT":
 PARTS = ("data", "forward", "backward", "optimizer")  # of a step, in order
 
 Made = TypeVar("Made")
-OptimizerState = dict[int, dict[str, torch.Tensor]]  # number of a parameter -> name of a tensor -> the tensor
 
 
 class Group:
@@ -334,24 +333,3 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], source: int = 0) -> None:
     if GROUP is not None:
         for tensor in tensors:
             dist.broadcast(tensor.detach(), source)
-
-
-def broadcast_state(state: OptimizerState, source: int = 0) -> OptimizerState:
-    """The state of rank `source`. Each tensor arrives on the kind of device that it has there."""
-    if GROUP is None:
-        return state
-    forms = {
-        number: {name: (tensor.shape, tensor.dtype, tensor.device.type) for name, tensor in tensors.items()}
-        for number, tensors in state.items()
-    }
-    sent = [forms]
-    dist.broadcast_object_list(sent, source, GROUP.hosts)
-    if rank() != source:
-        state = {
-            number: {
-                name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype, device) in form.items()
-            }
-            for number, form in sent[0].items()
-        }
-    broadcast_tensors([tensor for tensors in state.values() for tensor in tensors.values()], source)
-    return state

@@ -13,10 +13,10 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from common.machine import has_fast_bf16
-from model import TransformerLanguageModel
+from model import TransformerLanguageModel, listed
 from model_config import ModelConfig
 from training.config import TrainConfig
-from training.machine.processes import OptimizerState, all_reduce_sum, broadcast_state, map_over_ranks, on_rank_0
+from training.machine.processes import all_reduce_sum, map_over_ranks, on_rank_0
 from training.machine.sharding import exchange_rows, gather, local, return_rows, scatter
 
 ADAMW_BETA1, ADAMW_EPSILON = 0.9, 1e-8
@@ -38,12 +38,7 @@ class Optimizer(torch.optim.Optimizer):
     def __init__(self, groups: list[Group], fused: bool = True, is_sharded: bool = False):
         super().__init__(groups, {"fused": fused, "decays": True, "stacked": ()})
         self.is_sharded = is_sharded
-        self.loaded: OptimizerState = {}  # if sharded: the whole state on rank 0, until each process has its rows
-
-    @property
-    def parameters(self) -> list[Parameter]:
-        """All parameters, in the order of their numbers in a state dict."""
-        return [parameter for group in self.param_groups for parameter in group["params"]]
+        self.loaded: dict[str, torch.Tensor] = {}  # if sharded: whole, on rank 0, until each process has its rows
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # no closure is ever given
@@ -65,57 +60,45 @@ class Optimizer(torch.optim.Optimizer):
                 state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
         return state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of all parameters; checkpoints of older versions work too. If sharded, only keep it until
-        `take_rows` gives each process its part. Raises ValueError for the state of other parameters."""
-        checked = self.checked(joined(state_dict))
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that is kept of the parameters, by name: blocks.0.attention.qkv.weight.exp_avg. Zeros before the first
+        update."""
+        return {
+            f"{name}.{key}": tensor
+            for group in self.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            for key, tensor in self.state_of(parameter, group).items()
+        }
+
+    @torch.no_grad()
+    def load_tensors(self, saved: dict[str, torch.Tensor]) -> None:
+        """Load what `tensors` returned. If sharded, only keep it until `take_rows` gives each process its part. Raises
+        ValueError for those of other parameters."""
+        shapes = {
+            f"{name}.{key}": torch.Size() if key == "step" else parameter.shape
+            for group in self.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            for key in RULES[group["rule"]].state
+        }
+        problems = [f"{name} is missing" for name in shapes if name not in saved]
+        problems += [f"{name} is unknown" for name in saved if name not in shapes]
+        problems += [
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {tuple(shapes[name])}"
+            for name, tensor in saved.items()
+            if name in shapes and (tensor.shape != shapes[name] or not tensor.is_floating_point())
+        ]
+        if problems:
+            raise ValueError(listed(problems))
         if self.is_sharded:
-            self.loaded = checked["state"]
-        else:
-            super().load_state_dict(checked)
+            self.loaded = saved
+            return
+        for name, tensor in self.tensors().items():
+            tensor.copy_(saved[name])
 
-    def take_rows(self, loaded: OptimizerState) -> None:
-        """Take this process's rows of the whole state that rank 0 has loaded. Every process must call it."""
-        groups = [group for group in self.param_groups for _ in group["params"]]
-        for number in on_rank_0(lambda: list(loaded)):
-            scatter(loaded.get(number, {}), self.state_of(self.parameters[number], groups[number]))
-
-    def checked(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """The state dict, if it is safe to load: PyTorch accepts tensors of any shape and fails only at the next step.
-
-        Drops saved hyperparameters: `apply_hyperparameters` sets those of the configuration at each step. Raises
-        ValueError for the state of other parameters.
-        """
-        groups = self.state_dict()["param_groups"]
-        if [group["params"] for group in saved["param_groups"]] != [group["params"] for group in groups]:
-            raise ValueError("it has other groups of parameters")
-        rules = [group["rule"] for group in groups for _ in group["params"]]
-        known = dict(enumerate(zip(self.parameters, rules, strict=True)))
-        for number, held in saved["state"].items():
-            parameter, rule = known[number]
-            names = RULES[rule].state
-            if held.keys() != set(names):
-                raise ValueError(
-                    f"it holds {', '.join(map(str, held))} for a parameter, not {', '.join(sorted(names))}"
-                )
-            for name, tensor in held.items():
-                shape = torch.Size() if name == "step" else parameter.shape
-                if tensor.shape != shape or not tensor.is_floating_point() or not tensor.is_contiguous():
-                    raise ValueError(
-                        f"{name} of parameter {number} is {tensor.dtype} {tuple(tensor.shape)}, not {tuple(shape)}"
-                    )
-        return {"state": saved["state"], "param_groups": groups}
-
-
-def joined(saved: dict[str, Any]) -> dict[str, Any]:
-    """One state dict. Older versions saved two, for Muon and for AdamW, and numbered the parameters of each from 0."""
-    if "muon" not in saved:
-        return saved
-    muon, rest = saved["muon"], saved["adamw"]
-    first = sum(len(group["params"]) for group in muon["param_groups"])
-    groups = [{"params": [first + number for number in group["params"]]} for group in rest["param_groups"]]
-    state = muon["state"] | {first + number: held for number, held in rest["state"].items()}
-    return {"state": state, "param_groups": muon["param_groups"] + groups}
+    def take_rows(self, loaded: dict[str, torch.Tensor]) -> None:
+        """Take this process's rows of what rank 0 has loaded, if it has. Every process must call it."""
+        if on_rank_0(lambda: bool(loaded)):
+            scatter(loaded, self.tensors())
 
 
 def update_adamw(
@@ -305,11 +288,11 @@ def build_optimizer(model: TransformerLanguageModel, config: TrainConfig) -> Opt
         alike = defaultdict(list)
         for name, parameter in named.items():
             rows = stacked(name, model.config) if RULES[rule].splits_stacked else ()
-            alike[parameter.dim() >= 2, len(rows), rows].append(parameter)
-        for key in sorted(alike, reverse=True):  # checkpoints store the state in this order
-            is_matrix, _, rows = key
+            alike[parameter.dim() >= 2, len(rows), rows].append((name, parameter))
+        for is_matrix, _, rows in sorted(alike, reverse=True):
             decays = is_matrix and rule == config.optimizer
-            groups.append({"params": alike[key], "rule": rule, "decays": decays, "stacked": rows})
+            parameters = alike[is_matrix, len(rows), rows]
+            groups.append({"params": parameters, "rule": rule, "decays": decays, "stacked": rows})
     # Not on Apple's GPUs: the fused kernel ignores `found_inf` there (pytorch pull request 186360).
     fused = all(parameter.device.type != "mps" for parameter in model.parameters())
     optimizer = Optimizer(groups, fused, config.is_sharded)
@@ -324,18 +307,9 @@ def apply_hyperparameters(optimizer: Optimizer, lr: float, config: TrainConfig) 
         group["weight_decay"] = config.weight_decay if group["decays"] else 0.0
 
 
-def whole_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The state dict. If it is sharded, rank 0 gets the whole state. Every process must call this."""
-    saved = optimizer.state_dict()
-    if not optimizer.is_sharded:
-        return saved
-    return saved | {"state": {number: gather(tensors) for number, tensors in saved["state"].items()}}
-
-
-def follow_rank_0(optimizer: Optimizer) -> None:
-    """Send all processes the state that rank 0 has loaded. Every process must call this."""
-    saved = optimizer.state_dict()
-    optimizer.load_state_dict(saved | {"state": broadcast_state(saved["state"])})
+def whole_state(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """What the optimizer keeps. If it is sharded, rank 0 gets it whole. Every process must call this."""
+    return gather(optimizer.tensors()) if optimizer.is_sharded else optimizer.tensors()
 
 
 def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip: torch.Tensor) -> None:
@@ -355,8 +329,7 @@ def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip
 
 
 def folds_clipping(device: torch.device) -> bool:
-    """Whether AdamW's kernel scales the gradients. On a GPU this saves one pass over them. On a CPU it saves nothing,
-    and clipping first keeps the numbers of older versions to the bit."""
+    """Whether AdamW's kernel scales the gradients. On a GPU this saves one pass over them; on a CPU, nothing."""
     return device.type == "cuda"
 
 

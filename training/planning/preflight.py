@@ -9,7 +9,6 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -70,8 +69,8 @@ def dry_run(run: Run) -> None:
         )
     seconds, rows = until_it_fits(parts, lambda: try_steps(parts), print)
     config = parts.config
-    weights, optimizer_state = run.gathered()
-    saving = on_rank_0(lambda: time_save(run, weights, optimizer_state))
+    weights, optimizer = run.gathered()
+    saving = on_rank_0(lambda: time_save(run, weights, optimizer))
     evaluating = time_evaluation(parts)
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
@@ -188,7 +187,7 @@ def check_first_loss(parts: Parts) -> None:
         )
 
 
-def time_save(run: Run, weights: dict[str, torch.Tensor], optimizer_state: dict[str, Any]) -> float:
+def time_save(run: Run, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> float:
     """Seconds to write, verify and load a checkpoint on the run's disk. Deletes it afterwards."""
     parent = existing(run.dir.parent)
     for left in parent.glob(".dry_run-*"):  # of a dry run that was killed
@@ -197,7 +196,7 @@ def time_save(run: Run, weights: dict[str, torch.Tensor], optimizer_state: dict[
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        write_checkpoint(folder / "best", run.snapshot(weights, optimizer_state, copy=False))
+        write_checkpoint(folder / "best", run.snapshot(weights, optimizer, copy=False))
         if problems := problems_of(folder / "best"):
             raise CheckpointError(f"A checkpoint written below {parent} is damaged: {'; '.join(problems)}.")
         checkpoint = Checkpoint(folder / "best")

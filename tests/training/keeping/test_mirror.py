@@ -273,7 +273,7 @@ def test_a_mirror_that_fails_is_told_and_made_up_for_by_the_same_command(
     """Full, read-only, broken, disconnected."""
     drive = tmp_path / "drive"
     with monkeypatch.context() as patch:
-        failing_copies(patch, number, "optimizer_state")
+        failing_copies(patch, number, "optimizer")
         result = train(tmp_path / "run", checkpoint_dir=drive)
     assert result.code == 0 and result.err == ""
     assert (
@@ -416,10 +416,10 @@ def test_metrics_and_best_weights_in_the_mirror_go_as_far_as_its_newest_checkpoi
 def test_best_weights_that_are_damaged_do_not_keep_the_steps_from_the_mirror(
     train: Callable, copy_of: Path, tmp_path: Path, quick_retries: None
 ) -> None:
-    (copy_of / "best" / "optimizer_state.bin").unlink()
+    (copy_of / "best" / "optimizer.safetensors").unlink()
     result = train(copy_of, checkpoint_dir=tmp_path / "drive", max_steps=26, eval_interval=0)
     assert result.code == 0
-    assert "failed (the copy of best is damaged: optimizer_state.bin is missing)" in result.out
+    assert "failed (the copy of best is damaged: optimizer.safetensors is missing)" in result.out
     assert steps_of(tmp_path / "drive" / "run")[0] == 26
 
 

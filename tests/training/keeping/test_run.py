@@ -351,7 +351,11 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
     assert again.code == 0, again
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
     assert measured(tmp_path / "run") == measured(unbroken)
-    for name in ("best/model.safetensors", "best/optimizer_state.bin", "checkpoints/step_00000024/optimizer_state.bin"):
+    for name in (
+        "best/model.safetensors",
+        "best/optimizer.safetensors",
+        "checkpoints/step_00000024/optimizer.safetensors",
+    ):
         assert (tmp_path / "run" / name).read_bytes() == (unbroken / name).read_bytes(), name
 
 
@@ -753,13 +757,13 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_told(
     if damage == "altered":
         flip(newest / "model.safetensors")
     elif damage == "missing":
-        (newest / "optimizer_state.bin").unlink()
+        (newest / "optimizer.safetensors").unlink()
     else:
         (newest / "manifest.json").write_bytes((newest / "manifest.json").read_bytes()[:99])
     result = train(copy_of)
     assert result.code == 0, result.err
-    named = {"altered": "model.safetensors", "missing": "optimizer_state.bin", "manifest cut": "manifest.json"}[damage]
-    assert named in result.err and "training_state.json" in result.err  # what is wrong, and what is there
+    files = {"altered": "model.safetensors", "missing": "optimizer.safetensors", "manifest cut": "manifest.json"}
+    assert files[damage] in result.err and "training_state.json" in result.err  # what is wrong, and what is there
     assert "step_00000018" in result.out
     assert final_weights(copy_of) == final_weights(unbroken)
     assert measured(copy_of) == measured(unbroken)
@@ -792,10 +796,10 @@ def test_with_every_checkpoint_damaged_nothing_is_trained_and_nothing_deleted(tr
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_refused(train: Callable, copy_of: Path, tmp_path: Path) -> None:
     asked = copy_of / "checkpoints" / "step_00000018"
-    flip(asked / "optimizer_state.bin")
+    flip(asked / "optimizer.safetensors")
     result = train(tmp_path / "other", resume_from=asked)
     assert result.code == 4
-    assert str(asked) in result.err and "optimizer_state.bin" in result.err and "model.safetensors" in result.err
+    assert str(asked) in result.err and "optimizer.safetensors" in result.err and "model.safetensors" in result.err
     assert not (tmp_path / "other" / "checkpoints").exists()
     missing = train(tmp_path / "other", resume_from=tmp_path / "nowhere")
     assert missing.code == 4 and str(tmp_path / "nowhere") in missing.err
@@ -958,7 +962,8 @@ def test_a_full_disk_ends_the_run_and_the_same_command_continues(
         if folder.name != "step_00000018":
             return write_checkpoint(folder, content, go_on)
         with monkeypatch.context() as patch:
-            patch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, os.strerror(28))))
+            full = OSError(28, os.strerror(28))
+            patch.setattr(safetensors.torch, "save_file", lambda *_, **__: (_ for _ in ()).throw(full))
             return write_checkpoint(folder, content, go_on)
 
     with monkeypatch.context() as patch:

@@ -75,14 +75,14 @@ def results_of(flags: list[str], name: str) -> dict[str, Any]:
     parts.step_model = compile_model(parts.model, parts.hardware, example, evaluates=True)
     steps = [step_of(parts, step) for step in range(STEPS)]
     evaluated, answers = validation_loss(parts), [answer.text for answer in answer_prompts(parts)]
-    state = whole_state(parts.optimizer)["state"]
+    state = whole_state(parts.optimizer)
     kept = [sum(local(each).numel() for each in parts.model.parameters())]
     kept += [sum(local(each).numel() for held in parts.optimizer.state.values() for each in held.values())]
     return {
         "steps": steps,
         "validation loss": evaluated,
         "answers": answers,
-        "state": {number: {key: float(each.norm()) for key, each in held.items()} for number, held in state.items()},
+        "state": {name: float(each.norm()) for name, each in state.items()},
         "kept": [whole, *kept],
         "graphs": counters["stats"]["unique_graphs"],
         "overflow": overflow(parts) if name == "scaled" else None,
