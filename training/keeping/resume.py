@@ -45,11 +45,10 @@ def require_own_mirror(run_dir: Path, mirror: Mirror) -> None:
     theirs, ours = newest_state(mirror.dir), newest_state(run_dir)
     if theirs is None:
         return
-    place = mirror.lease.read().get("run_dir")  # not in those of older versions
+    place = mirror.lease.read().get("run_dir")
     spelled = theirs.config.get("output_dir") or Path("runs") / mirror.dir.name
     if ours is not None:
-        ids = {ours.state.run_id, theirs.state.run_id}
-        is_other = len(ids) > 1 and "" not in ids  # which is not known of older versions
+        is_other = ours.state.run_id != theirs.state.run_id
     else:  # the local folder was lost with its machine, or this is a new run
         is_other = not leads_to(str(spelled), place, run_dir)
     if is_other:
@@ -179,7 +178,7 @@ def require_the_same(checkpoint: Checkpoint, saved_as: Saved, parts: Parts) -> N
         for (key, saved), now in zip(what_adapts(adapted).items(), what_adapts(lora).values(), strict=True)
         if saved != now
     ]
-    saved_with = saved_as.config.get("optimizer", "adamw")
+    saved_with = saved_as.config.get("optimizer")
     if saved_with != config.optimizer:
         clashes.append(f"optimizer: {saved_with!r} in the checkpoint, {config.optimizer!r} now")
     clashes += [

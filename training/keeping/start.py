@@ -24,7 +24,6 @@ from training.keeping.run_folder import quarantine, require_movable, require_our
 from training.keeping.state import TrainState, read_state
 from training.machine.processes import any_process, broadcast_tensors, count, on_rank_0
 from training.machine.sharding import shard
-from training.numbers.evaluate import evaluated_windows
 from training.numbers.optimizer import apply_hyperparameters, build_optimizer
 from training.numbers.schedule import epoch_sequences, has_stopped_early, last_step, learning_rate
 from training.parts import Parts
@@ -152,7 +151,7 @@ def restore(run: Run, found: Found) -> TrainState:
     best_val_loss, best_step, best_windows = best_of(run)
     return replace(
         state,
-        run_id=(state.run_id if found.own else "") or run.state.run_id,
+        run_id=state.run_id if found.own else run.state.run_id,
         resumed_from=resolved(asked) if asked else state.resumed_from,
         best_val_loss=best_val_loss,
         best_step=best_step,
@@ -169,12 +168,8 @@ def best_of(run: Run) -> tuple[float | None, int, int | None]:
     except CheckpointError as problem:
         print(f"Warning: {problem} The next evaluation replaces it.", file=sys.stderr)
         return None, 0, None
-    best, parts = saved.state, run.parts
-    windows = best.best_windows
-    keys = ("eval_batches", "batch_size")
-    if windows is None and all(getattr(parts.config, key) == saved.config.get(key) for key in keys):  # an older version
-        windows = evaluated_windows(parts.data, parts.config)
-    return best.best_val_loss, best.step, windows
+    best = saved.state
+    return best.best_val_loss, best.step, best.best_windows
 
 
 def initialize(parts: Parts) -> None:

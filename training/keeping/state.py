@@ -29,10 +29,6 @@ Seconds = Annotated[float, math.inf]
 Row = dict[str, float | None]  # of metrics
 Scaler = dict[str, float]
 
-# Every version has written these; the other fields take their defaults where an older file lacks them.
-REQUIRED = {
-    "step", "sequences_seen", "tokens", "best_val_loss", "elapsed_seconds", "resumed_from", "scaler", "data", "config",
-}  # fmt: skip
 SCALER = {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"}
 
 
@@ -162,7 +158,7 @@ def read_state(checkpoint: Checkpoint) -> Saved:
     read = checkpoint.training_state()
     hints = get_type_hints(TrainState, include_extras=True)
     rest = {"scaler": Scaler, "data": dict[str, Any], "config": dict[str, Any]}
-    problems = [f"{key} is missing" for key in sorted(REQUIRED - read.keys())]
+    problems = [f"{key} is missing" for key in sorted({*hints, *rest} - read.keys())]
     problems += [
         f"{key} is {read[key]!r:.100}; {described(hint)} is needed"
         for key, hint in (hints | rest).items()
@@ -178,10 +174,9 @@ def read_state(checkpoint: Checkpoint) -> Saved:
             f"{path} is not the state of a training: {'; '.join(problems)}. "
             f"--init_from {checkpoint.path} starts a new run from the weights."
         )
-    older = {"run_id": "", "lowest_val_loss": read["best_val_loss"]}  # where a file does not have them
-    fields = older | {key: read[key] for key in hints if key in read}
-    fields["base"] = Start(**fields["base"]) if fields.get("base") else None
-    fields["cooldown"] = Cooldown(**fields["cooldown"]) if fields.get("cooldown") else None
+    fields = {key: read[key] for key in hints}
+    fields["base"] = Start(**fields["base"]) if fields["base"] else None
+    fields["cooldown"] = Cooldown(**fields["cooldown"]) if fields["cooldown"] else None
     return Saved(TrainState(**fields), **{key: read[key] for key in rest})
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -16,10 +17,13 @@ from common.progress import LOG_LINE_SECONDS, is_interactive, progress_bar
 from training.file_names import CURVE, METRICS, SAMPLES, SAMPLES_TABLE
 from training.numbers.evaluate import perplexity
 from training.numbers.prompts import Answer, accuracy
-from training.telling.events import Events
+from training.telling.events import open_events, write_event
 from training.telling.records import draw_curve, metrics_line, read_metrics, unwritable
 from training.telling.samples import Sample, drawn, read_samples, sample_line
 from training.telling.timer import Timer
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 LONG_SECONDS = 20.0  # longer silences are announced
 CURVE_SECONDS = 10.0  # between two drawings of the curve; each takes a tenth of a second
@@ -46,7 +50,10 @@ class Report:
             initial=step,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
         )
-        self.events = Events(run_dir, self.say) if tensorboard else None
+        self.events: SummaryWriter | None = None
+        if tensorboard and self.is_rank_0:
+            with self.events_aside():
+                self.events = open_events(run_dir)
 
     def step_done(self, tokens: int) -> None:
         self.timer.step_done(tokens)
@@ -106,7 +113,8 @@ class Report:
         """Append a row to metrics.jsonl. Redraw the curve now and then, if there is a new validation loss."""
         self.append(self.run_dir / METRICS, metrics_line(row))
         if self.events is not None:
-            self.events.write(row)
+            with self.events_aside():
+                write_event(self.events, row)
         self.has_new_point |= "val_loss" in row and self.is_rank_0
         if self.has_new_point and time.perf_counter() >= self.next_curve:
             self.curve()
@@ -157,4 +165,14 @@ class Report:
         if self.has_new_point:
             self.curve()
         if self.events is not None:
-            self.events.close()
+            with self.events_aside():
+                self.events.close()
+
+    @contextlib.contextmanager
+    def events_aside(self) -> Iterator[None]:
+        """An error with TensorBoard's events inside is one warning, and the training goes on without them."""
+        try:
+            yield
+        except Exception as problem:  # a full disk, say, or another version of the package
+            self.events = None
+            self.say(f"Warning: TensorBoard's events cannot be written ({problem}); the training goes on without them.")

@@ -12,7 +12,7 @@ from typing import Any
 from common.errors import ConfigError, DataError
 from common.files import read_json, require_regular
 from training.config import MODEL_KEYS, SCHEMA, that_count
-from training.file_names import METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
+from training.file_names import METRICS, SAMPLES, SUMMARY
 from training.telling.samples import Sample, read_samples, score, tables
 
 FIELDS = (
@@ -84,8 +84,7 @@ class RunReader:
 
     def read_others(self) -> None:
         self.seen["finished"] = (self.folder / SUMMARY).exists()
-        for name in (SAMPLES, SAMPLES_TABLE):
-            require_regular(self.folder / name, DataError)
+        require_regular(self.folder / SAMPLES, DataError)
         self.seen["samples"] = shown_tables(read_samples(self.folder))
         path = self.folder / "config.json"
         resolved = read_json(path, ConfigError) if path.exists() else {}

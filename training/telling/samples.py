@@ -7,18 +7,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from common.formatting import cell, table_row
-from training.file_names import SAMPLES, SAMPLES_TABLE
+from training.file_names import SAMPLES
 
 Sample: TypeAlias = dict[str, Any]  # step, right, judged: int; prompts, answers: list[str]; expected: list[str | None]
 
 LARGEST_COUNT = 10**15
-BAR = re.compile(r"(?<!\\)\|")  # between two cells of a table row
 
 
 def sample_line(sample: Sample) -> str:
@@ -26,12 +24,12 @@ def sample_line(sample: Sample) -> str:
 
 
 def read_samples(run_dir: Path) -> list[Sample]:
-    """The evaluations of a run, in order. Lines that are torn or hold something else are skipped. Older versions wrote
-    only samples.md. Raises OSError for a file that is there and cannot be read."""
+    """The evaluations of a run, in order. Lines that are torn or hold something else are skipped. Raises OSError for a
+    file that is there and cannot be read."""
     try:
         lines = (run_dir / SAMPLES).read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
-        return read_table(run_dir / SAMPLES_TABLE)
+        return []
     return [sample for line in lines if is_sample(sample := parsed(line))]
 
 
@@ -56,42 +54,11 @@ def is_sample(value: Any) -> bool:
     )
 
 
-def read_table(path: Path) -> list[Sample]:
-    """What a samples.md holds that was written by a version without samples.jsonl."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # the last one may be torn
-    except FileNotFoundError:
-        return []
-    samples: list[Sample] = []
-    asked: dict[str, list[Any]] = {}
-    for line in lines:
-        cells = [text.strip().replace("\\|", "|") for text in BAR.split(line)[1:-1]]
-        if len(cells) < 2:
-            continue
-        first, right_of, *texts = cells
-        if first == "step":
-            asked = {"prompts": texts, "expected": [None] * len(texts)}
-        elif first == "expected":
-            asked["expected"] = [text or None for text in texts]
-        else:
-            try:
-                right, judged = map(int, right_of.split(" of ")) if right_of else (0, 0)
-                sample = {"step": int(first), "right": right, "judged": judged, **asked, "answers": texts}
-            except ValueError:
-                continue
-            samples += [sample] if is_sample(sample) else []
-    return samples
-
-
 def tables(samples: Sequence[Sample]) -> list[list[Sample]]:
     """The samples grouped into tables: a new table begins where the prompts or the expected answers change."""
-    starts = [i for i in range(1, len(samples)) if not same_columns(samples[i - 1], samples[i])]
+    columns = [(sample["prompts"], sample["expected"]) for sample in samples]
+    starts = [i for i in range(1, len(samples)) if columns[i - 1] != columns[i]]
     return [list(samples[a:b]) for a, b in itertools.pairwise([0, *starts, len(samples)]) if a < b]
-
-
-def same_columns(one: Sample, other: Sample) -> bool:
-    """True too where they differ only in what a cell cannot show, as those of a samples.md and of its prompts may."""
-    return all(one[key] == other[key] for key in ("prompts", "expected")) or head(one) == head(other)
 
 
 def head(sample: Sample) -> list[str]:

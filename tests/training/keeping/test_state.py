@@ -76,14 +76,5 @@ def test_a_field_that_every_version_wrote_has_to_be_there(read: Callable) -> Non
         read({key: value for key, value in whole.items() if key not in ("step", "data")})
 
 
-def test_a_file_of_the_first_version_is_read(read: Callable) -> None:
-    first = {
-        "step": 3, "sequences_seen": 24, "tokens": 1_536, "best_val_loss": 2.5, "elapsed_seconds": 1.5,
-        "resumed_from": None, "scaler": {}, "data": {}, "config": {}, "torch": "2.9.0",
-    }  # fmt: skip
-    state = read(first).state
-    assert (state.step, state.run_id, state.lowest_val_loss, state.worse) == (3, "", 2.5, 0)
-
-
 def test_a_field_of_a_newer_version_is_left_aside(read: Callable) -> None:
     assert read(content(TrainState(run_id="a")) | {"mood": "good"}).state == TrainState(run_id="a")

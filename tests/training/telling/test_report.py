@@ -84,48 +84,16 @@ def test_rewind_survives_a_character_cut_in_half(report: Report, tmp_path: Path)
     assert read_metrics(tmp_path) == [{"step": 1}]
 
 
-def test_a_run_of_an_older_version_keeps_its_samples(tmp_path: Path, hardware: Hardware) -> None:
-    """It has samples.md alone. Its rows become samples.jsonl, once, and the table goes on below them."""
-    old = (
-        "| step | exactly right | a \\| b | the cat |\n| --- | --- | --- | --- |\n| expected |  | 1 |  |\n"
-        "| 10 | 1 of 1 | 1 | x \\| y |\n| 20 | 0 of 1 |  |  |\n"
-        "\n| step | exactly right | d |\n| --- | --- | --- |\n| 30 |  | z |\n"
-    )
-    (tmp_path / "samples.md").write_text(old + "| 40 |  | late |\n| 5")
-    before = read_samples(tmp_path)
-    assert [row["step"] for row in before] == [10, 20, 30, 40]
-    rewind(tmp_path, 30)
-    assert (tmp_path / "samples.md").read_text() == old
-    asked = {"prompts": ["a | b", "the cat"], "expected": ["1", None]}
-    assert (
-        read_samples(tmp_path)
-        == before[:3]
-        == [
-            {"step": 10, "right": 1, "judged": 1, **asked, "answers": ["1", "x | y"]},
-            {"step": 20, "right": 0, "judged": 1, **asked, "answers": ["", ""]},
-            {"step": 30, "right": 0, "judged": 0, "prompts": ["d"], "expected": [None], "answers": ["z"]},
-        ]
-    )
-    (tmp_path / "samples.md").unlink()  # nothing reads it any more
-    rewind(tmp_path, 30)
-    assert (tmp_path / "samples.md").read_text() == old
-    report = Report(tmp_path, Timer(hardware, elapsed=0.0, units_per_hour=None), step=30, max_steps=100)
-    report.samples(40, [Answer(Prompt(" d\n"), "new")])  # of which a cell shows "d"
-    assert (tmp_path / "samples.md").read_text() == old + "| 40 |  | new |\n"
-
-
-@pytest.mark.parametrize("name", ["samples.jsonl", "samples.md"])
-def test_whatever_became_of_samples_they_are_read(name: str, report: Report, tmp_path: Path) -> None:
+def test_whatever_became_of_samples_they_are_read(report: Report, tmp_path: Path) -> None:
     """Lines that hold something else are skipped; what is left can be shown, drawn, and written again."""
     report.samples(2, [Answer(Prompt("a", "9"), "x"), Answer(Prompt("größer"), "\ud800")])
     report.samples(4, [Answer(Prompt("a", "9"), "9"), Answer(Prompt("größer"), "z")])
-    content = (tmp_path / name).read_bytes()
-    if name == "samples.md":
-        (tmp_path / "samples.jsonl").unlink()
+    path = tmp_path / "samples.jsonl"
+    content = path.read_bytes()
     assert len(read_samples(tmp_path)) == 2
-    row = json.loads((content if name == "samples.jsonl" else b'{"step": 2}').splitlines()[0])
+    row = json.loads(content.splitlines()[0])
     for mutation in [*byte_mutations(content, 200, seed=3), *json_mutations(row, 200, seed=3)]:
-        (tmp_path / name).write_bytes(mutation.content)
+        path.write_bytes(mutation.content)
         samples = read_samples(tmp_path)
         assert len(drawn(samples).splitlines()) >= len(samples), mutation.name
         json.dumps(shown_tables(samples), allow_nan=False)
