@@ -1,8 +1,7 @@
-"""Time generation on this machine, token by token: ours, Hugging Face transformers, nanoGPT, and llama.cpp.
+"""Time generation on this machine, token by token: ours, Hugging Face transformers and nanoGPT.
 
     python benchmarks/generation.py
     python benchmarks/generation.py --nanogpt ../nanoGPT --write cpu-2core-xeon
-    python benchmarks/generation.py --checkpoint runs/gpt2_small --llama_cpp
 
 The model has GPT-2 small's shape and random weights, unless flags say otherwise. The contestants take turns, each in
 its own process. The result is the median time from one token to the next, without the time for the prompt.
@@ -51,7 +50,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     what.add_argument("--rounds", type=int, default=3, metavar="N", help="times each contestant runs [3]")
     what.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT, to time it too")
-    what.add_argument("--llama_cpp", action="store_true", help="time llama.cpp too, with weights in f16 and in q8_0")
     what.add_argument("--only", nargs="+", metavar="NAME", help='these contestants, as in "ours, fp32"')
     what.add_argument("--contestant", metavar="NAME", help="measure this one here, and print one line of JSON")
     what.add_argument("--write", metavar="NAME", help="write generation-NAME.json and .md in --output_dir")
@@ -68,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(generators.measure(flags.contestant, flags, config)))
         return 0
 
-    names = flags.only or generators.contestants(flags.nanogpt, flags.llama_cpp)
+    names = flags.only or generators.contestants(flags.nanogpt)
     arguments = sys.argv[1:] if argv is None else argv
     command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--contestant"]
 

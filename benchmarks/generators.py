@@ -6,11 +6,9 @@ import contextlib
 import itertools
 import statistics
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,19 +18,16 @@ from benchmarks.other_models import gpt2_config, nanogpt_model
 from common.checkpoint import open_checkpoint
 from common.errors import ConfigError
 from common.machine import cpu_bf16_flag, pick_device
-from exchange.gguf_file import write_gguf
-from exchange.llama_server import LlamaServer
 from generate import load_model
 from generation.decoding import continuations
 from generation.sampling import Sampling
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tokenizer_bpe import PROBE, SMALLEST_VOCABULARY, BPETokenizer
 
 # prompts (B, held), new tokens, sampled or greedy -> when each new token was ready, in seconds
 Generator = Callable[[torch.Tensor, int, bool], list[float]]
 
-HUGGING_FACE, NANOGPT, LLAMA_CPP = "Hugging Face", "nanoGPT", "llama.cpp"
+HUGGING_FACE, NANOGPT = "Hugging Face", "nanoGPT"
 NANOGPT_TOKENS = 3  # each takes as long as reading the prompt
 
 
@@ -41,19 +36,16 @@ def model_config(checkpoint: str | None, shape: dict[str, Any]) -> ModelConfig:
     return open_checkpoint(checkpoint).model_config() if checkpoint else ModelConfig(**shape)
 
 
-def contestants(nanogpt: str | None, llama_cpp: bool) -> list[str]:
-    """On a CPU all in fp32, and again in bf16 if the CPU has units for it; on a GPU in bf16. llama.cpp on the CPU."""
+def contestants(nanogpt: str | None) -> list[str]:
+    """On a CPU all in fp32, and again in bf16 if the CPU has units for it; on a GPU in bf16."""
     precisions = ["bf16"] if torch.cuda.is_available() else ["fp32", "bf16"] if cpu_bf16_flag() else ["fp32"]
     names = [f"{who}, {precision}" for precision in precisions for who in (OURS, HUGGING_FACE)]
-    names += [f"{NANOGPT}, {precisions[0]}"] if nanogpt else []
-    return names + ([f"{LLAMA_CPP}, {gguf_type}" for gguf_type in ("f16", "q8_0")] if llama_cpp else [])
+    return names + ([f"{NANOGPT}, {precisions[0]}"] if nanogpt else [])
 
 
 def measure(name: str, flags: Namespace, config: ModelConfig) -> dict[str, float]:
     """Milliseconds from one token (of each row) to the next, by case."""
     who, _, precision = name.partition(", ")
-    if who == LLAMA_CPP:
-        return llama_cpp_times(precision, flags, config)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     device = pick_device("auto")
     torch.manual_seed(0)
@@ -133,20 +125,3 @@ def nanogpt(config: ModelConfig, checkout: str, device: torch.device, dtype: tor
         return times
 
     return run
-
-
-def llama_cpp_times(gguf_type: str, flags: Namespace, config: ModelConfig) -> dict[str, float]:
-    """Like `measure`, for batch 1; by llama.cpp's own clock, and with a tokenizer that leaves most ids unused."""
-    model = load_model(flags.checkpoint)[0].float() if flags.checkpoint else TransformerLanguageModel(config)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.gguf"
-        tokenizer = BPETokenizer.train([PROBE], SMALLEST_VOCABULARY + 8)  # llama.cpp needs merges
-        write_gguf(path, model.cpu(), tokenizer, "model", gguf_type)
-        server = LlamaServer(path, config, is_exact=False)
-    server.milliseconds_per_token([0] * BATCH_HELD, 2)  # one-time work does not count
-    return {
-        generation_case(held, 1, False): server.milliseconds_per_token(
-            torch.randint(config.vocab_size, (held,)).tolist(), flags.new_tokens
-        )
-        for held in flags.held
-    }

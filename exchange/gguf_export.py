@@ -1,31 +1,24 @@
-"""`tools/export_hf.py --gguf`: a GGUF file for llama.cpp and Ollama, proven, and the commands that run it."""
+"""`tools/export_hf.py --gguf`: a GGUF file for llama.cpp and Ollama, and the commands that run it."""
 
 from __future__ import annotations
 
 import json
-import multiprocessing
 import re
 import shlex
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 from common.chat import CHATML_TOKENS, AnyTemplate, ChatML
 from common.checkpoint import open_checkpoint
-from common.errors import CheckpointError, ConfigError
+from common.errors import ConfigError
 from common.files import atomic_write
 from common.formatting import si
-from exchange.extras import INSTALL
 from exchange.folders import load_in_fp32
 from exchange.gguf_file import require_gguf, write_gguf
-from exchange.gguf_proof import Agreement, RoundedAgreement, tanh_difference, verify_gguf
 from exchange.hf_tokenizer import hf_special_tokens
 from generation.settings import Sampling
 from model_config import ModelConfig
 from tokenizer import load_tokenizer
 from tokenizer_base import END_OF_TEXT
-
-PROOF_SECONDS = 600
-TEXT = "Once upon a time there was a king who asked: What is the capital of France?\n\nNobody knew, but 3 of 4.\n"
 
 
 def require_file(path: str | Path, file: Path, ollama: bool = False) -> None:
@@ -39,28 +32,16 @@ def require_file(path: str | Path, file: Path, ollama: bool = False) -> None:
 
 
 def export_file(path: str | Path, file: Path, gguf_type: str = "f16", ollama: bool = False) -> None:
-    """Write the file with weights of `gguf_type` (GGUF_TYPES), prove it if llama.cpp is installed, and print what to
-    type; with `ollama`, write a Modelfile beside it. A file that is not this model is deleted. Raises what `write_gguf`
-    and `prove` raise."""
+    """Write the file with weights of `gguf_type` (GGUF_TYPES), and print what to type; with `ollama`, write a Modelfile
+    beside it. Raises what `write_gguf` raises."""
     checkpoint = open_checkpoint(path)
     model, tokenizer = load_in_fp32(checkpoint)
     template = checkpoint.chat_template()
     jinja = template.jinja(hf_special_tokens(tokenizer), marks_answers=False) if template else None
     write_gguf(file, model, tokenizer, file.stem, gguf_type, jinja)
-    try:
-        agreement = prove(path, file, gguf_type)
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
-    print(
-        f"\n{file} ({gguf_type}, {si(file.stat().st_size)}B) is for llama.cpp and Ollama. "
-        + (f"{agreement}." if agreement else f"Not proven: {INSTALL}")
-    )
-    if difference := tanh_difference(model, tokenizer, [TEXT]):
-        print(
-            f"llama.cpp's GPT-2 approximates GELU by tanh, this model has the exact GELU: logits differ by up to "
-            f"{difference:.1e} because of that."
-        )
+    print(f"\n{file} ({gguf_type}, {si(file.stat().st_size)}B) is for llama.cpp and Ollama.")
+    if model.config.activation == "gelu":
+        print("llama.cpp's GPT-2 approximates GELU by tanh, this model has the exact GELU: logits differ a little.")
     print_commands("With llama.cpp", llama_command(file, model.config, template))
     if ollama:
         with atomic_write(modelfile_path(file)) as written:
@@ -76,38 +57,6 @@ def print_commands(title: str, lines: str) -> None:
 
 def modelfile_path(file: Path) -> Path:
     return file.with_name("Modelfile")
-
-
-def prove(path: str | Path, file: Path, gguf_type: str) -> Agreement | RoundedAgreement | None:
-    """What `verify_gguf` returns, run in another process: llama.cpp sometimes hangs when it ends, and may crash on a
-    file that it does not understand.
-
-    Raises CheckpointError if it answers differently, does not answer in time, or crashes.
-    """
-    context = multiprocessing.get_context("spawn")
-    answer, sender = context.Pipe(duplex=False)
-    process = context.Process(target=send_proof, args=(sender, str(path), str(file), gguf_type), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        if not answer.poll(PROOF_SECONDS):
-            raise CheckpointError(f"llama.cpp did not answer within {PROOF_SECONDS} s; {file} is not proven.")
-        result: Agreement | RoundedAgreement | CheckpointError | None = answer.recv()
-    except EOFError:
-        raise CheckpointError(f"llama.cpp crashed on {file}.") from None
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(result, CheckpointError):
-        raise result
-    return result
-
-
-def send_proof(sender: Connection, path: str, file: str, gguf_type: str) -> None:
-    try:
-        sender.send(verify_gguf(file, *load_in_fp32(open_checkpoint(path)), [TEXT], gguf_type))
-    except CheckpointError as problem:
-        sender.send(problem)
 
 
 def tokens_to_generate(config: ModelConfig) -> int:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import html
 import io
-import math
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
 from common.formatting import shortened
+from training.file_names import CURVE
 from training.telling.run_reader import RunReader
 
 PROGRESS = re.compile(r"step [\d,]+/[\d,]+, ")
 EVALUATED = re.compile(r"step [\d,]+: validation loss ")
 MOST_ANSWERS = 8
 LONGEST_ANSWER = 150  # characters; of what a model repeats at first
-WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 720, 290, 62, 42, 26  # of the chart, in its own units
-COLORS = {"train_loss": "#3d85c6", "val_loss": "#e07b39"}  # to be seen on white and on black
-LABELS = {"train_loss": "training", "val_loss": "validation"}
 
 
 class Lines(io.TextIOBase):
@@ -127,69 +126,14 @@ class LiveView(Lines):
 
 
 def view(run: dict[str, Any], status: str) -> str:
-    """The HTML of a run as RunReader reads it."""
-    parts = [f"<div style='font-family: monospace; margin-bottom: 6px'>{html.escape(status)}</div>", loss_chart(run)]
+    """The HTML of a run as RunReader reads it, with the curve that the training last drew."""
+    parts = [f"<div style='font-family: monospace; margin-bottom: 6px'>{html.escape(status)}</div>"]
+    with contextlib.suppress(OSError):  # there is none yet
+        image = base64.b64encode((Path(run["folder"]) / CURVE).read_bytes()).decode()
+        parts.append(f'<img src="data:image/png;base64,{image}" width="640" alt="The loss by step">')
     if tables := [table for table in run["samples"] if table["rows"]]:
         parts.append(newest_answers(tables[-1]))
     return "".join(parts)
-
-
-def loss_chart(run: dict[str, Any]) -> str:
-    """An SVG of the losses by step; its text has the colour of the text around it."""
-    steps = run["columns"].get("step", [])
-    lines: dict[str, list[tuple[float, float]]] = {}
-    for key in COLORS:
-        points = [point for point in zip(steps, run["columns"].get(key, []), strict=False) if point[1] is not None]
-        lines |= {key: points} if points else {}
-    if not lines:
-        return ""
-    everything = [point for points in lines.values() for point in points]
-    first, last = min(x for x, _ in everything), max(x for x, _ in everything)
-    low, high = min(y for _, y in everything), max(y for _, y in everything)
-    right = WIDTH - 12
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - first) / (last - first) if last > first else 0.5
-        up = (y - low) / (high - low) if high > low else 0.5
-        return LEFT + across * (right - LEFT), HEIGHT - BOTTOM - up * (HEIGHT - BOTTOM - TOP)
-
-    parts = []
-    for value in round_values(low, high, 5):
-        y = place(first, value)[1]
-        parts.append(f'<path d="M{LEFT} {y:.1f}H{right}" stroke="currentColor" opacity="0.15"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
-    for value in round_values(first, last, 8, least=1):
-        parts.append(
-            f'<text x="{place(value, low)[0]:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{value:,.0f}</text>'
-        )
-    for key, points in lines.items():
-        placed = [place(x, y) for x, y in points]
-        way, color = "L".join(f"{x:.1f} {y:.1f}" for x, y in placed), COLORS[key]
-        parts.append(f'<path d="M{way}" fill="none" stroke="{color}" stroke-width="1.8" stroke-linejoin="round"/>')
-        if key == "val_loss" or len(points) == 1:
-            parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in placed[-40:]]
-    middle = (HEIGHT - BOTTOM + TOP) / 2
-    parts.append(f'<text x="{(LEFT + right) / 2}" y="{HEIGHT - 7}" text-anchor="middle">step</text>')
-    parts.append(
-        f'<text transform="translate(14 {middle}) rotate(-90)" text-anchor="middle">loss, nats per token</text>'
-    )
-    named = [
-        f'<tspan fill="{COLORS[key]}">&#9632;</tspan> {LABELS[key]} {points[-1][1]:.4f}'
-        for key, points in lines.items()
-    ]
-    parts.append(f'<text x="{right}" y="14" text-anchor="end" font-size="13">{"&#160; ".join(named)}</text>')
-    style = f"width: 100%; max-width: {WIDTH}px; font: 11.5px sans-serif; fill: currentColor"
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" style="{style}" role="img" aria-label="Loss">{"".join(parts)}</svg>'
-
-
-def round_values(low: float, high: float, most: int, least: float = 0) -> list[float]:
-    """At the most so many round numbers between two, at least so far apart."""
-    if not high > low:
-        return [low]
-    rough = max((high - low) / most, least)
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
-    return [i * step for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def newest_answers(table: dict[str, Any]) -> str:

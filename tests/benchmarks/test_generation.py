@@ -33,14 +33,6 @@ def test_a_contestant_is_timed_at_each_length_and_batch_size(name: str, capsys: 
     assert all(0 < milliseconds < 60_000 for milliseconds in times.values())
 
 
-@pytest.mark.extras("gguf", "xllamacpp")
-@pytest.mark.parametrize("name", ["llama.cpp, f16", "llama.cpp, q8_0"])
-def test_llama_cpp_is_timed_at_each_length(name: str, capfd: pytest.CaptureFixture) -> None:
-    assert generation.main([*TOY, "--vocab_size", "300", "--contestant", name]) == 0
-    times = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert set(times) == GREEDY and all(0 < milliseconds < 60_000 for milliseconds in times.values())
-
-
 def test_nanogpt_is_taken_from_a_checkout(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "model.py").write_text(
         "from dataclasses import dataclass\n"

@@ -99,7 +99,7 @@ def test_chatml_of_others_is_kept(
 
 @pytest.mark.extras("gguf", "xllamacpp")
 def test_llama_cpp_reads_chatml(tmp_path: Path) -> None:
-    from exchange.llama_server import LlamaServer
+    from tests.exchange.llama_server import LlamaServer
 
     template, tokenizer, file = ChatML("You are kind."), with_chatml_tokens(), tmp_path / "model.gguf"
     write_model(tmp_path / "ours", tokenizer, chat=template, **QWEN3)
@@ -130,7 +130,7 @@ def test_a_model_of_text_has_no_template(tmp_path: Path) -> None:
 
 @pytest.mark.extras("gguf", "xllamacpp")
 def test_llama_cpp_reads_the_same_conversation(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    from exchange.llama_server import LlamaServer
+    from tests.exchange.llama_server import LlamaServer
 
     template, file = ChatTemplate(), tmp_path / "model.gguf"
     write_model(tmp_path / "ours", chat=template)

@@ -13,9 +13,10 @@ import pytest
 from tokenizers import normalizers
 
 from common.errors import CheckpointError
-from exchange import gguf_file, gguf_proof
+from exchange import gguf_file
 from exchange.extras import is_installed
 from exchange.hf_tokenizer import import_tokenizer
+from tests.exchange import gguf_proof
 from tests.foreign_tokenizers import FORMS, FOUND, SPECIAL, build, strings, write_folder
 from tests.models import random_model
 from tokenization.corpus import cut_point
@@ -249,7 +250,7 @@ def test_llama_cpp_cuts_in_the_same_way_and_another_name_is_noticed(
     small = random_model(tokenizer.vocab_size + 7, **LLAMA, num_layers=1, max_seq_len=40)
     gguf_file.write_gguf(tmp_path / "a.gguf", small, tokenizer, "a")
     agreement = gguf_proof.verify_gguf(tmp_path / "a.gguf", small, tokenizer, texts_with_names(form, 30, seed=6))
-    assert agreement is not None and agreement.texts > 20
+    assert agreement.texts > 20
     for other in {"gpt-2", "smollm", "llama-bpe", "qwen2"} - {tokenizer.splitting}:
         if (form, other) in {("qwen2", "llama-bpe"), ("qwen3", "llama-bpe")}:
             continue  # no vocabulary of Qwen's has a number of several digits: both names give the same ids

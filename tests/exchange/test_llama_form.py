@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_colab_mmap
-from exchange import gguf_file, gguf_proof
+from exchange import gguf_file
 from exchange.extras import is_installed
 from exchange.hf_common import ConversionError, Tensors
 from exchange.hf_folder import build_theirs, load_theirs
@@ -25,6 +25,7 @@ from generation.decoding import generate
 from generation.sampling import Sampling
 from model import KVCache, TransformerLanguageModel, rotate
 from model_config import ModelConfig
+from tests.exchange import gguf_proof
 from tests.helpers import generated_text
 from tests.models import MODERN, bpe, random_model
 from tokenize_local_bpe import tokenize

@@ -162,7 +162,6 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
             and re.search("Stopping (after this step|now)", text)
         )
         assert "/600, loss" not in text and "\r" not in text  # progress lines take each other's place
-        assert "<svg" in text and re.search(r"training \d\.\d{4}", text)
 
     saved = Path("MyDrive") / "gpt2" / "checkpoints" / "quickstart" / "checkpoints" / f"step_{stopped:08d}"
     assert (drive / saved / "manifest.json").exists()

@@ -12,11 +12,10 @@ from statistics import fmean
 import torch
 
 from common.errors import CheckpointError
-from exchange.extras import is_installed
 from exchange.gguf_file import looks_special
 from exchange.hf_tokenizer import probe_text
-from exchange.llama_server import TOP, LlamaServer
 from model import TransformerBlock, TransformerLanguageModel
+from tests.exchange.llama_server import TOP, LlamaServer
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import BPETokenizer
 
@@ -123,14 +122,12 @@ def verify_gguf(
     tokenizer: Tokenizer,
     texts: Sequence[str] = (),
     gguf_type: str = "f32",
-) -> Agreement | RoundedAgreement | None:
+) -> Agreement | RoundedAgreement:
     """Load the file with llama.cpp and compare token ids and next tokens with the model's, in fp32 and on the CPU, on
-    `texts` and on text of many kinds. None if xllamacpp, which contains llama.cpp, is not installed.
+    `texts` and on text of many kinds.
 
     Raises CheckpointError if llama.cpp cannot load the file or answers differently.
     """
-    if not is_installed("xllamacpp"):
-        return None
     texts = [probe_text(tokenizer), *texts]
     if isinstance(tokenizer, BPETokenizer):
         texts = [as_llama_cpp_reads(text, tokenizer) for text in texts]
