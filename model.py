@@ -1,6 +1,6 @@
 """A decoder-only Transformer language model (Radford et al. 2019, "GPT-2"), one class for every size and form.
 
-With its shape (model_config.py) and a table (activations.py) it is the whole model: the key/value cache, the layers.
+With its shape (model_config.py) it is the whole model: the key/value cache, the layers.
 
 Shapes in comments: B sequences in a batch, T tokens in a sequence, C = embed_dim, H = num_heads, K = num_kv_heads,
 D = head_dim, F = ff_dim, V = vocab_size, S = tokens held in a key/value cache.
@@ -9,13 +9,13 @@ D = head_dim, F = ff_dim, V = vocab_size, S = tokens held in a key/value cache.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from activations import ACTIVATIONS
 from model_config import ModelConfig
 
 VOCAB_MULTIPLE = 128
@@ -230,6 +230,27 @@ class MultiHeadAttention(nn.Module):
         return self.out_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """ReLU squared (So et al. 2021, "Primer"). A product, not `square`: CUDA's autocast computes powers in fp32, which
+    takes twice the memory."""
+    x = F.relu(x)
+    return x * x
+
+
+def swiglu(x: torch.Tensor) -> torch.Tensor:
+    """(..., 2F) -> (..., F): the second half, gated by the first (Shazeer 2020, "GLU variants improve Transformer")."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": lambda x: F.gelu(x),  # Hendrycks & Gimpel 2016
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),  # its approximation by tanh, section 2; GPT-2's own
+    "relu2": relu_squared,
+    "swiglu": swiglu,
+}
+
+
 class FeedForward(nn.Module):
     """Position-wise feed-forward network."""
 
@@ -240,7 +261,7 @@ class FeedForward(nn.Module):
         self.fc2 = Linear(config.ff_dim, config.embed_dim, bias=config.bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(ACTIVATIONS[self.activation](F, self.fc1(x)))
+        return self.fc2(ACTIVATIONS[self.activation](self.fc1(x)))
 
 
 class TransformerBlock(nn.Module):

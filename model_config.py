@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from activations import ACTIVATIONS, GATED
-
+ACTIVATIONS = ("gelu", "gelu_tanh", "relu2", "swiglu")  # their functions: the table of that name in model.py
+GATED = ("swiglu",)  # what enters them is twice as wide as what leaves
 NORMS = ("layernorm", "rmsnorm")
 POSITIONS = ("learned", "rope")
 EPSILONS = {"layernorm": 1e-5, "rmsnorm": 1e-6}

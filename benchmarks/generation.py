@@ -19,12 +19,14 @@ from pathlib import Path
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.cases import BATCH_HELD, OURS, generation_case
 from benchmarks.measure import (
+    BATCH_HELD,
+    OURS,
     RESULTS,
     Measured,
     Spread,
     describe_machine,
+    generation_case,
     markdown_table,
     measure_in_turn,
     write_results,

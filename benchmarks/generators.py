@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.cases import BATCH_HELD, OURS, generation_case
-from benchmarks.other_models import gpt2_config, nanogpt_model
+from benchmarks.contestants import gpt2_config, nanogpt_model
+from benchmarks.measure import BATCH_HELD, OURS, generation_case
 from common.checkpoint import open_checkpoint
 from common.errors import ConfigError
 from common.machine import cpu_bf16_flag, pick_device

@@ -23,8 +23,7 @@ from pathlib import Path
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import RESULTS, ROOT, describe_machine, require_known
-from benchmarks.random_tokens import write_random_tokens
+from benchmarks.measure import RESULTS, ROOT, describe_machine, require_known, write_random_tokens
 from common.errors import script
 from common.flags import Parser, add_debug
 from training.telling.records import read_metrics

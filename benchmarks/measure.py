@@ -5,7 +5,9 @@ Imports no torch, so that --help of the scripts does not.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -19,8 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from common.errors import ConfigError
+from common.files import sha256_file
 from common.flags import Parser, add_debug, suggest
+from tokenization.metadata import TokenMetadata
+from tokenizer import CharacterTokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "benchmarks"
@@ -159,3 +166,86 @@ def this_command() -> str:
     """The command line as a reader would type it, with what limits the CPU's units, where that is set."""
     limits = [f"{name}={os.environ[name]}" for name in CPU_LIMITS if os.environ.get(name)]
     return " ".join([*limits, "python", os.path.relpath(sys.argv[0]), *map(shlex.quote, sys.argv[1:])])
+
+
+BLOCK_TOKENS = 8_000_003  # random ids drawn once and repeated; a prime, so that windows of one epoch differ
+
+
+def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
+    """Write a complete token folder of `tokens` random ids (uint16), like the pre-tokenizer's, and return `folder`.
+
+    The vocabulary consists of characters, so it may have any size up to 55,000.
+    """
+    folder.mkdir(parents=True)
+    tokenizer = CharacterTokenizer([chr(256 + i) for i in range(vocab_size)])
+    tokenizer.save(folder / "tokenizer.json")
+    block = np.random.RandomState(0).randint(0, vocab_size, min(tokens, BLOCK_TOKENS)).astype("<u2")
+    sha256 = hashlib.sha256()
+    with open(folder / "tokens.bin", "wb") as file:
+        for start in range(0, tokens, len(block)):
+            part = block[: tokens - start].tobytes()
+            sha256.update(part)
+            file.write(part)
+    metadata = TokenMetadata(
+        path=folder / "tokens_metadata.json",
+        vocab_size=vocab_size,
+        total_tokens=tokens,
+        train_tokens=tokens * 9 // 10,
+        dtype="uint16",
+        tokenizer_type="character",
+        bin_file="tokens.bin",
+        tokenizer_file="tokenizer.json",
+        tokens_sha256=sha256.hexdigest(),
+        tokenizer_sha256=sha256_file(folder / "tokenizer.json"),
+        val_bytes=None,
+    )
+    metadata.write(metadata.path)
+    return folder
+
+
+OURS = "ours"
+BATCH_HELD = 16  # tokens of context when batches are timed: few, because the texts of a batch share only the weights
+CONTESTANTS = {
+    "ours": "the trainer's own step with its automatic choices",
+    "plain PyTorch": "our model in a plain loop: fp32, eager, AdamW without fusing, rows stacked one by one",
+    "transformers": "GPT2LMHeadModel with `labels=` and the Trainer's defaults: fp32, eager, fused AdamW. It shifts "
+    "the labels itself, so it learns from one token less in each row. Untied head, exact GELU, no dropout, like ours",
+    "nanoGPT": "its GPT and its configure_optimizers, as its train.py uses them: on a CPU fp32, eager, AdamW without "
+    "fusing; on CUDA compiled, bf16 (fp16 where it is missing), TF32, fused AdamW. Its head is always tied, so it "
+    "updates fewer parameters",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape of model and batch. Ours chooses its settings for a run of `max_steps`."""
+
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    max_seq_len: int
+    vocab_size: int
+    batch_size: int
+    max_steps: int
+
+    def flags(self, folder: str) -> list[str]:
+        """The trainer's flags for this case on a token folder."""
+        values = {"data_dir": folder, **dataclasses.asdict(self)}
+        del values["vocab_size"]  # the trainer takes it from the tokens
+        return flag_words(values)
+
+    def __str__(self) -> str:
+        return f"{self.num_layers} x {self.embed_dim}, context {self.max_seq_len}, batch {self.batch_size}"
+
+
+def cases(is_cuda: bool) -> dict[str, Case]:
+    return {
+        "shakespeare_char": Case(4, 128, 4, 64, 65, 12, max_steps=2_000),
+        "4x256": Case(4, 256, 4, 256, 65, 32, max_steps=5_000),
+        "gpt2_small": Case(12, 768, 12, 512, 32_000, 64 if is_cuda else 4, max_steps=20_000),
+        "toy": Case(1, 32, 2, 16, 65, 4, max_steps=100),
+    }
+
+
+def generation_case(held: int, batch: int, sampled: bool) -> str:
+    return f"{held} held, batch {batch}, {'sampled' if sampled else 'greedy'}"

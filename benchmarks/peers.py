@@ -25,13 +25,15 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import STARTED, generation
-from benchmarks.cases import CONTESTANTS, Case, cases
 from benchmarks.measure import (
+    CONTESTANTS,
     RESULTS,
     ROOT,
+    Case,
     Measured,
     Spread,
     add_measuring_flags,
+    cases,
     describe_machine,
     machine_kind,
     markdown_table,
@@ -39,9 +41,9 @@ from benchmarks.measure import (
     require_known,
     require_measurable,
     worker_command,
+    write_random_tokens,
     write_results,
 )
-from benchmarks.random_tokens import write_random_tokens
 from common.errors import ConfigError, script
 from common.flags import Parser
 from common.formatting import si

@@ -41,9 +41,9 @@ from benchmarks.measure import (
     markdown_table,
     measure_in_turn,
     require_known,
+    write_random_tokens,
     write_results,
 )
-from benchmarks.random_tokens import write_random_tokens
 from common.errors import UserError, script
 from common.flags import Parser, add_debug
 from common.machine import has_fast_bf16, pick_device

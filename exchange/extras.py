@@ -17,3 +17,11 @@ def require_package(package: str, purpose: str) -> None:
     """Raises ConfigError if the package is not installed. `purpose` is the subject of the sentence."""
     if not is_installed(package):
         raise ConfigError(f"{purpose} needs the package {package}: {INSTALL}")
+
+
+# Type -> its help.
+GGUF_TYPES = {
+    "f16": "half precision",
+    "f32": "as trained, for exact comparisons",
+    "q8_0": "8 bits, half the size of f16",
+}

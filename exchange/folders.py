@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from common.chat import AnyTemplate
-from common.checkpoint import WEIGHTS_FILES, Checkpoint, stored_config, stored_weights, write_files
+from common.checkpoint import WEIGHTS_FILES, Checkpoint, open_checkpoint, stored_config, stored_weights, write_files
 from common.errors import CheckpointError, ConfigError, DataError
 from common.files import json_bytes, sync_directory
+from common.lora import add_adapters, find_base
 from common.tensors import on_host
+from exchange.comparison import Difference, largest_difference
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer
@@ -89,3 +91,31 @@ def require_fitting(tokenizer: Tokenizer, config: ModelConfig, source: Path) -> 
             f"The tokenizer of {source} has {tokenizer.vocab_size:,} ids and the model {config.vocab_size:,}: it is "
             "the tokenizer of another model."
         )
+
+
+def merge_checkpoint(path: str | Path, out: Path) -> Difference:
+    """Write the checkpoint folder `out`, without a training state. Returns the largest difference of the logits.
+
+    Raises CheckpointError for a checkpoint without adapters or a missing base, ConfigError if something is at `out`.
+    """
+    require_new(out)
+    checkpoint = open_checkpoint(path)
+    adapted = load_adapted(checkpoint)
+    merged, tokenizer = load_in_fp32(checkpoint)
+    difference = largest_difference(merged, adapted, tokenizer, "the adapted model")
+    tokenizer_file = checkpoint.tokenizer_path().read_bytes()
+    write_weights_checkpoint(out, merged, tokenizer, tokenizer_file, checkpoint.chat_template())
+    return difference
+
+
+def load_adapted(checkpoint: Checkpoint) -> TransformerLanguageModel:
+    """The base with its adapters as separate modules, as in training, in fp32. Raises CheckpointError if there are
+    none."""
+    lora = checkpoint.lora()
+    if lora is None:
+        raise CheckpointError(f"{checkpoint.path} holds no adapters; there is nothing to merge.")
+    model = TransformerLanguageModel(checkpoint.trusted_config())
+    Checkpoint(find_base(lora, checkpoint.path)).load_weights(model)
+    add_adapters(model, lora)
+    checkpoint.load_weights(model)
+    return model.eval()

@@ -22,18 +22,19 @@ import tools.export_hf
 import train_colab_mmap
 from common.checkpoint import Checkpoint, open_checkpoint, step_folders
 from common.errors import INTERRUPTED, CheckpointError, Script, UserError
+from common.formatting import byte_size
 from examples import conversations
-from exchange import gguf_export, push_hub
+from exchange import gguf_export
 from generation.sampling import Sampling
 from generation.terminal import Conversation, room_for_prompt, stream_one
 from model import TransformerLanguageModel
-from notebooks.gpus import describe_machine as describe_machine  # a cell calls it from here
 from notebooks.notebook_view import LiveView, Tables, Until, framed
 from serving.watch_page import named, page
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenizer import Tokenizer
 from training.config import parse_config
 from training.keeping.state import read_state
+from training.machine.hardware import detect_hardware
 from training.telling.run_reader import RunReader
 
 # Of a text of at most so many bytes, as docs/choosing.md advises; and of more.
@@ -60,6 +61,16 @@ def run(name: str, main: Script, *words: object) -> None:
         raise Stopped("Stopped. The progress is kept: run this cell again to go on.")
     if code:
         raise Stopped(f"{name} ended with exit code {code}; its message above says what to do.")
+
+
+def describe_machine() -> None:
+    """Print this machine's device and memory."""
+    hardware = detect_hardware(parse_config([]))
+    print(f"Device     {hardware.name}")
+    if hardware.memory_bytes:
+        print(f"Memory     {byte_size(hardware.memory_bytes)}")
+    if not torch.cuda.is_available():
+        print("There is no GPU here. In Colab: Runtime > Change runtime type. The built-in text needs none.")
 
 
 def choose_config(asked: str, text: Path, source: str) -> str:
@@ -330,12 +341,3 @@ def download(out: Path) -> None:
             from google.colab import files as browser
 
             browser.download(str(file))
-
-
-def push(out: Path, repository: str, public: bool) -> None:
-    """Upload the exported folder to the Hugging Face Hub, with the token of Colab's secret HF_TOKEN, or of `hf auth
-    login`."""
-    try:
-        print(push_hub.push(out, repository, public=public))
-    except UserError as problem:
-        raise Stopped(str(problem)) from None

@@ -12,15 +12,13 @@ import pytest
 
 from tests.helpers import ROOT, SOURCES
 
-GROUND = {"common", "activations", "model", "model_config", "tokenizer", "tokenizer_base", "tokenizer_bpe"}
+GROUND = {"common", "model", "model_config", "tokenizer", "tokenizer_base", "tokenizer_bpe"}
 CONFIG = {"training.config", "training.contradictions", "training.file_names"}
-CONFIG |= {"training.numbers.decays"}  # a table of choices
 NUMBERS = GROUND | CONFIG | {"tokenization", "generation", "training.machine", "training.numbers", "training.parts"}
 # A room is a folder, or a file beside rooms. It may import itself and what stands here.
 MAY_IMPORT = {
-    "activations": set(),
-    "model_config": {"activations"},
-    "model": {"activations", "model_config"},
+    "model_config": set(),
+    "model": {"model_config"},
     "tokenizer_base": set(),
     "tokenizer_bpe": {"tokenizer_base"},
     "tokenizer": {"tokenizer_base", "tokenizer_bpe"},  # load_tokenizer opens a file of either kind
@@ -50,7 +48,7 @@ MAY_IMPORT["exchange"] = GROUND | {
     "generation.settings",  # a Modelfile has generate.py's defaults
 }  # fmt: skip
 MAY_IMPORT["serving"] = GROUND | {"generation", "generate", "training.file_names", "training.telling"}
-MAY_IMPORT["benchmarks"] = PRODUCT | {"exchange"}  # llama.cpp is timed beside generate.py
+MAY_IMPORT["benchmarks"] = PRODUCT
 MAY_IMPORT["docs"] = (
     GROUND | CONFIG | {"generation.settings", "tokenization.settings", "generate", "tokenize_local_bpe"}
 )

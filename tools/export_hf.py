@@ -2,7 +2,6 @@
 
     python tools/export_hf.py runs/gpt2_small exported/gpt2_small
     python tools/export_hf.py runs/gpt2_small exported/gpt2_small --gguf exported/gpt2_small.gguf --ollama
-    python tools/export_hf.py runs/gpt2_small exported/gpt2_small --push my_name/my_model
     python tools/export_hf.py runs/lora exported/lora --base exported/gpt2_small
 
 transformers loads the folder before it gets its name. If the logits or the token ids differ, there is no folder.
@@ -20,8 +19,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from common.errors import ConfigError, script
 from common.flags import Parser, add_debug
-from exchange.gguf_types import GGUF_TYPES
-from exchange.push_hub import push, require_push
+from exchange.extras import GGUF_TYPES
 
 
 @script
@@ -31,8 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from exchange.hf_export import export
 
     checkpoint, out, base = arguments.checkpoint, Path(arguments.out), arguments.base
-    if arguments.push:
-        require_push(arguments.push)
     if arguments.gguf:  # fail before anything is written
         gguf_export.require_file(checkpoint, Path(arguments.gguf), arguments.ollama)
     difference = export(checkpoint, out, Path(base) if base else None)
@@ -46,8 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f'\nUse it: {model}, AutoTokenizer.from_pretrained("{out}")')
     if arguments.gguf:
         gguf_export.export_file(checkpoint, Path(arguments.gguf), arguments.gguf_type or "f16", arguments.ollama)
-    if arguments.push:
-        print(f"\n{push(out, arguments.push, public=arguments.public)}")
     return 0
 
 
@@ -64,12 +58,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     types = "; ".join(f"{name}: {about}" for name, about in GGUF_TYPES.items())
     parser.add_argument("--gguf_type", choices=GGUF_TYPES, help=f"with --gguf: of its weights [f16]. {types}")
     parser.add_argument("--ollama", action="store_true", help="with --gguf: write a Modelfile for Ollama beside it")
-    parser.add_argument("--push", metavar="USER/NAME", help="upload the folder to the Hugging Face Hub, private")
-    parser.add_argument("--public", action="store_true", help="with --push: visible to everybody")
     add_debug(parser)
     arguments = parser.parse_args(argv)
-    if arguments.public and not arguments.push:
-        raise ConfigError("--public is for --push USER/NAME.")
     if (arguments.gguf_type or arguments.ollama) and not arguments.gguf:
         raise ConfigError("--gguf_type and --ollama are for --gguf FILE.")
     return arguments

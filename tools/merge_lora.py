@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("out", metavar="OUT", help="checkpoint folder to write; empty, or not there yet")
     add_debug(parser)
     arguments = parser.parse_args(argv)
-    from exchange.merge import merge_checkpoint  # here, because --help must not import torch
+    from exchange.folders import merge_checkpoint  # here, because --help must not import torch
 
     out = Path(arguments.out)
     difference = merge_checkpoint(arguments.checkpoint, out)

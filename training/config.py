@@ -12,14 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from activations import ACTIVATIONS
 from common.errors import ConfigError
 from common.files import read_json
 from common.flags import Parser, add_debug, check_values, option, options_of, suggest
 from common.launch import place
-from model_config import ModelConfig
+from model_config import ACTIVATIONS, ModelConfig
 from training.contradictions import contradictions
-from training.numbers.decays import DECAYS
 
 if TYPE_CHECKING:
     from common.lora import LoRA
@@ -54,7 +52,7 @@ class TrainConfig:
     dropout: float = option(0.0, "model", "dropout probability", low=0.0, below=1.0)
     bias: bool = option(True, "model", "biases in linear layers and norms")
     tie_embeddings: bool = option(False, "model", "share the token embedding with the head")
-    activation: str = option("gelu", "model", "feed-forward activation", choices=tuple(ACTIVATIONS))
+    activation: str = option("gelu", "model", "feed-forward activation", choices=ACTIVATIONS)
     norm: str = option("layernorm", "model", "normalisation", choices=("layernorm", "rmsnorm"))
     position: str = option("learned", "model", "position information", choices=("learned", "rope"))
     qk_norm: bool = option(False, "model", "normalise queries and keys")
@@ -100,7 +98,7 @@ class TrainConfig:
         "cosine",
         "optimizer",
         "decay of the learning rate to min_lr",
-        choices=tuple(DECAYS),
+        choices=("cosine", "linear", "constant"),
         switch=("cosine", "constant"),
     )
     cooldown: float = option(

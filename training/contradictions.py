@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from training.numbers.decays import DECAYS
-
 
 def contradictions(values: dict[str, Any], sources: dict[str, str], processes: int = 1) -> list[str]:
     """Problems with values that contradict each other, or the number of processes. `sources`: where each came from."""
@@ -38,8 +36,7 @@ def contradictions(values: dict[str, Any], sources: dict[str, str], processes: i
     if values["lora_rank"] and not (values["init_from"] or values["resume_from"]):
         problems.append("lora_rank trains adapters of a trained model; name it with --init_from CHECKPOINT")
     if values["use_lr_scheduler"] == "constant" and sources["cooldown"] == "flag":
-        falling = [name for name, decay in DECAYS.items() if decay is not None]
-        problems.append(f"cooldown is for --use_lr_scheduler {' or '.join(falling)}")
+        problems.append("cooldown is for --use_lr_scheduler cosine or linear")
     if values["minutes"] and values["use_lr_scheduler"] == "constant":
         problems.append(
             "minutes lets the learning rate fall in time, and use_lr_scheduler constant has no fall; add "

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import peers
-from benchmarks.cases import Case, cases
+from benchmarks.measure import Case, cases
 from benchmarks.peers import compare, main, performance_table, with_table
 from tests.forked import fork_what_is_measured
 from tests.helpers import ROOT

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.another_machine import Machine, is_possible
-from benchmarks.torture_round import Round, Session, Tally, damage, result, wait
+from benchmarks.torture_round import Machine, Round, Session, Tally, damage, is_possible, result, wait
 from tests.forked import Forked
 from tests.helpers import ROOT
 

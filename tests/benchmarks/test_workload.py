@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import benchmarks.workload
-from benchmarks.measure import CPU_LIMITS, machine_kind, measure_in_turn, this_command
-from benchmarks.random_tokens import write_random_tokens
+from benchmarks.measure import CPU_LIMITS, machine_kind, measure_in_turn, this_command, write_random_tokens
 from benchmarks.workload import Training, measure_training, time_steps
 
 
@@ -31,7 +30,7 @@ def test_a_step_is_a_step_of_the_trainer(tmp_path: Path, train: Callable, train_
 
 def test_random_tokens_are_what_the_trainer_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hash and the range of the ids are checked on opening; here a block of ids comes two and a half times."""
-    monkeypatch.setattr("benchmarks.random_tokens.BLOCK_TOKENS", 1_000)
+    monkeypatch.setattr("benchmarks.measure.BLOCK_TOKENS", 1_000)
     folder = write_random_tokens(tmp_path / "tokens", 2_500, 300)
     shape = ["--num_layers", "1", "--embed_dim", "16", "--num_heads", "1", "--max_seq_len", "8", "--batch_size", "2"]
     measured = measure_training([*shape, "--device", "cpu", "--data_dir", str(folder)], seconds=0.01, started=0.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.random_tokens import write_random_tokens
+from benchmarks.measure import write_random_tokens
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.random_tokens import write_random_tokens
+from benchmarks.measure import write_random_tokens
 from benchmarks.workload import Training
 from tests.cuda.helpers import DEVICE, ON_GPU, losses_of, memory_limit, opened
 from training.config import parse_config

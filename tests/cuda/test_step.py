@@ -13,10 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from activations import ACTIVATIONS
 from benchmarks import workload
 from benchmarks.workload import Training
-from model import TransformerLanguageModel
+from model import ACTIVATIONS, TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, opened
 from training.numbers.evaluate import validation_loss
 from training.numbers.step import StepResult, train_step
@@ -42,7 +41,7 @@ def test_the_squared_relu_stays_in_half_precision() -> None:
     half = torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
     x = torch.randn(1000, device=DEVICE, dtype=half)
     with torch.autocast(DEVICE, half):
-        assert ACTIVATIONS["relu2"](F, x).dtype == half
+        assert ACTIVATIONS["relu2"](x).dtype == half
         assert F.relu(x).square().dtype == torch.float32, "autocast has changed: the product is not needed any more"
 
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 import exchange.gguf_export
 import exchange.hf_folder
 import exchange.hf_nanochat
-from activations import ACTIVATIONS, GATED
 from common.checkpoint import open_checkpoint
 from common.errors import CheckpointError
 from exchange.comparison import largest_difference
@@ -28,7 +27,7 @@ from exchange.hf_folder import build_theirs
 from exchange.hf_model import ConversionError, from_hf, to_hf
 from generation.decoding import generate
 from generation.sampling import Sampling
-from model_config import ModelConfig
+from model_config import ACTIVATIONS, GATED, ModelConfig
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_model
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import PROBE, BPETokenizer
@@ -311,15 +310,3 @@ def test_a_modern_model_for_llama_cpp_is_refused_before_anything_is_written(
     assert main([str(tmp_path / "best"), str(tmp_path / "out"), "--gguf", str(tmp_path / "x.gguf")]) == 2
     assert "llama.cpp cannot run this model" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best"]
-
-
-def test_a_push_without_a_name_or_a_token_is_refused_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "no_token"))
-    write_model(tmp_path / "best")
-    for flags in (["--push", "no slash"], ["--public"]):
-        assert main([str(tmp_path / "best"), str(tmp_path / "out"), *flags]) == 2
-    assert not (tmp_path / "out").exists() and capsys.readouterr().err

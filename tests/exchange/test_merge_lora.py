@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import exchange.merge
+import exchange.folders
 import generate
 from common.chat import ChatTemplate
 from common.checkpoint import open_checkpoint
@@ -104,7 +104,7 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
     elif damage == "full disk":
         monkeypatch.setattr("common.checkpoint.write_file", full_disk)
     elif damage == "other logits":
-        original = exchange.merge.load_adapted
+        original = exchange.folders.load_adapted
 
         def with_another_scale(checkpoint: object) -> object:
             model = original(checkpoint)
@@ -112,7 +112,7 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
                 block.attention.qkv.scale = 3.9
             return model
 
-        monkeypatch.setattr(exchange.merge, "load_adapted", with_another_scale)
+        monkeypatch.setattr(exchange.folders, "load_adapted", with_another_scale)
     elif damage == "one word":
         del arguments[1]
     before = left_behind(out.parent)

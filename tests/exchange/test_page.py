@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from activations import ACTIVATIONS
 from common.chat import ChatML, ChatTemplate, Message
 from common.checkpoint import open_checkpoint
 from exchange.folders import load_in_fp32
@@ -22,6 +21,7 @@ from generation.inspection import inspect, token_label
 from generation.sampling import choose
 from generation.settings import Sampling
 from model import TransformerLanguageModel
+from model_config import ACTIVATIONS
 from tests.foreign_tokenizers import QWEN
 from tests.helpers import ROOT, flip, generated_text, run_script
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_adapters, write_model

@@ -138,11 +138,7 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
     with machine.client.setup_kernel(env=machine.environment):
         assert f"In {machine.project}" in machine.run(1)
         about = machine.run(2)
-        assert (
-            "Device " in about
-            and "Precision  " not in about
-            and "| T4 | 15.6 GB | fp16 | 32 of 64 | 4 of 32 | about 1.1 |" in about
-        )
+        assert "Device " in about and "Precision  " not in about
         assert machine.run(3).count("Checkpoints are copied to") == 1
         assert machine.recorded() == [{"what": "mount", "point": str(machine.content / "drive")}]
         assert "configs/quickstart.json" in machine.run(4)
@@ -249,8 +245,6 @@ def test_outside_colab(outside: Path, capsys: pytest.CaptureFixture[str]) -> Non
         notebook.talk("hello", Path("runs/none"), temperature=-1)
     with pytest.raises(notebook.Stopped, match="ended with exit code 3"):
         notebook.tokenize(Path("none.txt"), Path("tokens"), 300, "small", Path("runs/none"), None)
-    with pytest.raises(notebook.Stopped, match="'nobody' is no repository"):
-        notebook.push(Path("exported"), "nobody", public=False)
     assert notebook.training_flags("small", Path("t"), Path("r"), None, "--seed 3", max_steps=0, max_hours=1.5) == [
         "--config", "small.json", "--data_dir", "t", "--output_dir", "r", "--max_hours", "1.5", "--seed", "3",
     ]  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 from common.checkpoint import step_folders
 from tests.helpers import Killed
 from training import loop
-from training.keeping.saving import Saver
+from training.keeping.run import Saver
 from training.numbers.step import StepResult
 from training.telling.records import read_metrics
 

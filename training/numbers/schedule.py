@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from training.config import TrainConfig
-from training.numbers.decays import DECAYS
 
+
+def cosine(progress: float) -> float:
+    """Loshchilov & Hutter 2017, eq. 5."""
+    return (1.0 + math.cos(math.pi * progress)) / 2
+
+
+# The choices of `use_lr_scheduler`. Progress, from 0 at the peak to 1 at the last step -> the factor, from 1 to 0, of
+# the peak's distance to `min_lr`. None: no decay.
+DECAYS: dict[str, Callable[[float], float] | None] = {
+    "cosine": cosine,
+    "linear": lambda progress: 1.0 - progress,
+    "constant": None,
+}
 COOLDOWN_OF_MINUTES = 0.6  # with `minutes`, where the configuration has none below 1; that of the *_modern configs
 
 

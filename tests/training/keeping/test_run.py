@@ -33,7 +33,8 @@ from tests.forked import Forked
 from tests.helpers import ROOT, flip, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
 from training import loop
-from training.keeping import interruption, saving
+from training.keeping import interruption
+from training.keeping import run as run_module
 from training.keeping.run import Run
 from training.numbers import evaluate
 from training.numbers.data import TokenData
@@ -956,7 +957,7 @@ def test_each_interval_saves_and_zero_is_off(
 def test_a_full_disk_ends_the_run_and_the_same_command_continues(
     train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_checkpoint = saving.write_checkpoint
+    write_checkpoint = run_module.write_checkpoint
 
     def on_a_full_disk(folder: Path, content: Snapshot, go_on: Callable[[], None]) -> None:
         if folder.name != "step_00000018":
@@ -967,7 +968,7 @@ def test_a_full_disk_ends_the_run_and_the_same_command_continues(
             return write_checkpoint(folder, content, go_on)
 
     with monkeypatch.context() as patch:
-        patch.setattr(saving, "write_checkpoint", on_a_full_disk)
+        patch.setattr(run_module, "write_checkpoint", on_a_full_disk)
         result = train(tmp_path / "run")
     assert result.code == 4
     assert result.err.startswith("error: ") and "No space left" in result.err and "step_00000018" in result.err

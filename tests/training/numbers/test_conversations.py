@@ -28,7 +28,7 @@ from training.config import TrainConfig, parse_config
 from training.machine.compilation import compile_model
 from training.machine.hardware import detect_hardware
 from training.numbers.data import TokenData
-from training.numbers.packing import pack
+from training.numbers.layout import pack
 from training.telling.records import read_metrics
 
 COLORS = ("red", "green", "blue", "white", "black", "grey", "brown", "pink")

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from training.config import TrainConfig
-from training.numbers.decays import DECAYS as TABLE
+from training.numbers.schedule import DECAYS as TABLE
 from training.numbers.schedule import epoch_sequences, last_step, learning_rate
 
 DECAYS = [name for name, decay in TABLE.items() if decay is not None]

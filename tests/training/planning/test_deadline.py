@@ -19,7 +19,7 @@ from tests.training.helpers import at_step, die, final_weights, measured, save_a
 from tests.training.machine.launching import trained
 from training import loop
 from training.config import TrainConfig
-from training.keeping import saving
+from training.keeping import run as run_module
 from training.numbers.schedule import decay_start, last_step
 from training.planning import preflight
 from training.planning.deadline import Costs
@@ -43,7 +43,7 @@ class Machine:
         for module, name, seconds in (
             (loop, "train_step", lambda args: self.step(args[1])),
             (loop, "evaluate", lambda _: self.evaluation),
-            (saving, "write_checkpoint", lambda _: self.write),
+            (run_module, "write_checkpoint", lambda _: self.write),
         ):
             patch.setattr(module, name, self.taking(getattr(module, name), seconds))
         save_at_once(patch)

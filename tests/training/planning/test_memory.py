@@ -30,7 +30,7 @@ from tests.training.helpers import final_weights, measured, save_at_once, steps_
 from tokenizer import Tokenizer
 from training.config import TrainConfig, parse_config
 from training.file_names import CONFIG
-from training.keeping.saving import Saver
+from training.keeping.run import Saver
 from training.machine import hardware as hardware_module
 from training.numbers import evaluate as evaluate_module
 from training.numbers.data import TokenData
