@@ -15,12 +15,53 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.measure import Case
-from benchmarks.workload import measure_training, time_steps
+from benchmarks.measure import flag_words
+from benchmarks.workload import Training, time_steps
 from common.machine import has_fast_bf16, pick_device
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from training.machine.hardware import Hardware
+
+CONTESTANTS = {
+    "ours": "the trainer's own step with its automatic choices",
+    "plain PyTorch": "our model in a plain loop: fp32, eager, AdamW without fusing, rows stacked one by one",
+    "transformers": "GPT2LMHeadModel with `labels=` and the Trainer's defaults: fp32, eager, fused AdamW. It shifts "
+    "the labels itself, so it learns from one token less in each row. Untied head, exact GELU, no dropout, like ours",
+    "nanoGPT": "its GPT and its configure_optimizers, as its train.py uses them: on a CPU fp32, eager, AdamW without "
+    "fusing; on CUDA compiled, bf16 (fp16 where it is missing), TF32, fused AdamW. Its head is always tied, so it "
+    "updates fewer parameters",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape of model and batch. Ours chooses its settings for a run of `max_steps`."""
+
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    max_seq_len: int
+    vocab_size: int
+    batch_size: int
+    max_steps: int
+
+    def flags(self, folder: str) -> list[str]:
+        """The trainer's flags for this case on a token folder."""
+        values = {"data_dir": folder, **dataclasses.asdict(self)}
+        del values["vocab_size"]  # the trainer takes it from the tokens
+        return flag_words(values)
+
+    def __str__(self) -> str:
+        return f"{self.num_layers} x {self.embed_dim}, context {self.max_seq_len}, batch {self.batch_size}"
+
+
+def cases(is_cuda: bool) -> dict[str, Case]:
+    return {
+        "shakespeare_char": Case(4, 128, 4, 64, 65, 12, max_steps=2_000),
+        "4x256": Case(4, 256, 4, 256, 65, 32, max_steps=5_000),
+        "gpt2_small": Case(12, 768, 12, 512, 32_000, 64 if is_cuda else 4, max_steps=20_000),
+        "toy": Case(1, 32, 2, 16, 65, 4, max_steps=100),
+    }
 
 
 class Contestant(NamedTuple):
@@ -125,25 +166,29 @@ def measure(
     name: str, case: Case, folder: str, device: str, checkout: str | None, seconds: float, started: float
 ) -> dict[str, Any]:
     """Train one contestant in this process, which started at `started`."""
-    if name == "ours":
-        return measure_training([*case.flags(folder), "--device", device], seconds, started)
-
-    target = pick_device(device)
-    builders: dict[str, Callable[[Case, str, torch.device], Contestant]] = {
-        "plain PyTorch": plain_pytorch,
-        "transformers": transformers_gpt2,
-        "nanoGPT": functools.partial(nanogpt, checkout=checkout or ""),
-    }
     torch.manual_seed(0)
-    contestant = builders[name](case, folder, target)
-    # Not detect_hardware, which changes the process's settings, as for ours.
-    hardware = Hardware(target, "", "fp32", "", compiles=False, compile_reason="", peak_flops=None, memory_bytes=None)
+    about: dict[str, Any] = {}
+    if name == "ours":
+        training = Training.open([*case.flags(folder), "--device", device])
+        hardware, compiled = training.hardware, training.step_model is not training.model
+        contestant = Contestant(training.step, training.model.num_parameters())
+        about = {"precision": hardware.precision, "compiled": compiled}
+    else:
+        target = pick_device(device)
+        builders: dict[str, Callable[[Case, str, torch.device], Contestant]] = {
+            "plain PyTorch": plain_pytorch,
+            "transformers": transformers_gpt2,
+            "nanoGPT": functools.partial(nanogpt, checkout=checkout or ""),
+        }
+        contestant = builders[name](case, folder, target)
+        # Not detect_hardware, which changes the process's settings, as for ours.
+        hardware = Hardware(target, "", "fp32", "", False, "", peak_flops=None, memory_bytes=None)
     contestant.step()
     hardware.synchronize()
     startup = time.perf_counter() - started
     step_seconds, steps = time_steps(contestant.step, hardware.synchronize, seconds)
     peak = hardware.peak_memory()
-    return {
+    return about | {
         "parameters": contestant.parameters,
         "tokens_per_second": case.batch_size * case.max_seq_len / step_seconds,
         "ms_per_step": 1000 * step_seconds,

@@ -5,7 +5,6 @@ Imports no torch, so that --help of the scripts does not.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
 import hashlib
 import json
@@ -64,19 +63,6 @@ def add_result_flags(parser: Parser) -> None:
     add_debug(parser)
 
 
-def add_measuring_flags(parser: Parser, rounds: int, seconds: float) -> None:
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"measurements of each [{rounds}]")
-    about = f"timed in each measurement; at least one step [{seconds:g}]"
-    parser.add_argument("--seconds", type=float, default=seconds, help=about)
-    parser.add_argument("--worker", help="(used by the script itself)")
-    add_result_flags(parser)
-
-
-def worker_command(script: str, **arguments: Any) -> list[str]:
-    """The script with the flag --worker: it measures once, in its own process, and prints one line of JSON."""
-    return [sys.executable, script, "--worker", json.dumps(arguments)]
-
-
 def measure_in_turn(
     commands: Mapping[str, Sequence[str]],
     rounds: int,
@@ -115,11 +101,6 @@ def require_known(flag: str, given: Iterable[str], known: Iterable[str]) -> None
             raise ConfigError(f"{flag} {name!r} is not known.{suggest(name, known)} There are: {', '.join(known)}.")
 
 
-def require_measurable(rounds: int, seconds: float) -> None:
-    if rounds < 1 or seconds <= 0:
-        raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
-
-
 def describe_machine(device: str = "auto") -> dict[str, Any]:
     """What a result depends on besides the code. `device`: auto, cpu or cuda."""
     import torch  # here, because --help must not import torch
@@ -152,9 +133,9 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def write_results(stem: Path, title: str, results: Mapping[str, Any], body: str, command: str = "") -> None:
-    """Write `stem`.json and `stem`.md: the numbers, and a page to read, with the command [the one that runs]."""
-    command = command or this_command()
+def write_results(stem: Path, title: str, results: Mapping[str, Any], body: str) -> None:
+    """Write `stem`.json and `stem`.md: the numbers, and a page to read, with the command."""
+    command = this_command()
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps({"command": command, **results}, indent=1) + "\n")
     machine = results["machine"]
@@ -201,51 +182,3 @@ def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
     )
     metadata.write(metadata.path)
     return folder
-
-
-OURS = "ours"
-BATCH_HELD = 16  # tokens of context when batches are timed: few, because the texts of a batch share only the weights
-CONTESTANTS = {
-    "ours": "the trainer's own step with its automatic choices",
-    "plain PyTorch": "our model in a plain loop: fp32, eager, AdamW without fusing, rows stacked one by one",
-    "transformers": "GPT2LMHeadModel with `labels=` and the Trainer's defaults: fp32, eager, fused AdamW. It shifts "
-    "the labels itself, so it learns from one token less in each row. Untied head, exact GELU, no dropout, like ours",
-    "nanoGPT": "its GPT and its configure_optimizers, as its train.py uses them: on a CPU fp32, eager, AdamW without "
-    "fusing; on CUDA compiled, bf16 (fp16 where it is missing), TF32, fused AdamW. Its head is always tied, so it "
-    "updates fewer parameters",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A shape of model and batch. Ours chooses its settings for a run of `max_steps`."""
-
-    num_layers: int
-    embed_dim: int
-    num_heads: int
-    max_seq_len: int
-    vocab_size: int
-    batch_size: int
-    max_steps: int
-
-    def flags(self, folder: str) -> list[str]:
-        """The trainer's flags for this case on a token folder."""
-        values = {"data_dir": folder, **dataclasses.asdict(self)}
-        del values["vocab_size"]  # the trainer takes it from the tokens
-        return flag_words(values)
-
-    def __str__(self) -> str:
-        return f"{self.num_layers} x {self.embed_dim}, context {self.max_seq_len}, batch {self.batch_size}"
-
-
-def cases(is_cuda: bool) -> dict[str, Case]:
-    return {
-        "shakespeare_char": Case(4, 128, 4, 64, 65, 12, max_steps=2_000),
-        "4x256": Case(4, 256, 4, 256, 65, 32, max_steps=5_000),
-        "gpt2_small": Case(12, 768, 12, 512, 32_000, 64 if is_cuda else 4, max_steps=20_000),
-        "toy": Case(1, 32, 2, 16, 65, 4, max_steps=100),
-    }
-
-
-def generation_case(held: int, batch: int, sampled: bool) -> str:
-    return f"{held} held, batch {batch}, {'sampled' if sampled else 'greedy'}"

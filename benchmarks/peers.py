@@ -10,71 +10,42 @@ machine, and from there into the README's table.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-import functools
-import importlib.util
 import json
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import STARTED, generation
+from benchmarks import STARTED
+from benchmarks.contestants import CONTESTANTS, Case, cases, measure
 from benchmarks.measure import (
-    CONTESTANTS,
     RESULTS,
     ROOT,
-    Case,
     Measured,
     Spread,
-    add_measuring_flags,
-    cases,
+    add_result_flags,
     describe_machine,
     machine_kind,
     markdown_table,
     measure_in_turn,
     require_known,
-    require_measurable,
-    worker_command,
     write_random_tokens,
     write_results,
 )
 from common.errors import ConfigError, script
 from common.flags import Parser
 from common.formatting import si
+from common.machine import pick_device
 
 TOKENS = 2_000_000
 README_SECTION = re.compile(r"(<!-- performance: [^\n]*-->\n).*?(<!-- /performance -->)", re.DOTALL)
-
-
-def compare(
-    case: Case,
-    names: Sequence[str],
-    device: str,
-    checkout: str | None,
-    rounds: int,
-    seconds: float,
-    so_far: Callable[[Measured], None],
-) -> Measured:
-    """Measurements of each contestant, in turn; `so_far` gets them all after each one."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = write_random_tokens(Path(temporary) / "tokens", TOKENS, case.vocab_size)
-        spec: dict[str, Any] = {"case": dataclasses.asdict(case), "folder": str(folder), "device": device}
-        spec |= {"checkout": checkout, "seconds": seconds}
-        commands = {name: worker_command(__file__, name=name, **spec) for name in names}
-        results = measure_in_turn(commands, rounds, so_far=so_far)
-    if "ours" not in results:
-        raise RuntimeError("ours failed: there is nothing to compare with")
-    tied = case.vocab_size * case.embed_dim
-    for name, rows in results.items():
-        expected = results["ours"][0]["parameters"] - (tied if name == "nanoGPT" else 0)
-        assert rows[0]["parameters"] == expected, f"{name} has {rows[0]['parameters']:,} parameters, not {expected:,}"
-    return results
 
 
 def speedup(measured: Measured, name: str) -> Spread:
@@ -84,19 +55,15 @@ def speedup(measured: Measured, name: str) -> Spread:
 
 
 def case_table(measured: Measured) -> str:
-    def spread(rows: Sequence[Mapping[str, Any]], key: str, digits: str) -> str:
-        values = [row[key] for row in rows]
-        return "unknown" if None in values else Spread.of(values).text(digits)
-
     table = [
         [
             name,
             f"{rows[0]['parameters']:,}",
-            spread(rows, "tokens_per_second", ",.0f"),
-            spread(rows, "ms_per_step", ",.1f"),
+            Spread.of_key(rows, "tokens_per_second").text(",.0f"),
+            Spread.of_key(rows, "ms_per_step").text(",.1f"),
             "" if name == "ours" else speedup(measured, name).text(".2f"),
-            spread(rows, "peak_memory_gb", ".2f"),
-            spread(rows, "startup_seconds", ".1f"),
+            f"{max(row['peak_memory_gb'] or 0 for row in rows):.2f}",
+            Spread.of_key(rows, "startup_seconds").text(".1f"),
         ]
         for name, rows in measured.items()
     ]
@@ -106,24 +73,20 @@ def case_table(measured: Measured) -> str:
 
 def document(results: Mapping[str, Any]) -> str:
     """The results as Markdown, without title and command."""
-    memory = "allocated on the GPU" if results["machine"]["cuda"] else "resident in the process"
     parts = [
-        "Median of the rounds (lowest to highest). Speeds are compared round by round. Memory is what is "
-        f"{memory}. The time to the first step starts with the process and includes imports and compilation; the speed "
-        "does not include the first steps.\n"
+        "Median of the rounds (lowest to highest). Speeds are compared round by round. Memory is what is allocated on "
+        "a GPU, else resident in the process. The time to the first step starts with the process and includes imports "
+        "and compilation; the speed does not include the first steps.\n"
     ]
     for name, result in results["cases"].items():
-        ours = result["measured"]["ours"][0]
-        compiled = "compiled" if ours["compiled"] else "not compiled"
+        ours, case = result["measured"]["ours"][0], Case(**result["case"])
         parts.append(
-            f"## {name}: {Case(**result['case'])}, vocabulary {result['case']['vocab_size']:,}\n\n"
-            f"{case_table(result['measured'])}\n\n"
-            f"Ours chose {ours['precision']}, {compiled}, for a run of {result['case']['max_steps']:,} steps.\n"
+            f"## {name}: {case}, vocabulary {case.vocab_size:,}\n\n{case_table(result['measured'])}\n\n"
+            f"Ours chose {ours['precision']}{', compiled' if ours['compiled'] else ''}, for a run of "
+            f"{case.max_steps:,} steps.\n"
         )
     present = {name for result in results["cases"].values() for name in result["measured"]}
-    parts += [f"- {name}: {about}." for name, about in CONTESTANTS.items() if name in present]
-    parts += [f"- {name} was left out: {reason}." for name, reason in results["left_out"].items()]
-    return "\n".join(parts)
+    return "\n".join([*parts, *(f"- {name}: {about}." for name, about in CONTESTANTS.items() if name in present)])
 
 
 def performance_table(folder: Path = RESULTS) -> str:
@@ -150,11 +113,6 @@ def with_table(readme: str, table: str) -> str:
     return text
 
 
-def update_readme() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(with_table(readme.read_text(encoding="utf-8"), performance_table()), encoding="utf-8")
-
-
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/peers.py", description=__doc__.split("\n")[0])
@@ -162,61 +120,46 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", nargs="+", metavar="CASE", default=names[:-1], help=f"of {', '.join(names)} [all]")
     parser.add_argument("--nanogpt", metavar="PATH", help="a checkout of nanoGPT, to measure it too")
     parser.add_argument("--only", nargs="+", metavar="NAME", help='ours and these, as in "plain PyTorch" [all]')
-    parser.add_argument("--generation", action="store_true", help="then run benchmarks/generation.py too")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each [3]")
+    parser.add_argument("--seconds", type=float, default=4.0, help="timed in each; at least one step [4]")
     parser.add_argument("--update_readme", action="store_true", help="only write the README's table from the results")
-    add_measuring_flags(parser, rounds=3, seconds=4.0)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)  # measure this, in this process
+    add_result_flags(parser)
     flags = parser.parse_args(argv)
-    if flags.update_readme:
-        update_readme()
-        return 0
-    require_known("--cases", flags.cases, names)
-    only = ["ours", *(flags.only or CONTESTANTS)]
-    require_known("--only", only, CONTESTANTS)
-    require_measurable(flags.rounds, flags.seconds)
-    if flags.generation and flags.device != "auto":
-        raise ConfigError("--generation measures on the device that generate.py chooses; leave --device out.")
-    if flags.nanogpt and not (Path(flags.nanogpt) / "model.py").is_file():
-        raise ConfigError(f"--nanogpt {flags.nanogpt} holds no model.py; a checkout of nanoGPT is expected.")
-
-    from benchmarks.contestants import measure  # here, because --help must not import torch
-    from common.machine import pick_device
-
     if flags.worker:
         spec = json.loads(flags.worker)
         print(json.dumps(measure(**spec | {"case": Case(**spec["case"]), "started": STARTED})))
         return 0
+    if flags.update_readme:
+        readme = ROOT / "README.md"
+        readme.write_text(with_table(readme.read_text(encoding="utf-8"), performance_table()), encoding="utf-8")
+        return 0
+    require_known("--cases", flags.cases, names)
+    only = ["ours", *(flags.only or [name for name in CONTESTANTS if name != "nanoGPT" or flags.nanogpt])]
+    require_known("--only", only, CONTESTANTS)
+    if flags.rounds < 1 or flags.seconds <= 0:
+        raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
+    if flags.nanogpt and not (Path(flags.nanogpt) / "model.py").is_file():
+        raise ConfigError(f"--nanogpt {flags.nanogpt} holds no model.py; a checkout of nanoGPT is expected.")
     device = pick_device(flags.device).type
-    left_out = {name: "--only does not name it" for name in CONTESTANTS if name not in only}
-    if "transformers" in only and importlib.util.find_spec("transformers") is None:
-        left_out["transformers"] = "it is not installed"
-    if "nanoGPT" in only and not flags.nanogpt:
-        left_out["nanoGPT"] = "--nanogpt names no checkout"
-    for name, reason in left_out.items():
-        print(f"{name} is left out: {reason}.")
-    contestants = [name for name in CONTESTANTS if name not in left_out]
     machine = describe_machine(device)
-    results = {"machine": machine, "rounds": flags.rounds, "seconds": flags.seconds, "left_out": left_out, "cases": {}}
+    results: dict[str, Any] = {"machine": machine, "rounds": flags.rounds, "seconds": flags.seconds, "cases": {}}
     stem = Path(flags.output_dir) / f"training-{machine_kind(machine)}"
-
-    def write(name: str, measured: Measured) -> None:
-        """Called after each measurement, so that a kill does not lose them."""
-        if "ours" in measured:
-            case = dataclasses.asdict(cases(device == "cuda")[name])
-            results["cases"][name] = {"case": case, "measured": measured}
-            write_results(stem, "Training beside its peers", results, document(results))
-
     for name in flags.cases:
-        case = cases(device == "cuda")[name]
-        print(f"\n{name}: {case}", flush=True)
-        so_far = functools.partial(write, name)
-        measured = compare(case, contestants, device, flags.nanogpt, flags.rounds, flags.seconds, so_far)
-        left_out |= {peer: f"it failed ({name})" for peer in contestants if peer not in measured}
+        case = dataclasses.asdict(cases(device == "cuda")[name])
+        print(f"\n{name}: {Case(**case)}", flush=True)
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = write_random_tokens(Path(temporary) / "tokens", TOKENS, case["vocab_size"])
+            spec = {"case": case, "folder": str(folder), "device": device, "checkout": flags.nanogpt}
+            workers = {each: json.dumps({"name": each, "seconds": flags.seconds, **spec}) for each in only}
+            commands = {each: [sys.executable, __file__, "--worker", worker] for each, worker in workers.items()}
+            measured = measure_in_turn(commands, flags.rounds)
+        if "ours" not in measured:
+            raise RuntimeError("ours failed: there is nothing to compare with")
         print(case_table(measured), flush=True)
-        write(name, measured)
+        results["cases"][name] = {"case": case, "measured": measured}
+        write_results(stem, "Training beside its peers", results, document(results))
     print(f"\nWritten to {stem}.json and .md")
-    if flags.generation:
-        more = ["--nanogpt", flags.nanogpt] if flags.nanogpt else []
-        return generation.main(["--write", machine_kind(machine), *more])
     return 0
 
 

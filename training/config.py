@@ -56,6 +56,7 @@ class TrainConfig:
     norm: str = option("layernorm", "model", "normalisation", choices=("layernorm", "rmsnorm"))
     position: str = option("learned", "model", "position information", choices=("learned", "rope"))
     qk_norm: bool = option(False, "model", "normalise queries and keys")
+    logit_softcap: float = option(0.0, "model", "soft limit of the logits, 0 is off", low=0.0)
     embed_norm: bool = option(False, "model", "normalise the embeddings before the first block")
     zero_init: bool = option(False, "model", "start projections into the residual stream, and the head, at zero")
 

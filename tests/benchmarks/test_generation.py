@@ -1,4 +1,4 @@
-"""The generation benchmark at toy size: its contestants in this process, and the whole command with ours alone."""
+"""The generation benchmark at toy size: its contestants in this process, and the whole command."""
 
 from __future__ import annotations
 
@@ -6,21 +6,12 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import generation
 from tests.forked import fork_what_is_measured
 
-SHAPE = {"vocab_size": 80, "embed_dim": 64, "num_heads": 2, "num_layers": 2, "max_seq_len": 32}
-TOY = [f"--{name}={value}" for name, value in {**SHAPE, "new_tokens": 3, "rounds": 1}.items()]
-TOY += ["--held", "4", "20", "--batches", "1", "3"]
-GREEDY = {"4 held, batch 1, greedy", "20 held, batch 1, greedy"}
-SAMPLED = {"16 held, batch 1, sampled", "16 held, batch 3, sampled"}
-
-
-@pytest.fixture(autouse=True)
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+TOY = ["--toy", "--device", "cpu", "--new_tokens", "3", "--rounds", "1", "--held", "4", "20", "--batches", "1", "3"]
+GREEDY, SAMPLED = {"4 held", "20 held"}, {"batch 1", "batch 3"}
 
 
 @pytest.mark.parametrize("name", ["ours, fp32", "ours, bf16", "Hugging Face, fp32"])
@@ -55,17 +46,14 @@ def test_nanogpt_is_taken_from_a_checkout(tmp_path: Path, capsys: pytest.Capture
 def test_the_command_writes_what_it_prints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(generation, "RESULTS", tmp_path)
     fork_what_is_measured(monkeypatch)
-    assert generation.main([*TOY, "--only", "ours, fp32", "nobody, fp32", "--write", "toy"]) == 0
-    printed = capsys.readouterr().out
-    assert "nobody, fp32 failed" in printed
-    table = printed[printed.index("Milliseconds") :].strip()
-    assert table in (tmp_path / "generation-toy.md").read_text()
-    results = json.loads((tmp_path / "generation-toy.json").read_text())
-    assert set(results["ms_per_step"]) == {"ours, fp32"}
-    assert set(results["ms_per_step"]["ours, fp32"]) == GREEDY | SAMPLED
-    assert results["model"]["embed_dim"] == 64 and results["machine"]["torch"] == torch.__version__
+    monkeypatch.setattr(generation, "cpu_bf16_flag", lambda: None)
+    assert generation.main([*TOY, "--output_dir", str(tmp_path)]) == 0
+    table = capsys.readouterr().out.partition("\n\nFiles")[0]
+    (written,) = tmp_path.glob("generation-*.md")
+    assert table in written.read_text() and "| ours, fp32 | " in table
+    results = json.loads(written.with_suffix(".json").read_text())
+    assert set(results["ms_per_step"]["ours, fp32"][0]) == GREEDY | SAMPLED
 
 
 def test_lengths_that_do_not_fit_are_refused(capsys: pytest.CaptureFixture) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import peers
-from benchmarks.measure import Case, cases
-from benchmarks.peers import compare, main, performance_table, with_table
+from benchmarks.contestants import cases
+from benchmarks.peers import main, performance_table, with_table
 from tests.forked import fork_what_is_measured
 from tests.helpers import ROOT
 
@@ -78,7 +77,6 @@ def test_everyone_present_is_measured_and_written_down(
     has_transformers = importlib.util.find_spec("transformers") is not None
     measured = results["cases"]["toy"]["measured"]
     assert list(measured) == ["ours", "plain PyTorch", *["transformers"] * has_transformers, "nanoGPT"]
-    assert ("transformers was left out: it is not installed" in path.with_suffix(".md").read_text()) != has_transformers
     counts = {name: rows[0]["parameters"] for name, rows in measured.items()}
     assert counts.pop("nanoGPT") == counts["ours"] - 65 * 32
     assert len(set(counts.values())) == 1
@@ -89,43 +87,6 @@ def test_everyone_present_is_measured_and_written_down(
     for name in measured:
         assert f"| {name} | " in document and f"| {name} | " in out
     assert results["command"] in document and "for a run of 100 steps" in document
-
-
-def test_what_is_not_there_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(peers, "compare", lambda case, names, *rest: {name: [ours()] for name in names})
-
-    def ours() -> dict[str, Any]:
-        return run_of(1000, precision="fp32", compiled=False)
-
-    flags = ["--cases", "toy", "--device", "cpu", "--output_dir", str(tmp_path)]
-    assert main([*flags, "--only", "transformers"]) == 0
-    document = next(tmp_path.glob("*.md")).read_text()
-    assert "- plain PyTorch was left out: --only does not name it." in document and "| plain PyTorch" not in document
-    assert main(flags) == 0
-    out, document = capsys.readouterr().out, next(tmp_path.glob("*.md")).read_text()
-    assert "transformers is left out: it is not installed" in out and "nanoGPT is left out: --nanogpt" in out
-    assert "- transformers was left out: it is not installed." in document and "GPT2LMHeadModel" not in document
-
-
-def test_what_is_cut_off_leaves_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def in_turn(commands: dict, rounds: int, so_far: Any) -> None:
-        ours = [run_of(10, precision="fp32", compiled=False)] * 2
-        so_far({"ours": ours, "plain PyTorch": ours[:1]})
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(peers, "measure_in_turn", in_turn)
-    assert main(["--cases", "toy", "--device", "cpu", "--output_dir", str(tmp_path)]) == 130
-    (path,) = tmp_path.glob("training-*.json")
-    assert set(json.loads(path.read_text())["cases"]["toy"]["measured"]) == {"ours", "plain PyTorch"}
-    assert "| plain PyTorch | " in path.with_suffix(".md").read_text()
-
-
-def test_another_number_of_parameters_is_no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = {"ours": [run_of(10)], "transformers": [run_of(10, parameters=900)]}
-    monkeypatch.setattr(peers, "measure_in_turn", lambda commands, rounds, so_far: measured)
-    with pytest.raises(AssertionError, match="transformers has 900 parameters, not 1,000"):
-        compare(cases(False)["toy"], list(measured), "cpu", None, 1, 0.1, lambda measured: None)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +139,3 @@ def test_the_table_is_replaced_and_nothing_else() -> None:
     assert with_table(once, "| new \\1 |") == once
     with pytest.raises(ValueError, match="once"):
         with_table("no markers", "table")
-
-
-def test_a_case_says_what_it_is() -> None:
-    assert str(Case(4, 128, 4, 64, 65, 12, 2000)) == "4 x 128, context 64, batch 12"

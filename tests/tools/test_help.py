@@ -9,7 +9,7 @@ from tests.helpers import ROOT
 
 # What a user types, and what developers do.
 TOOLS = ("export_hf", "export_page", "import_hf", "merge_lora", "serve", "watch", "web_demo")
-BENCHMARKS = ("generation", "gpu", "learning", "peers", "tokenizing", "torture")
+BENCHMARKS = ("gpu", "learning", "torture")  # they start processes that measure
 CODE = """
 import importlib, sys
 for name in sys.argv[1:]:
