@@ -182,6 +182,12 @@ class Head(Linear):
         return F.linear(x, F.pad(self.weight, (0, 0, 0, padding)))[..., : self.out_features]
 
 
+def lacks_flash(device: torch.device) -> bool:
+    """Whether this is a GPU without a flash kernel for attention: one before Ampere."""
+    is_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return is_gpu and torch.cuda.get_device_properties(device).major < 8
+
+
 class MultiHeadAttention(nn.Module):
     """Causal self-attention (Vaswani et al. 2017, eq. 1) with one fused projection for queries, keys and values. With
     fewer heads of keys and values, each serves a group of queries (Ainslie et al. 2023, "GQA")."""
@@ -216,6 +222,11 @@ class MultiHeadAttention(nn.Module):
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if cache is not None:
             k, v = cache.write(layer, positions, k, v)
+        groups = config.num_heads // config.num_kv_heads
+        if groups > 1 and T == 1:  # the heads of a group are the rows of one query: (B, H, 1, D) -> (B, K, H / K, D)
+            q = q.reshape(B, config.num_kv_heads, groups, config.head_dim)
+        elif groups > 1 and (mask is not None or lacks_flash(x.device)):
+            k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # (B, H, T, D)
         # is_causal instead of a mask, because PyTorch then may choose the flash kernel. A single new token sees all of
         # the cache, so it needs neither. After tokens in the cache is_causal would be wrong: it counts from its start.
         y = F.scaled_dot_product_attention(
@@ -225,8 +236,9 @@ class MultiHeadAttention(nn.Module):
             attn_mask=mask,
             dropout_p=config.dropout if self.training else 0.0,
             is_causal=mask is None and T > 1,
-            enable_gqa=config.num_kv_heads < config.num_heads,
+            enable_gqa=q.size(1) != k.size(1),  # only the flash kernel knows it; others fall back to the slow one
         )
+        y = y.reshape(B, config.num_heads, T, config.head_dim)
         return self.out_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 

@@ -123,8 +123,13 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
         except BrokenPipeError:
             drop(sys.stdout)  # the reader of our output (`| head`) is gone, and has what it wanted
             return 0
-        except Exception as error:
+        except BaseException as error:
+            is_panic = type(error).__name__ == "PanicException"  # of a library in Rust; no Exception
+            if not isinstance(error, Exception) and not is_panic:
+                raise
             code, message = getattr(error, "exit_code", None), str(error)
+            if is_panic:
+                code, message = DataError.exit_code, f"A file cannot be used, a tokenizer's probably: {message}."
             if code is None and is_out_of_memory(error):
                 code = MemoryExhausted.exit_code
                 message = (

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.machine import exact_device, runs_ahead
 from generation.likelihood import Likelihood, Likelihoods, likelihoods, prompt_likelihoods
@@ -19,6 +20,8 @@ from model import KVCache, TransformerLanguageModel
 from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError, UnknownCharacterError
 
+# Not cuDNN's, which plans each new length anew: seconds for a text on an H100.
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 ROWS_AT_ONCE = 32  # bounds the memory of the cache: about 40 MB a row at GPT-2 small's size
 
 
@@ -77,6 +80,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
 
 
 @torch.inference_mode()
+@sdpa_kernel(ATTENTION)
 def generate_rows(
     model: TransformerLanguageModel,
     tokenizer: Tokenizer,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import model_config
 from model import ACTIVATIONS, IGNORE_INDEX, KVCache, Linear, TransformerLanguageModel, rms_norm
@@ -226,6 +228,37 @@ def test_cached_logits_of_rows_of_different_lengths(options: dict) -> None:
         alone = model(tokens[row : row + 1, : length + 5])[0]
         together = torch.cat([first[row, :length], *(step[row] for step in steps)])
         torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+
+
+class AttentionCalls(TorchFunctionMode):
+    """Records the queries' shape and `enable_gqa` of each attention with a mask or of a single query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slow: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and (kwargs["attn_mask"] is not None or args[0].size(2) == 1):
+            self.slow.append(kwargs["enable_gqa"])
+        return func(*args, **kwargs)
+
+
+def test_grouped_keys_need_no_slow_kernel_where_there_is_a_mask() -> None:
+    """Only the flash kernel, which takes no mask, knows `enable_gqa`: others fall back to the math kernel."""
+    config = tiny_config(num_heads=4, num_kv_heads=2, position="rope")
+    model, tokens = random_model(config), random_tokens(config, 2, 12)
+    cache = KVCache(config, 2, tokens.device, torch.float64)
+    with AttentionCalls() as calls:
+        model(tokens[:, :4], cache=cache)
+        cache.truncate([2, 4])
+        steps = torch.stack([tokens[0, 2:3], tokens[1, 4:5]])
+        logits = model(steps, cache=cache)[:, -1]
+        model(tokens, starts=torch.zeros_like(tokens))
+    assert len(calls.slow) == 2 * config.num_layers and not any(calls.slow)
+    for row, length in enumerate((3, 5)):
+        torch.testing.assert_close(logits[row], model(tokens[row : row + 1, :length])[0, -1], rtol=0, atol=1e-6)
+    torch.testing.assert_close(model(tokens, starts=torch.zeros_like(tokens)), model(tokens), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("bias", [True, False])

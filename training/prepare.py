@@ -11,6 +11,7 @@ import torch
 from examples import conversations
 from model import TransformerLanguageModel
 from tokenization.command import tokenize_with
+from tokenization.metadata import metadata_files
 from tokenization.settings import DEFAULT_FOLDER, Settings
 from tokenization.token_folder import folder_of_text
 from training.config import TrainConfig
@@ -47,7 +48,7 @@ def prepare(config: TrainConfig) -> Parts:
         )
         model.activation_checkpointing = config.activation_checkpointing
         adapt(model, config)
-        config = on_rank_0(lambda: fit_micro_batch(config, model, hardware))
+        config = on_rank_0(lambda: fit_micro_batch(config, model, hardware, data.gpu_bytes))
         optimizer = build_optimizer(model, config)
     return Parts(config, hardware, data, prompts, model, optimizer, hardware.grad_scaler(), model)
 
@@ -75,9 +76,11 @@ def tokenize_input(config: TrainConfig) -> TrainConfig:
     if not config.input:
         return config
     folder = config.data_dir or folder_of_text(config.input, config.tokenizer, config.vocab_size)
+    names = [path.name.removesuffix("_metadata.json") for path in metadata_files(Path(folder))]
     settings = Settings(
         input=(config.input,),
         output_dir=folder,
+        output_name=names[0] if len(names) == 1 and names[0] not in ("tokens", "tokens_bpe") else None,
         tokenizer=config.tokenizer,
         vocab_size=config.vocab_size,
         tokenizer_file=own_tokenizer(config),

@@ -6,9 +6,11 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
+from common.errors import script
 from tests.helpers import ROOT
 
 
@@ -17,3 +19,16 @@ def test_what_cannot_be_said_leaves_the_exit_code() -> None:
     """Where the disk behind `> log 2>&1` is full."""
     words = [sys.executable, str(ROOT / "tokenize_local_bpe.py"), "--vocab_sise", "300"]
     assert subprocess.run(["sh", "-c", f"{shlex.join(words)} > /dev/full 2>&1"], check=False).returncode == 2
+
+
+class PanicException(BaseException):
+    """As a library in Rust raises it."""
+
+
+def test_a_panic_of_a_library_is_an_error_of_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    @script
+    def main(argv: Sequence[str] | None) -> int:
+        raise PanicException("index out of bounds")
+
+    assert main([]) == 3
+    assert capsys.readouterr().err == "error: A file cannot be used, a tokenizer's probably: index out of bounds.\n"

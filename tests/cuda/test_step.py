@@ -4,6 +4,8 @@ numbers that are not finite."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from benchmarks import workload
 from benchmarks.workload import Training
 from model import ACTIVATIONS, TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, opened
+from tokenize_local_bpe import tokenize
 from training.numbers.evaluate import validation_loss
 from training.numbers.step import StepResult, train_step
 
@@ -243,3 +246,30 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were(
     assert not same(before, state_of(training))
     assert torch.stack(skipped).tolist() == [0.0, 1.0, 0.0]
     assert all(torch.isfinite(tensor).all() for tensor in state_of(training))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "auto"])
+def test_packed_conversations_have_the_gradients_of_the_cpu(tmp_path: Path, precision: str) -> None:
+    """Several conversations in a row, each with a mask of its own, and grouped keys and values."""
+    rows = [{"messages": [{"role": "user", "content": f"Is {i} odd?"}, {"role": "assistant", "content": f"{i % 2}."}]}
+            for i in range(200)]  # fmt: skip
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "tokens", format="chat", vocab_size=300, quiet=True)
+    flags = ["--compile", "off", "--precision", precision, "--dropout", "0", "--max_seq_len", "64"]
+    training = opened(tmp_path / "tokens", *flags, "--position", "rope", "--num_heads", "4")
+    shape = dataclasses.replace(training.model.config, num_kv_heads=2)
+    reference = TransformerLanguageModel(shape)
+    model = TransformerLanguageModel(shape).to(DEVICE)
+    model.load_state_dict(reference.state_dict())
+    batch = training.data.batch(0, 4)
+    assert len(batch) == 3, "no column says where a conversation starts"
+    expected = reference(*(part.cpu() for part in batch))
+    expected.backward()
+    with training.hardware.autocast():
+        loss = model(*batch)
+    loss.backward()
+    exact = training.hardware.precision == "fp32"
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5 if exact else 2e-3)
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        error = (ours.grad.cpu() - theirs.grad).norm() / theirs.grad.norm()
+        assert error < (1e-4 if exact else 0.03), name

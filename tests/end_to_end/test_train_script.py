@@ -563,3 +563,17 @@ def test_the_same_tokens_in_a_named_folder_are_continued_with(
         monkeypatch.chdir(folder)
         result = train(tmp_path / "run", max_steps=steps, data_dir=tokens, input=text, **flags)
         assert result.code == 0 and f"to {steps}" in result.out, result.err
+
+
+def test_tokens_of_another_name_are_those_of_the_same_text(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second token file beside them would stop every later run in the folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text(generated_text(20_000))
+    tokenize(["my.txt"], "tokens", output_name="mine", vocab_size=280, quiet=True)
+    before = snapshot(Path("tokens"))
+    flags = {"data_dir": "tokens", "input": "my.txt", "vocab_size": 280, "eval_interval": 0}
+    for steps in (2, 4):
+        result = train(tmp_path / "run", max_steps=steps, **flags)
+        assert result.code == 0 and snapshot(Path("tokens")) == before, result.err

@@ -333,6 +333,21 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert not (tmp_path / "ran").exists() and "cannot be read" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_pipe_for_weights_is_not_waited_for(
+    sharded: bool, tmp_path: Path, pipe: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "gpt2"}')
+    name = "model-00001-of-00001.safetensors" if sharded else "model.safetensors"
+    pipe.rename(folder / name)
+    if sharded:
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    assert main([str(folder), str(tmp_path / "ours")]) == 4
+    assert f"{name} is not a regular file" in capsys.readouterr().err
+
+
 def test_a_full_disk_and_a_name_that_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

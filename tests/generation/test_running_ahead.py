@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from generation import decoding, sampling
 from generation.decoding import generate
@@ -20,6 +21,14 @@ def as_on_a_gpu() -> Iterator[None]:
         for module in (decoding, sampling):
             patch.setattr(module, "runs_ahead", lambda device: True)
         yield
+
+
+def test_generation_leaves_cudnns_attention_out_and_back_in(model, characters):
+    """cuDNN plans each new length anew."""
+    seen = []
+    model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    generate(model, characters, ["abc"], changed(GREEDY, max_new_tokens=3))
+    assert not any(seen) and len(seen) == 2 and torch.backends.cuda.cudnn_sdp_enabled()
 
 
 @either_way

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -33,6 +34,8 @@ def compile_model(
         return whole
     batch = example()  # outside the try: bad data is not a compile error
     started = time.perf_counter()
+    # Its products in fp32 are fp32 on purpose.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* not enabled", UserWarning)
     try:
         torch.compiler.reset()  # an earlier run in this process (a notebook) counts towards PyTorch's limit
         # Splits the graph so that all-reduce overlaps the backward pass; impossible with activation checkpointing.

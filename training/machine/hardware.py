@@ -10,6 +10,7 @@ import os
 import platform
 import sys
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -167,7 +168,8 @@ def detect_hardware(config: TrainConfig) -> Hardware:
         torch.backends.cuda.enable_cudnn_sdp(tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10))
         # No TF32, whatever the process allowed before: fp32 runs, scores and answers are fp32, and in bf16 and fp16
         # a step has no product in fp32.
-        torch.set_float32_matmul_precision("highest")
+        with warnings.catch_warnings(action="ignore"):  # torch 2.9 and 2.10 name a newer function
+            torch.set_float32_matmul_precision("highest")
         if spills():
             limit_memory(device)
         memory: int | None = torch.cuda.get_device_properties(device).total_memory

@@ -122,6 +122,11 @@ class TokenData:
     def vocab_size(self) -> int:
         return self.metadata.vocab_size
 
+    @property
+    def gpu_bytes(self) -> int:
+        """Of the tokens on a GPU."""
+        return self.tokens.nbytes if self.tokens.is_cuda else 0
+
     def describe(self) -> str:
         m = self.metadata
         place = {"gpu": "GPU memory", "ram": "RAM", "mmap": "a memory map"}[self.placement]

@@ -152,7 +152,8 @@ def update_muon(
             buffer = local(optimizer.state_of(parameter, group)["momentum_buffer"])
             buffer.lerp_(gradient, (1 - group["momentum"]) * keep)
             update = gradient.lerp(buffer, group["momentum"])  # Nesterov's
-            updates.append(Update(parameter, update.to(newton_schulz_dtype(update.device)), group))
+            is_bf16 = newton_schulz_dtype(update.device) == torch.bfloat16  # fp16 could not hold it before it is scaled
+            updates.append(Update(parameter, update.bfloat16() if is_bf16 else update, group))
     for part, orthogonal, scale, group in (of_rows if optimizer.is_sharded else of_whole)(updates):
         decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
         part.mul_(decay).add_(orthogonal * keep, alpha=-group["lr"] * scale)
@@ -209,6 +210,7 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
     if is_tall:
         x = x.mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # the largest singular value is now at most 1
+    x = x.to(newton_schulz_dtype(x.device))
     for _ in range(NEWTON_SCHULZ_STEPS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -216,8 +218,10 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def newton_schulz_dtype(device: torch.device) -> torch.dtype:
-    """The iteration tolerates bf16's rounding, but not fp16's narrow range."""
-    return torch.bfloat16 if has_fast_bf16(device) else torch.float32
+    """The iteration tolerates bf16's rounding. Normalised matrices stay in fp16's range, too: the error is smaller."""
+    if has_fast_bf16(device):
+        return torch.bfloat16
+    return torch.float16 if device.type == "cuda" else torch.float32
 
 
 class Rule(NamedTuple):

@@ -24,7 +24,8 @@ from training.telling.timer import Timer
 LOOKS = 200  # at the clock, in all the minutes; each waits for the device
 SAMPLES = 15  # of the speed: the last ones count
 BLOCKS = 3  # of these samples
-TOLD_AFTER = 3  # of these samples, the first forecast
+DECIDED_AFTER = 3  # of these samples, the first forecast, and the fall if half of its time is left
+LEAST_FALL = 3  # steps
 MARGIN = 0.01  # of the minutes: the run ends a little early rather than late
 EARLY = 0.03  # of the minutes: what ends earlier is said to
 LATE = 0.1  # of the minutes: what ends later than this is said to, once
@@ -75,6 +76,7 @@ class Deadline:
         self.seconds = 60 * run.parts.config.minutes
         self.next_look = math.inf  # steps
         self.samples: deque[tuple[int, float]] = deque(maxlen=SAMPLES)  # steps, and the seconds that they took
+        self.has_started = False  # the first sample of a session is dropped once there is another
         self.evaluation_seconds: float | None = None  # of the last evaluation
         self.saving_seconds = 0.0  # that saving has held the training, in this session
         self.reached = ""  # why the run stops before its learning rate has fallen, if it does
@@ -105,6 +107,7 @@ class Deadline:
         if not self.seconds or state.finished:
             return
         self.samples.clear()
+        self.has_started = False
         self.mark()
         self.next_look = state.step + 1
         if state.cooldown is None and on_rank_0(lambda: self.left <= 0):
@@ -123,10 +126,13 @@ class Deadline:
         run.parts.hardware.synchronize()
         before, seconds = self.seen_step, self.seen_seconds
         self.mark()
+        if self.samples and not self.has_started:  # the first step allocates memory and starts kernels
+            self.samples.clear()
+            self.has_started = True
         self.samples.append((state.step - before, self.seen_seconds - seconds))
         if state.cooldown is not None:  # nothing to agree on
             self.next_look = self.step_after(self.seconds / LOOKS) if is_rank_0() else math.inf
-            return False, self.delay() if is_rank_0() else []
+            return False, self.delay() if is_rank_0() and len(self.samples) >= DECIDED_AFTER else []
         begins, self.next_look, said = on_rank_0(self.decide)
         return begins, said
 
@@ -136,12 +142,15 @@ class Deadline:
     def decide(self) -> tuple[bool, int, list[str]]:
         """Whether the fall begins now, the next step to look at the clock, and sentences."""
         state, config = self.run.state, self.run.parts.config
-        before_fall = self.left - decay_share(config) * self.seconds
+        fall = decay_share(config) * self.seconds
+        before_fall = self.left - max(fall, self.costs.of(LEAST_FALL, state.step, config) + MARGIN * self.seconds)
         by_text = decay_start(state.max_steps, config)
+        if len(self.samples) < DECIDED_AFTER and self.left > fall / 2 and state.step < by_text:
+            return False, state.step + 1, []
         if before_fall <= 0 or state.step >= by_text:
             return True, state.step + 1, []
         following = min(self.step_after(min(self.seconds / LOOKS, before_fall)), max(state.step + 1, by_text))
-        is_new = len(self.samples) >= TOLD_AFTER and not self.is_told
+        is_new = not self.is_told
         self.is_told |= is_new
         return False, following, [self.forecast()] if is_new else []
 

@@ -28,7 +28,9 @@ DROPOUT_ASIDE = " except for dropout's random draws"  # which are made per micro
 Made = TypeVar("Made")
 
 
-def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> TrainConfig:
+def fit_micro_batch(
+    config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
+) -> TrainConfig:
     """Halve the micro-batch until the estimate fits, unless `micro_batch_size` was given: the result does not depend on
     it. If this run found a size on this device before, take that.
 
@@ -41,15 +43,18 @@ def fit_micro_batch(config: TrainConfig, model: TransformerLanguageModel, hardwa
             f"Memory     micro_batch_size {rows}, which fitted on this device before (--micro_batch_size tries another)"
         )
         return with_rows(config, rows, GAVE_WAY)
-    return halve_until_it_fits(config, model, hardware)
+    return halve_until_it_fits(config, model, hardware, held)
 
 
-def halve_until_it_fits(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> TrainConfig:
-    """Halve the micro-batch until the estimate fits. Raises MemoryExhausted if one sequence does not fit."""
+def halve_until_it_fits(
+    config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
+) -> TrainConfig:
+    """Halve the micro-batch until the estimate fits beside the `held` bytes of the tokens on a GPU. Raises
+    MemoryExhausted if one sequence does not fit."""
     if hardware.memory_bytes is None:
         return config
     rows, fitted = config.rows_at_once, config
-    while (needed := estimate_memory(fitted, model, hardware)) > MEMORY_SHARE * hardware.memory_bytes:
+    while (needed := estimate_memory(fitted, model, hardware)) > MEMORY_SHARE * hardware.memory_bytes - held:
         if rows == 1:
             raise MemoryExhausted(
                 f"Training this model takes about {byte_size(needed)} even with one sequence at a time; "
@@ -83,7 +88,9 @@ def compile_step_model(parts: Parts, example: Callable[[], tuple[torch.Tensor, .
     reason = f"torch.compile failed ({failures[0] if failures else 'in another process'})"
     parts.hardware = dataclasses.replace(parts.hardware, compiles=False, compile_reason=reason)
     if parts.config.sources.get("micro_batch_size", "default") in NOT_GIVEN:
-        parts.config = on_rank_0(lambda: halve_until_it_fits(parts.config, parts.model, parts.hardware))
+        parts.config = on_rank_0(
+            lambda: halve_until_it_fits(parts.config, parts.model, parts.hardware, parts.data.gpu_bytes)
+        )
 
 
 def found_before(config: TrainConfig, hardware: Hardware) -> int | None:

@@ -20,7 +20,8 @@ from common.machine import available_ram
 from training.keeping.mirror import COPIES, Mirror
 from training.keeping.resume import Found
 from training.keeping.run import Run
-from training.keeping.start import find, require_own_folders
+from training.keeping.start import find, planned_steps, require_own_folders
+from training.keeping.state import read_state
 from training.machine.hardware import Hardware
 from training.machine.processes import max_over_ranks, on_rank_0
 from training.machine.sharding import is_sharded, unsharded_copy
@@ -44,15 +45,23 @@ def dry_run(run: Run) -> None:
     Raises what would prevent the run: CheckpointError, ConfigError, and whatever the parts raise.
     """
     parts, config = run.parts, run.parts.config
-    model, data, hardware, max_steps = parts.model, parts.data, parts.hardware, run.state.max_steps
+    model, data, hardware, state = parts.model, parts.data, parts.hardware, run.state
     found = on_rank_0(lambda: look(run))
+    if found is not None:
+        state = on_rank_0(lambda: read_state(found.checkpoint).state)
+    max_steps = planned_steps(parts, state) - state.step
+    if not max_steps:
+        print(f"Resume     the run is finished after {state.step:,} steps; more --epochs continue it")
+        print("Dry run: no run was written.")
+        return
+    rest = "left " if state.step else ""
     estimate = estimate_memory(config, model, hardware) + held_memory(data, hardware)
     there_is = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     several = f" in each of {config.processes} processes" if config.processes > 1 else ""
     at_most = "at most " if config.minutes else ""
     need, free = KEPT_ON_DISK * run.checkpoint_bytes, free_space(config.run_dir)
     print(
-        f"Steps      {at_most}{max_steps:,} of {config.tokens_per_step:,} tokens ({config.sequences_per_step} "
+        f"Steps      {at_most}{max_steps:,} {rest}of {config.tokens_per_step:,} tokens ({config.sequences_per_step} "
         f"sequences, {config.rows_at_once} at once{several}), {max_steps * config.tokens_per_step / 1e6:,.1f}M "
         f"tokens in all\n"
         f"Memory     about {byte_size(estimate)}{there_is} (an estimate){free_memory(hardware)}; beside it "
@@ -77,7 +86,7 @@ def dry_run(run: Run) -> None:
     speed = config.tokens_per_step / seconds
     mfu = f", MFU {speed * model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
     if config.minutes:
-        max_steps = steps_in_time(parts, Costs(seconds, evaluating, saving), max_steps)
+        max_steps = steps_in_time(parts, Costs(seconds, evaluating, saving), max_steps, state.elapsed_seconds)
     evaluations = math.ceil(max_steps / config.eval_interval) if config.eval_interval else 0
     total = seconds * max_steps + evaluating * evaluations
     print(
@@ -98,10 +107,10 @@ def dry_run(run: Run) -> None:
     print("Dry run: no run was written. Leave --dry_run out to train.")
 
 
-def steps_in_time(parts: Parts, costs: Costs, most: int) -> int:
+def steps_in_time(parts: Parts, costs: Costs, most: int, elapsed: float) -> int:
     """The forecast of `minutes`, printed: how many of at most `most` steps fit, compiling aside."""
     config = parts.config
-    seconds = 60 * config.minutes * (1 - MARGIN)
+    seconds = 60 * config.minutes * (1 - MARGIN) - elapsed
     steps = costs.steps_within(seconds, 0, most, config)
     epochs = steps * config.sequences_per_step / epoch_sequences(parts.data.windows, config)
     if not steps:
@@ -123,7 +132,7 @@ def look(run: Run) -> Found | None:
 def try_steps(parts: Parts) -> tuple[float, int]:
     """Compile, check the first loss, and time a step. Returns what `time_step` does."""
     rows = parts.config.rows_at_once
-    compile_step_model(parts, lambda: parts.data.batch(0, rows))
+    compile_step_model(parts, lambda: parts.data.batch(0, rows), evaluates=bool(parts.config.eval_interval))
     check_first_loss(parts)
     return time_step(parts)
 
@@ -173,8 +182,10 @@ def probe(mirror: Mirror) -> None:
 def check_first_loss(parts: Parts) -> None:
     """Warn if the first loss is not that of an untrained model, to which all tokens are about equally likely. With
     adapters the base is trained, so there is nothing to compare."""
+    parts.model.eval()
     with torch.no_grad(), parts.hardware.autocast():
         loss = float(parts.step_model(*parts.data.batch(0, parts.config.rows_at_once)))
+    parts.model.train()
     if lora_of(parts.model) is not None:
         print(f"First loss {loss:.2f}, that of the base")
         return
@@ -207,14 +218,17 @@ def time_save(run: Run, weights: dict[str, torch.Tensor], optimizer: dict[str, t
 
 
 def time_evaluation(parts: Parts) -> float:
-    """Seconds of an evaluation, estimated from one batch."""
+    """Seconds of an evaluation, estimated from one batch, after one that does not count."""
     config = parts.config
     if not config.eval_interval:
         return 0.0
     windows = evaluated_windows(parts.data, config)
     one = dataclasses.replace(part_of_step(config, config.rows_at_once * config.processes), eval_batches=1)
+    one_batch = dataclasses.replace(parts, config=one)
+    validation_loss(one_batch)
+    parts.hardware.synchronize()
     began = time.perf_counter()
-    validation_loss(dataclasses.replace(parts, config=one))
+    validation_loss(one_batch)
     parts.hardware.synchronize()
     return (time.perf_counter() - began) * windows / evaluated_windows(parts.data, one)
 

@@ -27,6 +27,7 @@ from training.numbers.optimizer import (
     apply_hyperparameters,
     build_optimizer,
     gradient_norm,
+    newton_schulz_dtype,
     orthogonalize,
     update,
 )
@@ -349,7 +350,8 @@ def test_muon_updates_each_of_the_matrices_that_are_stored_as_one(monkeypatch: p
 def test_orthogonalizing_keeps_the_singular_vectors_and_levels_the_values(shape: tuple[int, int, int]) -> None:
     """Jordan et al. 2024: the coefficients leave every singular value between about 0.7 and 1.2."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    orthogonal = orthogonalize(matrices)
+    with mock.patch("training.numbers.optimizer.newton_schulz_dtype", return_value=torch.float32):
+        orthogonal = orthogonalize(matrices)
     u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
     values = u.mT @ orthogonal @ vh.mT
     diagonal = values.diagonal(dim1=1, dim2=2)
@@ -414,3 +416,27 @@ def test_a_state_comes_back_exactly(config: TrainConfig) -> None:
 
 def test_choices_of_the_config_are_the_rules() -> None:
     assert set(SCHEMA["optimizer"].metadata["choices"]) == set(RULES)
+
+
+@pytest.mark.parametrize(
+    ("device", "has_bf16", "dtype"),
+    [
+        ("cuda", True, torch.bfloat16),
+        ("cuda", False, torch.float16),
+        ("cpu", False, torch.float32),
+    ],
+)
+def test_muon_iterates_in_half_precision_on_every_gpu(device: str, has_bf16: bool, dtype: torch.dtype) -> None:
+    with mock.patch("training.numbers.optimizer.has_fast_bf16", return_value=has_bf16):
+        assert newton_schulz_dtype(torch.device(device)) == dtype
+
+
+def test_in_fp16_the_iteration_is_nearer_than_in_bf16() -> None:
+    """Random matrices, normalised in fp32 before."""
+    matrix = torch.randn(2, 64, 128, generator=torch.Generator().manual_seed(0))
+    done = {}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        with mock.patch("training.numbers.optimizer.newton_schulz_dtype", return_value=dtype):
+            done[dtype] = orthogonalize(1e-9 * matrix).float()
+    errors = [float((done[half] - done[torch.float32]).abs().max()) for half in (torch.float16, torch.bfloat16)]
+    assert errors[0] < 0.02 and errors[0] < errors[1] / 2, errors

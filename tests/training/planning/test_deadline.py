@@ -132,6 +132,22 @@ def test_a_first_step_that_takes_long_is_no_measure(machine: Machine, train: Cal
     assert is_in_time(machine.now - began)
 
 
+def test_a_first_step_that_takes_long_does_not_decide_a_plan_that_is_made_at_once(
+    machine: Machine, train: Callable, tmp_path: Path
+) -> None:
+    """Nearly all of the time is for the fall, so it begins at the first look."""
+    machine.step = lambda step: 2.0 if step else 20.0
+    began = machine.now
+    assert train(tmp_path / "run", **LONG | {"cooldown": 0.99}).code == 0
+    assert is_in_time(machine.now - began)
+
+
+def test_a_small_cooldown_falls_too(machine: Machine, train: Callable, tmp_path: Path) -> None:
+    began = machine.now
+    assert train(tmp_path / "run", **LONG | {"cooldown": 1e-4}).code == 0
+    assert is_in_time(machine.now - began) and rates(tmp_path / "run")[-1] == pytest.approx(1e-4)
+
+
 def test_a_machine_that_changes_before_the_fall_changes_the_plan(
     machine: Machine, train: Callable, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -223,6 +224,14 @@ def test_the_micro_batch_is_halved_until_it_fits(rows_that_fit: int, capsys: pyt
     assert config.sources["micro_batch_size"] == "default"  # the configuration that was given stays as it was
 
 
+def test_tokens_on_the_gpu_take_their_part_of_the_memory() -> None:
+    config = config_of()
+    model = TransformerLanguageModel(config.model_config(1000))
+    memory = int(estimate_memory(config, model, with_memory(None)) / MEMORY_SHARE) + 10
+    assert fit_micro_batch(config, model, with_memory(memory)).rows_at_once == 32
+    assert fit_micro_batch(config, model, with_memory(memory), held=1000).rows_at_once == 16
+
+
 def test_a_step_that_fits_is_left_as_it_is(capsys: pytest.CaptureFixture) -> None:
     config = config_of()
     model = TransformerLanguageModel(config.model_config(1000))
@@ -298,6 +307,24 @@ def test_a_dry_run_tells_all_and_writes_nothing(
         r"no run was written",
     ):
         assert re.search(line, printed, re.MULTILINE), line
+
+
+def test_a_dry_run_forecasts_what_is_left(train: Callable, tmp_path: Path) -> None:
+    dry = ("--dry_run",)
+    assert train(tmp_path / "run", max_steps=4).code == 0
+    more = train(tmp_path / "run", extra=dry, max_steps=10)
+    assert more.code == 0 and "Steps      6 left of " in more.out and " for 6 steps and" in more.out
+    done = train(tmp_path / "run", extra=dry, max_steps=4)
+    assert done.code == 0 and "the run is finished after 4 steps" in done.out and "Time " not in done.out
+
+
+def test_a_dry_run_times_no_compiling_as_an_evaluation(train: Callable, tmp_path: Path) -> None:
+    """Two graphs, of training and of evaluation, are compiled before anything is timed."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    result = train(tmp_path / "run", extra=("--dry_run",), compile="on", eval_interval=3)
+    assert result.code == 0 and "Compiled in" in result.out
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 def test_a_dry_run_leaves_a_run_that_is_there_alone(
