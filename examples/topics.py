@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from examples import facts
-from examples.countries import CAPITALS, CONTINENTS
+from examples.facts import CAPITALS, CONTINENTS
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def geography() -> list[Topic]:
 
 
 def elements() -> list[Topic]:
-    numbered = [(name, symbol, str(number)) for number, (symbol, name) in enumerate(facts.ELEMENTS, start=1)]
+    numbered = [(name, symbol, str(number)) for number, (symbol, name) in enumerate(facts.TABLES["elements"], start=1)]
     return [
         make_topic(
             "elements",
@@ -233,7 +233,7 @@ def words() -> list[Topic]:
         make_topic(
             "opposites",
             12,
-            [*facts.OPPOSITES, *flipped(facts.OPPOSITES)],
+            [*facts.TABLES["opposites"], *flipped(facts.TABLES["opposites"])],
             """
             What is the opposite of {a}?
             Which word means the opposite of {a}?
@@ -246,7 +246,7 @@ def words() -> list[Topic]:
         make_topic(
             "grammar",
             9,
-            facts.PLURALS,
+            facts.TABLES["plurals"],
             """
             What is the plural of {a}?
             What is the plural form of the word {a}?
@@ -258,7 +258,7 @@ def words() -> list[Topic]:
         make_topic(
             "grammar",
             9,
-            facts.PAST_TENSES,
+            facts.TABLES["past_tenses"],
             """
             What is the past tense of {a}?
             What is the past tense of the verb {a}?
@@ -295,7 +295,7 @@ def calendar() -> list[Topic]:
     def cycle(names: list[str]) -> list[tuple[str, str]]:
         return list(pairwise([*names, names[0]]))
 
-    months = [month for month, _ in facts.MONTHS]
+    months = [month for month, _ in facts.TABLES["months"]]
     after = "Which {0} comes after {{a}}?\nWhat {0} follows {{a}}?\nWhat is the {0} after {{a}}?"
     before = "Which {0} comes before {{a}}?\nWhat {0} precedes {{a}}?\nWhat is the {0} before {{a}}?"
     result = []
@@ -319,7 +319,7 @@ def calendar() -> list[Topic]:
         make_topic(
             "calendar",
             18,
-            facts.MONTHS,
+            facts.TABLES["months"],
             days,
             "{a} has {b} days.",
             {"How many days are in {a}?": "April"},
@@ -338,30 +338,30 @@ def world() -> list[Topic]:
         make_topic(
             "animals",
             12,
-            [(a, facts.with_article(b)) for a, b in facts.YOUNG],
+            [(a, facts.with_article(b)) for a, b in facts.TABLES["young"]],
             young,
             "A young {a} is called {b}.",
             {"What do you call a young {a}?": "cat"},
         ),
-        make_topic("animals", 12, [(facts.with_article(a), b) for a, b in facts.SOUNDS], sounds, "{a} {b}."),
+        make_topic("animals", 12, [(facts.with_article(a), b) for a, b in facts.TABLES["sounds"]], sounds, "{a} {b}."),
         make_topic(
             "colours",
             12,
-            facts.COLOURS,
+            facts.TABLES["colours"],
             "What colour is {a}?\nWhat is the colour of {a}?\nWhich colour does {a} have?",
             "{a} is {b}.",
         ),
         make_topic(
             "measures",
             12,
-            [(*what.split(" in "), count) for what, count in facts.MEASURES],
+            [(*what.split(" in "), count) for what, count in facts.TABLES["measures"]],
             measures,
             "There are {c} {a} in {b}.",
         ),
         make_topic(
             "shapes",
             12,
-            [(facts.with_article(a), b) for a, b in facts.SIDES],
+            [(facts.with_article(a), b) for a, b in facts.TABLES["sides"]],
             "How many sides does {a} have?\nWhat is the number of sides of {a}?\nCount the sides of {a}.",
             "{a} has {b} sides.",
         ),
@@ -373,6 +373,6 @@ def world() -> list[Topic]:
             "The {a} planet from the Sun is {b}.",
             {"Which planet is the {a} from the Sun?": "fourth"},
         ),
-        make_topic("superlatives", 12, facts.SUPERLATIVES, best, "The {a} is {b}."),
-        make_topic("books", 12, facts.AUTHORS, authors, "{a} was written by {b}."),
+        make_topic("superlatives", 12, facts.TABLES["superlatives"], best, "The {a} is {b}."),
+        make_topic("books", 12, facts.TABLES["authors"], authors, "{a} was written by {b}."),
     ]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from examples import conversations, facts
-from examples.countries import CAPITALS, CONTINENTS
+from examples.facts import CAPITALS, CONTINENTS
 from examples.topics import topics
 from tests.helpers import ROOT
 
@@ -82,14 +82,19 @@ def test_every_state_has_one_capital() -> None:
 
 
 def test_tables_have_no_entry_twice() -> None:
-    assert len(facts.ELEMENTS) == len(dict(facts.ELEMENTS)) == len({name for _, name in facts.ELEMENTS}) == 118
-    numbers = {symbol: number for number, (symbol, _) in enumerate(facts.ELEMENTS, start=1)}
+    assert (
+        len(facts.TABLES["elements"])
+        == len(dict(facts.TABLES["elements"]))
+        == len({name for _, name in facts.TABLES["elements"]})
+        == 118
+    )
+    numbers = {symbol: number for number, (symbol, _) in enumerate(facts.TABLES["elements"], start=1)}
     known = {"Ne": 10, "Ca": 20, "Zn": 30, "Sn": 50, "La": 57, "Lu": 71, "Au": 79, "U": 92, "Lr": 103, "Og": 118}
     assert {symbol: numbers[symbol] for symbol in known} == known
-    words = [word for pair in facts.OPPOSITES for word in pair]
+    words = [word for pair in facts.TABLES["opposites"] for word in pair]
     assert [word for word, count in Counter(words).items() if count > 1] == []
-    assert len(facts.OPPOSITES) >= 100
-    assert sum(int(days[:2]) for _, days in facts.MONTHS) == 365
+    assert len(facts.TABLES["opposites"]) >= 100
+    assert sum(int(days[:2]) for _, days in facts.TABLES["months"]) == 365
 
 
 def test_no_question_has_two_answers() -> None:
