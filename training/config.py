@@ -68,7 +68,7 @@ class TrainConfig:
         "train for this long in all sessions, no further than the epochs; the learning rate falls in time to end "
         "then; 0 is off",
         low=0.0,
-        high=1e6,
+        high=100_000.0,
     )
     max_steps_per_epoch: int = option(0, "length", "end an epoch after this many steps, 0 is off", low=0)
     max_hours: float = option(

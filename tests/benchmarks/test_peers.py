@@ -89,21 +89,6 @@ def test_everyone_present_is_measured_and_written_down(
     assert results["command"] in document and "for a run of 100 steps" in document
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--cases", "gpt3"], "There are: shakespeare_char, 4x256, gpt2_small"),
-        (["--nanogpt", "nowhere"], "nowhere holds no model.py"),
-        (["--only", "nano"], "'nano' is not known. Did you mean nanoGPT? There are: ours, plain PyTorch"),
-        (["--rounds", "0"], "--rounds must be at least 1"),
-        (["--round", "2"], "Did you mean --rounds?"),
-    ],
-)
-def test_a_wrong_flag_is_explained(flags: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
-    assert main(flags) == 2
-    assert said in capsys.readouterr().err
-
-
 def test_the_cases_are_those_of_the_configs() -> None:
     for name in ("shakespeare_char", "gpt2_small"):
         config = json.loads((ROOT / "configs" / f"{name}.json").read_text())
@@ -130,12 +115,3 @@ def test_the_readme_shows_the_results_on_record() -> None:
     """`python benchmarks/peers.py --update_readme` after new results."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert with_table(readme, performance_table()) == readme
-
-
-def test_the_table_is_replaced_and_nothing_else() -> None:
-    text = "before\n<!-- performance: how -->\n{}<!-- /performance -->\nafter \\1\n"
-    once = with_table(text.format("old\nlines\n"), "| new \\1 |")
-    assert once == text.format("\n| new \\1 |\n\n")
-    assert with_table(once, "| new \\1 |") == once
-    with pytest.raises(ValueError, match="once"):
-        with_table("no markers", "table")

@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import benchmarks.workload
 from benchmarks.contestants import Case, measure
-from benchmarks.measure import CPU_LIMITS, machine_kind, measure_in_turn, this_command, write_random_tokens
-from benchmarks.workload import Training, time_steps
+from benchmarks.measure import measure_in_turn, write_random_tokens
+from benchmarks.workload import Training
 
 
 def test_a_step_is_a_step_of_the_trainer(tmp_path: Path, train: Callable, train_flags: Callable) -> None:
@@ -42,41 +41,6 @@ def test_random_tokens_are_what_the_trainer_takes(tmp_path: Path, monkeypatch: p
     assert measured["tokens_per_second"] == pytest.approx(16 / measured["ms_per_step"] * 1000)
 
 
-@pytest.mark.parametrize(
-    ("step_seconds", "seconds", "timed"),
-    [(10.0, 4.0, 1), (4.0, 4.0, 1), (3.0, 4.0, 3), (0.5, 4.0, 8), (0.01, 4.0, 400)],
-)
-def test_a_measurement_takes_the_time_it_is_given(
-    monkeypatch: pytest.MonkeyPatch, step_seconds: float, seconds: float, timed: int
-) -> None:
-    """As many steps as fit, at least three unless one alone takes longer; those before them do not count."""
-    clock, calls, waits = 0.0, 0, 0
-
-    def step() -> None:
-        nonlocal clock, calls
-        clock += step_seconds
-        calls += 1
-
-    def synchronize() -> None:
-        nonlocal waits
-        waits += 1
-
-    monkeypatch.setattr(benchmarks.workload.time, "perf_counter", lambda: clock)
-    mean, steps = time_steps(step, synchronize, seconds)
-    assert steps == timed and mean == pytest.approx(step_seconds)
-    assert waits == 6  # before and after the first call, the warm-up and the measurement, never in between
-    assert timed < calls <= 1 + 1.3 * timed
-
-
-def test_the_command_on_record_says_what_limited_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in CPU_LIMITS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", ["benchmarks/peers.py", "--rounds", "1"])
-    assert this_command() == "python benchmarks/peers.py --rounds 1"
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    assert this_command() == "ATEN_CPU_CAPABILITY=avx2 python benchmarks/peers.py --rounds 1"
-
-
 def test_what_is_measured_is_told_at_once() -> None:
     """In turn; what fails is told as that, and is in no report."""
     told: list[dict] = []
@@ -95,18 +59,3 @@ def test_what_is_measured_is_told_at_once() -> None:
     assert measured == told[-1] == {"a": [{"x": 1}, {"x": 1}], "c": [{"x": 3}, {"x": 3}]}
     assert told[:2] == [{"a": [{"x": 1}]}, {"a": [{"x": 1}], "c": [{"x": 3}]}] and len(told) == 4
     assert failures == [("b", "no")]
-
-
-@pytest.mark.parametrize(
-    ("device", "cuda", "kind"),
-    [
-        ("NVIDIA H200", True, "nvidia-h200"),
-        ("NVIDIA A100-SXM4-80GB", True, "nvidia-a100-sxm4-80gb"),
-        ("Tesla T4", True, "tesla-t4"),
-        ("Intel(R) Xeon(R) Processor (2 cores)", False, "cpu-2core-xeon"),
-        ("Intel(R) Xeon(R) CPU @ 2.20GHz (2 cores)", False, "cpu-2core-xeon"),
-        ("AMD EPYC 7B12 (2 cores)", False, "cpu-2core-epyc-7b12"),
-    ],
-)
-def test_results_are_named_after_the_kind_of_machine(device: str, cuda: bool, kind: str) -> None:
-    assert machine_kind({"device": device, "cuda": cuda, "cores": 2}) == kind

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import docs.run_chapters
-from docs.run_chapters import FOLDER, agree, main, read_pages
+from docs.run_chapters import FOLDER, main, read_pages
 
 
 def test_every_block_of_the_pages_is_what_the_code_above_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -21,24 +21,6 @@ def test_the_contents_name_every_chapter_and_each_leads_to_the_next() -> None:
     assert re.findall(r"^\| \[[^]]+\]\((\d_\w+\.md)\)", (FOLDER / "README.md").read_text(), re.MULTILINE) == names
     for page, following in zip(names, [*names[1:], "README.md"], strict=True):
         assert f"]({following})" in (FOLDER / page).read_text().splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("shown", "printed", "same"),
-    [
-        ("loss 2.31\n", "loss 2.33\n", True),
-        ("loss 2.31\n", "loss 2.35\n", False),
-        ("mean -0.000\n", "mean 0.001\n", True),
-        ("a   9.99 |\n", "a  10.01 |\n", True),
-        ("12 tokens\n", "13 tokens\n", False),
-        ("True\n", "False\n", False),
-        ("1 2\n", "1 2 3\n", False),
-        ("loss nan\n", "loss 2.31\n", False),
-        ("", "1\n", False),
-    ],
-)
-def test_rounding_is_no_difference_and_all_else_is(shown: str, printed: str, same: bool) -> None:
-    assert agree(shown, printed) == same
 
 
 PAGE = """Two blocks.

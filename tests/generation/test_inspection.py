@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from generation.decoding import generate
 from generation.inspection import CONSIDERED, inspect, token_label
 from generation.sampling import Sampling
-from tests.generation.helpers import CHARACTERS, FAR, GREEDY, SAMPLED, changed, random_model
+from tests.generation.helpers import FAR, GREEDY, SAMPLED, changed, random_model
 from tokenizer import CharacterTokenizer
 
 
@@ -72,28 +71,3 @@ def test_it_goes_no_further_than_it_is_asked(model, characters):
     stream.close()
     hook.remove()
     assert len(passes) == 3
-
-
-class WithoutFp64(TorchFunctionMode):
-    """The CPU in place of a GPU of Apple's, which holds no fp64: an error where something of it is sent there."""
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        def on_cpu(value):
-            return torch.device("cpu") if isinstance(value, torch.device) else value
-
-        kwargs = kwargs or {}
-        is_sent = any(isinstance(value, torch.device) and value.type == "mps" for value in (*args, *kwargs.values()))
-        result = function(*map(on_cpu, args), **{name: on_cpu(value) for name, value in kwargs.items()})
-        assert not (is_sent and result.dtype == torch.float64), f"{function} sends fp64 to a GPU that has none"
-        return result
-
-
-@pytest.mark.parametrize("make", [generate, inspect])
-@pytest.mark.parametrize("sampling", [SAMPLED, changed(SAMPLED, repetition_penalty=1.7, **FAR)])
-def test_a_gpu_without_fp64_gets_none(characters, monkeypatch, make, sampling):
-    model = random_model(len(CHARACTERS)).float()
-    prompt = [[1, 4, 0]] if make is generate else [1, 4, 0]
-    expected = list(make(model, characters, prompt, sampling))
-    monkeypatch.setattr(type(model), "device", property(lambda self: torch.device("mps", 0)))
-    with WithoutFp64():
-        assert list(make(model, characters, prompt, sampling)) == expected

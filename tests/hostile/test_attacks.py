@@ -9,7 +9,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import generate
 from common.checkpoint import open_checkpoint
 from common.errors import LONGEST_MESSAGE, CheckpointError, DataError
 from tests.conftest import Result
-from tests.helpers import ROOT, snapshot
+from tests.helpers import snapshot
 from tests.hostile.mutations import DEEP
 from tests.hostile.readers import Training, blogs_form, seal, use_model, use_tokens
 
@@ -30,15 +29,6 @@ from tests.hostile.readers import Training, blogs_form, seal, use_model, use_tok
 @pytest.fixture
 def training(tmp_path: Path) -> Training:
     return Training(tmp_path / "ours")
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the memory of a process is limited as Linux does it")
-def test_no_size_in_a_file_takes_memory_before_it_is_checked(tmp_path: Path) -> None:
-    """In a process of its own: some libraries end it where there is no memory."""
-    command = [sys.executable, "-m", "tests.hostile.sizes", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("\n") > 75  # it went through all of them
 
 
 @pytest.mark.parametrize(

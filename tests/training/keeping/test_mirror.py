@@ -85,11 +85,11 @@ def test_the_mirror_is_as_good_as_the_run_to_whoever_generates(train: Callable, 
 
 
 def test_a_damaged_local_checkpoint_is_replaced_by_the_mirrors(train: Callable, tmp_path: Path) -> None:
-    flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 12}
-    assert train(tmp_path / "run", **flags).code == 0
-    assert "is whole and fits" in train(tmp_path / "run", **flags, dry_run="true").out  # on another machine, too
+    flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 14}
+    assert train(tmp_path / "run", **{**flags, "max_steps": 12}).code == 0
+    assert "is whole and fits" in train(tmp_path / "run", **flags, dry_run="true").out
     flip(tmp_path / "run" / "checkpoints" / "step_00000012" / "model.safetensors")
-    result = train(tmp_path / "run", **{**flags, "max_steps": 14})
+    result = train(tmp_path / "run", **flags)
     assert result.code == 0
     assert f"Continuing from {tmp_path / 'drive' / 'run' / 'checkpoints' / 'step_00000012'}" in result.out
 

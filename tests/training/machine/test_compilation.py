@@ -32,15 +32,6 @@ def example() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, tokens
 
 
-def test_compile_off_does_not_try() -> None:
-    model = TransformerLanguageModel(SHAPE)
-
-    def tried() -> tuple[torch.Tensor, torch.Tensor]:
-        raise AssertionError("tried")
-
-    assert compile_model(model, CPU, tried) is model
-
-
 def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

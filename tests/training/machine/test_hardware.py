@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import importlib.util
-import platform
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -131,13 +130,6 @@ def test_fp16_on_a_cpu_is_refused(cpu: Callable) -> None:
         detect_hardware(TrainConfig(precision="fp16"))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_precision_that_is_asked_for_is_taken(cpu: Callable, precision: str) -> None:
-    cpu("")
-    hardware = detect_hardware(TrainConfig(precision=precision))
-    assert hardware.precision == precision and "configured" in hardware.precision_reason
-
-
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
 def test_products_run_in_the_chosen_precision_and_weights_stay_fp32(precision: str, dtype: torch.dtype) -> None:
     hardware = dataclasses.replace(CPU, compiles=True, precision=precision)
@@ -179,18 +171,6 @@ def test_half_precision_on_a_mac_is_refused(mac: None, precision: str) -> None:
         detect_hardware(TrainConfig(device="mps", precision=precision))
 
 
-def test_mps_elsewhere_is_refused_with_what_to_do(cpu: Callable) -> None:
-    cpu("")
-    with pytest.raises(ConfigError, match=r"--device mps.*--device auto"):
-        detect_hardware(TrainConfig(device="mps"))
-
-
-def test_several_processes_do_not_share_the_gpu_of_a_mac(mac: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common.machine, "place", lambda: SimpleNamespace(count=2))
-    with pytest.raises(ConfigError, match="leave out torchrun"):
-        common.machine.pick_device("mps")
-
-
 def test_cuda_without_a_gpu_is_refused_with_what_to_do(cpu: Callable) -> None:
     cpu("")
     with pytest.raises(ConfigError) as caught:
@@ -206,11 +186,6 @@ def test_a_gpu_that_is_not_wanted_is_left_alone(cuda: FakeCuda, config: TrainCon
     assert hardware.device.type == "cpu" and hardware.peak_flops is None
     assert hardware.units_per_hour(config) is None
     assert torch.get_float32_matmul_precision() == before
-
-
-def test_use_gpu_without_a_gpu_is_no_error(cpu: Callable) -> None:
-    cpu("")
-    assert detect_hardware(TrainConfig(use_gpu=True)).device.type == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -262,12 +237,6 @@ def test_memory_is_that_of_this_machine() -> None:
 # Compilation
 
 
-@pytest.mark.parametrize(("choice", "compiles"), [("on", True), ("off", False), ("auto", False)])
-def test_a_cpu_compiles_only_when_asked_to(cpu: Callable, choice: str, compiles: bool) -> None:
-    cpu("")
-    assert detect_hardware(TrainConfig(compile=choice)).compiles is compiles
-
-
 @pytest.mark.parametrize(
     ("values", "compiles", "said"),
     [
@@ -305,32 +274,6 @@ def test_fp32_is_fp32_on_a_gpu_during_a_run_and_after_it(cuda: FakeCuda, precisi
     torch.set_float32_matmul_precision(before)
     detect_hardware(TrainConfig(precision=precision))
     assert torch.get_float32_matmul_precision() == "highest"
-
-
-@pytest.mark.parametrize(
-    ("system", "release", "limited"),
-    [
-        ("Linux", "6.8.0-45-generic", False),
-        ("Linux", "5.15.167.4-microsoft-standard-WSL2", True),
-        ("Linux", "4.4.0-19041-Microsoft", True),
-        ("Windows", "11", True),
-    ],
-)
-def test_where_the_driver_takes_host_memory_pytorch_is_limited_to_the_gpus(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, system: str, release: str, limited: bool
-) -> None:
-    """To 95% of what is free, and what an earlier run in this process holds."""
-    cuda("NVIDIA GeForce RTX 4090", (8, 9))
-    fractions = []
-    monkeypatch.setattr(platform, "system", lambda: system)
-    monkeypatch.setattr(platform, "uname", lambda: SimpleNamespace(release=release))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 2**30, 80 * 2**30))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 2**30)
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: fractions.append(share))
-    detect_hardware(TrainConfig(device="cpu"))
-    assert not fractions
-    detect_hardware(TrainConfig())
-    assert fractions == ([60 / 80] if limited else [])
 
 
 def test_the_frames_of_all_chained_errors_let_go_of_their_tensors() -> None:

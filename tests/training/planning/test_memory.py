@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import re
-import subprocess
 import sys
 import weakref
 from collections.abc import Callable
@@ -38,7 +37,7 @@ from training.numbers.optimizer import Optimizer
 from training.planning import memory as memory_module
 from training.planning import memory_advice as advice_module
 from training.planning.estimate import estimate_memory
-from training.planning.memory_advice import held_by_others, no_way_out, savings
+from training.planning.memory_advice import no_way_out, savings
 from training.prepare import prepare
 from training.telling.records import read_metrics
 
@@ -398,24 +397,6 @@ def test_dropout_is_what_to_leave_out_where_it_takes_memory() -> None:
     saved = dict(savings(config, 100, hardware))
     assert saved["--dropout 0"] == 12 * 3 * 2 * 64 * 64  # bytes, layers and one at work, heads, positions by positions
     assert "--dropout 0" not in dict(savings(config, 100, dataclasses.replace(hardware, device=torch.device("cuda"))))
-
-
-def test_another_process_that_holds_the_memory_is_named_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    hold = "import sys; held = bytearray(300_000_000); print(1, flush=True); sys.stdin.read()"
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", hold], **pipes) as process:
-        assert process.stdout is not None and process.stdin is not None
-        process.stdout.readline()
-        held = {
-            pid_and_name: size
-            for pid_and_name, size in advice_module.memory_by_process().items()
-            if pid_and_name[0] in (process.pid, os.getpid())
-        }  # others on this machine may hold more
-        monkeypatch.setattr(advice_module, "memory_by_process", lambda: held)
-        (named,) = held_by_others(dataclasses.replace(CPU, memory_bytes=2 * 10**9))
-        process.stdin.close()
-    assert len(held) == 2
-    assert re.match(r"3\d\d\.\d MB", named) and f"process {process.pid} " in named
 
 
 def test_what_the_driver_tells_of_processes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -167,24 +166,6 @@ def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Pa
     assert [row["answers"] for row in read_samples(tmp_path)] == [nasty, nasty]
     rewind(tmp_path, 10)
     assert len((tmp_path / "samples.md").read_text(encoding="utf-8").splitlines()) == 4
-
-
-def test_the_curve_is_drawn_now_and_then_and_at_the_end_with_every_point(
-    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock_now, drawn = [time.perf_counter()], list[int]()
-    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock_now[0])
-    monkeypatch.setattr(report_module, "draw_curve", lambda rows, path: drawn.append(rows[-1]["step"]))
-    report.next_curve = clock_now[0] + report_module.CURVE_SECONDS
-    for step in range(1, 101):
-        clock_now[0] += 0.5
-        report.write({"step": step, "train_loss": 2.0, **({"val_loss": 1.5} if step % 5 == 0 else {})})
-    assert drawn == [20, 40, 60, 80, 100]
-    report.close()
-    assert drawn == [20, 40, 60, 80, 100]  # it shows all there is
-    report.write({"step": 101, "train_loss": 2.0, "val_loss": 1.5})
-    report.close()
-    assert drawn[5:] == [101]
 
 
 def test_the_curve_is_drawn_though_the_training_fails(
