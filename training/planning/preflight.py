@@ -50,7 +50,7 @@ def dry_run(run: Run) -> None:
     if found is not None:
         state = on_rank_0(lambda: read_state(found.checkpoint).state)
     max_steps = planned_steps(parts, state) - state.step
-    if not max_steps:
+    if max_steps <= 0:
         print(f"Resume     the run is finished after {state.step:,} steps; more --epochs continue it")
         print("Dry run: no run was written.")
         return

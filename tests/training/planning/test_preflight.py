@@ -314,8 +314,9 @@ def test_a_dry_run_forecasts_what_is_left(train: Callable, tmp_path: Path) -> No
     assert train(tmp_path / "run", max_steps=4).code == 0
     more = train(tmp_path / "run", extra=dry, max_steps=10)
     assert more.code == 0 and "Steps      6 left of " in more.out and " for 6 steps and" in more.out
-    done = train(tmp_path / "run", extra=dry, max_steps=4)
-    assert done.code == 0 and "the run is finished after 4 steps" in done.out and "Time " not in done.out
+    for max_steps in (4, 2):  # as many as were taken, and fewer
+        done = train(tmp_path / "run", extra=dry, max_steps=max_steps)
+        assert done.code == 0 and "the run is finished after 4 steps" in done.out and "Time " not in done.out
 
 
 def test_a_dry_run_times_no_compiling_as_an_evaluation(train: Callable, tmp_path: Path) -> None:
