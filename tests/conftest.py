@@ -121,11 +121,17 @@ def train(train_flags: Callable[..., list[str]]) -> Callable[..., Result]:
     """`train(output_dir, key=value, ..., extra=[...])` runs the trainer in this process and captures what it prints."""
 
     def run(output_dir: Path, extra: tuple[str, ...] = (), **changes: object) -> Result:
+        from matplotlib.figure import Figure
+
         import train_colab_mmap
 
         out, err = io.StringIO(), io.StringIO()
         gc.freeze()  # the training before took away what was frozen
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        with contextlib.ExitStack() as around:
+            around.enter_context(contextlib.redirect_stdout(out))
+            around.enter_context(contextlib.redirect_stderr(err))
+            # Drawing loss_curve.png takes as long as all else here. What runs as a script draws it.
+            around.enter_context(pytest.MonkeyPatch.context()).setattr(Figure, "draw", lambda *_: None)
             code = train_colab_mmap.main([*train_flags(output_dir, **changes), *extra])
         return Result(code, out.getvalue(), err.getvalue())
 

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -92,19 +92,21 @@ class Forked:
         return out, said[0]
 
 
-def run(command: Sequence[str], capture_output: bool, text: bool) -> subprocess.CompletedProcess[str]:
+def run(
+    command: Sequence[str], capture_output: bool, text: bool, check: bool = False
+) -> subprocess.CompletedProcess[str]:
     """subprocess.run, for one of our scripts whose output is taken as text."""
     python, script, *flags = command
-    assert python == sys.executable and capture_output and text
+    assert python == sys.executable and capture_output and text and not check
     process = Forked(flags, script=Path(script))
     out, err = process.communicate(timeout=240)
     assert process.returncode is not None
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def fork_what_is_measured(patch: pytest.MonkeyPatch) -> None:
-    """What the benchmarks run in turn is run as here."""
-    patch.setattr(measure, "subprocess", SimpleNamespace(run=run))
+def fork_what_is_measured(patch: pytest.MonkeyPatch, benchmark: ModuleType = measure) -> None:
+    """What a benchmark runs as scripts is run as here."""
+    patch.setattr(benchmark, "subprocess", SimpleNamespace(run=run))
 
 
 def run_script(

@@ -11,11 +11,8 @@ import os
 import pty
 import random
 import re
-import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,7 +27,7 @@ from common import launch
 from common.checkpoint import KEEP, Snapshot, open_checkpoint, problems_of, step_folders
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import ROOT, flip, snapshot, write_tokens
+from tests.helpers import flip, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
 from training import loop
 from training.keeping import interruption
@@ -73,16 +70,17 @@ def test_a_run_with_muon_resumes_exactly(interrupt: Callable, train: Callable, t
 
 def test_resuming_is_exact_with_several_threads_too(interrupt: Callable, train: Callable, tmp_path: Path) -> None:
     """In a model large enough for them to share the work."""
-    flags = {"embed_dim": 128, "max_seq_len": 64, "batch_size": 8, "max_steps": 12, "checkpoint_steps": 4}
+    flags = {"embed_dim": 128, "max_seq_len": 64, "batch_size": 8, "max_steps": 4, "checkpoint_steps": 2}
+    flags["eval_interval"] = 0
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         assert train(tmp_path / "unbroken", **flags).code == 0
-        interrupt(tmp_path / "run", after=6, **flags)
+        interrupt(tmp_path / "run", after=3, **flags)
         assert train(tmp_path / "run", **flags).code == 0
     finally:
         torch.set_num_threads(threads)
-    assert final_weights(tmp_path / "run", 12) == final_weights(tmp_path / "unbroken", 12)
+    assert final_weights(tmp_path / "run", 4) == final_weights(tmp_path / "unbroken", 4)
 
 
 def test_another_optimizer_cannot_take_over_a_run(train: Callable, copy_of: Path) -> None:
@@ -107,7 +105,7 @@ def test_best_stays_the_best_of_all_sessions(
 
 
 def no_step_is_short() -> None:
-    """However fast the machine is: some 300 of these take longer than all that is killed."""
+    """However fast the machine is: some 200 of these take longer than all that is killed."""
     batch = TokenData.batch
 
     def slow(data: TokenData, sequences_seen: int, rows: int) -> Any:
@@ -119,12 +117,12 @@ def no_step_is_short() -> None:
 
 def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_path: Path) -> None:
     """Real processes, killed while they train, save, evaluate or write; then the same command once more."""
-    flags = {"max_steps": 300, "checkpoint_steps": 7, "eval_interval": 60, "tie_embeddings": "true"}
+    flags = {"max_steps": 200, "checkpoint_steps": 7, "eval_interval": 40, "tie_embeddings": "true"}
     command, unbroken_command = (train_flags(tmp_path / name, **flags) for name in ("killed", "unbroken"))
     unbroken = Forked(unbroken_command)
     moments = random.Random(5)
     reached = []
-    for session in range(5):
+    for session in range(3):
         process = Forked(command, first=no_step_is_short)
         said = []
         for line in iter(process.stdout.readline, ""):
@@ -133,13 +131,13 @@ def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_pa
                 break
         else:
             pytest.fail("".join([*said, process.stderr.read()]))
-        time.sleep(moments.uniform(0.0, 0.3))
+        time.sleep(moments.uniform(0.0, 0.2))
         process.kill()
         process.stdout.close()
         assert process.wait(30) == -signal.SIGKILL
         reached.append(max(steps_of(tmp_path / "killed"), default=0))
     assert reached == sorted(reached)
-    assert 0 < reached[-1] < 300, "the kills did not land in the middle of the run"
+    assert 0 < reached[-1] < 200, "the kills did not land in the middle of the run"
     last = Forked(command)
     out, err = last.communicate()
     assert last.returncode == 0, err
@@ -147,7 +145,7 @@ def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_pa
 
     _, err = unbroken.communicate()
     assert unbroken.returncode == 0, err
-    assert final_weights(tmp_path / "killed", 300) == final_weights(tmp_path / "unbroken", 300)
+    assert final_weights(tmp_path / "killed", 200) == final_weights(tmp_path / "unbroken", 200)
     assert measured(tmp_path / "killed") == measured(tmp_path / "unbroken")
     # No half-written file is left either.
     assert sorted(os.listdir(tmp_path / "killed")) == sorted(os.listdir(tmp_path / "unbroken"))
@@ -495,28 +493,34 @@ def test_streams_that_are_closed_are_no_matter(
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
 
 
+def into_the_full_device() -> None:
+    for number in (1, 2):
+        os.dup2(os.open("/dev/full", os.O_WRONLY), number)
+
+
 def test_streams_that_are_full_are_no_matter(train_flags: Callable, unbroken: Path, tmp_path: Path) -> None:
-    words = [sys.executable, str(ROOT / "train_colab_mmap.py"), *train_flags(tmp_path / "run")]
-    full = f"{shlex.join(words)} > /dev/full 2> /dev/full"
-    assert subprocess.run(["sh", "-c", full], cwd=tmp_path, check=False).returncode == 0
+    assert Forked(train_flags(tmp_path / "run"), first=into_the_full_device).wait(60) == 0
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
+
+
+def on_a_terminal(name: str) -> None:
+    """The first terminal that the leader of a session opens is its own."""
+    os.setsid()
+    terminal = os.open(name, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(terminal, number)
 
 
 def test_a_terminal_that_closes_saves(train_flags: Callable, tmp_path: Path) -> None:
     flags = train_flags(tmp_path / "run", max_steps=100_000, checkpoint_steps=0, eval_interval=0)
     ours, theirs = pty.openpty()
-    terminal = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
-    take_terminal = (
-        "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
-    )
-    command = [sys.executable, "-c", take_terminal, sys.executable, str(ROOT / "train_colab_mmap.py"), *flags]
-    process = subprocess.Popen(command, cwd=tmp_path, **terminal)
-    os.close(theirs)
+    process = Forked(flags, first=functools.partial(on_a_terminal, os.ttyname(theirs)))
     seen = b""
     while b"First step" not in seen:
         seen += os.read(ours, 4096)
+    os.close(theirs)
     os.close(ours)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(30) == 130
     (step,) = steps_of(tmp_path / "run")
     assert step > 0
 

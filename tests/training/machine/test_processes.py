@@ -97,35 +97,6 @@ def one(train: Callable, prompts: Path, tmp_path_factory: pytest.TempPathFactory
     return folder / "run"
 
 
-@pytest.fixture(scope="module")
-def two(
-    train_flags: Callable, prompts: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The run folder after 12 steps by two machines with one process each, one sequence at a time, and how the first
-    machine's command ended. Tests do not change it."""
-    folder = tmp_path_factory.mktemp("two")
-    machines = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    # The output of the second trainer alone: its torchrun may complain that the first machine left before it.
-    to_files = ["--redirects=3", f"--log_dir={folder / 'log'}"]
-    commands = [
-        torchrun(
-            1,
-            *train_flags("run", **HALF, eval_prompts=prompts, micro_batch_size=1),
-            place=[*machines, f"--node_rank={number}", *(to_files if number == 1 else [])],
-        )
-        for number in range(2)
-    ]
-    (folder / "second").mkdir()
-    second = subprocess.Popen(commands[1], **PIPES, cwd=folder / "second")
-    first = subprocess.run(commands[0], capture_output=True, text=True, check=False, timeout=120, cwd=folder)
-    _, complaint = second.communicate(timeout=60)
-    assert second.returncode == 0, complaint
-    said = {path.name: path.read_text() for path in (folder / "log").rglob("std*.log")}
-    assert said == {"stdout.log": "", "stderr.log": ""}
-    assert not list((folder / "second").iterdir())
-    return folder / "run", first
-
-
 @pytest.fixture
 def reaped() -> Iterator[list[Process]]:
     """Processes to kill after the test."""
@@ -136,30 +107,44 @@ def reaped() -> Iterator[list[Process]]:
         process.communicate()
 
 
-def test_two_machines_give_the_numbers_of_one_process(one: Path, two: tuple[Path, Any]) -> None:
-    run, result = two
-    assert result.returncode == 0, result.stderr
-    assert_same(run, one.with_name("half"), 12)
+def test_two_machines_give_the_numbers_of_one_process_which_ends_what_they_began(
+    one: Path, train: Callable, train_flags: Callable, prompts: Path, tmp_path: Path
+) -> None:
+    """Twelve steps by one process on each machine, one sequence at a time. Only rank 0 prints and writes."""
+    machines = ["--nnodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    # The output of the second trainer alone: its torchrun may complain that the first machine left before it.
+    to_files = ["--redirects=3", f"--log_dir={tmp_path / 'log'}"]
+    commands = [
+        torchrun(
+            1,
+            *train_flags("run", **HALF, eval_prompts=prompts, micro_batch_size=1),
+            place=[*machines, f"--node_rank={number}", *(to_files if number == 1 else [])],
+        )
+        for number in range(2)
+    ]
+    (tmp_path / "second").mkdir()
+    second = subprocess.Popen(commands[1], **PIPES, cwd=tmp_path / "second")
+    first = subprocess.run(commands[0], capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
+    _, complaint = second.communicate(timeout=60)
+    assert first.returncode == 0, first.stderr
+    assert second.returncode == 0, complaint
+    said = {path.name: path.read_text() for path in (tmp_path / "log").rglob("std*.log")}
+    assert said == {"stdout.log": "", "stderr.log": ""}
+    assert not list((tmp_path / "second").iterdir())
+
+    run, half = tmp_path / "run", one.with_name("half")
+    assert_same(run, half, 12)
     for name in ("samples.jsonl", "samples.md"):
-        assert (run / name).read_bytes() == (one.with_name("half") / name).read_bytes()
-
-
-def test_only_rank_0_prints_and_writes(one: Path, two: tuple[Path, Any]) -> None:
-    run, result = two
-    assert "Processes  2, over gloo: 4 of the 8 sequences of a step each" in result.stdout
+        assert (run / name).read_bytes() == (half / name).read_bytes()
+    assert "Processes  2, over gloo: 4 of the 8 sequences of a step each" in first.stdout
     for line in ("Device  ", "Training   steps", "Saved ", "step 12: validation loss", "Talk to it"):
-        assert sum(said.startswith(line) for said in result.stdout.splitlines()) == (2 if line == "Saved " else 1), line
-    assert sorted(snapshot(run)) == sorted(snapshot(one.with_name("half")))
+        assert sum(told.startswith(line) for told in first.stdout.splitlines()) == (2 if line == "Saved " else 1), line
+    assert sorted(snapshot(run)) == sorted(snapshot(half))
     assert json.loads((run / "config.json").read_text())["config"]["micro_batch_size"] == 1
 
-
-def test_one_process_ends_what_two_began(
-    one: Path, two: tuple[Path, Any], train: Callable, prompts: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(two[0], tmp_path / "run")
-    result = train(tmp_path / "run", **WHOLE, eval_prompts=prompts)
+    result = train(run, **WHOLE, eval_prompts=prompts)
     assert result.code == 0 and "step 12" in result.out
-    assert_same(tmp_path / "run", one, 24)
+    assert_same(run, one, 24)
 
 
 def test_two_processes_end_what_one_began_though_one_of_them_is_killed(

@@ -29,54 +29,43 @@ from training.planning.estimate import estimate_memory
 SCRIPT = Path(sharded_steps.__file__)
 
 
-@pytest.fixture(scope="module")
-def numbers(train: Callable, train_flags: Callable, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def test_three_processes_have_the_numbers_of_one_and_each_keeps_a_third(
+    train: Callable, train_flags: Callable, tmp_path: Path
+) -> None:
     """The results of `sharded_steps` in one process, then in each of three. Seven sequences a step, two at a time: the
     processes have different numbers of sequences, and of micro-batches."""
-    folder = tmp_path_factory.mktemp("sharded")
-    assert train(folder / "base", max_steps=1, bias="false").code == 0
-    (folder / "prompts.jsonl").write_text('{"prompt": "the cat "}\n{"prompt": "one big"}\n')
+    assert train(tmp_path / "base", max_steps=1, bias="false").code == 0
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat "}\n{"prompt": "one big"}\n')
     flags = train_flags(
-        folder / "run", batch_size=7, gradient_accumulation_steps=1, micro_batch_size=2, dropout=0, compile="off",
-        eval_batches=1, eval_prompts=folder / "prompts.jsonl", bias="false",
+        tmp_path / "run", batch_size=7, gradient_accumulation_steps=1, micro_batch_size=2, dropout=0, compile="off",
+        eval_batches=1, eval_prompts=tmp_path / "prompts.jsonl", bias="false",
     )  # fmt: skip
-    files = [folder / f"{number}.json" for number in range(4)]
-    started = [Forked([files[0], folder / "base", *flags], script=SCRIPT)]
+    files = [tmp_path / f"{number}.json" for number in range(4)]
+    started = [Forked([files[0], tmp_path / "base", *flags], script=SCRIPT)]
     started += [
-        Forked([file, folder / "base", *flags, "--shard"], environment=place, script=SCRIPT)
+        Forked([file, tmp_path / "base", *flags, "--shard"], environment=place, script=SCRIPT)
         for file, place in zip(files[1:], places(3), strict=True)
     ]
     told = [process.communicate(timeout=120) for process in started]
     assert [process.returncode for process in started] == [0] * 4, "\n".join(err for _, err in told)
-    return [json.loads(file.read_text()) for file in files]
-
-
-@pytest.mark.parametrize("name", sharded_steps.VARIANTS)
-def test_three_processes_have_the_numbers_of_one(numbers: list[dict[str, Any]], name: str) -> None:
-    one, *three = (each[name] for each in numbers)
-    for result in three:
-        for here, there in zip(result["steps"], one["steps"], strict=True):
-            assert here == pytest.approx(there, rel=1e-5)
-        assert result["validation loss"] == pytest.approx(one["validation loss"], rel=1e-5)
-        assert result["answers"] == one["answers"]
-    assert three[0]["state"] == pytest.approx(one["state"], rel=1e-3)  # rank 0 gathers it
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon", "lora"])
-def test_each_process_keeps_a_third(numbers: list[dict[str, Any]], name: str) -> None:
-    one, *three = (each[name]["kept"] for each in numbers)
-    for parameters, weights, state in three:
-        assert parameters == one[0]
-        assert weights == pytest.approx(one[1] / 3, rel=0.1) and state == pytest.approx(one[2] / 3, rel=0.1)
-    assert sum(kept[1] for kept in three) == one[1]
-
-
-def test_all_blocks_share_one_compiled_code(numbers: list[dict[str, Any]]) -> None:
-    """A block, and the head with the loss, each for training and for evaluation."""
+    numbers = [json.loads(file.read_text()) for file in files]
+    for name in sharded_steps.VARIANTS:
+        one, *three = (each[name] for each in numbers)
+        for result in three:
+            for here, there in zip(result["steps"], one["steps"], strict=True):
+                assert here == pytest.approx(there, rel=1e-5), name
+            assert result["validation loss"] == pytest.approx(one["validation loss"], rel=1e-5), name
+            assert result["answers"] == one["answers"], name
+        assert three[0]["state"] == pytest.approx(one["state"], rel=1e-3), name  # rank 0 gathers it
+    for name in ("adamw", "muon", "lora"):
+        one, *three = (each[name]["kept"] for each in numbers)
+        for parameters, weights, state in three:
+            assert parameters == one[0], name
+            assert (weights, state) == pytest.approx((one[1] / 3, one[2] / 3), rel=0.1), name
+        assert sum(kept[1] for kept in three) == one[1], name
+    # A block, and the head with the loss, each for training and for evaluation.
     assert [each["compiled"]["graphs"] for each in numbers[1:]] == [4, 4, 4]
-
-
-def test_an_overflow_in_the_rows_of_one_process_skips_the_update_in_all(numbers: list[dict[str, Any]]) -> None:
+    # An overflow in the rows of one process skips the update in all.
     assert [result["scaled"]["overflow"] for result in numbers] == [[1, 512]] * 4
 
 

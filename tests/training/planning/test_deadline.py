@@ -27,8 +27,8 @@ from training.telling import report
 from training.telling.records import read_metrics
 
 MINUTES = 10.0
-# A run of ten minutes with a step every two seconds, and more text than it can read.
-LONG: dict[str, Any] = {"max_steps": None, "epochs": 1000, "minutes": MINUTES, "eval_interval": 50, "min_lr": 1e-4}
+# A run of ten minutes with a step every four seconds, and more text than it can read.
+LONG: dict[str, Any] = {"max_steps": None, "epochs": 1000, "minutes": MINUTES, "eval_interval": 25, "min_lr": 1e-4}
 LONG |= {"checkpoint_steps": 0, "use_lr_scheduler": "linear", "cooldown": 0.5}
 
 
@@ -37,7 +37,7 @@ class Machine:
 
     def __init__(self, patch: pytest.MonkeyPatch):
         self.now = 1000.0
-        self.step: Callable[[int], float] = lambda step: 2.0
+        self.step: Callable[[int], float] = lambda step: 4.0
         self.evaluation, self.write = 5.0, 2.0
         patch.setattr(time, "perf_counter", lambda: self.now)
         for module, name, seconds in (
@@ -92,7 +92,7 @@ def require_a_plan_that_was_kept(folder: Path, first: int, last: int) -> None:
 # The length
 
 
-@pytest.mark.parametrize("seconds", [1.0, 2.0, 7.0])
+@pytest.mark.parametrize("seconds", [2.0, 7.0])
 def test_the_rate_has_fallen_when_the_minutes_are_over(
     seconds: float, machine: Machine, train: Callable, tmp_path: Path
 ) -> None:
@@ -104,7 +104,7 @@ def test_the_rate_has_fallen_when_the_minutes_are_over(
     first, last = planned(result)
     require_a_plan_that_was_kept(tmp_path / "run", first, last)
     fall = read_metrics(tmp_path / "run")[first - 1]["elapsed_seconds"]
-    assert fall == pytest.approx(30 * MINUTES, abs=0.02 * 60 * MINUTES), "half of the time, as cooldown says"
+    assert fall == pytest.approx(30 * MINUTES, abs=0.03 * 60 * MINUTES), "half of the time, as cooldown says"
     assert "Forecast" in result.out
 
 
@@ -112,7 +112,7 @@ def test_noise_of_the_speed_moves_the_end_by_less_than_three_percent(
     machine: Machine, train: Callable, tmp_path: Path
 ) -> None:
     """Each fifth step takes four times as long as the others."""
-    machine.step = lambda step: 4.0 if step % 5 == 0 else 1.0
+    machine.step = lambda step: 8.0 if step % 5 == 0 else 2.0
     began = machine.now
     assert train(tmp_path / "run", **LONG, log_interval=10).code == 0
     assert is_in_time(machine.now - began)
@@ -126,7 +126,7 @@ def test_without_a_cooldown_the_last_six_tenths_fall(machine: Machine, train: Ca
 
 
 def test_a_first_step_that_takes_long_is_no_measure(machine: Machine, train: Callable, tmp_path: Path) -> None:
-    machine.step = lambda step: 2.0 if step else 60.0
+    machine.step = lambda step: 4.0 if step else 60.0
     began = machine.now
     assert train(tmp_path / "run", **LONG).code == 0
     assert is_in_time(machine.now - began)
@@ -136,7 +136,7 @@ def test_a_first_step_that_takes_long_does_not_decide_a_plan_that_is_made_at_onc
     machine: Machine, train: Callable, tmp_path: Path
 ) -> None:
     """Nearly all of the time is for the fall, so it begins at the first look."""
-    machine.step = lambda step: 2.0 if step else 20.0
+    machine.step = lambda step: 4.0 if step else 20.0
     began = machine.now
     assert train(tmp_path / "run", **LONG | {"cooldown": 0.99}).code == 0
     assert is_in_time(machine.now - began)
@@ -151,8 +151,8 @@ def test_a_small_cooldown_falls_too(machine: Machine, train: Callable, tmp_path:
 def test_a_machine_that_changes_before_the_fall_changes_the_plan(
     machine: Machine, train: Callable, tmp_path: Path
 ) -> None:
-    for name, change in (("slower", 6.0), ("faster", 0.7)):
-        machine.step = lambda step, change=change: 2.0 if step < 40 else change
+    for name, change in (("slower", 12.0), ("faster", 1.5)):
+        machine.step = lambda step, change=change: 4.0 if step < 20 else change
         began = machine.now
         result = train(tmp_path / name, **LONG)
         assert result.code == 0 and "Warning" not in result.out
@@ -162,7 +162,7 @@ def test_a_machine_that_changes_before_the_fall_changes_the_plan(
 def test_a_machine_that_slows_down_in_the_fall_keeps_the_plan_and_says_so_once(
     machine: Machine, train: Callable, tmp_path: Path
 ) -> None:
-    machine.step = lambda step: 2.0 if step < 170 else 6.0
+    machine.step = lambda step: 4.0 if step < 85 else 12.0
     result = train(tmp_path / "run", **LONG)
     assert result.code == 0
     require_a_plan_that_was_kept(tmp_path / "run", *planned(result))
@@ -194,7 +194,7 @@ def test_the_shortest_texts_have_a_length_too(machine: Machine, train: Callable,
 def test_minutes_that_leave_no_step_to_fall_stop_saved_and_more_of_them_continue(
     machine: Machine, train: Callable, tmp_path: Path
 ) -> None:
-    for minutes in (0.03, 0.04):  # less than the first step of two seconds, and hardly more
+    for minutes in (0.06, 0.08):  # less than the first step of four seconds, and hardly more
         folder = tmp_path / f"{minutes}"
         result = train(folder, **LONG | {"minutes": minutes})
         assert result.code == 130 and steps_of(folder) == [1]
@@ -218,13 +218,13 @@ def killed(run: Path, after: int, train: Callable, **flags: Any) -> None:
 def test_a_run_that_is_cut_off_while_the_rate_falls_ends_as_if_it_had_not_been(
     machine: Machine, train: Callable, tmp_path: Path
 ) -> None:
-    flags = LONG | {"checkpoint_steps": 20}
+    flags = LONG | {"checkpoint_steps": 10}
     unbroken = train(tmp_path / "unbroken", **flags)
     first, last = planned(unbroken)
-    assert first < 200 < last
-    killed(tmp_path / "run", 200, train, **flags)
+    assert first < 100 < last
+    killed(tmp_path / "run", 100, train, **flags)
     machine.now += 1e6  # a day later
-    machine.step = lambda _: 9.0  # and on a slower machine
+    machine.step = lambda _: 18.0  # and on a slower machine
     result = train(tmp_path / "run", **flags)
     assert result.code == 0 and "Continuing from" in result.out
     assert "Warning: the machine has become slower" in result.out
@@ -245,13 +245,13 @@ def test_the_plan_is_saved_as_soon_as_it_is_made(machine: Machine, train: Callab
 def test_a_run_that_is_cut_off_before_goes_on_with_the_time_that_it_has_used(
     machine: Machine, train: Callable, tmp_path: Path
 ) -> None:
-    flags = LONG | {"checkpoint_steps": 20}
-    killed(tmp_path / "run", 99, train, **flags)
-    used = read_metrics(tmp_path / "run")[79]["elapsed_seconds"]  # at the newest checkpoint
+    flags = LONG | {"checkpoint_steps": 10}
+    killed(tmp_path / "run", 49, train, **flags)
+    used = read_metrics(tmp_path / "run")[39]["elapsed_seconds"]  # at the newest checkpoint
     machine.now += 1e6
     began = machine.now
     result = train(tmp_path / "run", **flags)
-    assert result.code == 0 and "step 80" in result.out
+    assert result.code == 0 and "step 40" in result.out
     assert is_in_time(used + machine.now - began)
     require_a_plan_that_was_kept(tmp_path / "run", *planned(result))
 
@@ -272,7 +272,7 @@ def test_a_finished_run_takes_more_minutes(machine: Machine, train: Callable, tm
 def on_machines_of_different_speed() -> None:
     """Called first in a process that torchrun has numbered."""
     machine = Machine(pytest.MonkeyPatch())
-    seconds = 2.0 + int(os.environ["RANK"])
+    seconds = 4.0 + int(os.environ["RANK"])
     machine.step = lambda _: seconds
 
 
@@ -308,7 +308,7 @@ def test_a_dry_run_forecasts_the_steps_in_these_minutes(
 
 def test_a_real_run_of_seconds_ends_at_the_floor(train_flags: Callable, tmp_path: Path) -> None:
     """Through the script, with the clock of the machine; how many steps fit depends on its load."""
-    flags = LONG | {"minutes": 0.05, "epochs": 10**6, "log_interval": 10}
+    flags = LONG | {"minutes": 0.05, "epochs": 10**6, "log_interval": 5}
     process = Forked(train_flags(tmp_path / "run", **flags))
     out, err = process.communicate(timeout=100)
     assert process.returncode in (0, 130), err

@@ -112,7 +112,7 @@ def test_a_model_that_does_not_fit_at_all_ends_with_exit_code_5_and_what_would_h
 ) -> None:
     # In fp32, for oneDNN's products in bf16 end with a segmentation fault where there is no memory for their scratch.
     flags = train_flags(tmp_path / "none", **{**LARGE, "embed_dim": 512, "num_heads": 8})
-    for megabytes in (10, 25, 40):  # it runs out at the model, its optimizer, or the first step
+    for megabytes in (10, 40):  # it runs out at the model, or in the first step
         none = limited(megabytes, flags)
         assert none.returncode == 5 and "Traceback" not in none.stderr, none.stderr
         assert "error: Out of memory" in none.stderr and "--" in none.stderr
