@@ -13,7 +13,8 @@ from typing import Any
 from common.errors import INTERRUPTED, ConfigError, script
 from common.flags import Parser, add_debug
 from common.output import unbreakable_output
-from tokenization.settings import DEFAULT_FOLDER, FLAGS, Settings, settings_of, without_effect
+from common.validation import check
+from tokenization.settings import DEFAULT_FOLDER, FLAGS, Settings, without_effect
 
 
 def tokenize(
@@ -33,11 +34,11 @@ def tokenize(
 
     Raises ConfigError, DataError or TokenizerError.
     """
-    problems: list[str] = []
     paths = {key: str(value) for key, value in settings.items() if isinstance(value, Path)}
+    problems: list[str] = []
     given = {"input": [*map(str, inputs)], "output_dir": str(output_dir), **settings, **paths}
-    options = settings_of(given, problems)
-    if problems:
+    options = check(Settings, given, problems)
+    if problems or options is None:
         raise ConfigError("\n".join(problems))
     from tokenization.command import tokenize_with
 
@@ -53,8 +54,9 @@ def parse_arguments(argv: Sequence[str] | None) -> Settings:
     given = parser.read(argv, problems)
     if "input" not in given:
         problems.append("--input is missing: name the text to tokenize, as in --input my_text.txt")
-    settings = settings_of(given, problems)
+    settings = check(Settings, given, problems, "--{}".format)
     parser.require_none(problems + without_effect(given))
+    assert settings is not None
     return settings
 
 

@@ -24,7 +24,8 @@ import numpy as np
 
 from common.errors import ConfigError
 from common.files import sha256_file
-from common.flags import Parser, add_debug, suggest
+from common.flags import Parser, add_debug
+from common.validation import suggest
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 
@@ -171,7 +172,7 @@ def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
         path=folder / "tokens_metadata.json",
         vocab_size=vocab_size,
         total_tokens=tokens,
-        train_tokens=tokens * 9 // 10,
+        train_split_index=tokens * 9 // 10,
         dtype="uint16",
         tokenizer_type="character",
         bin_file="tokens.bin",

@@ -48,7 +48,7 @@ from common.errors import UserError, script
 from common.flags import Parser, add_debug
 from common.machine import has_fast_bf16, pick_device
 from model import TransformerLanguageModel
-from training.config import TrainConfig, parse_config
+from training.config import Config, parse_config
 from training.machine.compilation import compile_model
 from training.machine.hardware import detect_hardware
 from training.numbers.data import TokenData
@@ -105,7 +105,7 @@ def gather_row_by_row(data: TokenData, starts: np.ndarray) -> torch.Tensor:
     return torch.stack([data.tokens[start : start + data.seq_len + 1] for start in starts.tolist()])
 
 
-def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
+def climb(rung: Rung, steps: int, config: Config) -> dict[str, Any]:
     """Measure one rung in this process: mean seconds of `steps` steps after two that do not count."""
     if rung < Rung.OURS:
         training.machine.hardware.keep_freed_memory = lambda: None  # only in this process, like the attention below
@@ -122,7 +122,7 @@ def climb(rung: Rung, steps: int, config: TrainConfig) -> dict[str, Any]:
     if rung < Rung.VECTORIZED:
         cast(Any, data).gather = functools.partial(gather_row_by_row, data)
     torch.manual_seed(config.seed)
-    model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
+    model = TransformerLanguageModel(config.shape(data.vocab_size)).to(hardware.device)
     optimizer = build_optimizer(model, config)
     if rung < Rung.OURS:
         for group in optimizer.param_groups:

@@ -15,11 +15,14 @@ import bisect
 import json
 import string
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+from pydantic import ConfigDict, model_validator
+from pydantic.dataclasses import dataclass
 
+from common.validation import build
 from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError
 
@@ -89,7 +92,7 @@ class Message(NamedTuple):
     content: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ChatTemplate:
     """The label before a turn of each role.
 
@@ -102,20 +105,15 @@ class ChatTemplate:
     user: str = "User:"
     assistant: str = "Assistant:"
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for a label with which a prompt's ids would not be a prefix."""
+    @model_validator(mode="after")
+    def checked(self) -> ChatTemplate:
+        """Refuses a label with which a prompt's ids would not be a prefix."""
         for role, label in asdict(self).items():
-            if not isinstance(label, str) or not label or label != label.strip() or len(label) > LONGEST_LABEL:
+            if not label or label != label.strip() or len(label) > LONGEST_LABEL:
                 raise ValueError(
                     f"the label of {role} is {label!r:.100}; it must be a short text without white space around it"
                 )
-
-    @classmethod
-    def from_dict(cls, values: Any) -> ChatTemplate:
-        """Raises ValueError unless there is a label for each role and nothing else."""
-        if not isinstance(values, dict) or sorted(values) != sorted(ROLES):
-            raise ValueError(f"the chat template is {values!r:.100}; it needs a label for each of {', '.join(ROLES)}")
-        return cls(**values)
+        return self
 
     def to_dict(self) -> dict[str, str]:
         return asdict(self)
@@ -167,7 +165,7 @@ class ChatTemplate:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ChatML:
     """The template of SmolLM2's and Qwen's chat models, which imported models keep for generation. Names of tokens are
     ids here, which no text that a user types can imitate.
@@ -178,17 +176,10 @@ class ChatML:
         Paris.<|im_end|>
     """
 
-    default_system: str = ""  # the system's turn of a conversation that has none; "" is no turn
-
-    @classmethod
-    def from_dict(cls, values: Any) -> ChatML:
-        """Raises ValueError unless the values are those of `to_dict`."""
-        if not isinstance(values, dict) or values.keys() != {"chatml"} or not isinstance(values["chatml"], str):
-            raise ValueError(f"the chat template is {values!r:.100}; chatml needs a text")
-        return cls(values["chatml"])
+    chatml: str = ""  # the system's turn of a conversation that has none; "" is no turn
 
     def to_dict(self) -> dict[str, str]:
-        return {"chatml": self.default_system}
+        return asdict(self)
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
         """(ids,) int32 of a conversation, and (ids,) bool that is True in answers, including their end.
@@ -196,8 +187,8 @@ class ChatML:
         Raises TokenizerError for a tokenizer without the two tokens.
         """
         begin, end = self.special_ids(tokenizer)
-        if messages[0].role != "system" and self.default_system:
-            messages = [Message("system", self.default_system), *messages]
+        if messages[0].role != "system" and self.chatml:
+            messages = [Message("system", self.chatml), *messages]
         arrays, counted = [], []
         for role, content in messages:
             head = [begin, *tokenizer.encode(f"{role}\n")]
@@ -225,7 +216,7 @@ class ChatML:
     def jinja(self, special_tokens: Iterable[str], marks_answers: bool = True) -> str:
         """As `ChatTemplate.jinja`."""
         return JINJA.substitute(
-            settings=f"{{%- set default = {json.dumps(self.default_system, ensure_ascii=False)} -%}}",
+            settings=f"{{%- set default = {json.dumps(self.chatml, ensure_ascii=False)} -%}}",
             start=CHATML_START,
             turn=CHATML_TURN.substitute(marks(marks_answers)),
             asks="{{- '<|im_start|>assistant\\n' -}}",
@@ -238,8 +229,8 @@ AnyTemplate: TypeAlias = "ChatTemplate | ChatML"
 
 def template_from_dict(values: Any) -> AnyTemplate:
     """The template of a checkpoint's config. Raises ValueError."""
-    kind = ChatML if isinstance(values, dict) and "chatml" in values else ChatTemplate
-    return kind.from_dict(values)
+    is_chatml = isinstance(values, dict) and "chatml" in values
+    return build(ChatML, values) if is_chatml else build(ChatTemplate, values)
 
 
 def marks(answers: bool) -> dict[str, str]:

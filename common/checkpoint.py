@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import pydantic.dataclasses
 import safetensors.torch
 import torch
 
@@ -34,6 +35,7 @@ from common.tensors import (
     require_weights,
     write_file,
 )
+from common.validation import build, fields_of
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 
@@ -64,6 +66,20 @@ class Stateful(Protocol):
     def load_tensors(self, tensors: dict[str, torch.Tensor], /) -> None: ...
 
 
+@pydantic.dataclasses.dataclass(frozen=True)
+class Entry:
+    size: int
+    sha256: str
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
+class Manifest:
+    """manifest.json: the files of a checkpoint, by name."""
+
+    files: dict[str, Entry]
+    format_version: int = FORMAT_VERSION
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A checkpoint folder whose files have been verified, or one in the blog's form, which has no hashes to verify."""
@@ -73,11 +89,12 @@ class Checkpoint:
     def model_config(self) -> ModelConfig:
         """Raises CheckpointError if config.json describes no model. Unknown keys are reported and left out."""
         path = self.path / "config.json"
+        values = read_json(path, CheckpointError)
         try:
-            config, unknown = ModelConfig.from_dict(read_json(path, CheckpointError))
-        except (ValueError, TypeError) as problem:
+            config = build(ModelConfig, {key: values[key] for key in fields_of(ModelConfig) if key in values})
+        except ValueError as problem:
             raise CheckpointError(f"{path} does not describe a model: {problem}.") from None
-        unknown = [key for key in unknown if key not in CONFIG_EXTRAS]
+        unknown = sorted(values.keys() - fields_of(ModelConfig) - set(CONFIG_EXTRAS))
         if unknown:
             print(f"Note: {path} has keys that this version does not know: {', '.join(unknown)}.", file=sys.stderr)
         return config
@@ -133,7 +150,7 @@ class Checkpoint:
 
     def lora(self) -> LoRA | None:
         """The settings of its adapters; None if it has weights. Raises CheckpointError if they are not usable."""
-        return self.from_config("lora", LoRA.from_dict)
+        return self.from_config("lora", lambda values: build(LoRA, values))
 
     def from_config(self, key: str, build: Callable[[Any], T]) -> T | None:
         path = self.path / "config.json"
@@ -248,11 +265,11 @@ def problems_of(folder: Path) -> list[str]:
     if not (folder / MANIFEST).exists():
         return [f"{MANIFEST} is missing (the folder was never completed)"]
     try:
-        files = read_json(folder / MANIFEST, CheckpointError).get("files")
+        files = build(Manifest, read_json(folder / MANIFEST, CheckpointError)).files
     except CheckpointError as problem:
         return [str(problem).rstrip(".")]
-    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-        return [f"{MANIFEST} does not list files"]
+    except ValueError as problem:
+        return [f"{MANIFEST} does not list files: {problem}"]
     weights = WEIGHTS_FILES if ADAPTERS not in files else (ADAPTERS, *WEIGHTS_FILES[1:])
     needed = weights + (TRAINING_FILES if any(name in files for name in TRAINING_FILES) else ())
     problems = [f"{MANIFEST} does not list {name}" for name in needed if name not in files]
@@ -262,9 +279,9 @@ def problems_of(folder: Path) -> list[str]:
             problems.append(f"{name!r} is not a file name")
         elif not os.path.isfile(path):  # False also for a name that no file can have
             problems.append(f"{name} is missing")
-        elif path.stat().st_size != entry.get("size"):
-            problems.append(f"{name} has {path.stat().st_size:,} bytes instead of {entry.get('size')}")
-        elif sha256_file(path) != entry.get("sha256"):
+        elif path.stat().st_size != entry.size:
+            problems.append(f"{name} has {path.stat().st_size:,} bytes instead of {entry.size}")
+        elif sha256_file(path) != entry.sha256:
             problems.append(f"{name} was altered (its SHA-256 differs)")
     return problems
 

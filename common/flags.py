@@ -1,55 +1,22 @@
-"""Command lines: settings are declared once, as fields of a dataclass; argparse without its surprises."""
+"""Command lines: argparse without its surprises. Settings are declared once, as fields of a pydantic dataclass."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import difflib
 import itertools
-import json
-import numbers
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from pydantic.fields import FieldInfo
 
 from common.errors import ConfigError
+from common.validation import about, choices_of, is_tuple, kind_of, suggest
 
-Schema: TypeAlias = Mapping[str, dataclasses.Field[Any]]
-METAVARS = {"int": "N", "float": "X", "str": "TEXT", "bool": "true|false"}
-
-
-def option(default: Any, group: str, help: str, **allowed: Any) -> Any:
-    """A field of a dataclass that is a flag of the same name. `group` is its heading in --help; with "" it is no flag.
-
-    `allowed`: `low`, `high` (inclusive), `below`, `above` (exclusive), `choices`; `switch`, the values for a bare flag
-    (or JSON true) and for JSON false; `empty`, whether a text may be ""; `many`, whether several values follow the flag
-    (without it, the flag of a tuple is repeated); `metavar`, the value's name in --help.
-    """
-    return dataclasses.field(default=default, metadata={"group": group, "help": help, **allowed})
-
-
-def options_of(settings: type) -> dict[str, dataclasses.Field[Any]]:
-    """The fields of a dataclass that are options, by name."""
-    return {f.name: f for f in dataclasses.fields(settings) if f.metadata}
-
-
-def kind_of(f: dataclasses.Field[Any]) -> str:
-    """ "int", "float", "str" or "bool"; for a tuple, that of its items."""
-    return str(f.type).removeprefix("tuple[").split(",")[0].split(" | ")[0]  # annotations are strings here
-
-
-def is_tuple(f: dataclasses.Field[Any]) -> bool:
-    return str(f.type).startswith("tuple")
-
-
-def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A question for the end of a message, with the known name nearest to `name`; "" if none is near."""
-    known = list(known)
-    near = [word for word in known if word.startswith(name)] or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean {prefix}{near[0]}?" if near else ""
+METAVARS = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
 
 
 class Formatter(argparse.HelpFormatter):
@@ -70,6 +37,8 @@ class Parser(argparse.ArgumentParser):
         formatter = lambda prog: Formatter(prog, max_help_position=32, width=width)  # noqa: E731
         super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
         self.words: list[str] = []  # the words that were parsed last
+        self.options: Mapping[str, FieldInfo] = {}
+        self.elsewhere: Mapping[str, str] = {}
 
     def parse_known_args(  # type: ignore[override]  # as below
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
@@ -77,29 +46,30 @@ class Parser(argparse.ArgumentParser):
         self.words = list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
-    def add_options(self, schema: Schema) -> None:
-        """Add a flag for each option, under the heading of its group."""
+    def add_options(self, options: Mapping[str, FieldInfo], elsewhere: Mapping[str, str] | None = None) -> None:
+        """Add a flag for each option, under the heading of its group. `elsewhere`: flag -> the script that has it."""
+        self.options, self.elsewhere = options, elsewhere or {}
         groups: dict[str, argparse._ArgumentGroup] = {}
-        for key, f in schema.items():
-            heading, is_set = f.metadata["group"], not (f.default is None or f.default is False or f.default == ())
-            if not heading:
-                continue
+        for key, f in options.items():
+            heading = about(f).get("group", "model")
+            is_set = not (f.default is None or f.default is False or f.default == ())
             groups[heading] = groups.get(heading) or self.add_argument_group(heading)
             default = f"{f.default:g}" if isinstance(f.default, float) else f.default
-            text = f.metadata["help"] + (f" [{default}]" if is_set else "")
+            text = str(f.description) + (f" [{default}]" if is_set else "")
             takes: dict[str, Any] = {"nargs": "?", "const": True, "action": "append" if is_tuple(f) else "store"}
-            if f.metadata.get("many"):
+            if about(f).get("many"):
                 takes = {"nargs": "*", "action": "extend"}
-            metavar = "|".join(f.metadata.get("choices") or [metavar_of(f)])
+            metavar = "|".join(choices_of(f) or [metavar_of(f)])
             groups[heading].add_argument(
                 f"--{key}", default=argparse.SUPPRESS, metavar=metavar, help=text.replace("%", "%%"), **takes
             )
 
     def read(self, argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:
-        """The typed flags, as strings; True for one without a value. Unknown words go to `problems`."""
+        """The typed flags; True for one without a value. Unknown words go to `problems`."""
         known, unknown = self.parse_known_args(argv)
         problems += self.unknown_words(unknown)
-        return {key: value for key, value in vars(known).items() if value is not None and key != "debug"}
+        typed = {key: value for key, value in vars(known).items() if value is not None and key != "debug"}
+        return {key: meant(value, self.options[key]) if key in self.options else value for key, value in typed.items()}
 
     def require_none(self, problems: Sequence[str]) -> None:
         """Raises ConfigError that lists the problems, if there are any."""
@@ -122,10 +92,13 @@ class Parser(argparse.ArgumentParser):
             if word.startswith("-"):
                 name = word.lstrip("-").split("=")[0]
                 near = suggest(name, flags, prefix="--") if name else ""
+                if name in self.elsewhere:
+                    near = f" It is a flag of {self.elsewhere[name]}."
                 hints = [hint for _, value, hint in self.dashed_values() if value == word]
                 problems.append(f"unknown flag {f'--{name}' if name else word}.{near or ''.join(hints[:1])}")
             elif not before.startswith("-"):  # after an unknown flag it is that flag's value
-                problems.append(f"{word!r} belongs to no flag")
+                is_config = word.endswith(".json") and "config" in flags
+                problems.append(f"{word!r} belongs to no flag.{f' Did you mean --config {word}?' if is_config else ''}")
         return problems
 
     def dashed_values(self) -> Iterator[tuple[str, str, str]]:
@@ -146,85 +119,26 @@ def add_debug(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
-def metavar_of(f: dataclasses.Field[Any]) -> str:
+def metavar_of(f: FieldInfo) -> str:
     """The name of its value in --help."""
-    return "" if f.default is False else str(f.metadata.get("metavar") or METAVARS[kind_of(f)])
+    return "" if f.default is False else str(about(f).get("metavar") or METAVARS[kind_of(f)])
 
 
-def check_values(layer: Mapping[str, Any], schema: Schema, problems: list[str], source: str = "flag") -> dict[str, Any]:
-    """Convert values to the types of their options. Unknown keys, values of a wrong type and values out of range go to
-    `problems`. `source` is the values' file, "flag", or "" for neither."""
-    checked = {}
-    is_flag = source == "flag"
-    for key, value in layer.items():
-        where = f"--{key}" if is_flag else f"{key} in {source}" if source else key
-        if key not in schema:
-            problems.append(f"unknown key {where}.{suggest(key, schema)}")
-            continue
-        try:
-            checked[key] = convert(value, schema[key], from_flag=is_flag)
-        except ValueError as problem:
-            is_missing = is_flag and (value is True or value == [] or (isinstance(value, list) and True in value))
-            typed = parse_word(value) if isinstance(value, str) and kind_of(schema[key]) in ("int", "float") else value
-            shown = "missing" if is_missing else json.dumps(typed, ensure_ascii=False, default=str)
-            problems.append(f"{where} is {shown}; {problem}")
-    return checked
-
-
-def convert(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
-    """Convert one value to its field's type. Raises ValueError that says what is allowed."""
-    if value is None and f.default is None:
-        return None
-    if not is_tuple(f):
-        return convert_one(value, f, from_flag)
-    values = list(value) if isinstance(value, list | tuple) else [value]
-    if not values and from_flag:
-        raise ValueError(f"at least one {metavar_of(f)} is needed")
-    return tuple(convert_one(each, f, from_flag) for each in values)
-
-
-def convert_one(value: Any, f: dataclasses.Field[Any], from_flag: bool) -> Any:
-    allowed, kind = f.metadata, kind_of(f)
-    if from_flag and isinstance(value, str) and (kind != "str" or "switch" in allowed):
-        value = parse_word(value)
-    if "switch" in allowed and isinstance(value, bool):
-        value = allowed["switch"][0 if value else 1]
-    if kind == "bool":
-        if not isinstance(value, bool):
-            raise ValueError("true or false is needed")
-        return value
-    if kind == "str":
-        choices = allowed.get("choices")
-        if not isinstance(value, str) or not (value or allowed.get("empty")):
-            raise ValueError(f"one of {', '.join(choices)} is needed" if choices else "a text is needed")
-        if choices and value not in choices:
-            raise ValueError(f"allowed: {', '.join(choices)}.{suggest(value, choices)}")
-        return value
-    whole = kind == "int"
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):  # NumPy's too
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:  # or NaN
-        raise ValueError("a whole number is needed" if whole else "a number is needed")
-    if whole and value != int(value):
-        raise ValueError("a whole number is needed")
-    value = int(value) if whole else float(value)
-    limits: dict[str, tuple[Callable[[float], bool], str]] = {
-        "low": (lambda limit: value >= limit, "at least"),
-        "above": (lambda limit: value > limit, "more than"),
-        "high": (lambda limit: value <= limit, "at most"),
-        "below": (lambda limit: value < limit, "less than"),
-    }
-    if not all(holds(allowed[name]) for name, (holds, _) in limits.items() if name in allowed):
-        ranges = [f"{words} {allowed[name]:,}" for name, (_, words) in limits.items() if name in allowed]
-        raise ValueError(f"allowed: {' and '.join(ranges)}")
-    return value
+def meant(typed: Any, f: FieldInfo) -> Any:
+    """What a flag's word, or each of its words, stands for: 64 for "64", True for "true", unless a text is meant."""
+    if isinstance(typed, list):
+        return tuple(meant(each, f) for each in typed)
+    is_text = kind_of(f) is str and "switch" not in about(f)
+    return typed if is_text or not isinstance(typed, str) else parse_word(typed)
 
 
 def parse_word(word: str) -> Any:
     """The value of a flag's word: 64, 1_000, 3e-4, true. Any other word stays as it is."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
-    for number in (int, float):
-        with contextlib.suppress(ValueError):
-            return number(word)
+    with contextlib.suppress(ValueError):
+        return int(word)
+    with contextlib.suppress(ValueError, OverflowError):
+        number = float(word)
+        return int(number) if number.is_integer() else number
     return word

@@ -9,19 +9,21 @@ from __future__ import annotations
 import functools
 import math
 import os
-import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from common.errors import CheckpointError
 from common.files import sha256_file
 from common.tensors import weights_file
+from common.validation import STRICT, Text
 from model import Head, Linear, TransformerLanguageModel, listed
 from model_config import ModelConfig
 
@@ -35,30 +37,15 @@ EMBEDDING, HEAD = "token_embedding", "head"
 LARGEST_RANK = 65_536  # also the largest alpha; anything larger is a mistake
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class LoRA:
-    """The shape of adapters, and their base. Raises ValueError listing every value that is out of range."""
+    """The shape of adapters, and their base."""
 
-    rank: int
-    alpha: float
-    targets: tuple[str, ...]
-    base: str  # a checkpoint folder: absolute, or relative to the folder in which the training started
-    base_sha256: str  # of the base's weights file
-
-    def __post_init__(self) -> None:
-        problems = []
-        if type(self.rank) is not int or not 1 <= self.rank <= LARGEST_RANK:
-            problems.append(f"rank is {self.rank!r:.100}; it must be a whole number from 1 to {LARGEST_RANK:,}")
-        if type(self.alpha) not in (int, float) or not 0 < self.alpha <= LARGEST_RANK:
-            problems.append(f"alpha is {self.alpha!r:.100}; it must be a number above 0, up to {LARGEST_RANK:,}")
-        if not self.targets or any(target not in TARGETS for target in self.targets):
-            problems.append(f"targets is {self.targets!r:.100}; allowed: {', '.join(TARGETS)}")
-        if not isinstance(self.base, str) or not self.base:
-            problems.append(f"base is {self.base!r:.100}; it must be the folder of a checkpoint")
-        if not isinstance(self.base_sha256, str) or not re.fullmatch("[0-9a-f]{64}", self.base_sha256):
-            problems.append(f"base_sha256 is {self.base_sha256!r:.100}; it must have 64 hexadecimal digits")
-        if problems:
-            raise ValueError("; ".join(problems))
+    rank: Annotated[int, Field(ge=1, le=LARGEST_RANK)]
+    alpha: Annotated[float, Field(gt=0, le=LARGEST_RANK)]
+    targets: Annotated[tuple[Literal["attention", "feed_forward", "embeddings"], ...], Field(min_length=1)]
+    base: Text  # a checkpoint folder: absolute, or relative to the folder in which the training started
+    base_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]  # of the base's weights file
 
     @property
     def scale(self) -> float:
@@ -78,15 +65,6 @@ class LoRA:
         """The names of all adapted modules of a model."""
         layers = range(config.num_layers)
         return [*self.end_modules, *(f"blocks.{layer}.{module}" for layer in layers for module in self.block_modules)]
-
-    @classmethod
-    def from_dict(cls, values: Any) -> LoRA:
-        """Build from the `lora` of a config.json. Raises ValueError for anything else."""
-        if not isinstance(values, dict) or values.keys() != cls.__dataclass_fields__.keys():
-            raise ValueError(f"lora is {values!r:.200}; it must be an object of {', '.join(cls.__dataclass_fields__)}")
-        targets = values["targets"]
-        is_list = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
-        return cls(**{**values, "targets": tuple(targets) if is_list else ()})
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "targets": list(self.targets)}

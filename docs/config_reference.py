@@ -5,13 +5,14 @@ python docs/config_reference.py
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from pydantic.fields import FieldInfo
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,14 +21,14 @@ import generation.settings
 import tokenization.settings
 from common.errors import ConfigError, script
 from common.files import atomic_write, read_json
-from common.flags import Parser, Schema, add_debug, is_tuple, kind_of
+from common.flags import Parser, add_debug
 from common.formatting import cell, table_row
+from common.validation import about, choices_of, is_tuple, kind_of, limits_of
 from training.config import REPOSITORY, SCHEMA
 
 DOCUMENT = REPOSITORY / "docs" / "configuration.md"
-KINDS = {"int": "whole number", "float": "number", "str": "text", "bool": "`true`, `false`"}
+KINDS = {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}
 METAVARS = {"FILE": "file", "PATH": "path", "FOLDER": "folder"}
-LIMITS = {"low": "at least", "above": "more than", "high": "at most", "below": "less than"}
 IN_BRACKETS = re.compile(r" ?\[([^]]+)]")  # how help texts give a default that is not a plain value
 
 HEAD = """\
@@ -81,11 +82,11 @@ def reference() -> str:
     return "\n".join(lines) + "\n"
 
 
-def option_tables(schema: Schema, called: str = "key") -> Iterator[str]:
+def option_tables(schema: Mapping[str, FieldInfo], called: str = "key") -> Iterator[str]:
     """The options, one table for each of their groups."""
-    for number, group in enumerate(dict.fromkeys(f.metadata["group"] for f in schema.values())):
+    for number, group in enumerate(dict.fromkeys(group_of(f) for f in schema.values())):
         names = {key: key if called == "key" else f"--{key}" for key in schema}
-        rows = [key_row(names[key], f) for key, f in schema.items() if f.metadata["group"] == group]
+        rows = [key_row(names[key], f) for key, f in schema.items() if group_of(f) == group]
         yield from ([""] if number else [])
         yield from (f"### {group.capitalize()}", "", *table([called, "default", "may be", "what it does"], rows))
 
@@ -94,9 +95,13 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [table_row(head), "|---" * len(head) + "|", *(table_row([cell(each) for each in row]) for row in rows)]
 
 
-def key_row(key: str, f: dataclasses.Field[Any]) -> list[str]:
+def group_of(f: FieldInfo) -> str:
+    return str(about(f).get("group", "model"))
+
+
+def key_row(key: str, f: FieldInfo) -> list[str]:
     """The row of an option: its name, its default, its values, what it does."""
-    default, text = split_default(f.metadata["help"])
+    default, text = split_default(str(f.description))
     return [f"`{key}`", default if f.default in (None, ()) else code(f.default), allowed(f), text]
 
 
@@ -117,18 +122,13 @@ def code(value: Any) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
-def allowed(f: dataclasses.Field[Any]) -> str:
-    """What `common.flags.convert` accepts."""
-    if choices := f.metadata.get("choices"):
+def allowed(f: FieldInfo) -> str:
+    """What may be given."""
+    if choices := choices_of(f):
         return ", ".join(code(choice) for choice in choices)
-    limits = [
-        f"{said} {f.metadata[name]:{',' if kind_of(f) == 'int' else 'g'}}"
-        for name, said in LIMITS.items()
-        if name in f.metadata
-    ]
-    words = [f"or {code(word)}" for word in f.metadata.get("words", ())]
-    kind = f"{METAVARS.get(f.metadata.get('metavar', ''), KINDS[kind_of(f)])}{', one or more' * is_tuple(f)}"
-    return ", ".join([kind, *([" and ".join(limits)] if limits else []), *words])
+    limits = [f"{said} {limit:,}" for said, limit in limits_of(f)]
+    kind = f"{METAVARS.get(about(f).get('metavar', ''), KINDS[kind_of(f)])}{', one or more' * is_tuple(f)}"
+    return ", ".join([kind, *([" and ".join(limits)] if limits else [])])
 
 
 def config_rows() -> list[list[str]]:

@@ -91,7 +91,7 @@ def modelfile(path: str | Path, config: ModelConfig, template: AnyTemplate | Non
         form = (
             "{{ range .Messages }}<|im_start|>{{ .Role }}\n{{ .Content }}<|im_end|>\n{{ end }}<|im_start|>assistant\n"
         )
-        system = template.default_system
+        system = template.chatml
     elif template:
         stops = (END_OF_TEXT,)
         form = (

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from common.validation import build
 from model import listed
 from model_config import ModelConfig
 
@@ -18,6 +19,11 @@ OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {"gel
 
 class ConversionError(ValueError):
     """A model that the other side cannot express, or tensors that do not belong to the model."""
+
+
+def checked_config(**values: Any) -> ModelConfig:
+    """The shape of somebody else's model. Raises ValueError listing what is out of range."""
+    return build(ModelConfig, values)
 
 
 def require_shapes(tensors: Tensors, shapes: Shapes) -> None:

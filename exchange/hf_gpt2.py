@@ -14,6 +14,7 @@ from exchange.hf_common import (
     ACTIVATIONS,
     Shapes,
     Tensors,
+    checked_config,
     of_one_kind_of_head,
     others_than,
     our_activation,
@@ -71,12 +72,12 @@ def config_of_gpt2(hf_config: dict[str, Any], tied: bool) -> ModelConfig:
             "add_cross_attention": False,
         },
     )
-    return ModelConfig(  # absent keys as GPT2Config has them
+    return checked_config(  # absent keys as GPT2Config has them
         vocab_size=hf_config.get("vocab_size", 50257),
         embed_dim=hf_config.get("n_embd", 768),
         num_heads=hf_config.get("n_head", 12),
         num_layers=hf_config.get("n_layer", 12),
-        ff_dim=hf_config.get("n_inner"),  # type: ignore[arg-type]  # None is 4 * n_embd here and there
+        ff_dim=hf_config.get("n_inner"),  # None is 4 * n_embd here and there
         max_seq_len=hf_config.get("n_positions", 1024),
         dropout=hf_config.get("resid_pdrop", 0.1),
         tie_embeddings=tied,

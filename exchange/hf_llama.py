@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from exchange.hf_common import ConversionError, Shapes, Tensors, others_than, require_options, with_head
+from exchange.hf_common import ConversionError, Shapes, Tensors, checked_config, others_than, require_options, with_head
 from model import rms_norm
 from model_config import ModelConfig
 
@@ -121,7 +121,7 @@ def config_of_llama(kind: str, hf_config: dict[str, Any], tied: bool) -> ModelCo
         require_options(known, {"attention_bias": False})
     heads, width = known.get("num_attention_heads", 32), known.get("hidden_size", 4096)
     base, scaling = rope_of(known)
-    return ModelConfig(
+    return checked_config(
         vocab_size=known["vocab_size"],
         embed_dim=width,
         num_heads=heads,
@@ -136,7 +136,7 @@ def config_of_llama(kind: str, hf_config: dict[str, Any], tied: bool) -> ModelCo
         position="rope",
         qk_norm=kind == "qwen3",
         num_kv_heads=known.get("num_key_value_heads", heads if kind == "llama" else 32),
-        head_dim=known.get("head_dim"),  # type: ignore[arg-type]
+        head_dim=known.get("head_dim"),
         norm_gain=True,
         norm_eps=known.get("rms_norm_eps", 1e-6),
         rope_base=base,

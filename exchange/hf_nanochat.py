@@ -14,6 +14,7 @@ from exchange.hf_common import (
     ConversionError,
     Shapes,
     Tensors,
+    checked_config,
     of_one_kind_of_head,
     others_than,
     our_activation,
@@ -73,7 +74,7 @@ def config_of_nanochat(hf_config: dict[str, Any], tied: bool) -> ModelConfig:
             f"num_key_value_heads is {hf_config['num_key_value_heads']!r:.100} beside {heads!r:.100} heads; here every "
             "head has keys and values of its own"
         )
-    config = ModelConfig(  # absent keys as NanoChatConfig has them
+    config = checked_config(  # absent keys as NanoChatConfig has them
         vocab_size=hf_config.get("vocab_size", 50304),
         embed_dim=hf_config.get("hidden_size", 768),
         num_heads=heads,

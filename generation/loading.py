@@ -11,6 +11,7 @@ from common.checkpoint import Checkpoint, newest_run, open_checkpoint
 from common.errors import CheckpointError
 from common.machine import has_fast_bf16, pick_device
 from common.tensors import Uninitialized
+from common.validation import build
 from generation.decoding import generate
 from generation.settings import Sampling
 from model import TransformerLanguageModel
@@ -71,5 +72,5 @@ def generate_text(
 ) -> str:
     """The prompt and its continuation, up to the end-of-text token. `sampling`: top_k, top_p, repetition_penalty,
     stop (a tuple of strings), seed. Raises ValueError for a value out of range."""
-    settings = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, **sampling)
+    settings = build(Sampling, {"max_new_tokens": max_new_tokens, "temperature": temperature, **sampling})
     return prompt + generate(model, tokenizer, [prompt], settings)[0].text

@@ -6,10 +6,11 @@ import contextlib
 import dataclasses
 
 from common.chat import AnyTemplate, Message
-from common.flags import convert, suggest
+from common.flags import meant
 from common.formatting import printable
+from common.validation import check, fields_of, suggest
 from generation.decoding import Completion, generate
-from generation.settings import SAMPLING, Sampling, unescape
+from generation.settings import Sampling, unescape
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError
@@ -132,10 +133,11 @@ def change_setting(command: str, sampling: Sampling, settings: list[str], help_t
     if not value:
         print(f"{name} is {getattr(sampling, name)}")
         return sampling
-    try:
-        changed = dataclasses.replace(sampling, **{name: convert(unescape(value), SAMPLING[name], from_flag=True)})
-    except ValueError as problem:
-        print(f"{name} is {value}; {problem}")
+    typed = (unescape(value),) if name == "stop" else meant(value, fields_of(Sampling)[name])
+    problems: list[str] = []
+    changed = check(Sampling, vars(sampling) | {name: typed}, problems)
+    if changed is None or problems:
+        print("; ".join(problems))
         return sampling
     print(f"{name} is now {getattr(changed, name)}")
     return changed

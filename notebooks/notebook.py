@@ -23,6 +23,7 @@ import train_colab_mmap
 from common.checkpoint import Checkpoint, open_checkpoint, step_folders
 from common.errors import INTERRUPTED, CheckpointError, Script, UserError
 from common.formatting import byte_size
+from common.validation import build
 from examples import conversations
 from exchange import gguf_export
 from generation.sampling import Sampling
@@ -275,7 +276,7 @@ def talk(prompt: str, checkpoint: Path, is_new: bool = True, **sampling: Any) ->
     unless the conversation `is_new`. The stop button ends the text where it is."""
     global LOADED
     try:
-        settings = Sampling(**sampling)
+        settings = build(Sampling, sampling)
         if LOADED is None or LOADED.path != open_checkpoint(checkpoint).path:
             LOADED = Loaded(checkpoint)
         loaded = LOADED

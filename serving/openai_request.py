@@ -14,7 +14,7 @@ from typing import Any
 
 from common.chat import Message, require_order
 from common.errors import LONGEST_MESSAGE, is_out_of_memory
-from common.flags import suggest
+from common.validation import build, suggest
 from generation.decoding import ROWS_AT_ONCE, prompt_ids
 from generation.sampling import Sampling
 from generation.terminal import room_for_prompt
@@ -243,18 +243,19 @@ def read_sampling(parameters: Parameters, served: Served, least_tokens: int = 1)
         message = f"stop is up to {MOST_STOPS} texts of 1 to {LONGEST_STOP:,} characters."
         raise RequestError(message, "stop")
     try:
-        return Sampling(
-            max_new_tokens=max_new_tokens,
-            temperature=parameters.number("temperature", Sampling.temperature),
+        values = {
+            "max_new_tokens": max_new_tokens,
+            "temperature": parameters.number("temperature", Sampling.temperature),
             # More than the vocabulary means all of it.
-            top_k=min(parameters.integer("top_k", Sampling.top_k, 0), served.model.config.vocab_size),
-            top_p=parameters.number("top_p", Sampling.top_p),
-            repetition_penalty=parameters.number("repetition_penalty", Sampling.repetition_penalty),
-            stop=tuple(stop),
-            frequency_penalty=parameters.number("frequency_penalty", Sampling.frequency_penalty),
-            presence_penalty=parameters.number("presence_penalty", Sampling.presence_penalty),
-            seed=parameters.integer("seed", random.randrange(2**31), 0),
-        )
+            "top_k": min(parameters.integer("top_k", Sampling.top_k, 0), served.model.config.vocab_size),
+            "top_p": parameters.number("top_p", Sampling.top_p),
+            "repetition_penalty": parameters.number("repetition_penalty", Sampling.repetition_penalty),
+            "stop": tuple(stop),
+            "frequency_penalty": parameters.number("frequency_penalty", Sampling.frequency_penalty),
+            "presence_penalty": parameters.number("presence_penalty", Sampling.presence_penalty),
+            "seed": parameters.integer("seed", random.randrange(2**31), 0),
+        }
+        return build(Sampling, values)
     except ValueError as problem:  # which begins with the parameter's name
         raise RequestError(f"{problem}.", str(problem).partition(" ")[0]) from None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.errors import ConfigError
-from common.flags import suggest
+from common.validation import suggest
 from serving.server import OWN_HOSTS, host_name
 from training.file_names import METRICS
 from training.telling.run_reader import RunReader

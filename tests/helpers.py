@@ -16,7 +16,7 @@ import torch
 
 from model import TransformerLanguageModel
 from tokenizer import CharacterTokenizer
-from training.config import TrainConfig
+from training.config import Config
 from training.machine.hardware import Hardware
 from training.numbers.data import TokenData
 from training.numbers.optimizer import build_optimizer
@@ -141,9 +141,7 @@ def run_script(main: Callable[[list[str]], int], *words: object) -> SimpleNamesp
     return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
-def parts_of(
-    model: TransformerLanguageModel, data: TokenData, config: TrainConfig, prompts: Sequence[Prompt] = ()
-) -> Parts:
+def parts_of(model: TransformerLanguageModel, data: TokenData, config: Config, prompts: Sequence[Prompt] = ()) -> Parts:
     """What a training of this model on a CPU is made of."""
     optimizer = build_optimizer(model, config)
     return Parts(config, CPU, data, list(prompts), model, optimizer, CPU.grad_scaler(), model)

@@ -17,7 +17,7 @@ from model_config import ModelConfig
 from tests.helpers import ALPHABET, generated_text
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import BPETokenizer
-from training.config import TrainConfig
+from training.config import Config
 from training.numbers.optimizer import Optimizer, build_optimizer
 
 CHARACTERS = CharacterTokenizer.train(ALPHABET + "\0\r'😀")
@@ -66,7 +66,7 @@ def write_model(
     """A checkpoint folder of a random model, or of the one that is given."""
     tokenizer = tokenizer or bpe()
     model = model or random_model(tokenizer.vocab_size, **options)
-    optimizer = build_optimizer(model, TrainConfig())
+    optimizer = build_optimizer(model, Config())
     save_checkpoint(folder, model, optimizer, tokenizer.to_json().encode(), tokenizer.kind, {"step": 0}, chat)
     return model
 

@@ -13,7 +13,8 @@ import pytest
 from tests.helpers import ROOT, SOURCES
 
 GROUND = {"common", "model", "model_config", "tokenizer", "tokenizer_base", "tokenizer_bpe"}
-CONFIG = {"training.config", "training.contradictions", "training.file_names"}
+CONFIG = {"training.config", "training.file_names"}
+FLAGS = {"generation.settings", "tokenization.settings"}  # so that one script can say which other has a flag
 NUMBERS = GROUND | CONFIG | {"tokenization", "generation", "training.machine", "training.numbers", "training.parts"}
 # A room is a folder, or a file beside rooms. It may import itself and what stands here.
 MAY_IMPORT = {
@@ -25,8 +26,7 @@ MAY_IMPORT = {
     "common": {"model", "model_config", "tokenizer", "tokenizer_base"},
     "tokenization": GROUND,
     "generation": GROUND | {"tokenization"},  # which reads the text to score
-    "training.config": GROUND | CONFIG,
-    "training.contradictions": GROUND | CONFIG,
+    "training.config": GROUND | CONFIG | FLAGS,
     "training.file_names": set(),
     "training.machine": GROUND | CONFIG,
     "training.numbers": NUMBERS,

@@ -1,172 +1,193 @@
-"""TrainConfig: one schema for defaults, config files and flags (later ones win), every problem reported at once.
+"""Config: what was asked, from defaults, a config file and flags (later ones win), every problem reported at once.
 
-Torch is imported only when the values are checked together, so that `--help` answers at once.
+Torch is not imported here, so that `--help` answers at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
 from common.errors import ConfigError
 from common.files import read_json
-from common.flags import Parser, add_debug, check_values, option, options_of, suggest
+from common.flags import Parser, add_debug
 from common.launch import place
-from model_config import ACTIVATIONS, ModelConfig
-from training.contradictions import contradictions
+from common.validation import STRICT, Text, about, check, fields_of, option, options_of, suggest
+from generation.settings import FLAGS as GENERATION_FLAGS
+from model_config import ModelConfig, Size, setting
+from tokenization.settings import FLAGS as TOKENIZATION_FLAGS
 
 if TYPE_CHECKING:
     from common.lora import LoRA
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
-MOST_SEQUENCES = 1_000_000  # more must be a mistake
+OURS = ("name", "sources", "processes")  # fields of Config that nobody gives
 NOT_GIVEN = ("default", "memory", "out of memory")  # sources of values that no user gave
+Count = Annotated[int, Field(ge=0)]
+Number = Annotated[float, Field(ge=0)]
+Sequences = Annotated[int, Field(ge=1, le=1_000_000)]  # more must be a mistake
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """All settings of a run. Each field is a key of a config JSON and a flag of the same name."""
+@dataclass(frozen=True, config=STRICT)
+class DataKeys:
+    """What the run learns from."""
 
-    # The order of fields is the order of --help.
-    input: str | None = option(None, "data", "text file(s) to tokenize on first use, or builtin:conversations")
-    tokenizer: str = option("bpe", "data", "tokenizer to train on --input", choices=("bpe", "char"))
-    vocab_size: int = option(32_000, "data", "vocabulary to train on --input (bpe)", low=259, high=2**31 - 1)
-    data_dir: str | None = option(None, "data", "token folder written by tokenize_local_bpe.py [datasets_cache]")
-    bin_file: str | None = option(None, "data", "token file, with --tokenizer_file and --metadata_file")
-    tokenizer_file: str | None = option(None, "data", "tokenizer of --bin_file")
-    metadata_file: str | None = option(None, "data", "metadata of --bin_file")
-    placement: str = option(
-        "auto", "data", "where the tokens lie while training", choices=("auto", "gpu", "ram", "mmap")
+    input: Text | None = option(
+        None, "data", "text file(s) to tokenize on first use, or builtin:conversations", scope="place"
     )
-    model_size: str | None = option(None, "model", "take the model keys from configs/<model_size>.json")
-    embed_dim: int = option(256, "model", "width of the residual stream", low=1)
-    num_heads: int = option(4, "model", "attention heads; must divide embed_dim", low=1)
-    num_layers: int = option(4, "model", "transformer blocks", low=1)
-    ff_dim: int | None = option(None, "model", "hidden width of the feed-forward [4 * embed_dim; swiglu 8/3]", low=1)
-    max_seq_len: int = option(256, "model", "context length in tokens", low=1)
-    dropout: float = option(0.0, "model", "dropout probability", low=0.0, below=1.0)
-    bias: bool = option(True, "model", "biases in linear layers and norms")
-    tie_embeddings: bool = option(False, "model", "share the token embedding with the head")
-    activation: str = option("gelu", "model", "feed-forward activation", choices=ACTIVATIONS)
-    norm: str = option("layernorm", "model", "normalisation", choices=("layernorm", "rmsnorm"))
-    position: str = option("learned", "model", "position information", choices=("learned", "rope"))
-    qk_norm: bool = option(False, "model", "normalise queries and keys")
-    logit_softcap: float = option(0.0, "model", "soft limit of the logits, 0 is off", low=0.0)
-    embed_norm: bool = option(False, "model", "normalise the embeddings before the first block")
-    zero_init: bool = option(False, "model", "start projections into the residual stream, and the head, at zero")
+    tokenizer: Literal["bpe", "char"] = option("bpe", "data", "tokenizer to train on --input", scope="place")
+    data_dir: Text | None = option(
+        None, "data", "token folder written by tokenize_local_bpe.py [datasets_cache]", scope="place"
+    )
+    bin_file: Text | None = option(None, "data", "token file, with --tokenizer_file and --metadata_file", scope="place")
+    tokenizer_file: Text | None = option(None, "data", "tokenizer of --bin_file", scope="place")
+    metadata_file: Text | None = option(None, "data", "metadata of --bin_file", scope="place")
+    placement: Literal["auto", "gpu", "ram", "mmap"] = option(
+        "auto", "data", "where to keep tokens during training", scope="place"
+    )
+    model_size: Literal[MODEL_SIZES] | None = option(  # type: ignore[valid-type]
+        None, "model", "take the model keys from configs/<model_size>.json", scope="place"
+    )
 
-    epochs: int = option(10, "length", "passes over the training split", low=1)
-    max_steps: int = option(0, "length", "optimizer steps in all; 0: as many as the epochs take", low=0)
+
+@dataclass(frozen=True, config=STRICT)
+class Config(ModelConfig, DataKeys):
+    """All settings of a run. Each field with a description is a key of a config JSON and a flag of the same name.
+
+    The order of fields is the order of --help: data, model, and what follows.
+    """
+
+    vocab_size: int = option(
+        32_000, "data", "vocabulary to train on --input (bpe)", ge=259, le=2**31 - 1, scope="place"
+    )
+    embed_dim: Size = setting(256, "width of the residual stream")
+    num_heads: Size = setting(4, "attention heads; must divide embed_dim")
+    num_layers: Size = setting(4, "transformer blocks")
+    max_seq_len: Size = setting(256, "context length in tokens")
+
+    epochs: int = option(10, "length", "passes over the training split", ge=1, of=("max_steps", 0))
+    max_steps: Count = option(0, "length", "optimizer steps in all; 0: as many as the epochs take")
     minutes: float = option(
         0.0,
         "length",
-        "train for this long in all sessions, no further than the epochs; the learning rate falls in time to end "
-        "then; 0 is off",
-        low=0.0,
-        high=100_000.0,
+        "time budget across sessions, capped by --epochs; the decay finishes within it; 0 is off",
+        ge=0,
+        le=100_000,
     )
-    max_steps_per_epoch: int = option(0, "length", "end an epoch after this many steps, 0 is off", low=0)
-    max_hours: float = option(
-        0.0, "length", "stop, saved, once the run has taken this long in all its sessions, 0 is off", low=0.0
-    )
+    max_steps_per_epoch: Count = option(0, "length", "end an epoch after this many steps, 0 is off")
+    max_hours: Number = option(0.0, "length", "stop, saved, once the run has taken this long across sessions, 0 is off")
 
-    batch_size: int = option(32, "batch", "sequences per batch", low=1, high=MOST_SEQUENCES)
-    gradient_accumulation_steps: int = option(1, "batch", "batches per optimizer step", low=1, high=MOST_SEQUENCES)
+    batch_size: Sequences = option(32, "batch", "sequences per batch")
+    gradient_accumulation_steps: Sequences = option(1, "batch", "batches per optimizer step")
     micro_batch_size: int | None = option(
         None,
         "batch",
-        "sequences at once: a matter of memory, not of the result (dropout's draws aside) [batch_size, or what fits]",
-        low=1,
+        "sequences per forward pass; affects memory, not results (dropout's draws aside) [batch_size, or what fits]",
+        ge=1,
     )
     activation_checkpointing: bool = option(
         False, "batch", "keep only a block's input for the backward pass: less memory, a third more time"
     )
 
-    optimizer: str = option(
-        "adamw", "optimizer", "muon: Muon for the matrices inside blocks, AdamW for the rest", choices=("adamw", "muon")
-    )
-    learning_rate: float = option(1e-3, "optimizer", "peak learning rate (AdamW)", above=0.0)
-    muon_learning_rate: float = option(
-        0.02, "optimizer", "peak learning rate of Muon; follows the same curve", above=0.0
-    )
-    min_lr: float = option(1e-5, "optimizer", "learning rate at the end of the decay", low=0.0)
-    warmup_steps: int = option(0, "optimizer", "steps of linear warmup", low=0)
-    use_lr_scheduler: str = option(
-        "cosine",
+    optimizer: Literal["adamw", "muon"] = option(
+        "adamw",
         "optimizer",
-        "decay of the learning rate to min_lr",
-        choices=("cosine", "linear", "constant"),
-        switch=("cosine", "constant"),
+        "muon: Muon for the matrices inside blocks, AdamW for the rest",
+        scope="fixed",
     )
-    cooldown: float = option(
-        1.0, "optimizer", "share of the steps that the decay takes, up to the last", above=0.0, high=1.0
+    learning_rate: float = option(1e-3, "optimizer", "peak learning rate (AdamW)", gt=0)
+    muon_learning_rate: float = option(
+        0.02, "optimizer", "peak learning rate of Muon; follows the same curve", gt=0, of=("optimizer", "muon")
     )
-    weight_decay: float = option(
-        0.1, "optimizer", "decoupled weight decay: AdamW's matrices, or with muon those of Muon alone", low=0.0
+    min_lr: Number = option(1e-5, "optimizer", "learning rate at the end of the decay")
+    warmup_steps: Count = option(0, "optimizer", "steps of linear warmup")
+    use_lr_scheduler: Literal["cosine", "linear", "constant"] = option(
+        "cosine", "optimizer", "decay of the learning rate to min_lr", switch=("cosine", "constant")
     )
-    beta2: float = option(0.95, "optimizer", "AdamW: decay of the second moment", low=0.0, below=1.0)
-    grad_clip: float = option(1.0, "optimizer", "largest norm of the gradient, 0 is off", low=0.0)
-    seed: int = option(1337, "optimizer", "seed of weights, data order and dropout", low=0, high=2**32 - 1)
+    cooldown: float = option(1.0, "optimizer", "fraction of training spent decaying the learning rate", gt=0, le=1)
+    weight_decay: Number = option(
+        0.1, "optimizer", "decoupled weight decay: AdamW's matrices, or with muon those of Muon alone"
+    )
+    beta2: float = option(0.95, "optimizer", "AdamW: decay of the second moment", ge=0, lt=1)
+    grad_clip: Number = option(1.0, "optimizer", "largest norm of the gradient, 0 is off")
+    seed: int = option(1337, "optimizer", "seed of weights, data order and dropout", ge=0, lt=2**32)
 
-    lora_rank: int = option(
-        0, "adapters", "train adapters of this rank beside the weights of --init_from, which stay; 0 is off", low=0
+    lora_rank: Count = option(
+        0, "adapters", "LoRA rank; the weights of --init_from stay frozen; 0 is off", scope="fixed"
     )
-    lora_alpha: float = option(16.0, "adapters", "the adapters' output is scaled by lora_alpha / lora_rank", above=0.0)
-    lora_targets: str = option(
+    lora_alpha: float = option(
+        16.0,
+        "adapters",
+        "the adapters' output is scaled by lora_alpha / lora_rank",
+        gt=0,
+        of=("lora_rank", None),
+        scope="fixed",
+    )
+    lora_targets: Literal[
+        "attention,feed_forward,embeddings", "attention,feed_forward", "attention", "feed_forward"
+    ] = option(
         "attention,feed_forward,embeddings",
         "adapters",
         "layers that get adapters; the embeddings are those of tokens, and the head",
-        choices=("attention,feed_forward,embeddings", "attention,feed_forward", "attention", "feed_forward"),
+        of=("lora_rank", None),
+        scope="fixed",
     )
 
-    eval_interval: int = option(500, "evaluation", "steps between evaluations, 0 is off", low=0)
-    eval_batches: int = option(50, "evaluation", "validation batches of batch_size; 0: the whole split", low=0)
-    eval_prompts: str | None = option(
+    eval_interval: Count = option(500, "evaluation", "steps between evaluations, 0 is off")
+    eval_batches: Count = option(50, "evaluation", "validation batches of batch_size; 0: the whole split")
+    eval_prompts: Text | None = option(
         None, "evaluation", "JSONL of {prompt, answer?} answered at each evaluation, or builtin:conversations"
     )
-    stop_after_worse: int = option(
-        0, "evaluation", "stop after this many evaluations in a row without a better validation loss, 0 is off", low=0
+    stop_after_worse: Count = option(
+        0, "evaluation", "stop after this many evaluations in a row without a better validation loss, 0 is off"
     )
-    log_interval: int = option(10, "evaluation", "steps between reports, 0 is off", low=0)
+    log_interval: Count = option(10, "evaluation", "steps between reports, 0 is off")
     tensorboard: bool = option(False, "evaluation", "also write TensorBoard's event files into the run folder")
     units_per_hour: float | None = option(
-        None, "evaluation", "Colab compute units the machine costs an hour, 0 is off [8 on an A100]", low=0.0
+        None, "evaluation", "Colab compute units the machine costs an hour, 0 is off [8 on an A100]", ge=0
     )
 
-    output_dir: str | None = option(None, "checkpoints", "run folder [runs/<config name>]")
-    checkpoint_steps: int = option(0, "checkpoints", "steps between checkpoints, 0 is off", low=0)
-    checkpoint_interval: int = option(3, "checkpoints", "epochs between checkpoints, 0 is off", low=0)
-    checkpoint_minutes: float = option(15.0, "checkpoints", "minutes between checkpoints, 0 is off", low=0.0)
-    checkpoint_dir: str | None = option(None, "checkpoints", "also copy each checkpoint here, Drive for instance")
-    resume: str = option(
-        "auto", "checkpoints", "auto: continue the run in output_dir; never: start over", choices=("auto", "never")
+    output_dir: Text | None = option(None, "checkpoints", "run folder [runs/<config name>]", scope="place")
+    checkpoint_steps: Count = option(0, "checkpoints", "steps between checkpoints, 0 is off")
+    checkpoint_interval: Count = option(3, "checkpoints", "epochs between checkpoints, 0 is off")
+    checkpoint_minutes: Number = option(15.0, "checkpoints", "minutes between checkpoints, 0 is off")
+    checkpoint_dir: Text | None = option(
+        None, "checkpoints", "also copy each checkpoint here, Drive for instance", scope="place"
     )
-    resume_from: str | None = option(None, "checkpoints", "continue from this checkpoint or run folder")
-    init_from: str | None = option(None, "checkpoints", "start a new run from the weights of this checkpoint")
+    resume: Literal["auto", "never"] = option(
+        "auto", "checkpoints", "auto: continue the run in output_dir; never: start over", scope="command"
+    )
+    resume_from: Text | None = option(None, "checkpoints", "continue from this checkpoint or run folder", scope="place")
+    init_from: Text | None = option(
+        None, "checkpoints", "start a new run from the weights of this checkpoint", scope="place"
+    )
 
-    device: str = option("auto", "hardware", "where to compute", choices=("auto", "cpu", "cuda", "mps"))
+    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "hardware", "where to compute")
     use_gpu: bool = option(True, "hardware", "use a GPU if there is one")
-    precision: str = option(
-        "auto", "hardware", "arithmetic; weights stay fp32", choices=("auto", "bf16", "fp16", "fp32")
-    )
-    compile: str = option("auto", "hardware", "torch.compile", choices=("auto", "on", "off"), switch=("on", "off"))
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = option("auto", "hardware", "arithmetic; weights stay fp32")
+    compile: Literal["auto", "on", "off"] = option("auto", "hardware", "torch.compile", switch=("on", "off"))
     shard: bool = option(
         False,
         "hardware",
         "with torchrun: each process keeps a slice of weights, gradients and optimizer state (FSDP2); for large models",
     )
-    dry_run: bool = option(False, "hardware", "check everything, time one step, forecast the run, write no run")
-    profile: bool = option(False, "hardware", "time the parts of a step, say what limits it, write no run")
+    dry_run: bool = option(
+        False, "hardware", "check everything, time one step, forecast the run, write no run", scope="command"
+    )
+    profile: bool = option(
+        False, "hardware", "time the parts of a step, say what limits it, write no run", scope="command"
+    )
 
     name: str = "default"  # of the config file, or of the model size
-    sources: dict[str, str] = field(default_factory=dict, compare=False)  # where each value came from
+    sources: dict[str, str] = Field(default_factory=dict)  # where each value came from
     processes: int = 1  # how many torchrun started; they share each step
-    imported: dict[str, Any] = field(default_factory=dict)  # of `init_from`: what a model has and no flag changes
 
     @property
     def run_dir(self) -> Path:
@@ -203,39 +224,133 @@ class TrainConfig:
     def is_given(self, key: str) -> bool:
         return self.sources.get(key, "default") != "default"
 
-    def with_model(self, model: ModelConfig, source: str) -> TrainConfig:
+    def with_model(self, model: ModelConfig, source: str) -> Config:
         """Take the shape of a trained model. Raises ConfigError if a given key differs from it. With rotary positions,
         which have no weights, the given context may be shorter."""
         theirs = {key: value for key, value in model.to_dict().items() if key not in ("vocab_size", "dropout")}
-        imported = {key: theirs.pop(key) for key in set(theirs) - set(MODEL_KEYS)}
         if self.is_given("max_seq_len") and model.position == "rope" and self.max_seq_len < model.max_seq_len:
             del theirs["max_seq_len"]
-        ours = {key: getattr(self, key) for key in MODEL_KEYS}
         clashes = [
-            f"{key} is {ours[key]!r} from {self.sources[key]}, {theirs[key]!r} in {source}"
-            for key in theirs
-            if self.is_given(key) and ours[key] != theirs[key]
+            f"{key} is {getattr(self, key)!r} from {self.sources[key]}, {value!r} in {source}"
+            for key, value in theirs.items()
+            if self.is_given(key) and getattr(self, key) != value
         ]
         if clashes:
             raise ConfigError("\n  ".join([f"The weights of {source} are for another model:", *clashes]))
-        sources = {**self.sources, **dict.fromkeys(theirs, source)}
-        return dataclasses.replace(self, **theirs, sources=sources, imported=imported)
+        return dataclasses.replace(self, **theirs, sources={**self.sources, **dict.fromkeys(theirs, source)})
 
-    def model_config(self, vocab_size: int) -> ModelConfig:
-        return ModelConfig(vocab_size, **self.imported, **{key: getattr(self, key) for key in MODEL_KEYS})
+    def fill_in(self) -> None:
+        """What was not asked stays open: `shape` fills it in."""
+
+    def shape(self, vocab_size: int) -> ModelConfig:
+        return ModelConfig(**{key: getattr(self, key) for key in fields_of(ModelConfig)} | {"vocab_size": vocab_size})
 
     def lora(self, base: str = "any", base_sha256: str = "0" * 64) -> LoRA:
         """The adapters of this configuration. The defaults for the base suffice if only sizes matter."""
         from common.lora import LoRA
 
-        return LoRA(self.lora_rank, self.lora_alpha, tuple(self.lora_targets.split(",")), base, base_sha256)
+        targets: Any = tuple(self.lora_targets.split(","))
+        return LoRA(self.lora_rank, self.lora_alpha, targets, base, base_sha256)
+
+    def contradictions(self) -> list[str]:
+        """Values that contradict each other, or the number of processes."""
+        problems = super().contradictions()
+
+        def where(key: str) -> str:
+            return self.sources.get(key, "default")
+
+        named = [key for key in ("bin_file", "tokenizer_file", "metadata_file") if getattr(self, key)]
+        if named and len(named) < 3:
+            missing = " and ".join(
+                f"--{key}" for key in ("bin_file", "tokenizer_file", "metadata_file") if key not in named
+            )
+            problems.append(f"--{named[0]} needs {missing} beside it (or use --data_dir FOLDER for all three)")
+        if named and self.data_dir:
+            problems.append("--data_dir and --bin_file both name the tokens; give one of them")
+        if named and self.input:
+            problems.append("--input and --bin_file both name the data; give one of them")
+        if not self.input:
+            problems += [
+                f"{key} is for --input; token files have their own"
+                for key in ("tokenizer", "vocab_size")
+                if self.is_given(key)
+            ]
+        problems += [
+            f"{key} ({where(key)}) is for --{of} {value or 'N'}"
+            for key, (of, value) in CONDITIONS.items()
+            if self.is_given(key) and not counts(key, vars(self)) and key != "epochs"
+            if not (where(of) == "flag" and where(key) != "flag")  # flags win
+        ]
+        if self.lora_rank and self.optimizer == "muon":
+            problems.append("lora_rank trains adapters, only with AdamW; add --optimizer adamw")
+        if self.lora_rank and not (self.init_from or self.resume_from):
+            problems.append("lora_rank trains adapters of a trained model; name it with --init_from CHECKPOINT")
+        if self.use_lr_scheduler == "constant" and where("cooldown") == "flag":
+            problems.append("cooldown is for --use_lr_scheduler cosine or linear")
+        if self.minutes and self.use_lr_scheduler == "constant":
+            problems.append(
+                "minutes lets the learning rate fall in time, and use_lr_scheduler constant has no fall; add "
+                "--use_lr_scheduler linear, or stop by --max_hours"
+            )
+        if self.minutes and self.cooldown == 1 and self.is_given("cooldown"):
+            problems.append(
+                "cooldown 1 falls from the first step on, and with minutes the last step is not known then; give a "
+                "--cooldown below 1"
+            )
+        if self.tokenizer == "char" and self.is_given("vocab_size"):
+            problems.append("vocab_size has no effect with tokenizer char; leave it out")
+        if self.min_lr > self.learning_rate and self.use_lr_scheduler != "constant":
+            problems.append(
+                f"min_lr {self.min_lr:g} ({where('min_lr')}) is above learning_rate {self.learning_rate:g} "
+                f"({where('learning_rate')})"
+            )
+        problems += [
+            f"{key} {value!r} is not UTF-8, and safetensors cannot open files there; choose another folder"
+            for key, value in (("output_dir", self.output_dir), ("checkpoint_dir", self.checkpoint_dir))
+            if any("\ud800" <= character <= "\udfff" for character in value or "")
+        ]
+        rows = self.sequences_per_step
+        if (self.micro_batch_size or 1) > rows:
+            problems.append(f"micro_batch_size {self.micro_batch_size} is above the {rows} sequences of a step")
+        if self.processes > rows:
+            problems.append(
+                f"torchrun started {self.processes} processes for the {rows} sequences of a step (batch_size * "
+                f"gradient_accumulation_steps): --nproc_per_node={rows} at most, or a larger --batch_size"
+            )
+        if self.profile and self.processes > 1:
+            problems.append(
+                f"--profile is for one process, and torchrun started {self.processes}: python train_colab_mmap.py ... "
+                "--profile"
+            )
+        if self.device in ("cuda", "mps") and not self.use_gpu:
+            problems.append(f"--device {self.device} and --use_gpu false contradict each other")
+        if self.dry_run and self.profile:
+            problems.append("--dry_run and --profile each replace the training; give one of them")
+        if self.resume_from and self.resume == "never":
+            problems.append("--resume_from and --resume never contradict each other")
+        if self.resume_from and self.init_from:
+            problems.append("--resume_from continues a run, --init_from starts a new one; give one of them")
+        if self.stop_after_worse and not self.eval_interval:
+            problems.append("--stop_after_worse needs evaluations; give --eval_interval more than 0")
+        return problems
 
 
-SCHEMA = options_of(TrainConfig)
-MODEL_KEYS = tuple(f.name for f in dataclasses.fields(ModelConfig) if f.name in SCHEMA and f.name != "vocab_size")
+SCHEMA = options_of(Config)
+MODEL_KEYS = tuple(options_of(ModelConfig))
+CONDITIONS = {key: about(f)["of"] for key, f in SCHEMA.items() if "of" in about(f)}
+ELSEWHERE = {
+    **dict.fromkeys(GENERATION_FLAGS.keys() - SCHEMA.keys(), "generate.py"),
+    **dict.fromkeys(TOKENIZATION_FLAGS.keys() - SCHEMA.keys(), "tokenize_local_bpe.py"),
+}
 
 
-def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
+def counts(key: str, values: Mapping[str, Any]) -> bool:
+    """Whether a key has an effect beside these values."""
+    of, value = CONDITIONS.get(key, (key, None))
+    return key not in CONDITIONS or (bool(values.get(of)) if value is None else values.get(of) == value)
+
+
+def parse_config(argv: Sequence[str] | None = None) -> Config:
     """Defaults <- config file <- flags. Raises ConfigError listing every problem found in any of them."""
     problems: list[str] = []
     flags = read_flags(argv, problems)
@@ -249,36 +364,35 @@ def parse_config(argv: Sequence[str] | None = None) -> TrainConfig:
         layers.append((str(path), given(content) if is_resolved(content) else content))
     layers.append(("flag", flags))
 
-    values: dict[str, Any] = {key: f.default for key, f in SCHEMA.items()}
+    values: dict[str, Any] = {}
     sources = dict.fromkeys(SCHEMA, "default")
     for source, layer in layers:
-        checked = check_values(layer, SCHEMA, problems, source)
-        if checked.get("model_size"):
-            size = checked["model_size"]
-            name = size if config_name is None else name
-            for key, value in model_size_keys(size, problems).items():
-                values[key], sources[key] = value, f"model_size {size}"
+        if (size := layer.get("model_size")) in MODEL_SIZES:
+            name = name if config_name is not None else size
+            values |= preset(size)
+            sources |= dict.fromkeys(preset(size), f"model_size {size}")
         # This layer overrides the run's length.
-        if ("epochs" in checked or checked.get("minutes")) and "max_steps" not in checked:
-            values["max_steps"], sources["max_steps"] = 0, source
-        if checked.get("max_steps") and "minutes" not in checked:
-            values["minutes"], sources["minutes"] = 0.0, source
-        for key, value in checked.items():
-            values[key], sources[key] = value, source
-        if checked.get("max_steps") and "epochs" in checked:
-            problems.append(f"epochs and max_steps both set the length of the run ({source}); give one of them")
-        if checked.get("max_steps") and checked.get("minutes"):
-            problems.append(f"minutes and max_steps both set the length of the run ({source}); give one of them")
-    processes = place().count
-    problems += contradictions(values, sources, processes)
-    try:
-        TrainConfig(**values).model_config(vocab_size=1)
-    except ValueError as problem:
-        problems.append(str(problem))
-    if problems:
-        of_file = "" if config_name is None else f" of {layers[0][0]}"
-        raise ConfigError("\n  ".join([f"The configuration{of_file} is not valid:", *problems]))
-    return TrainConfig(**values, name=name, sources=sources, processes=processes)
+        for key, others in (("max_steps", ("epochs", "minutes")), ("minutes", ("max_steps",))):
+            if key not in layer and any(layer.get(other) for other in others):
+                values.pop(key, None)
+                sources[key] = "default"
+        for key in ("epochs", "minutes"):
+            if layer.get("max_steps") and layer.get(key):
+                problems.append(f"{key} and max_steps both set the length of the run ({source}); give one of them")
+        values |= layer
+        sources |= dict.fromkeys(layer, source)
+    values |= {"name": name, "sources": sources, "processes": place().count}
+
+    def named(key: str) -> str:
+        return f"--{key}" if sources[key] == "flag" else f"{key} in {sources[key]}"
+
+    of_words = (*problems, *(f"--{key} is " for key in flags))  # these say by themselves where they come from
+    config = check(Config, values, problems, named, SCHEMA | {key: fields_of(Config)[key] for key in OURS})
+    if problems or config is None:
+        of_file = config_name is not None and not all(problem.startswith(of_words) for problem in problems)
+        head = f"The configuration{f' of {layers[0][0]}' * of_file} is not valid:"
+        raise ConfigError("\n  ".join([head, *problems]))
+    return config
 
 
 def is_resolved(content: dict[str, Any]) -> bool:
@@ -288,24 +402,19 @@ def is_resolved(content: dict[str, Any]) -> bool:
 
 def given(resolved: dict[str, Any]) -> dict[str, Any]:
     """The values of a run's resolved configuration that the user gave: with them the run can continue."""
-    once = ("resume", "dry_run", "profile")  # these belong to a command, not to the run
-    values = {
+    values, sources = resolved["config"], resolved["sources"]
+    return {
         key: value
-        for key, value in resolved["config"].items()
-        if resolved["sources"].get(key, "default") not in NOT_GIVEN and key not in once
+        for key, value in values.items()
+        if sources.get(key, "default") not in NOT_GIVEN and scope_of(key) != "command" and counts(key, values)
     }
-    return that_count(values)
 
 
-def that_count(values: dict[str, Any]) -> dict[str, Any]:
-    """The values of a run, except those that had no effect on it."""
-    if values.get("max_steps"):  # max_steps overrides epochs
-        values = {key: value for key, value in values.items() if key != "epochs"}
-    if values.get("optimizer") != "muon":
-        values = {key: value for key, value in values.items() if key != "muon_learning_rate"}
-    if not values.get("lora_rank"):
-        values = {key: value for key, value in values.items() if not key.startswith("lora_")}
-    return values
+def scope_of(key: str) -> str:
+    """What a key belongs to: see `option`. The shape of the model is fixed, its dropout aside."""
+    if key in MODEL_KEYS:
+        return "run" if key == "dropout" else "fixed"
+    return str(about(SCHEMA[key]).get("scope", "run")) if key in SCHEMA else "run"
 
 
 def find_config(name: str) -> Path:
@@ -323,13 +432,6 @@ def find_config(name: str) -> Path:
     )
 
 
-def model_size_keys(size: str, problems: list[str]) -> dict[str, Any]:
-    if size not in MODEL_SIZES:
-        problems.append(f"model_size is {size!r}; allowed: {', '.join(MODEL_SIZES)}.{suggest(size, MODEL_SIZES)}")
-        return {}
-    return preset(size)
-
-
 def preset(size: str) -> dict[str, Any]:
     """The model keys of one of MODEL_SIZES."""
     keys = read_json(REPOSITORY / "configs" / f"{size}.json", ConfigError)
@@ -337,7 +439,7 @@ def preset(size: str) -> dict[str, Any]:
 
 
 def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:
-    """The flags that were typed, as strings (True for a flag without a value)."""
+    """The flags that were typed."""
     parser = Parser(
         prog="train_colab_mmap.py",
         usage="%(prog)s --config FILE [--KEY VALUE ...]",
@@ -347,5 +449,5 @@ def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any
     )
     parser.add_argument("--config", metavar="FILE", help="JSON file of keys, looked up here and in configs/")
     add_debug(parser)
-    parser.add_options(SCHEMA)
+    parser.add_options(SCHEMA, ELSEWHERE)
     return parser.read(argv, problems)

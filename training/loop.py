@@ -12,7 +12,7 @@ from common.errors import INTERRUPTED
 from common.formatting import clock
 from common.launch import is_rank_0
 from common.lock import FolderLock
-from training.config import TrainConfig
+from training.config import Config
 from training.file_names import SUMMARY
 from training.keeping.interruption import Interruption, StopRequested
 from training.keeping.run import Run
@@ -41,7 +41,7 @@ from training.telling.timer import Timer
 LOOKS = {"dry_run": dry_run, "profile": profile}  # flags that inspect a run instead of training it
 
 
-def train(config: TrainConfig, started: float, ends_process: bool) -> int:
+def train(config: Config, started: float, ends_process: bool) -> int:
     """Train, or inspect, the run of `config`. Returns the exit code.
 
     `started` is the time.perf_counter() at which the command began; `ends_process`: the process ends after this call.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from model import TransformerLanguageModel
-from training.config import TrainConfig
+from training.config import Config
 from training.machine.hardware import Hardware
 from training.numbers.data import TokenData
 from training.numbers.optimizer import Optimizer
@@ -20,7 +20,7 @@ class Parts:
     """Three fields change during a training: `step_model` when the model is compiled, `hardware` when that fails, and
     the micro-batch in `config` when that fails or memory runs out."""
 
-    config: TrainConfig
+    config: Config
     hardware: Hardware
     data: TokenData
     prompts: list[Prompt]  # answered at each evaluation

@@ -14,7 +14,7 @@ from tokenization.command import tokenize_with
 from tokenization.metadata import metadata_files
 from tokenization.settings import DEFAULT_FOLDER, Settings
 from tokenization.token_folder import folder_of_text
-from training.config import TrainConfig
+from training.config import Config
 from training.keeping.adapters import adapt
 from training.keeping.resume import own_tokenizer, with_given_shape
 from training.machine.hardware import detect_hardware
@@ -28,7 +28,7 @@ from training.planning.memory import fit_micro_batch
 from training.planning.memory_advice import memory_advice
 
 
-def prepare(config: TrainConfig) -> Parts:
+def prepare(config: Config) -> Parts:
     """Look at the machine, tokenize or read the data, build the model. The run folder is not opened yet."""
     config = on_rank_0(lambda: use_builtin_files(with_given_shape(config)))
     hardware = detect_hardware(config)
@@ -41,7 +41,7 @@ def prepare(config: TrainConfig) -> Parts:
 
     with memory_advice(config, data.vocab_size, hardware):
         torch.manual_seed(config.seed)
-        model = TransformerLanguageModel(config.model_config(data.vocab_size)).to(hardware.device)
+        model = TransformerLanguageModel(config.shape(data.vocab_size)).to(hardware.device)
         print(
             f"Model      {model.num_parameters():,} parameters: {config.num_layers} layers x {config.embed_dim}, "
             f"{config.num_heads} heads, context {config.max_seq_len}"
@@ -53,7 +53,7 @@ def prepare(config: TrainConfig) -> Parts:
     return Parts(config, hardware, data, prompts, model, optimizer, hardware.grad_scaler(), model)
 
 
-def use_builtin_files(config: TrainConfig) -> TrainConfig:
+def use_builtin_files(config: Config) -> Config:
     """Replace `builtin:conversations` by the files of the example corpus, written on first use."""
     files: dict[str, Any] = {}
     if config.input == "builtin:conversations":
@@ -67,7 +67,7 @@ def use_builtin_files(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, **files)
 
 
-def tokenize_input(config: TrainConfig) -> TrainConfig:
+def tokenize_input(config: Config) -> Config:
     """Tokenize `input`, if there is one, on first use: into `data_dir`, or else into a folder of this text alone. A run
     that is continued keeps its tokenizer.
 

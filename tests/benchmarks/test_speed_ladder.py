@@ -16,7 +16,7 @@ from benchmarks.speed_ladder import NAMES, Rung, gather_row_by_row, materialized
 from common.machine import has_fast_bf16
 from tests.forked import fork_what_is_measured
 from tests.helpers import CPU
-from training.config import TrainConfig
+from training.config import Config
 from training.numbers.data import TokenData
 
 TINY = ("--num_layers", "1", "--embed_dim", "16", "--num_heads", "2", "--max_seq_len", "16", "--device", "cpu")
@@ -67,6 +67,6 @@ def test_materialized_attention_is_attention(T: int) -> None:
 
 
 def test_rows_gathered_one_by_one_are_the_same_rows(token_folder: Path) -> None:
-    data = TokenData.open(TrainConfig(max_seq_len=32, data_dir=str(token_folder)), CPU)
+    data = TokenData.open(Config(max_seq_len=32, data_dir=str(token_folder)), CPU)
     starts = torch.tensor([0, 5, 900, 17]).numpy()
     torch.testing.assert_close(gather_row_by_row(data, starts), data.gather(starts))

@@ -118,8 +118,8 @@ def test_chatml() -> None:
     assert WITH_TURNS.special_ids["<|im_start|>"] in WITH_TURNS.unused_ids
     with pytest.raises(TokenizerError, match=r"ChatML, and the tokenizer has no token <\|im_start\|>"):
         template.encode(BPE, messages)
-    for wrong in ({"chatml": 1}, {"chatml": "", "user": "User:"}):
-        with pytest.raises(ValueError, match="chatml needs a text"):
+    for wrong, said in (({"chatml": 1}, "a text is needed"), ({"chatml": "", "user": "User:"}, "unknown key user")):
+        with pytest.raises(ValueError, match=said):
             template_from_dict(wrong)
 
 
@@ -154,11 +154,11 @@ def test_an_empty_turn_and_a_good_order() -> None:
     require_order(conversation("a", "b", "c"), "user")
 
 
-@pytest.mark.parametrize("values", [None, [], {}, {"user": "x"}, dict.fromkeys(ROLES, 1), dict.fromkeys(ROLES, "a ")])
+@pytest.mark.parametrize("values", [None, [], {"users": "x"}, dict.fromkeys(ROLES, 1), dict.fromkeys(ROLES, "a ")])
 def test_a_template_that_is_none(values: object) -> None:
     with pytest.raises(ValueError):
-        ChatTemplate.from_dict(values)
-    assert ChatTemplate.from_dict(TEMPLATE.to_dict()) == TEMPLATE
+        template_from_dict(values)
+    assert template_from_dict(TEMPLATE.to_dict()) == TEMPLATE
 
 
 def hugging_face(template: AnyTemplate, tokenizer: BPETokenizer = BPE) -> Any:

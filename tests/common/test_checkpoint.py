@@ -33,7 +33,7 @@ from model_config import ModelConfig
 from tests.helpers import SOURCES, Killed, flip
 from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer
-from training.config import TrainConfig
+from training.config import Config
 from training.numbers.optimizer import Optimizer, build_optimizer
 
 CONTRACT = {
@@ -47,7 +47,7 @@ def trained(seed: int = 0, steps: int = 1, **options: Any) -> tuple[TransformerL
     torch.manual_seed(seed)
     shape = {"embed_dim": 16, "num_heads": 2, "num_layers": 1, "max_seq_len": 8}
     model = TransformerLanguageModel(ModelConfig(vocab_size=13, **shape, **options))
-    optimizer = build_optimizer(model, TrainConfig(learning_rate=0.01))
+    optimizer = build_optimizer(model, Config(learning_rate=0.01))
     take_steps(model, optimizer, steps)
     return model, optimizer
 

@@ -16,6 +16,7 @@ from common.checkpoint import open_checkpoint, stored_weights
 from common.errors import CheckpointError
 from common.files import sha256_file
 from common.lora import TARGETS, AdaptedLinear, LoRA, adapters_of, add_adapters, find_base, load_adapters, merge
+from common.validation import build
 from model import TransformerLanguageModel
 from tests.hostile.readers import seal
 from tests.models import MODERN, bpe, random_model, write_adapters, write_model
@@ -148,21 +149,26 @@ def test_adapters_of_another_model_are_refused_by_name() -> None:
     "change",
     [
         {"rank": 0}, {"rank": 4.0}, {"rank": "4"}, {"rank": 10**9}, {"alpha": 0}, {"alpha": "16"}, {"alpha": None},
-        {"targets": []}, {"targets": "attention"}, {"targets": ["head"]}, {"targets": [["attention"]]}, {"base": ""},
+        {"targets": []}, {"targets": ["head"]}, {"targets": [["attention"]]}, {"base": ""},
         {"base": 3}, {"base_sha256": "abc"}, {"base_sha256": None}, {"more": 1},
     ],
     ids=str,
 )  # fmt: skip
 def test_a_description_that_is_none_is_refused(change: dict) -> None:
-    assert LoRA.from_dict(lora().to_dict()) == lora()
+    assert build(LoRA, lora().to_dict()) == lora()
     with pytest.raises(ValueError, match=next(iter(change))):
-        LoRA.from_dict(lora().to_dict() | change)
+        build(LoRA, lora().to_dict() | change)
 
 
 def test_a_description_is_whole() -> None:
-    for values in (None, [], "lora", {}, {"rank": 4}):
-        with pytest.raises(ValueError, match="an object of rank, alpha, targets, base, base_sha256"):
-            LoRA.from_dict(values)
+    for values, said in (
+        (None, "an object"),
+        ([], "an object"),
+        ("lora", "an object"),
+        ({"rank": 4}, "base is missing"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            build(LoRA, values)
 
 
 # The base of a checkpoint

@@ -31,7 +31,7 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import CPU, ROOT, generated_text, run_script, snapshot, write_tokens
 from tests.training.helpers import final_weights, measured
-from training.config import TrainConfig, parse_config
+from training.config import Config, parse_config
 from training.machine.hardware import detect_hardware
 from training.numbers.data import TokenData
 from training.planning.memory_advice import memory_by_process
@@ -210,7 +210,7 @@ def instructions(action: Callable[[], object]) -> int:
 
 def test_challenge_5_a_loop_over_the_rows_of_a_batch(token_folder: Path) -> None:
     """512 rows take as many steps of Python as 8 do."""
-    data = TokenData.open(TrainConfig(data_dir=str(token_folder), max_seq_len=16, placement="ram"), CPU)
+    data = TokenData.open(Config(data_dir=str(token_folder), max_seq_len=16, placement="ram"), CPU)
 
     def loop(rows: int) -> torch.Tensor:  # the author's way
         return torch.stack([data.tokens[16 * row : 16 * row + 17] for row in range(rows)])
@@ -352,7 +352,7 @@ def test_challenge_10_the_type_of_the_tokens_is_assumed(train: Callable, tmp_pat
     data = write_tokens(tmp_path / "data", text, alphabet)
     result = train(tmp_path / "run", data_dir=data, **QUICK)
     assert result.code == 0, result.err
-    tokens = TokenData.open(TrainConfig(data_dir=str(data), max_seq_len=16), CPU)
+    tokens = TokenData.open(Config(data_dir=str(data), max_seq_len=16), CPU)
     inputs, _ = tokens.batch(0, 40)
     assert int(inputs.max()) > 32_767 and all(tokens.tokenizer.decode(row.tolist()) in text for row in inputs)
 

@@ -19,7 +19,7 @@ from generation.decoding import generate as complete
 from generation.sampling import Sampling
 from tests.helpers import run_script
 from tests.models import bpe, random_model, save_checkpoint, write_model
-from training.config import TrainConfig
+from training.config import Config
 from training.numbers.optimizer import build_optimizer
 
 FLAGS = ("--device", "cpu", "--max_new_tokens", "6", "--temperature", "0")
@@ -34,7 +34,7 @@ def write_speaker(folder: Path, chat: ChatTemplate | None) -> Path:
         for i in range(tokenizer.vocab_size):
             if i in tokenizer.unused_ids or not tokenizer.decode([i]).strip(" ").isalpha():
                 model.head.weight[i] = 0
-    optimizer = build_optimizer(model, TrainConfig())
+    optimizer = build_optimizer(model, Config())
     save_checkpoint(folder, model, optimizer, tokenizer.to_json().encode(), tokenizer.kind, {"step": 0}, chat)
     return folder
 
@@ -137,4 +137,4 @@ def test_a_template_that_is_none_is_said(tmp_path: Path) -> None:
     (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "x")
     torch.save(safetensors.torch.load_file(tmp_path / "model" / "x"), tmp_path / "model" / "pytorch_model.bin")
     result = run_script(generate.main, "--checkpoint", tmp_path / "model", "--prompt", "x", *FLAGS)
-    assert result.code == 4 and "a label for each of system, user, assistant" in result.err
+    assert result.code == 4 and "user is 1; a text is needed" in result.err

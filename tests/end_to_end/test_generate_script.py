@@ -24,7 +24,7 @@ from tests.helpers import ROOT, with_large_weights
 from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
-from training.config import TrainConfig
+from training.config import Config
 from training.numbers.optimizer import build_optimizer
 
 ALPHABET = "\n abcdefgh?"
@@ -58,7 +58,7 @@ def make_checkpoint(tmp_path_factory) -> Callable[..., Path]:
 
     def save(path: Path, kind: str = "character", seed: int = 0) -> Path:
         model = random_model(tokenizers[kind].vocab_size, seed)
-        optimizer = build_optimizer(model, TrainConfig())
+        optimizer = build_optimizer(model, Config())
         save_checkpoint(path, model, optimizer, (folder / kind).read_bytes(), tokenizers[kind].kind, {"step": 1})
         return path
 
@@ -513,7 +513,7 @@ def test_blog_weights_of_another_shape(blog_checkpoint, fails):
     [
         ({"vocab_size": None}, "vocab_size"),
         ({"num_heads": 3}, "num_heads is 3"),
-        ({"dropout": "high"}, "dropout is 'high'"),
+        ({"dropout": "high"}, 'dropout is "high"'),
     ],
 )
 def test_a_config_that_describes_no_model(blog_checkpoint, fails, changes, said):

@@ -20,7 +20,7 @@ from tests.helpers import columns, with_large_weights
 from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
-from training.config import TrainConfig
+from training.config import Config
 from training.numbers.optimizer import build_optimizer
 
 CONTEXT = 32
@@ -39,7 +39,7 @@ def folder_with_texts(tmp_path, monkeypatch):
 def save(path: Path, tokenizer: CharacterTokenizer | BPETokenizer, width: int = 16) -> Path:
     torch.manual_seed(0)
     model = TransformerLanguageModel(ModelConfig(tokenizer.vocab_size, width, 2, 1, max_seq_len=CONTEXT))
-    optimizer = build_optimizer(with_large_weights(model), TrainConfig())
+    optimizer = build_optimizer(with_large_weights(model), Config())
     save_checkpoint(path, model, optimizer, tokenizer.to_json().encode(), tokenizer.kind, {"step": 1})
     return path
 

@@ -27,7 +27,8 @@ from exchange.hf_folder import build_theirs
 from exchange.hf_model import ConversionError, from_hf, to_hf
 from generation.decoding import generate
 from generation.sampling import Sampling
-from model_config import ACTIVATIONS, GATED, ModelConfig
+from model import ACTIVATIONS
+from model_config import GATED, ModelConfig
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_model
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import PROBE, BPETokenizer

@@ -240,7 +240,7 @@ BAD = {
     "an activation": (change(activation_function="no_such"), 4, "the activation is 'no_such'"),
     "a billion layers": (change(n_layer=10**9), 4, r"transformer\.h\.2\.\* is missing"),
     "a billion wide": (change(n_embd=4 * 10**8), 4, r"not \(300, 400000000\)"),
-    "no number": (change(n_head="four"), 4, "num_heads is 'four'"),
+    "no number": (change(n_head="four"), 4, 'num_heads is "four"'),
     "a weight missing": (weights(lambda w: w.pop(WEIGHT)), 4, f"{re.escape(WEIGHT)} is missing"),
     "a weight too many": (weights(lambda w: w.update(extra=torch.ones(2))), 4, "extra is unknown"),
     "another shape": (weights(lambda w: w.update({WEIGHT: torch.ones(96, 32)})), 4, r"is \(96, 32\), not \(32, 96\)"),

@@ -20,8 +20,7 @@ from generation.decoding import generate
 from generation.inspection import inspect, token_label
 from generation.sampling import choose
 from generation.settings import Sampling
-from model import TransformerLanguageModel
-from model_config import ACTIVATIONS
+from model import ACTIVATIONS, TransformerLanguageModel
 from tests.foreign_tokenizers import QWEN
 from tests.helpers import ROOT, flip, generated_text, run_script
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_adapters, write_model

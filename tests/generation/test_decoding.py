@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from common.validation import build
 from generation import decoding
 from generation.decoding import generate
 from generation.sampling import Sampling
@@ -302,7 +303,7 @@ def test_a_stop_string_in_the_prompt_does_not_count(bpe):
 def test_a_single_stop_string_may_be_given_as_it_is(bpe):
     """`stop="dog"` in a notebook means what `stop=("dog",)` does, not any of its letters."""
     model = scripted(bpe, " cat and the dog")
-    sampling = Sampling(max_new_tokens=30, temperature=0, stop="dog")
+    sampling = build(Sampling, {"max_new_tokens": 30, "temperature": 0, "stop": "dog"})
     assert generate(model, bpe, ["the"], sampling)[0].text == " cat and the "
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.validation import build
 from generation import sampling as sampling_module
 from generation.sampling import Sampling, choose, penalize_counts, penalize_repetition
 from tests.generation.helpers import next_token
@@ -162,20 +163,20 @@ def test_frequency_and_presence_penalty_are_openais():
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
         ({"repetition_penalty": 1e-40}, "repetition_penalty is 1e-40"),
         ({"repetition_penalty": math.inf}, "repetition_penalty is Infinity"),
-        ({"frequency_penalty": 2.1}, "frequency_penalty is 2.1; allowed: at least -2.0 and at most 2.0"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty is 2.1; allowed: at least -2 and at most 2"),
         ({"presence_penalty": math.nan}, "presence_penalty is NaN; a number is needed"),
         ({"seed": -1}, "seed is -1"),
-        ({"stop": ("",)}, 'stop is [""]; a text is needed'),
+        ({"stop": ("",)}, 'stop is ""; a text is needed'),
         ({"stop": ""}, 'stop is ""; a text is needed'),
     ],
 )
 def test_settings_out_of_range_are_refused(wrong, said):
     with pytest.raises(ValueError) as caught:
-        Sampling(**wrong)
+        build(Sampling, wrong)
     assert said in str(caught.value)
 
 
 def test_all_settings_out_of_range_are_reported_at_once():
     with pytest.raises(ValueError) as caught:
-        Sampling(temperature=-1, top_k=-1, top_p=2)
+        build(Sampling, {"temperature": -1, "top_k": -1, "top_p": 2})
     assert all(name in str(caught.value) for name in ("temperature", "top_k", "top_p"))

@@ -20,7 +20,7 @@ from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, write_tokens
 from tokenization.token_folder import require_tokens_of
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
-from training.config import TrainConfig, parse_config
+from training.config import Config, parse_config
 from training.keeping.adapters import adapt
 from training.keeping.run import Run
 from training.keeping.run_folder import require_ours
@@ -37,7 +37,7 @@ from training.parts import Parts
 TEXT = "the cat sat on a mat.\n"
 
 
-def tiny_config(token_folder: Path, run_dir: Path, **changes: object) -> TrainConfig:
+def tiny_config(token_folder: Path, run_dir: Path, **changes: object) -> Config:
     shape = {"embed_dim": 16, "max_seq_len": 8, "max_steps": 4, "batch_size": 2, "gradient_accumulation_steps": 1}
     return parse_config(flags_of_a_tiny_run(token_folder, run_dir, **shape, **changes))
 
@@ -58,7 +58,7 @@ def use_tokenizer(tokenizer: Tokenizer) -> None:
     assert tokenizer.end_of_text_id is None or 0 <= tokenizer.end_of_text_id < tokenizer.vocab_size
 
 
-def use_tokens(config: TrainConfig) -> None:
+def use_tokens(config: Config) -> None:
     data = TokenData.open(config, CPU)
     windows = [*data.batch(0, 2), *data.batch(data.windows, 2), *data.validation_batch(0, 1, 1)]
     assert all(w.min() >= 0 and w.max() < data.vocab_size for w in windows)
@@ -66,7 +66,7 @@ def use_tokens(config: TrainConfig) -> None:
     use_tokenizer(data.tokenizer)
 
 
-def use_metadata(folder: Path, config: TrainConfig) -> None:
+def use_metadata(folder: Path, config: Config) -> None:
     use_tokens(config)
     with contextlib.suppress(DataError):  # it tells of no files
         require_tokens_of(folder, ["no files"], [], "character")
@@ -74,7 +74,7 @@ def use_metadata(folder: Path, config: TrainConfig) -> None:
 
 def use_config(path: Path) -> None:
     config = parse_config(["--config", str(path)])
-    assert config.rows_at_once >= 1 and config.run_dir and config.model_config(100)
+    assert config.rows_at_once >= 1 and config.run_dir and config.shape(100)
     json.dumps(config.values(), allow_nan=False)
 
 
@@ -84,7 +84,7 @@ def use_resolved_config(run_dir: Path) -> None:
     use_config(run_dir / "config.json")
 
 
-def use_prompts(path: Path, config: TrainConfig) -> None:
+def use_prompts(path: Path, config: Config) -> None:
     check_prompts(read_prompts(path), TokenData.open(config, CPU))
 
 
@@ -109,7 +109,7 @@ class Training:
 
     def start_or_resume(self) -> Run:
         torch.manual_seed(0)
-        model = TransformerLanguageModel(self.config.model_config(self.data.vocab_size))
+        model = TransformerLanguageModel(self.config.shape(self.data.vocab_size))
         adapt(model, self.config)
         optimizer = build_optimizer(model, self.config)
         return start_or_resume(Parts(self.config, CPU, self.data, [], model, optimizer, CPU.grad_scaler(), model))

@@ -213,7 +213,7 @@ def test_a_text_may_begin_with_nothing_and_the_end_is_a_token(library: Library) 
     [
         ({"max_tokens": 101}, "max_tokens is 101; a whole number from 1 to 100 is needed."),
         ({"max_tokens": 10**9}, "from 1 to 100"),
-        ({"max_tokens": None, "temperature": -1}, "temperature is -1.0; allowed: at least 0.0"),
+        ({"max_tokens": None, "temperature": -1}, "temperature is -1.0; allowed: at least 0"),
         ({"temperature": float("nan")}, "temperature is NaN"),
         ({"temperature": "hot"}, 'temperature is "hot"; a number is needed'),
         ({"top_k": 0.5}, "top_k is 0.5; a whole number"),

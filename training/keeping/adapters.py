@@ -9,11 +9,11 @@ from common.lora import add_adapters, find_base
 from common.publishing import CHECKPOINT_NAME
 from common.tensors import weights_file
 from model import TransformerLanguageModel
-from training.config import TrainConfig
+from training.config import Config
 from training.keeping.resume import own_checkpoint
 
 
-def adapt(model: TransformerLanguageModel, config: TrainConfig) -> None:
+def adapt(model: TransformerLanguageModel, config: Config) -> None:
     """If the configuration asks for adapters, load their base into the model, add them, and print what trains.
 
     Raises ConfigError for a rank larger than the model, CheckpointError for a base that is missing or unsuitable.
@@ -43,7 +43,7 @@ def adapt(model: TransformerLanguageModel, config: TrainConfig) -> None:
     )
 
 
-def base_checkpoint(config: TrainConfig) -> Checkpoint:
+def base_checkpoint(config: Config) -> Checkpoint:
     """The base of the run that this configuration continues, for by now `init_from` may lead to a newer checkpoint of
     the run that it names; for a run that starts, what it leads to.
 

@@ -18,18 +18,11 @@ from common.errors import CheckpointError
 from common.files import atomic_write, sha256_file
 from common.lora import LoRA, find_base, lora_of
 from common.publishing import STEP_NAME
-from training.config import MODEL_KEYS, TrainConfig
+from training.config import Config, scope_of
 from training.keeping.mirror import MIRRORED_FILES, Mirror, copy_checkpoint
 from training.keeping.state import Saved, TrainState, read_state
 from training.numbers.data import TokenData
 from training.parts import Parts
-
-# Keys about where files are or how to start. `print_changes` does not report them.
-UNREPORTED = (
-    "input", "tokenizer", "vocab_size", "data_dir", "bin_file", "tokenizer_file", "metadata_file", "placement",
-    "output_dir", "checkpoint_dir", "resume", "resume_from", "init_from", "dry_run", "profile",
-    "model_size",
-)  # fmt: skip
 
 
 class Found(NamedTuple):
@@ -77,7 +70,7 @@ def leads_to(spelled: str, place: Any, run_dir: Path) -> bool:
     return Path(way).parts[:1] not in ((), ("..",)) and not step_folders(Path(place) / "checkpoints")
 
 
-def own_checkpoint(config: TrainConfig) -> Checkpoint | None:
+def own_checkpoint(config: Config) -> Checkpoint | None:
     """A checkpoint of the run that this configuration would continue. Its files are not verified: all checkpoints of a
     run have the same shape. None if the configuration starts a new run."""
     folders = [config.run_dir / "checkpoints"]
@@ -90,7 +83,7 @@ def own_checkpoint(config: TrainConfig) -> Checkpoint | None:
     return None
 
 
-def with_given_shape(config: TrainConfig) -> TrainConfig:
+def with_given_shape(config: Config) -> Config:
     """The configuration with the shape of the model that it starts from."""
     given = config.init_from or (config.resume_from if config.lora_rank else None)  # adapters have the shape of a base
     if not given:
@@ -99,7 +92,7 @@ def with_given_shape(config: TrainConfig) -> TrainConfig:
     return config.with_model(checkpoint.trusted_config(), str(checkpoint.path))
 
 
-def own_tokenizer(config: TrainConfig) -> str | None:
+def own_tokenizer(config: Config) -> str | None:
     """The tokenizer file of the run that this configuration would continue, so that `input` becomes the same tokens
     again. Another version of `tokenizers` could learn another vocabulary.
 
@@ -124,7 +117,7 @@ def newest_state(run_dir: Path) -> Saved | None:
     return None
 
 
-def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: TrainConfig) -> Found | None:
+def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: Config) -> Found | None:
     """The newest whole checkpoint here or in the mirror, or the one that `resume_from` asks for; None if there is none.
 
     Raises CheckpointError if there are checkpoints and none is whole, or if the folder holds a run that did not start
@@ -200,7 +193,7 @@ def what_adapts(lora: LoRA | None) -> dict[str, Any]:
     return {key: getattr(lora, key) for key in keys} if lora else {"rank": 0} | dict.fromkeys(keys[1:])
 
 
-def require_the_same_start(state: TrainState, config: TrainConfig) -> None:
+def require_the_same_start(state: TrainState, config: Config) -> None:
     """Raises CheckpointError if `init_from` names other weights than those the run started from."""
     if config.init_from and resolved(config.init_from) != state.initialized_from:
         raise CheckpointError(
@@ -209,12 +202,11 @@ def require_the_same_start(state: TrainState, config: TrainConfig) -> None:
         )
 
 
-def print_changes(saved: dict[str, Any], config: TrainConfig) -> None:
+def print_changes(saved: dict[str, Any], config: Config) -> None:
     """Print the keys of the configuration that changed since the last session."""
     now = config.values()
     for key, value in saved.items():
-        fixed = key in UNREPORTED or (key in MODEL_KEYS and key != "dropout")
-        if key in now and not fixed and now[key] != value:
+        if key in now and scope_of(key) == "run" and now[key] != value:
             print(f"  changed: {key} {value} -> {now[key]} ({config.sources.get(key, '')})")
 
 

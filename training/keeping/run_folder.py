@@ -14,13 +14,13 @@ from common.errors import CheckpointError, ConfigError
 from common.files import read_json, write_json
 from common.lock import holder, session
 from common.publishing import restore_interrupted
-from training.config import TrainConfig, is_resolved
+from training.config import Config, is_resolved
 from training.file_names import CONFIG, CURVE, MARKER, METRICS, SAMPLES, SAMPLES_TABLE, STAGING, SUMMARY
 
 FILES = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY, MARKER)
 
 
-def write_config(config: TrainConfig, device: str) -> None:
+def write_config(config: Config, device: str) -> None:
     """Write the resolved configuration, with the process and the device that train. It marks the folder as a run's."""
     config.run_dir.mkdir(parents=True, exist_ok=True)
     resolved = {"config": config.values(), "sources": config.sources, "device": device, "session": session()}

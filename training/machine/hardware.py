@@ -19,7 +19,7 @@ import torch
 from common.errors import ConfigError
 from common.launch import place
 from common.machine import cpu_bf16_flag, device_name, names_part, peak_flops, pick_device, total_ram
-from training.config import TrainConfig
+from training.config import Config
 
 # Below this width the casts of autocast cost more than the faster matrix products save on a CPU (measured: a step of
 # 4 x 128, context 64, is 1.3 times slower in bf16; 4 x 256, context 256, is 2 times faster).
@@ -84,7 +84,7 @@ class Hardware:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if platform.system() == "Darwin" else peak * 1024
 
-    def units_per_hour(self, config: TrainConfig) -> float | None:
+    def units_per_hour(self, config: Config) -> float | None:
         """Compute units per hour: as configured, else an A100's known rate, else None."""
         if config.units_per_hour is not None:
             return config.units_per_hour or None
@@ -150,7 +150,7 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def detect_hardware(config: TrainConfig) -> Hardware:
+def detect_hardware(config: Config) -> Hardware:
     """Choose device, precision and compilation, and set up this process for them: attention, the precision of fp32
     products and the limit of memory on a GPU, malloc on a CPU.
 
@@ -183,7 +183,7 @@ def detect_hardware(config: TrainConfig) -> Hardware:
     return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory)
 
 
-def choose_precision(config: TrainConfig, device: torch.device) -> tuple[str, str]:
+def choose_precision(config: Config, device: torch.device) -> tuple[str, str]:
     """bf16 where the hardware has it, else fp16 with a gradient scaler on CUDA, else fp32."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -230,7 +230,7 @@ def limit_memory(device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, (SPILLING_SHARE * free + ours) / total), device)
 
 
-def choose_compile(config: TrainConfig, device: torch.device) -> tuple[bool, str]:
+def choose_compile(config: Config, device: torch.device) -> tuple[bool, str]:
     """Whether to compile, and why: on a GPU with Triton; on a CPU the modern form, if the run is long enough to repay
     it. Decided from the configuration, not from a measurement, so that the same command resumes with the same
     arithmetic."""

@@ -27,7 +27,7 @@ from common.launch import Place, place
 from common.machine import pick_device
 
 if TYPE_CHECKING:
-    from training.config import TrainConfig
+    from training.config import Config
 
 RANK_0_TIMEOUT = datetime.timedelta(days=30)  # for work that rank 0 does alone: tokenizing, answering prompts
 TIMEOUT_SECONDS = 600.0  # that processes wait for one of them, then the job ends
@@ -148,7 +148,7 @@ def open_store() -> Store:
 
 
 @contextlib.contextmanager
-def process_group(config: TrainConfig) -> Iterator[None]:
+def process_group(config: Config) -> Iterator[None]:
     """Join the other processes that torchrun started; at the end, wait for them and leave the group.
 
     If another process is gone or hangs, one of those that are left raises ProcessLost, and the others exit.
@@ -175,7 +175,7 @@ def process_group(config: TrainConfig) -> Iterator[None]:
         GROUP = None
 
 
-def join(config: TrainConfig, here: Place) -> Group:
+def join(config: Config, here: Place) -> Group:
     device = pick_device(config.device if config.use_gpu else "cpu")
     if device.type == "cuda":
         if here.local_rank >= (gpus := torch.cuda.device_count()):

@@ -30,7 +30,7 @@ from model import IGNORE_INDEX
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenization.token_folder import DEFAULT_FOLDER, holds_unfinished
 from tokenizer import Tokenizer, load_tokenizer
-from training.config import TrainConfig
+from training.config import Config
 from training.machine.hardware import Hardware
 from training.numbers.layout import Layout, layout_of_text, pack_splits
 
@@ -49,7 +49,7 @@ class TokenData:
         tokens: np.ndarray,
         tokenizer: Tokenizer,
         tokenizer_file: bytes,
-        config: TrainConfig,
+        config: Config,
         device: torch.device,
         placement: str,
         layout: Layout | None = None,
@@ -80,7 +80,7 @@ class TokenData:
             self.fingerprint |= {"mask_sha256": metadata.mask_sha256}
 
     @classmethod
-    def open(cls, config: TrainConfig, hardware: Hardware) -> TokenData:
+    def open(cls, config: Config, hardware: Hardware) -> TokenData:
         """Find, check and place the tokens. Raises DataError for bad files, ConfigError if the context is too long."""
         bin_path, tokenizer_path, metadata_path = locate(config)
         metadata = TokenMetadata.read(metadata_path)
@@ -243,7 +243,7 @@ def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -
     return phase, random.permutation(windows).astype(np.int64)
 
 
-def locate(config: TrainConfig) -> tuple[Path | None, Path | None, Path]:
+def locate(config: Config) -> tuple[Path | None, Path | None, Path]:
     """Paths of the token file, the tokenizer and the metadata. The first two are None where the metadata names them.
 
     Raises DataError if the folder has no token file, or several."""
@@ -363,7 +363,7 @@ def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[Tokenizer, byt
     return tokenizer, content
 
 
-def choose_placement(size: int, config: TrainConfig, hardware: Hardware) -> str:
+def choose_placement(size: int, config: Config, hardware: Hardware) -> str:
     """gpu > ram > mmap: the fastest memory that the tokens fit in. Raises ConfigError if there is no GPU for `gpu`."""
     if config.placement == "gpu" and not hardware.is_cuda:
         raise ConfigError("--placement gpu needs a CUDA GPU; --placement auto uses RAM here.")

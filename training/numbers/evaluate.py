@@ -15,7 +15,7 @@ from common.machine import exact_device
 from generation.decoding import ROWS_AT_ONCE, Completion, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX, TransformerLanguageModel
-from training.config import TrainConfig
+from training.config import Config
 from training.machine import processes
 from training.machine.hardware import clear_frames, return_freed_memory
 from training.machine.processes import on_rank_0
@@ -76,7 +76,7 @@ def validation_loss(parts: Parts, between: Callable[[], None] = lambda: None) ->
     return (processes.all_reduce_sum(total) / counts).item()
 
 
-def evaluated_windows(data: TokenData, config: TrainConfig) -> int:
+def evaluated_windows(data: TokenData, config: Config) -> int:
     """How many windows an evaluation takes: those of `eval_batches` batches, or the whole split."""
     return min(config.eval_batches * config.batch_size, data.val_windows) or data.val_windows
 

@@ -11,7 +11,7 @@ import numpy as np
 from common.errors import ConfigError, DataError
 from tokenization.metadata import TokenMetadata
 from tokenizer import Tokenizer
-from training.config import TrainConfig
+from training.config import Config
 
 PADDING = 0  # any id that every vocabulary has: the loss ignores it
 
@@ -53,7 +53,7 @@ def count_windows(tokens: int, seq_len: int) -> int:
 
 
 def pack_splits(
-    tokens: np.ndarray, metadata: TokenMetadata, tokenizer: Tokenizer, config: TrainConfig
+    tokens: np.ndarray, metadata: TokenMetadata, tokenizer: Tokenizer, config: Config
 ) -> tuple[np.ndarray, Layout]:
     """Pack the conversations of both splits into windows of max_seq_len + 1. Returns (tokens,) and their layout.
 

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 from common.machine import has_fast_bf16
 from model import TransformerLanguageModel, listed
 from model_config import ModelConfig
-from training.config import TrainConfig
+from training.config import Config
 from training.machine.processes import all_reduce_sum, map_over_ranks, on_rank_0
 from training.machine.sharding import exchange_rows, gather, local, return_rows, scatter
 
@@ -229,7 +229,7 @@ class Rule(NamedTuple):
 
     takes: Callable[[str, Parameter], bool]  # whether the rule updates this parameter; if not, AdamW does
     state: tuple[str, ...]  # tensors kept for each parameter: fp32, in its shape; "step" is a single number
-    hyperparameters: Callable[[TrainConfig, float], dict[str, Any]]  # given AdamW's learning rate of a step
+    hyperparameters: Callable[[Config, float], dict[str, Any]]  # given AdamW's learning rate of a step
     update: Callable[[Optimizer, list[Group], torch.Tensor | None, torch.Tensor | None], None]
     divides_gradients: bool = False  # by grad_scale; for other rules, gradients are clipped before the update
     splits_stacked: bool = False  # the rule updates matrices that are stored as one separately: `stacked`
@@ -263,7 +263,7 @@ RULES = {  # the choices of `optimizer` in training/config.py
 }
 
 
-def by_rule(model: torch.nn.Module, config: TrainConfig) -> dict[str, dict[str, Parameter]]:
+def by_rule(model: torch.nn.Module, config: Config) -> dict[str, dict[str, Parameter]]:
     """Rule -> name -> parameter, for the parameters that are trained. `config.optimizer` updates those that its rule
     takes, AdamW the others."""
     named: dict[str, dict[str, Parameter]] = {config.optimizer: {}, "adamw": {}}
@@ -281,7 +281,7 @@ def stacked(name: str, config: ModelConfig) -> tuple[int, ...]:
     return (config.ff_dim, config.ff_dim) if name.endswith("fc1.weight") and config.is_gated else ()
 
 
-def build_optimizer(model: TransformerLanguageModel, config: TrainConfig) -> Optimizer:
+def build_optimizer(model: TransformerLanguageModel, config: Config) -> Optimizer:
     """The optimizer of `config.optimizer`, with AdamW for the parameters that its rule does not take.
 
     Weight decay acts only on the matrices of that rule. Decay would pull biases and norm gains away from useful values.
@@ -304,7 +304,7 @@ def build_optimizer(model: TransformerLanguageModel, config: TrainConfig) -> Opt
     return optimizer
 
 
-def apply_hyperparameters(optimizer: Optimizer, lr: float, config: TrainConfig) -> None:
+def apply_hyperparameters(optimizer: Optimizer, lr: float, config: Config) -> None:
     """Set the configuration's values. `lr` is AdamW's learning rate of this step; the other rules follow it."""
     for group in optimizer.param_groups:
         group |= RULES[group["rule"]].hyperparameters(config, lr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from training.config import TrainConfig
+from training.config import Config
 
 
 def cosine(progress: float) -> float:
@@ -23,7 +23,7 @@ DECAYS: dict[str, Callable[[float], float] | None] = {
 COOLDOWN_OF_MINUTES = 0.6  # with `minutes`, where the configuration has none below 1; that of the *_modern configs
 
 
-def learning_rate(step: int, max_steps: int, config: TrainConfig, first: int | None = None) -> float:
+def learning_rate(step: int, max_steps: int, config: Config, first: int | None = None) -> float:
     """Learning rate of `step` (from 0): linear warmup to the peak, then one of DECAYS down to `min_lr` at the last
     step. `cooldown` below 1 is the share of the steps that decay; before it, the peak is held (Hägele et al. 2024).
     `first`: the step that the decay begins with, if the clock has chosen it; a warmup that is not over ends there."""
@@ -39,24 +39,24 @@ def learning_rate(step: int, max_steps: int, config: TrainConfig, first: int | N
     return config.min_lr + decay(progress) * (peak - config.min_lr)
 
 
-def decay_start(max_steps: int, config: TrainConfig) -> int:
+def decay_start(max_steps: int, config: Config) -> int:
     """The step (from 0) that the decay begins with in a run of `max_steps`."""
     return max(config.warmup_steps, round((1 - decay_share(config)) * max_steps))
 
 
-def decay_share(config: TrainConfig) -> float:
+def decay_share(config: Config) -> float:
     """The share of a run that decays: of its steps, or with `minutes` of its time."""
     return COOLDOWN_OF_MINUTES if config.minutes and config.cooldown == 1 else config.cooldown
 
 
-def epoch_sequences(windows: int, config: TrainConfig) -> int:
+def epoch_sequences(windows: int, config: Config) -> int:
     """Sequences in an epoch: all training windows, or fewer with `max_steps_per_epoch`."""
     if config.max_steps_per_epoch:
         return min(windows, config.max_steps_per_epoch * config.sequences_per_step)
     return windows
 
 
-def last_step(step: int, sequences_seen: int, windows: int, config: TrainConfig) -> int:
+def last_step(step: int, sequences_seen: int, windows: int, config: Config) -> int:
     """Steps of the whole run, from the steps and sequences done so far: the batch size may have changed on the way."""
     if config.max_steps:
         return config.max_steps
@@ -66,12 +66,12 @@ def last_step(step: int, sequences_seen: int, windows: int, config: TrainConfig)
     return step + max(0, math.ceil(remaining / config.sequences_per_step))
 
 
-def has_stopped_early(worse: int, config: TrainConfig) -> bool:
+def has_stopped_early(worse: int, config: Config) -> bool:
     """Whether `worse` evaluations in a row without a lower validation loss end the run."""
     return 0 < config.stop_after_worse <= worse
 
 
-def repetition(windows: int, config: TrainConfig) -> str:
+def repetition(windows: int, config: Config) -> str:
     """A note if a step takes more sequences than there are training windows; else empty."""
     sequences = config.sequences_per_step
     if sequences <= windows:

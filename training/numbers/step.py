@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from model import IGNORE_INDEX
-from training.config import TrainConfig
+from training.config import Config
 from training.machine import processes
 from training.machine.hardware import Hardware
 from training.numbers.optimizer import apply_hyperparameters, gradient_norm, update
@@ -96,14 +96,14 @@ def pad_rows(batch: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, 
     return inputs, targets, *starts
 
 
-def part_of_step(config: TrainConfig, rows: int) -> TrainConfig:
+def part_of_step(config: Config, rows: int) -> Config:
     """The configuration of a step of only `rows` sequences, for timing: a whole step may take too long."""
     return dataclasses.replace(
         config, batch_size=rows, gradient_accumulation_steps=1, micro_batch_size=min(rows, config.rows_at_once)
     )
 
 
-def smallest_part(config: TrainConfig, hardware: Hardware) -> int:
+def smallest_part(config: Config, hardware: Hardware) -> int:
     """The fewest sequences of such a step: a compiled model takes one shape only, and a GPU is slow on less."""
     at_once = config.rows_at_once if hardware.is_cuda or hardware.compiles else 1
     return min(at_once * config.processes, config.sequences_per_step)

@@ -14,7 +14,7 @@ from statistics import median
 
 from common.formatting import clock
 from common.launch import is_rank_0
-from training.config import TrainConfig
+from training.config import Config
 from training.keeping.run import Run
 from training.keeping.state import MOST_STEPS, Cooldown
 from training.machine.processes import on_rank_0
@@ -40,7 +40,7 @@ class Costs:
     evaluation: float = 0.0
     ending: float = 0.0  # after the last step: the checkpoint and its copies
 
-    def of(self, steps: int, done: int, config: TrainConfig) -> float:
+    def of(self, steps: int, done: int, config: Config) -> float:
         """Seconds of the last `steps` of a run, after `done` steps, with evaluations and the ending."""
         evaluations = 0
         if interval := config.eval_interval:
@@ -48,7 +48,7 @@ class Costs:
             evaluations = last // interval - done // interval + bool(last % interval)
         return steps * self.step + evaluations * self.evaluation + self.ending
 
-    def steps_within(self, seconds: float, done: int, most: int, config: TrainConfig) -> int:
+    def steps_within(self, seconds: float, done: int, most: int, config: Config) -> int:
         """How many of at most `most` steps are over within `seconds`, the run's end included."""
         possible = range(1, min(most, MOST_STEPS - done) + 1)
         return bisect.bisect_right(possible, seconds, key=lambda steps: self.of(steps, done, config))

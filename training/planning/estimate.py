@@ -8,7 +8,7 @@ import math
 import torch
 
 from model import TransformerLanguageModel
-from training.config import TrainConfig
+from training.config import Config
 from training.machine.hardware import Hardware
 from training.numbers.data import TokenData
 from training.numbers.optimizer import RULES, by_rule
@@ -16,7 +16,7 @@ from training.numbers.optimizer import RULES, by_rule
 PROCESS_BYTES = 350_000_000  # resident size of a process that has imported torch
 
 
-def estimate_memory(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> int:
+def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:
     """Peak bytes of a training step: weights, gradients and the optimizer's state in fp32 (16 bytes a parameter with
     AdamW, 12 with Muon, 4 if it is frozen), and what one micro-batch keeps for the backward pass. If sharded: those of
     the slices that a process keeps, and the weights that it gathers.
@@ -61,7 +61,7 @@ def gathered_bytes(model: TransformerLanguageModel, hardware: Hardware) -> int:
     return 4 * outside + max(4 * outside, (3 * half + 4) * block)
 
 
-def bytes_per_token(config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware) -> int:
+def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:
     """Bytes that the forward pass keeps per token for the backward pass, and the logits and their gradient."""
     c = model.config
     half = 4 if hardware.precision == "fp32" else 2
@@ -102,5 +102,5 @@ def held_memory(data: TokenData, hardware: Hardware) -> int:
     return tokens if hardware.is_cuda else tokens + PROCESS_BYTES
 
 
-def with_rows(config: TrainConfig, rows: int, source: str = "memory") -> TrainConfig:
+def with_rows(config: Config, rows: int, source: str = "memory") -> Config:
     return dataclasses.replace(config, micro_batch_size=rows, sources={**config.sources, "micro_batch_size": source})

@@ -12,7 +12,7 @@ from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
 from common.files import read_json
 from common.formatting import byte_size
 from model import TransformerLanguageModel
-from training.config import NOT_GIVEN, TrainConfig, is_resolved
+from training.config import NOT_GIVEN, Config, is_resolved
 from training.file_names import CONFIG
 from training.machine.compilation import compile_model, uncompiled
 from training.machine.hardware import Hardware, clear_frames, return_freed_memory
@@ -28,9 +28,7 @@ DROPOUT_ASIDE = " except for dropout's random draws"  # which are made per micro
 Made = TypeVar("Made")
 
 
-def fit_micro_batch(
-    config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
-) -> TrainConfig:
+def fit_micro_batch(config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0) -> Config:
     """Halve the micro-batch until the estimate fits, unless `micro_batch_size` was given: the result does not depend on
     it. If this run found a size on this device before, take that.
 
@@ -46,9 +44,7 @@ def fit_micro_batch(
     return halve_until_it_fits(config, model, hardware, held)
 
 
-def halve_until_it_fits(
-    config: TrainConfig, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
-) -> TrainConfig:
+def halve_until_it_fits(config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0) -> Config:
     """Halve the micro-batch until the estimate fits beside the `held` bytes of the tokens on a GPU. Raises
     MemoryExhausted if one sequence does not fit."""
     if hardware.memory_bytes is None:
@@ -93,7 +89,7 @@ def compile_step_model(parts: Parts, example: Callable[[], tuple[torch.Tensor, .
         )
 
 
-def found_before(config: TrainConfig, hardware: Hardware) -> int | None:
+def found_before(config: Config, hardware: Hardware) -> int | None:
     """The micro-batch that this run was reduced to on this device, from its folder; None if it was not reduced."""
     try:
         kept = read_json(config.run_dir / CONFIG, ConfigError)

@@ -17,14 +17,14 @@ from common.formatting import byte_size
 from common.lora import add_adapters
 from common.machine import has_fast_bf16
 from model import TransformerLanguageModel
-from training.config import MODEL_SIZES, TrainConfig, preset
+from training.config import MODEL_SIZES, Config, preset
 from training.machine.hardware import Hardware
 from training.planning.estimate import estimate_memory
 
 OTHERS_SHARE = 0.1  # name other processes that hold at least this share of the memory
 
 
-def no_way_out(config: TrainConfig, vocab_size: int, hardware: Hardware) -> str:
+def no_way_out(config: Config, vocab_size: int, hardware: Hardware) -> str:
     """The message if one sequence at a time does not fit: what would help, in order, and by how much."""
     held: list[str] = []
     ranked: list[tuple[str, int]] = []
@@ -46,7 +46,7 @@ def no_way_out(config: TrainConfig, vocab_size: int, hardware: Hardware) -> str:
     )
 
 
-def savings(config: TrainConfig, vocab_size: int, hardware: Hardware) -> list[tuple[str, int]]:
+def savings(config: Config, vocab_size: int, hardware: Hardware) -> list[tuple[str, int]]:
     """Flags that take less memory, and the bytes that each saves. Those that change the run least come first; the last
     ones need a new run."""
 
@@ -74,10 +74,10 @@ def savings(config: TrainConfig, vocab_size: int, hardware: Hardware) -> list[tu
     return [way for way in ways if way[1] > 0]
 
 
-def without_memory(config: TrainConfig, vocab_size: int) -> TransformerLanguageModel:
+def without_memory(config: Config, vocab_size: int) -> TransformerLanguageModel:
     """A model on the meta device: sizes without numbers."""
     with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(vocab_size))
+        model = TransformerLanguageModel(config.shape(vocab_size))
         if config.lora_rank:
             add_adapters(model, config.lora())
     return model
@@ -116,7 +116,7 @@ def gpu_memory_by_process() -> dict[tuple[int, str], int]:
 
 
 @contextlib.contextmanager
-def memory_advice(config: TrainConfig, vocab_size: int, hardware: Hardware) -> Iterator[None]:
+def memory_advice(config: Config, vocab_size: int, hardware: Hardware) -> Iterator[None]:
     """Raise MemoryExhausted with advice for an out-of-memory error that a smaller micro-batch cannot solve."""
     try:
         yield

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from common.formatting import si
-from training.config import TrainConfig
+from training.config import Config
 from training.keeping.run import Run
 from training.machine.hardware import Hardware
 from training.numbers.step import part_of_step, train_step
@@ -82,7 +82,7 @@ def print_operations(trace: torch.profiler.profile, hardware: Hardware) -> None:
         print(f"  {spent / 1000:>10.2f} ms {spent / total:>5.0%} {each.count:>6} x {each.key[:60]}")
 
 
-def limit(seconds: Mapping[str, float], config: TrainConfig, hardware: Hardware, placement: str) -> str:
+def limit(seconds: Mapping[str, float], config: Config, hardware: Hardware, placement: str) -> str:
     """One sentence: what limits the run, and what to do about it. `seconds`: of a step by part; `placement`: where the
     tokens are."""
     shares = {part: seconds[part] / sum(seconds.values()) for part in PARTS}

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
-from training.config import TrainConfig
+from training.config import Config
 from training.telling.records import finite, read_metrics
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 
-def require_tensorboard(config: TrainConfig) -> None:
+def require_tensorboard(config: Config) -> None:
     """Raises ConfigError if event files are asked for and cannot be written here."""
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(

@@ -11,7 +11,8 @@ from typing import Any
 
 from common.errors import ConfigError, DataError
 from common.files import read_json, require_regular
-from training.config import MODEL_KEYS, SCHEMA, that_count
+from common.validation import about
+from training.config import MODEL_KEYS, SCHEMA, counts
 from training.file_names import METRICS, SAMPLES, SUMMARY
 from training.telling.samples import Sample, read_samples, score, tables
 
@@ -23,7 +24,7 @@ MOST_STRETCHES = 500  # of a long run, of which the page shows the extremes: a s
 MOST_SAMPLES = 200  # evaluations whose answers the page shows
 LARGEST = 1e300  # JavaScript has no larger numbers than Python's floats
 # Without keys of the command rather than of the training.
-SHOWN = {key for key, field in SCHEMA.items() if field.metadata["group"] != "checkpoints"} | {"init_from"}
+SHOWN = {key for key, f in SCHEMA.items() if about(f).get("group") != "checkpoints"} | {"init_from"}
 SHOWN -= {"vocab_size", "tokenizer"}  # those of the tokens count, not those of a config
 TRAINED = (*MODEL_KEYS, "vocab_size", "tokenizer_type")  # of a checkpoint's config.json
 
@@ -94,7 +95,7 @@ class RunReader:
 
     def settings(self, config: dict[str, Any]) -> dict[str, Any]:
         """The settings of the training. The vocabulary and the shape of the model come from its newest checkpoint."""
-        values = {key: value for key, value in that_count(config).items() if key in SHOWN}
+        values = {key: value for key, value in config.items() if key in SHOWN and counts(key, config)}
         there = [path for place in ("checkpoints/step_*", "step_*") for path in sorted(self.folder.glob(place))]
         for checkpoint in [*reversed(there), self.folder / "best"]:  # a copy's stand in the folder itself
             with contextlib.suppress(ConfigError, OSError):  # deleted in the meantime

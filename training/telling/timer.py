@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from training.config import TrainConfig
+from training.config import Config
 from training.machine.hardware import Hardware
 
 
@@ -43,7 +43,7 @@ class Timer:
         """Spent so far; None where the machine's rate is not known."""
         return self.elapsed / 3600 * self.units_per_hour if self.units_per_hour else None
 
-    def limit_reached(self, config: TrainConfig) -> str | None:
+    def limit_reached(self, config: Config) -> str | None:
         """The flag whose limit the run has reached, if it has."""
         if config.max_hours and self.elapsed >= 3600 * config.max_hours:
             return f"--max_hours {config.max_hours:g}"

@@ -19,7 +19,7 @@ from common.lora import LoRA, adapters_of, add_adapters
 from model import TransformerLanguageModel
 from tests.helpers import CPU, snapshot
 from tests.training.helpers import measured, steps_of
-from training.config import TrainConfig, parse_config
+from training.config import Config, parse_config
 from training.file_names import CONFIG
 from training.numbers.optimizer import build_optimizer
 from training.planning.estimate import estimate_memory
@@ -289,16 +289,16 @@ def test_every_way_to_generate_takes_them(finished: Path, unbroken: Path, tmp_pa
 # What it takes
 
 
-def shaped(config: TrainConfig) -> TransformerLanguageModel:
+def shaped(config: Config) -> TransformerLanguageModel:
     with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(32_000))
+        model = TransformerLanguageModel(config.shape(32_000))
         if config.lora_rank:
             add_adapters(model, config.lora())
     return model
 
 
 def test_gradients_and_moments_are_of_adapters_alone() -> None:
-    full = TrainConfig(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=4, init_from="base")
+    full = Config(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=4, init_from="base")
     lora = dataclasses.replace(full, lora_rank=8)
     whole, model = shaped(full), shaped(lora)
     frozen, trained = whole.num_parameters(), model.num_parameters(trained_only=True)
@@ -321,10 +321,10 @@ def test_gradients_and_moments_are_of_adapters_alone() -> None:
     "targets", ["attention,feed_forward,embeddings", "attention,feed_forward", "attention", "feed_forward"]
 )
 def test_the_estimate_counts_what_autograd_keeps(targets: str) -> None:
-    config = TrainConfig(
+    config = Config(
         embed_dim=128, num_layers=4, max_seq_len=64, batch_size=4, init_from="base", lora_rank=8, lora_targets=targets
     )
-    model = TransformerLanguageModel(config.model_config(512))
+    model = TransformerLanguageModel(config.shape(512))
     add_adapters(model, config.lora())
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
@@ -343,5 +343,5 @@ def test_the_estimate_counts_what_autograd_keeps(targets: str) -> None:
 
 
 def test_sizes_alone_need_no_base() -> None:
-    config = TrainConfig(lora_rank=8, lora_targets="attention")
+    config = Config(lora_rank=8, lora_targets="attention", init_from="base")
     assert config.lora() == LoRA(8, 16.0, ("attention",), "any", "0" * 64)

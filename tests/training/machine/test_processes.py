@@ -356,7 +356,7 @@ def test_if_one_process_cannot_compile_all_take_the_same_smaller_micro_batch(
     flags |= {"gradient_accumulation_steps": 1}
     config = dataclasses.replace(parse_config(train_flags(tmp_path / "run", **flags)), processes=2)
     with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(len(ALPHABET)))
+        model = TransformerLanguageModel(config.shape(len(ALPHABET)))
     needed = [estimate_memory(config, model, dataclasses.replace(CPU, compiles=compiled)) for compiled in (True, False)]
     enough = int(sum(needed) / 2 / memory.MEMORY_SHARE)
     reaped += trained(2, *train_flags(tmp_path / "off", **flags, compile="off", micro_batch_size=16))

@@ -106,7 +106,7 @@ def test_the_estimate_is_the_peak_that_torch_tracks(
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     try:
         with FakeTensorMode():
-            model = TransformerLanguageModel(config.model_config(vocab_size))
+            model = TransformerLanguageModel(config.shape(vocab_size))
             estimate = estimate_memory(config, model, hardware)
             shard(model, hardware)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=False)

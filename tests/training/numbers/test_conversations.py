@@ -24,7 +24,7 @@ from tests.helpers import run_script, with_large_weights
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
 from tokenizer import load_tokenizer
-from training.config import TrainConfig, parse_config
+from training.config import Config, parse_config
 from training.machine.compilation import compile_model
 from training.machine.hardware import detect_hardware
 from training.numbers.data import TokenData
@@ -149,10 +149,10 @@ def test_a_conversation_has_the_loss_in_its_window_that_it_has_alone(options: di
     hardware = detect_hardware(config)
     data = TokenData.open(config, hardware)
     torch.manual_seed(1)
-    model = TransformerLanguageModel(config.model_config(data.vocab_size))
+    model = TransformerLanguageModel(config.shape(data.vocab_size))
     model.activation_checkpointing = config.activation_checkpointing
     if rank:
-        add_adapters(model, LoRA(rank, 8.0, TARGETS, "base", "0" * 64))
+        add_adapters(model, LoRA(rank, 8.0, tuple(TARGETS), "base", "0" * 64))
     with_large_weights(model)
     batch = data.batch(0, 6)
     alone = reference(model, *batch)
@@ -173,7 +173,7 @@ def test_the_loss_is_over_answers_and_does_not_depend_on_slices(chats: Path, tmp
     config = parse_config(flags(chats, tmp_path / "6"))
     data = open_data(chats)
     torch.manual_seed(config.seed)
-    model = TransformerLanguageModel(config.model_config(data.vocab_size))
+    model = TransformerLanguageModel(config.shape(data.vocab_size))
     assert rows[6][0]["train_loss"] == pytest.approx(reference(model, *data.batch(0, 6)), rel=1e-4)
     trained, _ = load_checkpoint(open_checkpoint(tmp_path / "6"), "cpu", torch.float32)
     batch = data.validation_batch(0, data.val_windows, data.val_windows)
@@ -264,7 +264,7 @@ def edit(folder: Path, **values: Any) -> None:
         (flip_a_bit, "is not the mask that"),
         (lambda folder: edit(folder, mask_file=None), "chat_template is there and mask_file is missing"),
         (lambda folder: edit(folder, mask_file="../x"), "is not a file beside it"),
-        (lambda folder: edit(folder, chat_template={"user": 1}), "a label for each of"),
+        (lambda folder: edit(folder, chat_template={"user": 1}), "a text is needed"),
         (lambda folder: edit(folder, train_split_index=17), "no conversation begins at the start of a split"),
     ],
 )
@@ -336,7 +336,7 @@ def test_without_it_a_run_goes_on(chats: Path, tmp_path: Path) -> None:
         == 20
         == parse_config(flags(tmp_path, tmp_path, max_steps=20)).max_steps
     )
-    assert TrainConfig().stop_after_worse == 0
+    assert Config().stop_after_worse == 0
 
 
 def test_what_is_repeated_after_a_kill_is_no_worse_than_it_was(chats: Path, tmp_path: Path) -> None:

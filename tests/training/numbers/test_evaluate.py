@@ -17,7 +17,7 @@ from model import TransformerLanguageModel
 from tests.helpers import parts_of
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
-from training.config import TrainConfig
+from training.config import Config
 from training.numbers.data import TokenData
 from training.numbers.evaluate import answer_prompts, bits_per_byte, validation_loss
 from training.numbers.layout import layout_of_text
@@ -26,15 +26,13 @@ from training.numbers.prompts import Answer, Prompt, accuracy, read_prompts
 CHARACTERS = "abcdefghij .?"
 TRAIN_TOKENS = 100
 VAL_TOKENS = 165  # 20 windows of 8, and some tokens over
-CONFIG = TrainConfig(embed_dim=16, num_heads=2, num_layers=1, max_seq_len=8, dropout=0.4, batch_size=6, eval_batches=0)
+CONFIG = Config(embed_dim=16, num_heads=2, num_layers=1, max_seq_len=8, dropout=0.4, batch_size=6, eval_batches=0)
 
 
 @pytest.fixture
 def data() -> TokenData:
     tokens = np.random.default_rng(0).integers(0, len(CHARACTERS), TRAIN_TOKENS + VAL_TOKENS).astype(np.uint16)
-    metadata = TokenMetadata(
-        Path("m"), len(CHARACTERS), len(tokens), TRAIN_TOKENS, "uint16", "character", *[None] * 4, val_bytes=330
-    )
+    metadata = TokenMetadata(len(CHARACTERS), len(tokens), TRAIN_TOKENS, dtype="uint16", val_bytes=330)
     tokenizer = CharacterTokenizer(CHARACTERS)
     return TokenData(metadata, tokens, tokenizer, b"{}", CONFIG, torch.device("cpu"), "ram")
 
@@ -42,7 +40,7 @@ def data() -> TokenData:
 @pytest.fixture
 def model() -> TransformerLanguageModel:
     torch.manual_seed(0)
-    model = TransformerLanguageModel(CONFIG.model_config(len(CHARACTERS)))
+    model = TransformerLanguageModel(CONFIG.shape(len(CHARACTERS)))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.3)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -14,11 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.validation import choices_of
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import parts_of
 from tokenization.metadata import TokenMetadata
-from training.config import SCHEMA, TrainConfig
+from training.config import SCHEMA, Config
 from training.numbers import optimizer as optimizer_module
 from training.numbers.data import TokenData
 from training.numbers.optimizer import (
@@ -35,21 +35,21 @@ from training.numbers.step import train_step
 
 VOCAB_SIZE = 23
 # Without biases: the gradient of a key's bias is zero but for rounding, which Adam would scale up to a whole step.
-CONFIG = TrainConfig(
+CONFIG = Config(
     embed_dim=16, num_heads=2, num_layers=2, max_seq_len=8, bias=False, batch_size=6, gradient_accumulation_steps=2
 )
 
 
-def make_data(config: TrainConfig) -> TokenData:
+def make_data(config: Config) -> TokenData:
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 700).astype(np.uint16)
-    metadata = TokenMetadata(Path("m"), VOCAB_SIZE, 700, 600, "uint16", "character", *[None] * 4, val_bytes=None)
+    metadata = TokenMetadata(VOCAB_SIZE, 700, 600, dtype="uint16")
     return TokenData(metadata, tokens, None, b"{}", config, torch.device("cpu"), "ram")
 
 
 def make_model(**values: Any) -> TransformerLanguageModel:
     torch.manual_seed(1)
     config = dataclasses.replace(CONFIG, **values)
-    model = TransformerLanguageModel(config.model_config(VOCAB_SIZE))
+    model = TransformerLanguageModel(config.shape(VOCAB_SIZE))
     with torch.no_grad():  # with GPT-2's small weights a tiny model's gradients are too even to tell much
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
@@ -61,7 +61,7 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 
 
 def train(
-    config: TrainConfig, steps: int = 3, first_step: int = 0, seen: int | None = None, lr: float = 1e-2
+    config: Config, steps: int = 3, first_step: int = 0, seen: int | None = None, lr: float = 1e-2
 ) -> tuple[torch.Tensor, list[float], list[float]]:
     """Weights after some steps, and each step's loss and gradient norm."""
     model = make_model(dropout=config.dropout)
@@ -172,7 +172,7 @@ def test_clipping_in_the_update_itself_obeys_a_skip(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("config", [CONFIG, dataclasses.replace(CONFIG, optimizer="muon")])
-def test_where_the_kernel_cannot_skip_the_host_does(config: TrainConfig) -> None:
+def test_where_the_kernel_cannot_skip_the_host_does(config: Config) -> None:
     model, other = make_model(), make_model()
     start = weights(model)
     for each, skip in ((model, 1.0), (other, 0.0)):
@@ -393,14 +393,14 @@ def test_a_step_with_muon_does_not_depend_on_the_micro_batch() -> None:
 # The state
 
 
-def two_steps(model: TransformerLanguageModel, optimizer: Optimizer, first: int, config: TrainConfig) -> None:
+def two_steps(model: TransformerLanguageModel, optimizer: Optimizer, first: int, config: Config) -> None:
     parts = dataclasses.replace(parts_of(model, make_data(config), config), optimizer=optimizer)
     for step in (first, first + 1):
         train_step(parts, step, step * 12, 1e-2)
 
 
 @pytest.mark.parametrize("config", [CONFIG, MUON])
-def test_a_state_comes_back_exactly(config: TrainConfig) -> None:
+def test_a_state_comes_back_exactly(config: Config) -> None:
     """Two steps, saved and loaded, two more: bitwise the same as four."""
     straight = make_model(bias=True)
     optimizer = build_optimizer(straight, config)
@@ -415,7 +415,7 @@ def test_a_state_comes_back_exactly(config: TrainConfig) -> None:
 
 
 def test_choices_of_the_config_are_the_rules() -> None:
-    assert set(SCHEMA["optimizer"].metadata["choices"]) == set(RULES)
+    assert set(choices_of(SCHEMA["optimizer"])) == set(RULES)
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.config import TrainConfig
+from training.config import Config
 from training.numbers.schedule import DECAYS as TABLE
 from training.numbers.schedule import epoch_sequences, last_step, learning_rate
 
 DECAYS = [name for name, decay in TABLE.items() if decay is not None]
 
 
-def config_of(**values: Any) -> TrainConfig:
-    return TrainConfig(**{"learning_rate": 1e-2, "min_lr": 1e-4, "warmup_steps": 10, **values})
+def config_of(**values: Any) -> Config:
+    return Config(**{"learning_rate": 1e-2, "min_lr": 1e-4, "warmup_steps": 10, **values})
 
 
-def rates(max_steps: int, config: TrainConfig) -> list[float]:
+def rates(max_steps: int, config: Config) -> list[float]:
     return [learning_rate(step, max_steps, config) for step in range(max_steps)]
 
 
@@ -64,8 +64,8 @@ def test_cosine_is_torchs_cosine() -> None:
 
 
 def test_a_new_decay_is_an_entry_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLE, "quadratic", lambda progress: (1 - progress) ** 2)
-    lr = rates(100, config_of(use_lr_scheduler="quadratic", warmup_steps=0, min_lr=0.0))
+    monkeypatch.setitem(TABLE, "linear", lambda progress: (1 - progress) ** 2)
+    lr = rates(100, config_of(use_lr_scheduler="linear", warmup_steps=0, min_lr=0.0))
     assert lr == pytest.approx([1e-2 * (1 - step / 99) ** 2 for step in range(100)])
 
 

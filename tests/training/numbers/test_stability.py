@@ -16,7 +16,7 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import snapshot
 from tests.training.helpers import at_step, final_weights, measured, steps_of
-from training.config import TrainConfig
+from training.config import Config
 from training.machine.hardware import Hardware
 from training.numbers import step as step_module
 from training.numbers.data import TokenData
@@ -49,7 +49,7 @@ def spoiled_gradients(patch: pytest.MonkeyPatch, steps: range) -> None:
 def test_a_skipped_update_leaves_weights_and_moments_as_they_were(optimizer: str, spoiled: float) -> None:
     torch.manual_seed(0)
     model = TransformerLanguageModel(ModelConfig(13, embed_dim=16, num_heads=2, num_layers=2, max_seq_len=8))
-    ours = build_optimizer(model, TrainConfig(optimizer=optimizer))
+    ours = build_optimizer(model, Config(optimizer=optimizer))
     tokens = torch.arange(16).view(2, 8) % 13
 
     def backward() -> torch.Tensor:

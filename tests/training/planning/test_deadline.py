@@ -18,7 +18,7 @@ from tests.helpers import Killed
 from tests.training.helpers import at_step, die, final_weights, measured, save_at_once, steps_of
 from tests.training.machine.launching import trained
 from training import loop
-from training.config import TrainConfig
+from training.config import Config
 from training.keeping import run as run_module
 from training.numbers.schedule import decay_start, last_step
 from training.planning import preflight
@@ -323,7 +323,7 @@ def test_a_real_run_of_seconds_ends_at_the_floor(train_flags: Callable, tmp_path
 
 
 def test_costs_count_the_steps_the_evaluations_and_the_end() -> None:
-    config = TrainConfig(eval_interval=10)
+    config = Config(eval_interval=10)
     costs = Costs(step=2.0, evaluation=5.0, ending=3.0)
     assert costs.of(10, 0, config) == 20 + 5 + 3
     assert costs.of(11, 0, config) == 22 + 10 + 3  # the last step is evaluated, too
@@ -334,5 +334,5 @@ def test_costs_count_the_steps_the_evaluations_and_the_end() -> None:
         assert costs.of(steps + 1, 3, config) > seconds or (steps + 1 + 3) % 10 == 0
     assert costs.steps_within(1e9, 3, 50, config) == 50
     assert Costs(0.001).steps_within(1e12, 0, 10**30, config) < 10**8
-    assert decay_start(100, TrainConfig(minutes=1, cooldown=0.25)) == 75
-    assert last_step(0, 0, 100, TrainConfig(minutes=1, epochs=3, batch_size=10)) == 30
+    assert decay_start(100, Config(minutes=1, cooldown=0.25)) == 75
+    assert last_step(0, 0, 100, Config(minutes=1, epochs=3, batch_size=10)) == 30

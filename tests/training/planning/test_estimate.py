@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from model import TransformerLanguageModel
 from tests.helpers import CPU
 from tests.training.planning.followed import HALF, Followed
-from training.config import MODEL_KEYS, TrainConfig
+from training.config import Config
 from training.planning.estimate import bytes_per_token
 
 MODERN = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "embed_norm": True, "bias": False}
@@ -27,12 +27,11 @@ every_form = pytest.mark.parametrize("form", FORMS)
 either_half = pytest.mark.parametrize("precision", HALF)
 
 
-def config_of(form: str, layers: int = 2) -> TrainConfig:
+def config_of(form: str, layers: int = 2) -> Config:
     # 384 tokens: no activation has the shape of a weight.
     shape = {"embed_dim": 256, "num_heads": 2, "max_seq_len": 128, "batch_size": 3}
     values = {**shape, **FORMS[form]}
-    imported = {key: values.pop(key) for key in set(values) - set(MODEL_KEYS) - {"batch_size"}}
-    return TrainConfig(num_layers=layers, **values, imported=imported)
+    return Config(num_layers=layers, **values)
 
 
 @every_form
@@ -42,7 +41,7 @@ def test_what_a_layer_keeps_on_a_gpu_is_what_is_counted(form: str, precision: st
     hardware = dataclasses.replace(CPU, device=torch.device("cuda"), precision=precision)
     for layers in (6, 2):
         config = config_of(form, layers)
-        followed = Followed(config.model_config(1000), config.batch_size, precision)
+        followed = Followed(config.shape(1000), config.batch_size, precision)
         kept.append(followed.kept_of_a_token())
         counted.append(bytes_per_token(config, followed.model, hardware))
     assert (counted[0] - counted[1]) / 4 == pytest.approx((kept[0] - kept[1]) / 4, rel=0.02)
@@ -67,7 +66,7 @@ class Products(TorchDispatchMode):
 @either_half
 def test_no_product_of_a_step_in_half_precision_is_in_fp32(form: str, precision: str) -> None:
     """So a training needs no TF32."""
-    followed = Followed(config_of(form).model_config(1000), 3, precision)
+    followed = Followed(config_of(form).shape(1000), 3, precision)
     with Products() as products:
         followed.loss().backward()
     assert {"mm", "_scaled_dot_product_flash_attention_backward"} <= products.types.keys()
@@ -87,10 +86,10 @@ def test_the_head_and_the_loss_are_counted_too() -> None:
     config, hardware = config_of("gpt-2"), dataclasses.replace(CPU, device=torch.device("cuda"), precision="bf16")
     kept, counted = [], []
     for vocabulary in (2048, 1024):  # the head pads other sizes
-        followed = Followed(config.model_config(vocabulary), config.batch_size, "bf16")
+        followed = Followed(config.shape(vocabulary), config.batch_size, "bf16")
         kept.append(followed.kept_of_a_token())
         with torch.device("meta"):
-            model = TransformerLanguageModel(config.model_config(vocabulary))
+            model = TransformerLanguageModel(config.shape(vocabulary))
         counted.append(bytes_per_token(config, model, hardware))
     of_backward = 2 * 4 * 1024
     assert counted[0] - counted[1] == pytest.approx(kept[0] - kept[1] + of_backward, rel=0.02)

@@ -27,7 +27,7 @@ from tests.forked import Forked
 from tests.helpers import ALPHABET, CPU, ROOT, parts_of
 from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
-from training.config import TrainConfig, parse_config
+from training.config import Config, parse_config
 from training.file_names import CONFIG
 from training.keeping.run import Saver
 from training.machine import hardware as hardware_module
@@ -225,7 +225,7 @@ def memory_for_compiled_code(flags: list[str]) -> int:
     """So much that a step of these flags fits compiled, and not uncompiled."""
     config = parse_config(flags)
     with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(len(ALPHABET)))
+        model = TransformerLanguageModel(config.shape(len(ALPHABET)))
     uncompiled, compiled = (
         estimate_memory(config, model, dataclasses.replace(CPU, compiles=compiles)) for compiles in (False, True)
     )
@@ -337,7 +337,7 @@ def test_running_out_in_the_update_is_not_tried_again(
 
 
 def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
-    config = TrainConfig(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
+    config = Config(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
     hardware = dataclasses.replace(CPU, memory_bytes=10**9)
     ways = savings(config, 32_000, hardware)
     flags = [flag.split(" (")[0] for flag, _ in ways]
@@ -352,7 +352,7 @@ def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
     assert flags == [flag for flag in order if flag in flags] and {order[0], order[-1]} <= set(flags)
     halved = dataclasses.replace(config, max_seq_len=256)
     with torch.device("meta"):
-        models = [TransformerLanguageModel(each.model_config(32_000)) for each in (config, halved)]
+        models = [TransformerLanguageModel(each.shape(32_000)) for each in (config, halved)]
     saved = estimate_memory(config, models[0], hardware) - estimate_memory(halved, models[1], hardware)
     assert dict(ways)["--max_seq_len 256 (a new run)"] == saved
     said = no_way_out(config, 32_000, dataclasses.replace(hardware, memory_bytes=10**15))
@@ -362,10 +362,10 @@ def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
 
 def test_processes_that_share_the_optimizers_state_need_less_each() -> None:
     """Of 16 bytes a parameter each of four processes keeps a fourth. It gathers one block at a time."""
-    config = TrainConfig(embed_dim=64, num_heads=2, num_layers=24, max_seq_len=64, tie_embeddings=True, bias=False)
+    config = Config(embed_dim=64, num_heads=2, num_layers=24, max_seq_len=64, tie_embeddings=True, bias=False)
     config = dataclasses.replace(config, batch_size=8, micro_batch_size=1, processes=4)
     with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(256))
+        model = TransformerLanguageModel(config.shape(256))
     block = sum(parameter.numel() for parameter in model.blocks.parameters())
     saved = dict(savings(config, 256, CPU))["--shard"]
     assert 16 * 0.7 * block < saved < 16 * 0.75 * model.num_parameters()
@@ -387,12 +387,12 @@ def test_scaling_md_says_what_large_models_need() -> None:
             config = parse_config([*command[1].split(), "--optimizer", optimizer])
             config = dataclasses.replace(config, processes=int(processes), shard=shard)
             with torch.device("meta"):
-                model = TransformerLanguageModel(config.model_config(32_000))
+                model = TransformerLanguageModel(config.shape(32_000))
             assert f"{estimate_memory(config, model, hardware) / 1e9:.1f}" == figure
 
 
 def test_dropout_is_what_to_leave_out_where_it_takes_memory() -> None:
-    config = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=64, micro_batch_size=1, dropout=0.1)
+    config = Config(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=64, micro_batch_size=1, dropout=0.1)
     hardware = dataclasses.replace(CPU, precision="bf16")
     saved = dict(savings(config, 100, hardware))
     assert saved["--dropout 0"] == 12 * 3 * 2 * 64 * 64  # bytes, layers and one at work, heads, positions by positions
@@ -411,9 +411,9 @@ def test_what_the_driver_tells_of_processes_is_read(tmp_path: Path, monkeypatch:
 
 
 def test_no_way_out_is_raised_as_exhausted_memory() -> None:
-    config = TrainConfig(micro_batch_size=1)
+    config = Config(micro_batch_size=1)
     with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(100))
+        model = TransformerLanguageModel(config.shape(100))
     data = cast(TokenData, SimpleNamespace(vocab_size=100))
     with pytest.raises(MemoryExhausted, match="1 x 256 tokens"):
         memory_module.halve_micro_batch(parts_of(model, data, config), MemoryError(), "forward")

@@ -22,19 +22,19 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import CPU, with_large_weights
 from tokenizer import CharacterTokenizer
-from training.config import TrainConfig
+from training.config import Config
 from training.machine.hardware import Hardware
 from training.planning.estimate import PROCESS_BYTES, bytes_per_token, estimate_memory, held_memory
 from training.planning.memory import MEMORY_SHARE, fit_micro_batch
 
-CONFIG = TrainConfig(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
+CONFIG = Config(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
 
 
 def with_memory(memory_bytes: int | None, precision: str = "fp32") -> Hardware:
     return dataclasses.replace(CPU, precision=precision, memory_bytes=memory_bytes)
 
 
-def config_of(**values: Any) -> TrainConfig:
+def config_of(**values: Any) -> Config:
     config = dataclasses.replace(CONFIG, **values)
     return dataclasses.replace(config, sources=dict.fromkeys(config.values(), "default"))
 
@@ -42,7 +42,7 @@ def config_of(**values: Any) -> TrainConfig:
 def estimate(vocab_size: int = 1000, precision: str = "fp32", **values: Any) -> int:
     config = config_of(**values)
     with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(vocab_size))
+        model = TransformerLanguageModel(config.shape(vocab_size))
     return estimate_memory(config, model, with_memory(None, precision))
 
 
@@ -72,7 +72,7 @@ def test_the_estimate_is_of_what_goes_through_the_model_at_once() -> None:
 def test_weights_gradients_and_moments_take_16_bytes_a_parameter() -> None:
     config = config_of(num_layers=1, batch_size=1, max_seq_len=1)
     with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(200_000))
+        model = TransformerLanguageModel(config.shape(200_000))
     least = 16 * model.num_parameters()
     assert least <= estimate_memory(config, model, with_memory(None)) < 1.2 * least
 
@@ -103,9 +103,9 @@ def test_dropout_on_a_cpu_takes_the_attention_matrices() -> None:
     assert on_gpu == [without, without]
 
 
-def kept_of_a_token(config: TrainConfig, layers: int, precision: str) -> float:
+def kept_of_a_token(config: Config, layers: int, precision: str) -> float:
     """Bytes that a forward pass keeps for its backward pass, weights aside."""
-    model = TransformerLanguageModel(dataclasses.replace(config.model_config(40), num_layers=layers))
+    model = TransformerLanguageModel(dataclasses.replace(config.shape(40), num_layers=layers))
     model.activation_checkpointing = config.activation_checkpointing
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     storages: dict[int, torch.Tensor] = {}
@@ -143,7 +143,7 @@ def test_what_a_layer_keeps_is_what_is_counted(precision: str, changes: dict) ->
     config = config_of(embed_dim=256, max_seq_len=32, batch_size=2, **changes)
     kept = (kept_of_a_token(config, 6, precision) - kept_of_a_token(config, 2, precision)) / 4
     with torch.device("meta"):
-        models = [TransformerLanguageModel(dataclasses.replace(config.model_config(40), num_layers=n)) for n in (6, 2)]
+        models = [TransformerLanguageModel(dataclasses.replace(config.shape(40), num_layers=n)) for n in (6, 2)]
     counted = [bytes_per_token(config, model, with_memory(None, precision)) for model in models]
     assert (counted[0] - counted[1]) / 4 == pytest.approx(kept, rel=0.06)
 
@@ -152,7 +152,7 @@ def test_compiled_code_and_checkpointed_activations_take_less() -> None:
     compiled = dataclasses.replace(with_memory(None, "bf16"), compiles=True)
     config = config_of(batch_size=64, max_seq_len=512)
     with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(32_000))
+        model = TransformerLanguageModel(config.shape(32_000))
     eager = estimate_memory(config, model, with_memory(None, "bf16"))
     assert estimate_memory(config, model, compiled) < eager
     checkpointed = dataclasses.replace(config, activation_checkpointing=True)
@@ -181,7 +181,7 @@ def test_what_compiled_code_keeps_is_what_is_counted(
     shape = {"num_layers": layers, "embed_dim": width, "max_seq_len": context, "batch_size": rows}
     config = config_of(**shape, **form)
     with torch.device("meta"):
-        model = TransformerLanguageModel(config.model_config(32_000))
+        model = TransformerLanguageModel(config.shape(32_000))
     hardware = dataclasses.replace(with_memory(None, precision), device=torch.device("cuda"), compiles=True)
     of_gradient = 2 * 32_000  # of the logits, which the backward pass makes
     counted = (bytes_per_token(config, model, hardware) - of_gradient) * rows * context + 2 * model.num_parameters()
@@ -210,7 +210,7 @@ def test_what_lies_in_the_same_memory_is_counted_too() -> None:
 @pytest.mark.parametrize("rows_that_fit", [16, 4, 1])
 def test_the_micro_batch_is_halved_until_it_fits(rows_that_fit: int, capsys: pytest.CaptureFixture) -> None:
     config = config_of()
-    model = TransformerLanguageModel(config.model_config(1000))
+    model = TransformerLanguageModel(config.shape(1000))
     needed, too_much = (
         estimate_memory(dataclasses.replace(config, micro_batch_size=rows), model, with_memory(None))
         for rows in (rows_that_fit, 2 * rows_that_fit)
@@ -226,7 +226,7 @@ def test_the_micro_batch_is_halved_until_it_fits(rows_that_fit: int, capsys: pyt
 
 def test_tokens_on_the_gpu_take_their_part_of_the_memory() -> None:
     config = config_of()
-    model = TransformerLanguageModel(config.model_config(1000))
+    model = TransformerLanguageModel(config.shape(1000))
     memory = int(estimate_memory(config, model, with_memory(None)) / MEMORY_SHARE) + 10
     assert fit_micro_batch(config, model, with_memory(memory)).rows_at_once == 32
     assert fit_micro_batch(config, model, with_memory(memory), held=1000).rows_at_once == 16
@@ -234,7 +234,7 @@ def test_tokens_on_the_gpu_take_their_part_of_the_memory() -> None:
 
 def test_a_step_that_fits_is_left_as_it_is(capsys: pytest.CaptureFixture) -> None:
     config = config_of()
-    model = TransformerLanguageModel(config.model_config(1000))
+    model = TransformerLanguageModel(config.shape(1000))
     assert fit_micro_batch(config, model, with_memory(10**12)) is config
     assert fit_micro_batch(config, model, with_memory(None)) is config  # a machine that does not tell
     assert not capsys.readouterr().out
@@ -242,13 +242,13 @@ def test_a_step_that_fits_is_left_as_it_is(capsys: pytest.CaptureFixture) -> Non
 
 def test_a_micro_batch_that_was_given_is_respected() -> None:
     config = config_of(micro_batch_size=32)
-    model = TransformerLanguageModel(config.model_config(1000))
+    model = TransformerLanguageModel(config.shape(1000))
     assert fit_micro_batch(config, model, with_memory(1)) is config
 
 
 def test_a_model_that_cannot_fit_ends_with_exit_code_5() -> None:
     config = config_of()
-    model = TransformerLanguageModel(config.model_config(1000))
+    model = TransformerLanguageModel(config.shape(1000))
     with pytest.raises(MemoryExhausted) as caught:
         fit_micro_batch(config, model, with_memory(10**6))
     assert caught.value.exit_code == 5
@@ -286,8 +286,8 @@ def test_a_dry_run_tells_all_and_writes_nothing(
     assert train_colab_mmap.main([*argv, "--gradient_accumulation_steps", "2", "--dry_run"]) == 0
     assert listing(tmp_path) == before
     printed = capsys.readouterr().out
-    config = TrainConfig(embed_dim=16, num_heads=2, num_layers=1, max_seq_len=8)
-    parameters = TransformerLanguageModel(config.model_config(30)).num_parameters()
+    config = Config(embed_dim=16, num_heads=2, num_layers=1, max_seq_len=8)
+    parameters = TransformerLanguageModel(config.shape(30)).num_parameters()
     windows = int(re.search(r"([\d,]+) windows", printed)[1].replace(",", ""))
     steps = -(-3 * windows // 12)
     assert f"{parameters:,} parameters" in printed

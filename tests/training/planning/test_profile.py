@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from tests.helpers import CPU
-from training.config import TrainConfig
+from training.config import Config
 from training.machine.hardware import Hardware
 from training.planning.profile import NOTICEABLE, PARTS, limit
 
-CONFIG = TrainConfig(batch_size=8)
+CONFIG = Config(batch_size=8)
 
 
 def fast_hardware(device: str = "cpu", **values: Any) -> Hardware:

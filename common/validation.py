@@ -1,0 +1,210 @@
+"""What comes from outside is read in one way: pydantic dataclasses check it, and their errors become our sentences."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import ConfigDict, Field, PlainValidator, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+T = TypeVar("T")
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)  # of a dataclass: "64" and true are no numbers
+
+
+def text(value: Any) -> str:
+    """Any but the empty one: a file's name may hold bytes that are not UTF-8, which pydantic's own strings may not."""
+    if not isinstance(value, str) or not value:
+        raise PydanticCustomError("string_type", "a text is needed")
+    return value
+
+
+Text = Annotated[str, PlainValidator(text)]
+NEEDED = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
+LIMITS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
+# What other programs call our settings.
+ALIASES = {
+    "lr": "learning_rate", "bs": "batch_size", "wd": "weight_decay", "clip": "grad_clip", "warmup": "warmup_steps",
+    "layers": "num_layers", "n_layer": "num_layers", "depth": "num_layers",
+    "heads": "num_heads", "n_head": "num_heads", "dim": "embed_dim", "n_embd": "embed_dim", "d_model": "embed_dim",
+    "width": "embed_dim", "hidden_size": "embed_dim", "vocab": "vocab_size",
+    "ctx": "max_seq_len", "context": "max_seq_len", "block_size": "max_seq_len", "seq_len": "max_seq_len",
+    "steps": "max_steps", "iters": "max_steps", "max_iters": "max_steps", "accum": "gradient_accumulation_steps",
+    "gpu": "use_gpu", "cuda": "use_gpu", "dtype": "precision", "scheduler": "use_lr_scheduler", "data": "data_dir",
+    "dataset": "data_dir", "text": "input", "file": "input", "out": "output_dir", "out_dir": "output_dir",
+    "temp": "temperature", "max_tokens": "max_new_tokens", "length": "max_new_tokens", "model": "checkpoint",
+}  # fmt: skip
+
+
+def option(default: Any, group: str, help: str, **more: Any) -> Any:
+    """A field that is a flag of the same name. `group` is its heading in --help; with "" it is no flag.
+
+    `more`: `metavar`, the value's name in --help; `many`, whether several values follow the flag (without it, the flag
+    of a tuple is repeated); `switch`, the values for a bare flag (or JSON true) and for JSON false; `of`, the (key,
+    value) that it has no effect without; `scope`: "command" for what belongs to a command, "place" for where things
+    are, "fixed" for what a run keeps; the rest are limits of pydantic's Field (ge, gt, le, lt, min_length).
+    """
+    limits = {key: more.pop(key) for key in ("ge", "gt", "le", "lt", "min_length") if key in more}
+    return Field(default, description=help, json_schema_extra={"group": group, **more}, **limits)
+
+
+def fields_of(model: Any) -> dict[str, FieldInfo]:
+    """The fields of a pydantic dataclass, by name."""
+    fields: dict[str, FieldInfo] = model.__pydantic_fields__
+    return fields
+
+
+def options_of(model: Any) -> dict[str, FieldInfo]:
+    """Those that are flags."""
+    return {key: f for key, f in fields_of(model).items() if f.description and about(f).get("group", "model")}
+
+
+def about(f: FieldInfo) -> dict[str, Any]:
+    """What `option` says of a field besides its limits."""
+    return f.json_schema_extra if isinstance(f.json_schema_extra, dict) else {}
+
+
+def parts_of(annotation: Any) -> Any:
+    """An annotation without None, and without what pydantic is told in it."""
+    if get_origin(annotation) is Annotated:
+        return parts_of(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return parts_of(next(each for each in get_args(annotation) if each is not NoneType))
+    return annotation
+
+
+def is_tuple(f: FieldInfo) -> bool:
+    return get_origin(parts_of(f.annotation)) is tuple
+
+
+def kind_of(f: FieldInfo) -> type:
+    """int, float, bool or str; for a tuple, that of its items."""
+    kind = parts_of(f.annotation)
+    if get_origin(kind) is tuple:
+        kind = parts_of(get_args(kind)[0])
+    return str if get_origin(kind) is Literal else kind
+
+
+def choices_of(f: FieldInfo) -> tuple[str, ...]:
+    """The values that a field allows, if they are listed."""
+    kind = parts_of(f.annotation)
+    if get_origin(kind) is tuple:
+        kind = parts_of(get_args(kind)[0])
+    return get_args(kind) if get_origin(kind) is Literal else ()
+
+
+def limits_of(f: FieldInfo) -> list[tuple[str, float]]:
+    """[("at least", 1), ("less than", 10)]"""
+    return [(said, getattr(each, name)) for name, said in LIMITS.items() for each in f.metadata if hasattr(each, name)]
+
+
+def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """A question for the end of a message, with the known name that `name` means or is nearest to; "" if none is."""
+    known = list(known)
+    near = [word for word in known if word == ALIASES.get(name)] or [word for word in known if word.startswith(name)]
+    near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f" Did you mean {prefix}{near[0]}?" if near else ""
+
+
+def check(
+    model: type[T],
+    values: Mapping[str, Any],
+    problems: list[str],
+    named: Callable[[str], str] = str,
+    known: Mapping[str, FieldInfo] | None = None,
+) -> T | None:
+    """A `model` of the values; None if it cannot be made. All that is wrong goes to `problems`, each value under the
+    name that `named` gives its key. Values that are wrong are left out, to find contradictions among the others, too.
+
+    `known`: the fields that may be given (None: all). null leaves a field out whose default is null.
+    """
+    fields = fields_of(model) if known is None else known
+    problems += [f"unknown key {named(key)}.{suggest(key, fields)}" for key in values if key not in fields]
+    values = {key: value for key, value in values.items() if key in fields}
+    made, wrong = attempt(model, values, named, fields)
+    problems += [sentence for each in wrong.values() for sentence in each]
+    if wrong and "" not in wrong:
+        made, found = attempt(model, {key: values[key] for key in values if key not in wrong}, named, fields)
+        problems += [sentence for key in found.keys() - wrong for sentence in found[key]]
+    return made
+
+
+def build(model: type[T], values: Any) -> T:
+    """`model` of a JSON object. Raises ValueError that lists all that is wrong."""
+    if not isinstance(values, dict):
+        raise ValueError(f"an object {{...}} is needed, not {shown(values)}")
+    fields = fields_of(model)
+    unknown = [f"unknown key {key}.{suggest(key, fields)}" for key in values if key not in fields]
+    made, wrong = attempt(model, {key: values[key] for key in values if key in fields}, str, fields)
+    problems = unknown + [sentence for each in wrong.values() for sentence in each]
+    if problems or made is None:
+        raise ValueError("; ".join(problems))
+    return made
+
+
+def attempt(
+    model: type[T], values: Mapping[str, Any], named: Callable[[str], str], fields: Mapping[str, FieldInfo]
+) -> tuple[T | None, dict[str, list[str]]]:
+    """The model, or what is wrong by key; under "" what is wrong with several keys together."""
+    given = {key: meant_by(value, fields[key]) for key, value in values.items()}
+    given = {key: value for key, value in given.items() if value is not None or fields[key].default is not None}
+    try:
+        return model(**given), {}
+    except ValidationError as error:
+        wrong: dict[str, list[str]] = {}
+        for each in error.errors(include_url=False):  # one for each item of a tuple: the first counts
+            wrong.setdefault(str(each["loc"][0]) if each["loc"] else "", sentences(each, named, fields))
+        return None, wrong
+
+
+def meant_by(value: Any, f: FieldInfo) -> Any:
+    """What true and false stand for; a list, or a single text, for a tuple."""
+    if isinstance(value, bool) and "switch" in about(f):
+        return about(f)["switch"][0 if value else 1]
+    if is_tuple(f) and isinstance(value, str | list):
+        return (value,) if isinstance(value, str) else tuple(value)
+    return value
+
+
+def sentences(error: Any, named: Callable[[str], str], fields: Mapping[str, FieldInfo]) -> list[str]:
+    """One of pydantic's errors in our words."""
+    if error["type"] == "value_error":  # of a validator of ours, which lists them
+        return str(error["ctx"]["error"]).splitlines()
+    key, *inside = error["loc"]
+    name = ".".join([named(str(key)), *(str(each) for each in inside if not isinstance(each, int))])
+    if error["type"] == "missing":
+        return [f"{name} is missing"]
+    f = fields.get(key) if not [each for each in inside if not isinstance(each, int)] else None
+    is_missing = name.startswith("--") and (error["input"] is True or error["input"] == ())
+    return [f"{name} is {'missing' if is_missing else shown(error['input'])}; {needed(error, f)}"]
+
+
+def shown(value: Any) -> str:
+    said = json.dumps(value, ensure_ascii=False, default=str)
+    return said if len(said) <= 100 else f"{said[:100]} ..."
+
+
+def needed(error: Any, f: FieldInfo | None) -> str:
+    """What would have been right."""
+    kind, context = error["type"], error.get("ctx", {})
+    if f is not None and (choices := choices_of(f)):
+        near = suggest(error["input"], choices) if isinstance(error["input"], str) else ""
+        return f"allowed: {', '.join(choices)}.{near}"
+    if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
+        limits = limits_of(f) if f else []
+        limits = limits or [(said, context[name]) for name, said in LIMITS.items() if name in context]
+        return f"allowed: {' and '.join(f'{said} {limit:,}' for said, limit in limits)}"
+    if kind == "too_short" and f is not None:
+        return f"at least one {about(f).get('metavar', 'value')} is needed"
+    if kind == "finite_number":
+        kind = "float_type"
+    for of_kind, said in ((int, "int"), (float, "float"), (bool, "bool"), (str, "string")):
+        if kind.startswith(f"{said}_"):
+            return f"{NEEDED[of_kind]} is needed"
+    if kind in ("dataclass_type", "dict_type"):
+        return "an object {...} is needed"
+    return str(error["msg"])
