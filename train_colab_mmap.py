@@ -11,6 +11,7 @@ The story goes on in `training/loop.py`: `train` prepares, starts or resumes, an
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 
@@ -19,12 +20,18 @@ from common.launch import end, only_rank_0_prints
 from common.output import unbreakable_output
 from training.config import parse_config
 
+# Threads that wait for each other spin this often before they sleep. With libgomp's own 300,000 a step takes up to five
+# times as long beside another busy program; fewer cost a quiet machine time (docs/benchmarks/what_was_tried.md).
+SPIN_COUNT = "30000"
+
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     with unbreakable_output(), only_rank_0_prints():  # a closed stdout must not stop the training
         started = time.perf_counter()
         config = parse_config(argv)
+        if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported
+            os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         # torch takes seconds to import, and --help should not wait for it.
         from training.loop import train
 

@@ -57,7 +57,7 @@ class MemoryExhausted(UserError):
 
 
 class ProcessLost(UserError):
-    """Another process of the same training is gone, or does not come."""
+    """A peer process of the same training died or never joined."""
 
     exit_code = 1
 
@@ -139,6 +139,8 @@ def script(main: Callable[[Sequence[str] | None], int | None]) -> Script:
                 code, message = DataError.exit_code, f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
                 if is_full_disk(error):
                     message = f"The disk is full: {error.filename or 'the output'} cannot be written. Free some space."
+                elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                    message += ". Choose another folder or file, or change who may read and write it."
             if code is None or debug:
                 raise
             Unbreakable(sys.stdout).flush()

@@ -211,8 +211,8 @@ class Loop:
             self.report.write(row)
 
     def without_retry(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, out of memory ends the training: a retry would not do again what failed, and a checkpoint or a row
-        would be missing without a word."""
+        """Inside, out of memory ends the training: a retry would skip the failed work and silently lose a checkpoint
+        or a metrics row."""
         return memory_advice(self.parts.config, self.parts.data.vocab_size, self.parts.hardware)
 
     def reported(self, result: StepResult, row: dict[str, Any], lr: float) -> dict[str, Any]:

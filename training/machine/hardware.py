@@ -33,7 +33,7 @@ CPU_COMPILE_SAVES = 0.3
 CPU_FLOPS_PER_CORE = 1e11
 CPU_COMPILE_MARGIN = 3  # the estimate is rough, and a short run should start soon
 
-SPILLING_SHARE = 0.95  # of the free GPU memory, on systems whose driver takes host memory where it ends
+SPILLING_SHARE = 0.95  # of the free GPU memory, on systems whose driver spills GPU allocations into host memory
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
@@ -218,7 +218,7 @@ def choose_precision(config: Config, device: torch.device) -> tuple[str, str]:
 
 
 def spills() -> bool:
-    """Whether the driver takes host memory where GPU memory ends: on Windows and in WSL, its Linux."""
+    """Whether the driver spills GPU allocations into host memory: on Windows and in WSL, its Linux."""
     return platform.system() == "Windows" or "microsoft" in platform.uname().release.lower()
 
 

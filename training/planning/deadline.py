@@ -207,7 +207,7 @@ class Deadline:
             return []
         self.is_told = True
         return [
-            f"Warning: the machine has become slower. The plan stays, so that nothing is lost: step "
+            f"Warning: the machine has become slower. Keeping the planned schedule; the run will finish late: step "
             f"{state.max_steps:,} is the last, about {clock(late)} after the {config.minutes:g} minutes. "
             "--max_hours stops a run at its time, saved."
         ]

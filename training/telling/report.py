@@ -19,7 +19,7 @@ from training.numbers.evaluate import perplexity
 from training.numbers.prompts import Answer, accuracy
 from training.telling.events import open_events, write_event
 from training.telling.records import draw_curve, metrics_line, read_metrics, unwritable
-from training.telling.samples import Sample, drawn, read_samples, sample_line
+from training.telling.samples import drawn, sample_line
 from training.telling.timer import Timer
 
 if TYPE_CHECKING:
@@ -42,9 +42,6 @@ class Report:
         self.has_new_point = False  # that the curve does not show yet
         self.is_rank_0 = is_rank_0()  # of several processes one writes
         self.warned: set[str] = set()  # files that cannot be written: one warning each, not one per row
-        self.last_sample: list[Sample] = []  # the row at the end of samples.md, if there is one
-        with contextlib.suppress(OSError):  # `rewind` has warned
-            self.last_sample = read_samples(run_dir)[-1:]
         self.bar = progress_bar(
             total=max_steps,
             initial=step,
@@ -120,7 +117,7 @@ class Report:
             self.curve()
 
     def samples(self, step: int, answers: list[Answer]) -> None:
-        """Append an evaluation to samples.jsonl, and its row to samples.md."""
+        """Append an evaluation to samples.jsonl, and its table to samples.md."""
         right, judged = accuracy(answers)
         asked = [answer.prompt for answer in answers]
         sample = {
@@ -131,9 +128,8 @@ class Report:
             "expected": [prompt.expected for prompt in asked],
             "answers": [answer.text for answer in answers],
         }
-        last, self.last_sample = self.last_sample, [sample]
         self.append(self.run_dir / SAMPLES, sample_line(sample))
-        self.append(self.run_dir / SAMPLES_TABLE, drawn([*last, sample]).removeprefix(drawn(last)))
+        self.append(self.run_dir / SAMPLES_TABLE, drawn([sample]))
 
     def append(self, path: Path, text: str) -> None:
         if not self.is_rank_0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from common.files import read_json, require_regular
 from common.validation import about
 from training.config import MODEL_KEYS, SCHEMA, counts
 from training.file_names import METRICS, SAMPLES, SUMMARY
-from training.telling.samples import Sample, read_samples, score, tables
+from training.telling.samples import Sample, read_samples, score
 
 FIELDS = (
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
@@ -145,7 +146,7 @@ def extremes(rows: Sequence[dict[str, float]], key: str) -> set[int]:
 
 
 def shown_tables(samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """For each table of samples.md the prompts, what was expected of each ("": nothing), and the answers by step."""
+    """For each set of prompts in turn the prompts, what was expected of each ("": nothing), and the answers by step."""
     return [
         {
             "prompts": table[0]["prompts"],
@@ -157,6 +158,13 @@ def shown_tables(samples: Sequence[Sample]) -> list[dict[str, Any]]:
         }
         for table in tables(samples)
     ]
+
+
+def tables(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """The samples grouped: a new group begins where the prompts or the expected answers change."""
+    columns = [(sample["prompts"], sample["expected"]) for sample in samples]
+    starts = [i for i in range(1, len(samples)) if columns[i - 1] != columns[i]]
+    return [list(samples[a:b]) for a, b in itertools.pairwise([0, *starts, len(samples)]) if a < b]
 
 
 def spread(values: list[Any], most: int) -> list[Any]:

@@ -1,17 +1,16 @@
-"""Answers to `--eval_prompts`: samples.jsonl holds one object per evaluation, and samples.md is drawn from it.
+"""Answers to `--eval_prompts`: samples.jsonl holds one object per evaluation, samples.md a table of each.
 
 This module needs no torch: tools that only show a run read it too.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from common.formatting import cell, table_row
+from common.formatting import cell, shortened, table_row
 from training.file_names import SAMPLES
 
 Sample: TypeAlias = dict[str, Any]  # step, right, judged: int; prompts, answers: list[str]; expected: list[str | None]
@@ -54,30 +53,39 @@ def is_sample(value: Any) -> bool:
     )
 
 
-def tables(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """The samples grouped into tables: a new table begins where the prompts or the expected answers change."""
-    columns = [(sample["prompts"], sample["expected"]) for sample in samples]
-    starts = [i for i in range(1, len(samples)) if columns[i - 1] != columns[i]]
-    return [list(samples[a:b]) for a, b in itertools.pairwise([0, *starts, len(samples)]) if a < b]
-
-
-def head(sample: Sample) -> list[str]:
-    """The first lines of a table of samples.md."""
-    columns = ["step", "exactly right", *map(cell, sample["prompts"])]
-    lines = [table_row(columns), table_row(["---"] * len(columns))]
-    if any(text is not None for text in sample["expected"]):
-        lines.append(table_row(["expected", "", *(cell(text or "") for text in sample["expected"])]))
-    return lines
-
-
 def score(sample: Sample) -> str:
     return f"{sample['right']} of {sample['judged']}" if sample["judged"] else ""
 
 
 def drawn(samples: Sequence[Sample]) -> str:
-    """The text of samples.md: one column per prompt, one row per evaluation."""
+    """The text of samples.md: a table for each evaluation."""
+    return "".join(f"{line}\n" for sample in samples for line in section(sample))
 
-    def row(sample: Sample) -> str:
-        return table_row([str(sample["step"]), score(sample), *map(cell, sample["answers"])])
 
-    return "\n".join("".join(f"{line}\n" for line in [*head(table[0]), *map(row, table)]) for table in tables(samples))
+def section(sample: Sample) -> list[str]:
+    right = f", {score(sample)} exactly right" if sample["judged"] else ""
+    rows = answer_table(sample["prompts"], sample["answers"], sample["expected"])
+    return [f"## Step {sample['step']:,}{right}", "", *rows, ""]
+
+
+def answer_table(
+    prompts: Sequence[str],
+    answers: Sequence[str],
+    expected: Sequence[str | None],
+    before: Sequence[str] = (),
+    longest: int | None = None,
+) -> list[str]:
+    """A Markdown table of prompts and answers, wrong ones with what was expected; beside them those `before` the
+    training, of the weights that it started from, if there are any. Texts are cut after `longest` characters (None:
+    never)."""
+
+    def text_cell(text: str) -> str:
+        return cell(text if longest is None else shortened(text, longest))
+
+    head = ["prompt", *(["before"] if before else []), "answer", "exactly right"]
+    lines = [table_row(head), table_row(["---"] * len(head))]
+    for i, (prompt, answer, wanted) in enumerate(zip(prompts, answers, expected, strict=True)):
+        verdict = "" if wanted is None else "yes" if answer.strip() == wanted.strip() else f"no: {text_cell(wanted)}"
+        earlier = [text_cell(before[i])] if before else []
+        lines.append(table_row([text_cell(prompt), *earlier, text_cell(answer), verdict]))
+    return lines

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from common.files import atomic_write
-from common.formatting import cell, clock, shortened, si, table_row
+from common.formatting import cell, clock, si, table_row
 from training.file_names import CURVE, METRICS, SAMPLES_TABLE, SUMMARY
 from training.keeping.run import Run
 from training.numbers.evaluate import perplexity
 from training.numbers.prompts import Answer, accuracy
 from training.numbers.schedule import has_stopped_early
 from training.telling.records import read_metrics, unwritable
+from training.telling.samples import answer_table
 from training.telling.timer import Timer
 
 LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
@@ -32,7 +33,7 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
         facts["Speed"] = f"{si(timer.tokens_per_second)} tokens/s while training"
     if peak := hardware.peak_memory():
         facts["Peak memory"] = f"{peak / 1e9:.2f} GB"
-    facts["Saving"] = f"held the training for {run.saver.seconds_held:.1f} s of {clock(timer.session_seconds)}"
+    facts["Saving"] = f"held this session for {run.saver.seconds_held:.1f} s of its {clock(timer.session_seconds)}"
     if (units := timer.compute_units) is not None:
         facts["Compute units"] = f"{units:.2f}"
     if evaluated := [row for row in read_metrics(run.dir) if "val_loss" in row]:
@@ -47,16 +48,17 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
     stopped_early = has_stopped_early(state.worse, config)
     if stopped_early:
         facts["Stopped"] = f"early: the last {state.worse} evaluations were no better"
-    same_prompts = state.base and state.base.prompts == [answer.prompt.text for answer in answers]
-    before = state.base.answers if state.base and same_prompts else []
+    prompts = [answer.prompt for answer in answers]
+    columns = [each.text for each in prompts], [each.text for each in answers], [each.expected for each in prompts]
+    before = state.base.answers if state.base and state.base.prompts == columns[0] else []
     right, judged = accuracy(answers)
     if judged:
         facts["Answers"] = f"{right} of {judged} exactly right ({right / judged:.0%})"
 
-    lines = [f"# {config.name}", "", "| | |", "|---|---|"]
+    lines = [f"# {run.dir.name}", "", "| | |", "|---|---|"]
     lines += [table_row([key, cell(value)]) for key, value in facts.items()]
     if answers:
-        lines += ["", "## Answers", "", *answer_table(answers, before)]
+        lines += ["", "## Answers", "", *answer_table(*columns, before)]
     lines += ["", "## Configuration", "", "What differs from the defaults, and where it came from:", ""]
     lines += [table_row(["key", "value", "source"]), table_row(["---"] * 3)]
     given = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
@@ -68,7 +70,7 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
         print(unwritable(run.dir / SUMMARY, problem))
 
     print()
-    for line in answer_table(answers, before, LONGEST_PRINTED) if answers else []:
+    for line in answer_table(*columns, before, LONGEST_PRINTED) if answers else []:
         print(line)
     for key, value in facts.items():
         print(f"{key:<16} {value}")
@@ -94,20 +96,3 @@ def finished_message(run: Run) -> str:
         f"This run is finished: step {state.step:,} of {state.max_steps:,}, results in {run.dir / SUMMARY}. "
         f"To go on, ask for more: {more}. To start over: --resume never (the old run is kept aside)."
     )
-
-
-def answer_table(answers: list[Answer], before: list[str], longest: int | None = None) -> list[str]:
-    """A Markdown table of prompts and answers, wrong ones with what was expected; beside them those `before` the
-    training, of the weights that it started from, if there are any. Texts are cut after `longest` characters (None:
-    never)."""
-
-    def text_cell(text: str) -> str:
-        return cell(text if longest is None else shortened(text, longest))
-
-    head = ["prompt", *(["before"] if before else []), "answer", "exactly right"]
-    lines = [table_row(head), table_row(["---"] * len(head))]
-    for i, answer in enumerate(answers):
-        verdict = {None: "", True: "yes", False: f"no: {text_cell(answer.prompt.expected or '')}"}[answer.right]
-        earlier = [text_cell(before[i])] if before else []
-        lines.append(table_row([text_cell(answer.prompt.text), *earlier, text_cell(answer.text), verdict]))
-    return lines
