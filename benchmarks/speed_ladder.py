@@ -53,8 +53,7 @@ from training.machine.compilation import compile_model
 from training.machine.hardware import detect_hardware
 from training.numbers.data import TokenData
 from training.numbers.optimizer import build_optimizer
-from training.numbers.step import train_step
-from training.parts import Parts
+from training.numbers.step import Trainer, train_step
 
 WARM_UP_STEPS = 2  # the first loads every kernel, the second allocates all memory
 TOKENS = 100_000_000  # random ones, 200 MB: far beyond a CPU's caches
@@ -109,14 +108,14 @@ def climb(rung: Rung, steps: int, config: Config) -> dict[str, Any]:
     """Measure one rung in this process: mean seconds of `steps` steps after two that do not count."""
     if rung < Rung.OURS:
         training.machine.hardware.keep_freed_memory = lambda: None  # only in this process, like the attention below
-    hardware = detect_hardware(config)
+    hardware = detect_hardware(config, config)
     if rung < Rung.OURS:
         precision = mixed_precision(hardware.device) if rung >= Rung.MIXED else "fp32"
         hardware = dataclasses.replace(hardware, precision=precision, compiles=rung >= Rung.COMPILE)
         config = dataclasses.replace(config, placement="ram" if rung >= Rung.RAM else "mmap")
     if rung < Rung.FLASH:
         F.scaled_dot_product_attention = cast(Any, materialized_attention)
-    data = TokenData.open(config, hardware)
+    data = TokenData.open(config, config.data_dir, config.max_seq_len, hardware)
     if rung < Rung.OURS:
         data.reader = None  # nothing is read ahead
     if rung < Rung.VECTORIZED:
@@ -129,16 +128,17 @@ def climb(rung: Rung, steps: int, config: Config) -> dict[str, Any]:
             group["fused"] = False
     output, began = io.StringIO(), time.perf_counter()
     with contextlib.redirect_stdout(output):
-        step_model = compile_model(model, hardware, lambda: data.batch(0, config.rows_at_once))
+        step_model, _ = compile_model(model, hardware, data.batch(0, config.rows_at_once(config.batch_size)))
     hardware.synchronize()
     compile_seconds = time.perf_counter() - began if step_model is not model else None
     if rung == Rung.COMPILE and step_model is model:
         said = output.getvalue().strip()
         raise UserError(said if "failed" in said else "torch.compile is switched off (TORCHDYNAMO_DISABLE)")
-    parts = Parts(config, hardware, data, [], model, optimizer, hardware.grad_scaler(), step_model)
+    scaler, rows = hardware.grad_scaler(), config.batch_size
+    trainer = Trainer(config, hardware, data, [], model, optimizer, scaler, step_model, rows, "default")
     losses = []
     for step in range(WARM_UP_STEPS + steps):
-        result = train_step(parts, step, step * config.sequences_per_step, config.learning_rate)
+        result = train_step(trainer, step, step * config.sequences_per_step, config.learning_rate)
         losses.append(result.loss if rung == Rung.OURS else result.loss.item())
         if step == WARM_UP_STEPS - 1:
             hardware.synchronize()

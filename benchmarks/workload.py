@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -12,17 +11,17 @@ from dataclasses import dataclass, field
 import torch
 
 from training.config import parse_config
+from training.keeping.resume import Old
 from training.numbers.schedule import last_step, learning_rate
-from training.numbers.step import train_step
-from training.parts import Parts
+from training.numbers.step import Trainer, train_step
+from training.plan import build, make_plan
 from training.planning.memory import compile_step_model
-from training.prepare import prepare
 
 WARM_UP_SHARE = 0.2  # of a measurement's time, before it and not counted
 
 
 @dataclass
-class Training(Parts):
+class Training(Trainer):
     """What the trainer holds when its loop begins. `step_model` may be exchanged to try another one."""
 
     max_steps: int = 0
@@ -33,11 +32,10 @@ class Training(Parts):
     def open(cls, flags: Sequence[str]) -> Training:
         """Prepare what `python train_colab_mmap.py FLAGS` would train, with the trainer's automatic choices."""
         # Only the given token folder: a config with its own text would tokenize that into it.
-        parts = prepare(dataclasses.replace(parse_config(flags), input=None, eval_prompts=None))
-        config, data = parts.config, parts.data
-        first_batch = functools.partial(data.batch, 0, config.rows_at_once)
-        compile_step_model(parts, first_batch, evaluates=bool(config.eval_interval))
-        return cls(**vars(parts), max_steps=last_step(0, 0, data.windows, config))
+        config = dataclasses.replace(parse_config(flags), input=None, eval_prompts=None)
+        trainer = build(make_plan(config, Old()))
+        compile_step_model(trainer)
+        return cls(**vars(trainer), max_steps=last_step(0, 0, trainer.data.windows, config))
 
     def step(self) -> None:
         """One step of the run, as the trainer's loop takes it where it does not report."""

@@ -66,7 +66,8 @@ def run(name: str, main: Script, *words: object) -> None:
 
 def describe_machine() -> None:
     """Print this machine's device and memory."""
-    hardware = detect_hardware(parse_config([]))
+    config = parse_config([])
+    hardware = detect_hardware(config, config)
     print(f"Device     {hardware.name}")
     if hardware.memory_bytes:
         print(f"Memory     {byte_size(hardware.memory_bytes)}")

@@ -17,11 +17,13 @@ import torch
 from model import TransformerLanguageModel
 from tokenizer import CharacterTokenizer
 from training.config import Config
-from training.machine.hardware import Hardware
+from training.machine.hardware import Hardware, detect_hardware
 from training.numbers.data import TokenData
 from training.numbers.optimizer import build_optimizer
 from training.numbers.prompts import Prompt
-from training.parts import Parts
+from training.numbers.step import Trainer
+from training.planning.estimate import estimate_memory
+from training.planning.memory_advice import savings
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)  # of no kind in particular
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,7 +143,30 @@ def run_script(main: Callable[[list[str]], int], *words: object) -> SimpleNamesp
     return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
-def parts_of(model: TransformerLanguageModel, data: TokenData, config: Config, prompts: Sequence[Prompt] = ()) -> Parts:
+def trainer_of(
+    model: TransformerLanguageModel, data: TokenData, config: Config, prompts: Sequence[Prompt] = ()
+) -> Trainer:
     """What a training of this model on a CPU is made of."""
-    optimizer = build_optimizer(model, config)
-    return Parts(config, CPU, data, list(prompts), model, optimizer, CPU.grad_scaler(), model)
+    optimizer, size = build_optimizer(model, config), config.micro_batch_size or config.batch_size
+    return Trainer(config, CPU, data, list(prompts), model, optimizer, CPU.grad_scaler(), model, size, "default")
+
+
+def rows_of(config: Config) -> int:
+    """Sequences per forward pass, if what was asked fits."""
+    return config.rows_at_once(config.micro_batch_size or config.batch_size)
+
+
+def hardware_of(config: Config) -> Hardware:
+    return detect_hardware(config, config)
+
+
+def open_tokens(config: Config, hardware: Hardware = CPU) -> TokenData:
+    return TokenData.open(config, config.data_dir, config.max_seq_len, hardware)
+
+
+def estimated(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:
+    return estimate_memory(config, model, hardware, rows_of(config))
+
+
+def ways_of(config: Config, vocab_size: int, hardware: Hardware) -> list[tuple[str, int]]:
+    return savings(config, config.shape(vocab_size), hardware, rows_of(config))

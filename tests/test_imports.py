@@ -15,7 +15,7 @@ from tests.helpers import ROOT, SOURCES
 GROUND = {"common", "model", "model_config", "tokenizer", "tokenizer_base", "tokenizer_bpe"}
 CONFIG = {"training.config", "training.file_names"}
 FLAGS = {"generation.settings", "tokenization.settings"}  # so that one script can say which other has a flag
-NUMBERS = GROUND | CONFIG | {"tokenization", "generation", "training.machine", "training.numbers", "training.parts"}
+NUMBERS = GROUND | CONFIG | {"tokenization", "generation", "training.machine", "training.numbers"}
 # A room is a folder, or a file beside rooms. It may import itself and what stands here.
 MAY_IMPORT = {
     "model_config": set(),
@@ -30,15 +30,14 @@ MAY_IMPORT = {
     "training.file_names": set(),
     "training.machine": GROUND | CONFIG,
     "training.numbers": NUMBERS,
-    "training.parts": NUMBERS,
     "training.planning": NUMBERS | {"training.keeping", "training.telling"},
     "training.keeping": NUMBERS,
     "training.telling": NUMBERS | {"training.keeping"},
     "tokenize_local_bpe": GROUND | {"tokenization"},
     "generate": GROUND | {"generation"},
     "examples": {"common"},
-    "training.prepare": NUMBERS | {"training.keeping", "training.planning", "examples"},
-    "training.loop": NUMBERS | {"training.keeping", "training.planning", "training.telling", "training.prepare"},
+    "training.plan": NUMBERS | {"training.keeping", "training.planning", "examples"},
+    "training.loop": NUMBERS | {"training.keeping", "training.planning", "training.telling", "training.plan"},
     "train_colab_mmap": {"common", "training"},
 }
 PRODUCT = set(MAY_IMPORT) | {"training"}

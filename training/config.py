@@ -5,7 +5,6 @@ Torch is not imported here, so that `--help` answers at once.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -198,10 +197,6 @@ class Config(ModelConfig, DataKeys):
         return self.batch_size * self.gradient_accumulation_steps
 
     @property
-    def tokens_per_step(self) -> int:
-        return self.sequences_per_step * self.max_seq_len
-
-    @property
     def is_sharded(self) -> bool:
         """Whether each process keeps only a slice of weights, gradients and the optimizer's state."""
         return self.shard and self.processes > 1
@@ -211,33 +206,16 @@ class Config(ModelConfig, DataKeys):
         """Sequences of a step per process, rounded up: some processes may take one less."""
         return math.ceil(self.sequences_per_step / self.processes)
 
-    @property
-    def rows_at_once(self) -> int:
-        """Sequences that go through the model at once. A process cuts its share of a step into micro-batches of this
-        size; the last may be smaller."""
-        slices = math.ceil(self.sequences_per_process / (self.micro_batch_size or self.batch_size))
-        return math.ceil(self.sequences_per_process / slices)
+    def rows_at_once(self, micro_batch_size: int) -> int:
+        """Sequences per forward pass, at most `micro_batch_size`: a process cuts its share of a step into micro-batches
+        of this size; the last may be smaller."""
+        return math.ceil(self.sequences_per_process / math.ceil(self.sequences_per_process / micro_batch_size))
 
     def values(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in SCHEMA}
 
     def is_given(self, key: str) -> bool:
         return self.sources.get(key, "default") != "default"
-
-    def with_model(self, model: ModelConfig, source: str) -> Config:
-        """Take the shape of a trained model. Raises ConfigError if a given key differs from it. With rotary positions,
-        which have no weights, the given context may be shorter."""
-        theirs = {key: value for key, value in model.to_dict().items() if key not in ("vocab_size", "dropout")}
-        if self.is_given("max_seq_len") and model.position == "rope" and self.max_seq_len < model.max_seq_len:
-            del theirs["max_seq_len"]
-        clashes = [
-            f"{key} is {getattr(self, key)!r} from {self.sources[key]}, {value!r} in {source}"
-            for key, value in theirs.items()
-            if self.is_given(key) and getattr(self, key) != value
-        ]
-        if clashes:
-            raise ConfigError("\n  ".join([f"The weights of {source} are for another model:", *clashes]))
-        return dataclasses.replace(self, **theirs, sources={**self.sources, **dict.fromkeys(theirs, source)})
 
     def fill_in(self) -> None:
         """What was not asked stays open: `shape` fills it in."""

@@ -5,19 +5,20 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
-from common.errors import INTERRUPTED
+from common.errors import INTERRUPTED, is_out_of_memory
 from common.formatting import clock
 from common.launch import is_rank_0
 from common.lock import FolderLock
 from training.config import Config
 from training.file_names import SUMMARY
 from training.keeping.interruption import Interruption, StopRequested
+from training.keeping.mirror import Mirror
 from training.keeping.run import Run
 from training.keeping.run_folder import being_trained, require_ours, write_config
-from training.keeping.start import shard_parts, start_or_resume
+from training.keeping.start import look, shard_trainer, start_or_resume
 from training.keeping.state import Start
 from training.machine.hardware import frozen_garbage
 from training.machine.processes import on_rank_0, process_group
@@ -25,20 +26,21 @@ from training.numbers.evaluate import Evaluation, answer_prompts, evaluate, eval
 from training.numbers.prompts import Answer
 from training.numbers.schedule import has_stopped_early, learning_rate
 from training.numbers.stability import Stability, diverged
-from training.numbers.step import StepResult, train_step
+from training.numbers.step import StepResult, accumulate, apply_gradients, read_batch
+from training.plan import build, make_plan
 from training.planning.deadline import Deadline
-from training.planning.memory import compile_step_model, until_it_fits
+from training.planning.memory import compile_step_model, halve_micro_batch
 from training.planning.memory_advice import memory_advice
 from training.planning.preflight import dry_run
 from training.planning.profile import profile
-from training.prepare import prepare
 from training.telling.events import require_tensorboard
 from training.telling.records import rewind
 from training.telling.report import Report
 from training.telling.summary import finished_message, write_summary
 from training.telling.timer import Timer
 
-LOOKS = {"dry_run": dry_run, "profile": profile}  # flags that inspect a run instead of training it
+Made = TypeVar("Made")
+INSPECTIONS = {"dry_run": dry_run, "profile": profile}  # flags that inspect a run instead of training it
 
 
 def train(config: Config, started: float, ends_process: bool) -> int:
@@ -49,34 +51,39 @@ def train(config: Config, started: float, ends_process: bool) -> int:
     with process_group(config), FolderLock(being_trained) as lock:
         on_rank_0(lambda: require_ours(config.run_dir, "--output_dir"))
         on_rank_0(lambda: require_tensorboard(config))
-        parts = prepare(config)
-        with memory_advice(parts.config, parts.data.vocab_size, parts.hardware):
-            if look := next((look for key, look in LOOKS.items() if getattr(config, key)), None):
-                if config.is_sharded:
-                    shard_parts(parts)
-                look(Run(parts))
-                return 0
+        inspect = next((inspect for key, inspect in INSPECTIONS.items() if getattr(config, key)), None)
+        if inspect is None:
             on_rank_0(lambda: lock.take(config.run_dir))
-            run = start_or_resume(parts)
+        mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
+        old = on_rank_0(lambda: look(config, mirror, takes_over=inspect is None))
+        trainer = build(make_plan(config, old))
+        run = Run(trainer, mirror)
+        with memory_advice(config, trainer.shape, trainer.hardware, trainer.rows_at_once):
+            if inspect is not None:
+                if config.is_sharded:
+                    shard_trainer(trainer)
+                inspect(run, old)
+                return 0
+            start_or_resume(run, old)
             on_rank_0(lambda: lock.take(run.dir))  # again: the folder may be new
             return train_run(run, started, ends_process)
 
 
 def train_run(run: Run, started: float, ends_process: bool) -> int:
     """Train until the run is finished or stopped. Returns the exit code."""
-    parts, state, config = run.parts, run.state, run.parts.config
+    trainer, state, config = run.trainer, run.state, run.trainer.config
     if on_rank_0(lambda: state.finished and (run.dir / SUMMARY).is_file()):
         with run.saving(print, lambda: False):
             pass  # only the mirror may need the newest files
         print(finished_message(run))
         return 0
     if is_rank_0():
-        write_config(config, parts.hardware.name)
+        write_config(trainer)
         rewind(run.dir, state.step if state.unevaluated is None else state.step - 1)
-    timer = Timer(parts.hardware, state.elapsed_seconds, parts.hardware.units_per_hour(config))
+    timer = Timer(trainer.hardware, state.elapsed_seconds, trainer.hardware.units_per_hour(config))
     deadline = Deadline(run, timer)
     most = "at most " if config.minutes and state.cooldown is None else ""
-    steps = f"steps {state.step:,} to {most}{state.max_steps:,} of {config.tokens_per_step:,} tokens"
+    steps = f"steps {state.step:,} to {most}{state.max_steps:,} of {trainer.tokens_per_step:,} tokens"
     print(f"Training   {steps}, in {run.dir}")
     if config.minutes:
         print(f"Minutes    {config.minutes:g}, and {clock(timer.elapsed)} of them are used")
@@ -92,7 +99,7 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
         run.finish_saving(report.say)
         is_done = state.finished and state.unevaluated is None
         if is_done:  # no answers: evaluation is off, or the last session ended before its summary
-            answers = answers or answer_prompts(parts)
+            answers = answers or answer_prompts(trainer)
             on_rank_0(lambda: write_summary(run, timer, answers))
     if not is_done:
         if deadline.reached:
@@ -108,8 +115,7 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
 
 
 class Loop:
-    """The steps of one session. All that changes is in `run.state` and `run.parts`, so the loop can be left at any step
-    and entered again."""
+    """The steps of one session. All that changes is in `run.state` and `run.trainer`."""
 
     def __init__(
         self,
@@ -120,19 +126,19 @@ class Loop:
         interruption: Interruption,
         started: float,
     ):
-        self.run, self.parts, self.state = run, run.parts, run.state
+        self.run, self.trainer, self.state = run, run.trainer, run.state
         self.report, self.timer, self.deadline = report, timer, deadline
         self.interruption, self.started = interruption, started
-        is_scaled = self.parts.scaler.is_enabled()
-        self.stability = Stability(self.parts.data.device, is_scaled, self.state.skipped_updates)
+        is_scaled = self.trainer.scaler.is_enabled()
+        self.stability = Stability(self.trainer.data.device, is_scaled, self.state.skipped_updates)
         self.first_step = self.state.step
-        self.flops_per_token = self.parts.model.flops_per_token()
+        self.flops_per_token = self.trainer.model.flops_per_token()
         self.answers: list[Answer] = []  # of the last evaluation
 
     def run_to_end(self) -> list[Answer]:
         """Train to the last step, or until somebody asks to stop. Returns the answers of the last evaluation."""
         with contextlib.suppress(StopRequested):
-            until_it_fits(self.parts, self.take_steps, self.retry, self.interruption.step_over, self.save_unevaluated)
+            self.take_steps()
         self.interruption.step_over()
         if self.state.step > self.run.saved_step:  # the loop was stopped
             self.save()
@@ -142,8 +148,8 @@ class Loop:
         """The loop. Raises StopRequested if somebody asks to stop during something long."""
         run, state = self.run, self.state
         with self.timer.paused():
-            self.compile()
-            self.evaluate_before()
+            self.fitting(self.compile)
+            self.fitting(self.evaluate_before)
         self.deadline.begin()
         with frozen_garbage():
             while not self.interruption.agreed(self.limit_reached()):
@@ -152,27 +158,26 @@ class Loop:
                         break
                     self.step()
                 if state.unevaluated is not None:
-                    self.evaluate(state.unevaluated)
-                with self.without_retry():
-                    if run.save_is_due():
-                        self.save_if_sound()
-                    for line in run.news():
-                        self.report.say(line)
+                    self.fitting(self.evaluate, state.unevaluated)
+                if run.save_is_due():
+                    self.save_if_sound()
+                for line in run.news():
+                    self.report.say(line)
                 if state.step >= self.deadline.next_look and not state.finished:
                     self.look_at_clock()
 
     def limit_reached(self) -> object:
         """Why the run stops here, or None."""
-        return self.timer.limit_reached(self.parts.config) or self.run.taken_over or self.deadline.reached or None
+        return self.timer.limit_reached(self.trainer.config) or self.run.taken_over or self.deadline.reached or None
 
     def look_at_clock(self) -> None:
         """With `minutes`: measure the speed, and begin the fall of the learning rate if it is time."""
         begins, said = self.deadline.look()
         if begins:
-            if self.parts.config.eval_interval and self.deadline.evaluation_seconds is None:
+            if self.trainer.config.eval_interval and self.deadline.evaluation_seconds is None:
                 self.report.say("Evaluating once, to know how long it takes ...")
                 with self.timer.paused():
-                    evaluate(self.parts, self.interruption.check)
+                    self.fitting(evaluate, self.trainer, self.interruption.check)
                 self.deadline.evaluation_seconds = self.timer.last_pause
             said = self.deadline.fix()
         for line in said:
@@ -181,25 +186,25 @@ class Loop:
 
     def step(self) -> None:
         """One update of the weights, and its report if one is due."""
-        parts, state = self.parts, self.state
+        trainer, state, config = self.trainer, self.state, self.trainer.config
         first = state.cooldown.first if state.cooldown else None
-        lr = learning_rate(state.step, state.max_steps, parts.config, first)
-        result = train_step(parts, state.step, state.sequences_seen, lr, self.interruption.begin)
+        lr = learning_rate(state.step, state.max_steps, config, first)
+        self.interruption.begin("data")
+        batch = read_batch(trainer, state.sequences_seen, config.sequences_per_step)
+        self.interruption.begin("gradients")
+        loss = self.fitting(accumulate, trainer, batch, state.step, config.sequences_per_step)
+        self.interruption.begin("update")
+        result = apply_gradients(trainer, loss, lr)
         self.interruption.step_done()
-        with self.without_retry():
-            self.step_done(result, lr)
-
-    def step_done(self, result: StepResult, lr: float) -> None:
-        parts, state, config = self.parts, self.state, self.parts.config
         self.stability.step_done(result.skipped)
-        state.advance(config.sequences_per_step, config.tokens_per_step)
-        self.report.step_done(config.tokens_per_step)
+        state.advance(config.sequences_per_step, trainer.tokens_per_step)
+        self.report.step_done(trainer.tokens_per_step)
         reporting = state.due(config.log_interval)
         if state.step == self.first_step + 1:
             reporting = bool(config.log_interval)  # soon, also where steps take minutes
-            parts.hardware.synchronize()
+            trainer.hardware.synchronize()
             self.report.say(f"First step {time.perf_counter() - self.started:.1f} s after the start")
-        if reporting or not parts.hardware.is_cuda or state.step % 100 == 0:
+        if reporting or not trainer.hardware.is_cuda or state.step % 100 == 0:
             self.stability.require_stable(state.step, self.run.saved_step)
         row: dict[str, Any] = {"step": state.step, "epoch": self.run.epoch, "tokens": state.tokens}
         row["elapsed_seconds"] = self.timer.elapsed
@@ -210,10 +215,20 @@ class Loop:
         elif reporting:
             self.report.write(row)
 
-    def without_retry(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, out of memory ends the training: a retry would skip the failed work and silently lose a checkpoint
-        or a metrics row."""
-        return memory_advice(self.parts.config, self.parts.data.vocab_size, self.parts.hardware)
+    def fitting(self, work: Callable[..., Made], *arguments: Any) -> Made:
+        """What `work` returns. If memory runs out, it is done again with smaller micro-batches: it is a function of the
+        step, and has changed nothing. Raises MemoryExhausted if one sequence at a time does not fit."""
+        while True:
+            try:
+                return work(*arguments)
+            except Exception as error:
+                if is_out_of_memory(error):
+                    self.save_unevaluated()
+                told = halve_micro_batch(self.trainer, error)
+            self.report.say(f"{told} Kept for this run; another: --micro_batch_size {self.trainer.rows_at_once}")
+            self.keep_config()
+            if work != self.compile:
+                self.fitting(self.compile)
 
     def reported(self, result: StepResult, row: dict[str, Any], lr: float) -> dict[str, Any]:
         """Report a step. Returns its row of metrics. Only here the host waits for the device."""
@@ -226,13 +241,13 @@ class Loop:
 
     def evaluate(self, row: dict[str, Any]) -> None:
         """Evaluate, and write the row of metrics of this step."""
-        parts, state = self.parts, self.state
-        self.report.announce_evaluation(evaluated_windows(parts.data, parts.config) * parts.config.max_seq_len)
+        trainer, state = self.trainer, self.state
+        self.report.announce_evaluation(evaluated_windows(trainer.data, trainer.config) * trainer.shape.max_seq_len)
         with self.timer.paused():
-            result = self.finite(evaluate(parts, self.interruption.check), "the validation loss")
+            result = self.finite(evaluate(trainer, self.interruption.check), "the validation loss")
         self.deadline.evaluation_seconds = self.timer.last_pause
         self.run.best_is_new |= state.evaluated(result.val_loss, result.windows)
-        if has_stopped_early(state.worse, parts.config):
+        if has_stopped_early(state.worse, trainer.config):
             state.plan(state.step)
         row = row | {"val_loss": result.val_loss, "val_bits_per_byte": result.bits_per_byte}
         self.answers = result.answers
@@ -242,14 +257,14 @@ class Loop:
     def evaluate_before(self) -> None:
         """Evaluations before the first step of this session: of the trained weights that a new run starts from, and of
         the best weights so far if their loss is over other validation windows."""
-        parts, state, check = self.parts, self.state, self.interruption.check
-        if not parts.config.eval_interval:
+        trainer, state, check = self.trainer, self.state, self.interruption.check
+        if not trainer.config.eval_interval:
             return
         if state.initialized_from and state.step == 0 and state.base is None:
-            result = self.finite(evaluate(parts, check), "the validation loss of the weights that it starts from")
+            result = self.finite(evaluate(trainer, check), "the validation loss of the weights that it starts from")
             prompts = [answer.prompt.text for answer in result.answers]
             state.start_evaluated(Start(result.val_loss, prompts, [answer.text for answer in result.answers]))
-        windows = evaluated_windows(parts.data, parts.config)
+        windows = evaluated_windows(trainer.data, trainer.config)
         if state.best_val_loss is not None and state.best_windows != windows:
             before = "other" if state.best_windows is None else f"{state.best_windows:,}"
             named = (
@@ -257,7 +272,7 @@ class Loop:
             )
             self.report.say(f"Evaluating {named} over the {windows:,} validation windows of now ...")
             with self.best_weights():
-                loss = validation_loss(parts, check)
+                loss = validation_loss(trainer, windows, check)
             state.best_evaluated_again(loss, windows)
             self.report.say(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
 
@@ -270,7 +285,7 @@ class Loop:
     @contextlib.contextmanager
     def best_weights(self) -> Iterator[None]:
         """Inside, the model has the weights in best/."""
-        model = self.parts.model
+        model = self.trainer.model
         current = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         try:
             self.run.load_best()
@@ -279,14 +294,10 @@ class Loop:
             model.load_state_dict(current)
 
     def compile(self) -> None:
-        parts, config = self.parts, self.parts.config
+        trainer, size = self.trainer, self.trainer.micro_batch_size
         with self.interruption.compiling():
-            compile_step_model(
-                parts,
-                lambda: parts.data.batch(self.state.sequences_seen, config.rows_at_once),
-                evaluates=bool(config.eval_interval),
-            )
-        if parts.config is not config and is_rank_0():
+            compile_step_model(trainer, self.state.sequences_seen)
+        if trainer.micro_batch_size != size:
             self.keep_config()
 
     def save_if_sound(self) -> None:
@@ -305,15 +316,11 @@ class Loop:
     def save_unevaluated(self) -> None:
         """Out of memory in an evaluation: save this step first, because a retry may fail, too."""
         is_new = self.state.unevaluated is not None and self.state.step > self.run.saved_step
-        if is_new and not self.parts.config.is_sharded:  # sharded: saving needs memory on all ranks
+        if is_new and not self.trainer.config.is_sharded:  # sharded: saving needs memory on all ranks
             self.save()
-
-    def retry(self, told: str) -> None:
-        self.keep_config()
-        less = self.parts.config.rows_at_once
-        self.report.say(f"{told} Kept for this run; another: --micro_batch_size {less}")
 
     def keep_config(self) -> None:
         """Write the configuration again: the micro-batch has changed."""
-        with contextlib.suppress(OSError):  # the next save reports a full disk
-            write_config(self.parts.config, self.parts.hardware.name)
+        if is_rank_0():
+            with contextlib.suppress(OSError):  # the next save reports a full disk
+                write_config(self.trainer)

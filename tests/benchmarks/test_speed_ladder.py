@@ -15,9 +15,8 @@ from benchmarks import speed_ladder
 from benchmarks.speed_ladder import NAMES, Rung, gather_row_by_row, materialized_attention
 from common.machine import has_fast_bf16
 from tests.forked import fork_what_is_measured
-from tests.helpers import CPU
+from tests.helpers import CPU, open_tokens
 from training.config import Config
-from training.numbers.data import TokenData
 
 TINY = ("--num_layers", "1", "--embed_dim", "16", "--num_heads", "2", "--max_seq_len", "16", "--device", "cpu")
 HAS_BF16 = has_fast_bf16(torch.device("cpu"))
@@ -67,6 +66,6 @@ def test_materialized_attention_is_attention(T: int) -> None:
 
 
 def test_rows_gathered_one_by_one_are_the_same_rows(token_folder: Path) -> None:
-    data = TokenData.open(Config(max_seq_len=32, data_dir=str(token_folder)), CPU)
+    data = open_tokens(Config(max_seq_len=32, data_dir=str(token_folder)), CPU)
     starts = torch.tensor([0, 5, 900, 17]).numpy()
     torch.testing.assert_close(gather_row_by_row(data, starts), data.gather(starts))

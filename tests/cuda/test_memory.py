@@ -14,11 +14,12 @@ import torch
 from benchmarks.measure import write_random_tokens
 from benchmarks.workload import Training
 from tests.cuda.helpers import DEVICE, ON_GPU, losses_of, memory_limit, opened
+from tests.helpers import estimated
 from training.config import parse_config
+from training.keeping.resume import Old
 from training.machine.hardware import limit_memory
+from training.plan import build, make_plan
 from training.planning import memory
-from training.planning.estimate import estimate_memory
-from training.prepare import prepare
 from training.telling.records import read_metrics
 
 pytestmark = pytest.mark.cuda
@@ -42,8 +43,8 @@ def test_peak_memory_is_within_a_tenth_of_the_estimate(tmp_path: Path, form: str
         training.step()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
-    estimate = estimate_memory(training.config, training.model, training.hardware)
-    assert training.config.rows_at_once == 16
+    estimate = estimated(training.config, training.model, training.hardware)
+    assert training.rows_at_once == 16
     assert estimate == pytest.approx(peak, rel=0.1), f"estimated {estimate / 1e9:.2f} GB, measured {peak / 1e9:.2f} GB"
 
 
@@ -100,14 +101,14 @@ def test_a_compile_that_fails_fits_the_micro_batch_again(
         raise RuntimeError("no compiler found")
 
     flags = {**LARGE, "compile": "on", "eval_interval": 0, "checkpoint_steps": 0}
-    parts = prepare(parse_config(train_flags(tmp_path / "run", **flags)))
+    trainer = build(make_plan(parse_config(train_flags(tmp_path / "run", **flags)), Old()))
     needed = [
-        estimate_memory(parts.config, parts.model, dataclasses.replace(parts.hardware, compiles=compiles))
+        estimated(trainer.config, trainer.model, dataclasses.replace(trainer.hardware, compiles=compiles))
         for compiles in (True, False)
     ]
-    assert needed[0] < needed[1] and parts.hardware.memory_bytes
-    monkeypatch.setattr(memory, "MEMORY_SHARE", sum(needed) / 2 / parts.hardware.memory_bytes)
-    del parts
+    assert needed[0] < needed[1] and trainer.hardware.memory_bytes
+    monkeypatch.setattr(memory, "MEMORY_SHARE", sum(needed) / 2 / trainer.hardware.memory_bytes)
+    del trainer
     monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
     result = train(tmp_path / "run", **flags)
     assert result.code == 0, result.err

@@ -165,7 +165,7 @@ def test_nothing_is_compiled_after_the_first_evaluation(tokens: Path) -> None:
     training = opened(tokens, "--compile", "on", "--gradient_accumulation_steps", "2", "--eval_batches", "0")
     data, config = training.data, training.config
     assert training.step_model is not training.model, "the model was not compiled"
-    assert data.val_windows % config.rows_at_once, "the last batch should be a part of one"
+    assert data.val_windows % training.rows_at_once, "the last batch should be a part of one"
 
     def evaluate() -> float:
         return validation_loss(training)

@@ -29,11 +29,9 @@ import generate
 import tokenize_local_bpe
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tests.helpers import CPU, ROOT, generated_text, run_script, snapshot, write_tokens
+from tests.helpers import CPU, ROOT, generated_text, hardware_of, open_tokens, run_script, snapshot, write_tokens
 from tests.training.helpers import final_weights, measured
 from training.config import Config, parse_config
-from training.machine.hardware import detect_hardware
-from training.numbers.data import TokenData
 from training.planning.memory_advice import memory_by_process
 
 DOCUMENT = (ROOT / "docs" / "challenges.md").read_text(encoding="utf-8")
@@ -210,7 +208,7 @@ def instructions(action: Callable[[], object]) -> int:
 
 def test_challenge_5_a_loop_over_the_rows_of_a_batch(token_folder: Path) -> None:
     """512 rows take as many steps of Python as 8 do."""
-    data = TokenData.open(Config(data_dir=str(token_folder), max_seq_len=16, placement="ram"), CPU)
+    data = open_tokens(Config(data_dir=str(token_folder), max_seq_len=16, placement="ram"), CPU)
 
     def loop(rows: int) -> torch.Tensor:  # the author's way
         return torch.stack([data.tokens[16 * row : 16 * row + 17] for row in range(rows)])
@@ -243,13 +241,13 @@ def test_challenge_6_training_neither_compiled_nor_in_half_precision(
         with monkeypatch.context() as patch:
             pretend_gpu(patch, name, capability)
             for config in configs:
-                hardware = detect_hardware(config)
+                hardware = hardware_of(config)
                 compiles = config.name not in of_seconds
                 assert hardware.compiles == compiles and hardware.precision == precision, config.run_dir
                 assert hardware.grad_scaler().is_enabled() == (precision == "fp16")
                 assert f"Precision  {precision}: " in hardware.describe()
                 assert f"Compile    {'on: on a GPU' if compiles else 'off: as configured'}" in hardware.describe()
-            described.append(detect_hardware(parse_config(["--config", "gpt2_small.json"])).describe())
+            described.append(hardware_of(parse_config(["--config", "gpt2_small.json"])).describe())
     require_quoted(6, *described)
     losses = {}
     for precision in ("fp32", "bf16"):
@@ -352,7 +350,7 @@ def test_challenge_10_the_type_of_the_tokens_is_assumed(train: Callable, tmp_pat
     data = write_tokens(tmp_path / "data", text, alphabet)
     result = train(tmp_path / "run", data_dir=data, **QUICK)
     assert result.code == 0, result.err
-    tokens = TokenData.open(Config(data_dir=str(data), max_seq_len=16), CPU)
+    tokens = open_tokens(Config(data_dir=str(data), max_seq_len=16), CPU)
     inputs, _ = tokens.batch(0, 40)
     assert int(inputs.max()) > 32_767 and all(tokens.tokenizer.decode(row.tolist()) in text for row in inputs)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import shutil
 import sys
@@ -15,24 +16,21 @@ import torch
 from common.errors import DataError
 from common.lock import holder
 from generate import generate_text, load_model
-from model import TransformerLanguageModel
-from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, write_tokens
+from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, open_tokens, rows_of, write_tokens
 from tokenization.token_folder import require_tokens_of
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
 from training.config import Config, parse_config
-from training.keeping.adapters import adapt
+from training.keeping.resume import find_old
 from training.keeping.run import Run
 from training.keeping.run_folder import require_ours
 from training.keeping.start import start_or_resume
 from training.keeping.state import Saved
-from training.numbers.data import TokenData
 from training.numbers.evaluate import bits_per_byte
-from training.numbers.optimizer import build_optimizer
 from training.numbers.prompts import check_prompts, read_prompts
 from training.numbers.schedule import learning_rate
 from training.numbers.step import train_step
-from training.parts import Parts
+from training.plan import build, make_plan
 
 TEXT = "the cat sat on a mat.\n"
 
@@ -59,7 +57,7 @@ def use_tokenizer(tokenizer: Tokenizer) -> None:
 
 
 def use_tokens(config: Config) -> None:
-    data = TokenData.open(config, CPU)
+    data = open_tokens(config, CPU)
     windows = [*data.batch(0, 2), *data.batch(data.windows, 2), *data.validation_batch(0, 1, 1)]
     assert all(w.min() >= 0 and w.max() < data.vocab_size for w in windows)
     assert data.describe() and (bits_per_byte(2.0, data) or 1) > 0
@@ -74,7 +72,7 @@ def use_metadata(folder: Path, config: Config) -> None:
 
 def use_config(path: Path) -> None:
     config = parse_config(["--config", str(path)])
-    assert config.rows_at_once >= 1 and config.run_dir and config.shape(100)
+    assert rows_of(config) >= 1 and config.run_dir and config.shape(100)
     json.dumps(config.values(), allow_nan=False)
 
 
@@ -85,7 +83,7 @@ def use_resolved_config(run_dir: Path) -> None:
 
 
 def use_prompts(path: Path, config: Config) -> None:
-    check_prompts(read_prompts(path), TokenData.open(config, CPU))
+    check_prompts(read_prompts(path), open_tokens(config, CPU))
 
 
 def use_model(folder: Path) -> None:
@@ -99,7 +97,7 @@ class Training:
     def __init__(self, folder: Path, **changes: object):
         self.token_folder = write_tokens(folder / "data", generated_text(2_000))
         self.config = tiny_config(self.token_folder, folder / "run", **changes)
-        self.data = TokenData.open(self.config, CPU)
+        self.data = open_tokens(self.config, CPU)
         run = self.start_or_resume()
         for _ in range(2):
             self.take_step(run)
@@ -108,17 +106,17 @@ class Training:
         self.checkpoint = folder / "run" / "checkpoints" / "step_00000002"
 
     def start_or_resume(self) -> Run:
-        torch.manual_seed(0)
-        model = TransformerLanguageModel(self.config.shape(self.data.vocab_size))
-        adapt(model, self.config)
-        optimizer = build_optimizer(model, self.config)
-        return start_or_resume(Parts(self.config, CPU, self.data, [], model, optimizer, CPU.grad_scaler(), model))
+        with contextlib.redirect_stdout(io.StringIO()):
+            old = find_old(self.config, None)
+            run = Run(build(make_plan(self.config, old)))
+            start_or_resume(run, old)
+        return run
 
     def take_step(self, run: Run) -> None:
         state = run.state
         lr = learning_rate(state.step, state.max_steps, self.config)
-        train_step(run.parts, state.step, state.sequences_seen, lr)
-        state.advance(self.config.sequences_per_step, self.config.tokens_per_step)
+        train_step(run.trainer, state.step, state.sequences_seen, lr)
+        state.advance(self.config.sequences_per_step, run.trainer.tokens_per_step)
 
     def resume(self) -> None:
         """As the trainer does: restore, take a step, and write down the state that another restore would read."""
@@ -129,7 +127,7 @@ class Training:
             assert state.unevaluated["step"] == state.step
         if not state.finished:
             self.take_step(run)
-        saved = Saved(state, run.parts.scaler.state_dict(), self.data.fingerprint, self.config.values())
+        saved = Saved(state, run.trainer.scaler.state_dict(), self.data.fingerprint, self.config.values())
         json.dumps(saved.to_json(), allow_nan=False)
 
 

@@ -68,7 +68,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory, training: Training) -> dict[
     metadata = data / "tokens_metadata.json"
     described = json.loads(metadata.read_text())
     metadata.write_text(json.dumps({key: value for key, value in described.items() if "sha256" not in key}))
-    write_config(config, "a CPU")
+    write_config(adamw.start_or_resume().trainer)
     quickstart, bpe, prompts = (folder / name for name in ("quickstart.json", "bpe.json", "prompts.jsonl"))
     quickstart.write_bytes((ROOT / "configs" / "quickstart.json").read_bytes())
     write_bpe_tokenizer(bpe)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.checkpoint import step_folders
 from tests.helpers import Killed
 from training import loop
 from training.keeping.run import Saver
-from training.numbers.step import StepResult
 from training.telling.records import read_metrics
 
 TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # what differs between two runs
@@ -20,15 +20,15 @@ TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"
 
 def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
     """Do `action` in the middle of the step that follows `step` finished ones."""
-    original = loop.train_step
+    original = loop.accumulate
 
-    def train_step(*args: Any) -> StepResult:
+    def accumulate(*args: Any) -> torch.Tensor:
         result = original(*args)
-        if args[1] == step:
+        if args[2] == step:
             action()
         return result
 
-    patch.setattr(loop, "train_step", train_step)
+    patch.setattr(loop, "accumulate", accumulate)
 
 
 def save_at_once(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,9 @@ from common.validation import about, choices_of, kind_of
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ROOT
+from tests.models import write_model
 from training.config import MODEL_KEYS, MODEL_SIZES, SCHEMA, Config, parse_config
+from training.keeping.resume import find_old
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 BLOG_COMMAND = (
@@ -399,39 +401,43 @@ def test_gpt2_medium_is_of_the_355m_class() -> None:
 # Taking the shape of trained weights
 
 
-def test_with_model_takes_the_shape_of_trained_weights() -> None:
+def shape_after(words: list[str], trained: ModelConfig, folder: Path) -> ModelConfig:
+    """The shape of a run that starts from the weights of a model."""
+    write_model(folder / "weights", model=TransformerLanguageModel(trained))
+    config = parse_config([*words, "--init_from", str(folder / "weights"), "--output_dir", str(folder / "run")])
+    return find_old(config, None).shape(config)
+
+
+def test_the_shape_is_that_of_trained_weights(tmp_path: Path) -> None:
     form = {"norm": "rmsnorm", "bias": False, "num_kv_heads": 1, "norm_gain": True}
     trained = ModelConfig(100, 48, 3, 2, ff_dim=80, max_seq_len=24, dropout=0.3, **form)
-    config = parse_config(["--batch_size", "5", "--dropout", "0.1", "--num_layers", "2"])
-    taken = config.with_model(trained, "weights")
-    assert taken.shape(100) == dataclasses.replace(trained, dropout=0.1)
-    assert taken.batch_size == 5
-    assert taken.sources["embed_dim"] == "weights" and taken.sources["dropout"] == "flag"
+    taken = shape_after(["--batch_size", "5", "--dropout", "0.1", "--num_layers", "2"], trained, tmp_path)
+    assert taken == dataclasses.replace(trained, dropout=0.1)
 
 
-def test_with_model_refuses_keys_that_say_otherwise_and_shows_both_values() -> None:
-    config = parse_config(["--embed_dim", "64", "--ff_dim", "128", "--num_heads", "3", "--embed_dim", "48"])
+def test_keys_that_say_otherwise_are_refused_with_both_values(tmp_path: Path) -> None:
+    words = ["--embed_dim", "64", "--ff_dim", "128", "--num_heads", "3", "--embed_dim", "48"]
     with pytest.raises(ConfigError) as caught:
-        config.with_model(ModelConfig(100, 64, 4, 2), "weights")
+        shape_after(words, ModelConfig(100, 64, 4, 2, max_seq_len=8), tmp_path)
     message = str(caught.value)
-    for said in ("embed_dim is 48 from flag, 64 in weights", "ff_dim is 128", "num_heads is 3 from flag, 4 in weights"):
+    for said in ("embed_dim is 48 from flag, 64 in", "ff_dim is 128", "num_heads is 3 from flag, 4 in"):
         assert said in message
 
 
-def test_with_model_takes_a_shorter_context_where_positions_have_no_weights() -> None:
+def test_the_context_may_be_shorter_where_positions_have_no_weights(tmp_path: Path) -> None:
     trained = ModelConfig(300, 64, 4, 2, max_seq_len=4096, position="rope")
-    assert parse_config(["--max_seq_len", "512"]).with_model(trained, "there").max_seq_len == 512
-    assert parse_config([]).with_model(trained, "there").max_seq_len == 4096
-    for words, model in ((["--max_seq_len", "8192"], trained), (["--max_seq_len", "8"], ModelConfig(300, 64, 4, 2))):
+    assert shape_after(["--max_seq_len", "512"], trained, tmp_path / "a").max_seq_len == 512
+    assert shape_after([], trained, tmp_path / "b").max_seq_len == 4096
+    learned = ModelConfig(300, 64, 4, 2, max_seq_len=16)
+    for name, words, model in (("c", ["--max_seq_len", "8192"], trained), ("d", ["--max_seq_len", "8"], learned)):
         with pytest.raises(ConfigError, match="max_seq_len is"):
-            parse_config(words).with_model(model, "there")
+            shape_after(words, model, tmp_path / name)
 
 
 def test_steps_count_sequences_and_tokens_of_the_whole_effective_batch() -> None:
     config = parse_config(["--batch_size", "6", "--gradient_accumulation_steps", "4", "--max_seq_len", "10"])
-    assert (config.sequences_per_step, config.tokens_per_step, config.rows_at_once) == (24, 240, 6)
-    assert dataclasses.replace(config, micro_batch_size=5).rows_at_once == 5
-    assert dataclasses.replace(config, micro_batch_size=24).rows_at_once == 24
+    assert (config.sequences_per_step, config.rows_at_once(6)) == (24, 6)
+    assert (config.rows_at_once(5), config.rows_at_once(24)) == (5, 24)
 
 
 def test_the_later_of_epochs_and_max_steps_counts(tmp_path: Path) -> None:

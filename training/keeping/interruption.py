@@ -41,7 +41,7 @@ class Interruption:
         self.signals = 0
         self.first_signal = 0.0
         self.answer = "Stopping after this step, then saving"
-        self.part = ""  # of the step, as train_step announces them
+        self.part = ""  # of the step
         self.step_began = 0.0
         self.step_seconds: float | None = None  # of the last one
 
@@ -65,7 +65,7 @@ class Interruption:
             self.requested = True
             self.first_signal = time.monotonic()
             is_long = self.step_seconds is None or self.step_seconds > LONG_STEP_SECONDS
-            gives_up = self.part == "compile" or (self.part in ("data", "forward", "backward") and is_long)
+            gives_up = self.part == "compile" or (self.part in ("data", "gradients") and is_long)
             gives_up = gives_up and count() == 1  # others would wait for this process in the same step
             if self.part == "compile":
                 now = "Stopping now" if gives_up else "Stopping once every process has compiled the model"
@@ -92,16 +92,15 @@ class Interruption:
                 self.part = ""
 
     def begin(self, part: str) -> None:
-        """A `part` of a step begins, as train_step reports."""
+        """A `part` of a step begins: one of PARTS."""
         if part == "data":
             self.step_began = time.monotonic()
         self.part = part
         note_part(part)
 
-    def step_over(self) -> str:
-        """The step has ended, done or not. Returns the part that it had reached."""
-        part, self.part = self.part, ""
-        return part
+    def step_over(self) -> None:
+        """The step has ended, done or not."""
+        self.part = ""
 
     def step_done(self) -> None:
         self.step_over()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from common.checkpoint import (
     Checkpoint,
@@ -14,23 +15,63 @@ from common.checkpoint import (
     problems_of,
     step_folders,
 )
-from common.errors import CheckpointError
+from common.errors import CheckpointError, ConfigError
 from common.files import atomic_write, sha256_file
 from common.lora import LoRA, find_base, lora_of
 from common.publishing import STEP_NAME
+from model_config import ModelConfig
 from training.config import Config, scope_of
 from training.keeping.mirror import MIRRORED_FILES, Mirror, copy_checkpoint
-from training.keeping.state import Saved, TrainState, read_state
+from training.keeping.state import Saved, read_state
 from training.numbers.data import TokenData
-from training.parts import Parts
+from training.numbers.step import Trainer
 
 
-class Found(NamedTuple):
-    """What a run continues from."""
+@dataclass(frozen=True)
+class Old:
+    """What was there before this session: the checkpoint that it continues, or the weights that a new run starts from.
+    Its files have been verified."""
 
-    checkpoint: Checkpoint
-    damaged: list[Path]  # newer checkpoints that are not whole
-    own: bool = True  # the checkpoint is this run's, here or in the mirror
+    checkpoint: Checkpoint | None = None  # that is continued
+    saved: Saved | None = None  # its training state
+    own: bool = True  # it is this run's, here or in the mirror
+    damaged: tuple[Path, ...] = ()  # newer checkpoints that are not whole
+    given: Checkpoint | None = None  # of `init_from`, if a new run starts
+
+    @property
+    def source(self) -> Checkpoint | None:
+        """Where the weights come from."""
+        return self.checkpoint or self.given
+
+    def shape(self, config: Config) -> ModelConfig:
+        """The shape that was asked for; that of the trained model, if `init_from` names one or adapters are for it.
+
+        Raises ConfigError if a given key differs from it. With rotary positions, which have no weights, the given
+        context may be shorter.
+        """
+        if self.source is None or not (config.init_from or config.lora_rank):
+            return config.shape(config.vocab_size)
+        trained, source = self.source.trusted_config(), str(self.source.path)
+        theirs = {key: value for key, value in trained.to_dict().items() if key not in ("vocab_size", "dropout")}
+        if config.is_given("max_seq_len") and trained.position == "rope" and config.max_seq_len < trained.max_seq_len:
+            theirs["max_seq_len"] = config.max_seq_len
+        clashes = [
+            f"{key} is {getattr(config, key)!r} from {config.sources[key]}, {value!r} in {source}"
+            for key, value in theirs.items()
+            if config.is_given(key) and getattr(config, key) != value
+        ]
+        if clashes:
+            raise ConfigError("\n  ".join([f"The weights of {source} are for another model:", *clashes]))
+        return replace(trained, **theirs, dropout=config.dropout)
+
+    def tokenizer(self, config: Config) -> str | None:
+        """The tokenizer file of the run that is continued, so that `input` becomes the same tokens again: another
+        version of `tokenizers` could learn another vocabulary. None for a configuration with other settings of it."""
+        if self.checkpoint is None or self.saved is None or not self.own:
+            return None
+        path = self.checkpoint.tokenizer_path()
+        is_asked_for = all(self.saved.config.get(key) == getattr(config, key) for key in ("tokenizer", "vocab_size"))
+        return str(path) if is_asked_for and sha256_file(path) == self.saved.data.get("tokenizer_sha256") else None
 
 
 def require_own_mirror(run_dir: Path, mirror: Mirror) -> None:
@@ -70,45 +111,6 @@ def leads_to(spelled: str, place: Any, run_dir: Path) -> bool:
     return Path(way).parts[:1] not in ((), ("..",)) and not step_folders(Path(place) / "checkpoints")
 
 
-def own_checkpoint(config: Config) -> Checkpoint | None:
-    """A checkpoint of the run that this configuration would continue. Its files are not verified: all checkpoints of a
-    run have the same shape. None if the configuration starts a new run."""
-    folders = [config.run_dir / "checkpoints"]
-    if config.checkpoint_dir:
-        folders.append(Mirror(config.run_dir, config.checkpoint_dir).dir / "checkpoints")
-    for folder in step_folders(*folders) if config.resume != "never" else []:
-        with contextlib.suppress(CheckpointError, OSError):
-            Checkpoint(folder).trusted_config()
-            return Checkpoint(folder)
-    return None
-
-
-def with_given_shape(config: Config) -> Config:
-    """The configuration with the shape of the model that it starts from."""
-    given = config.init_from or (config.resume_from if config.lora_rank else None)  # adapters have the shape of a base
-    if not given:
-        return config
-    checkpoint = own_checkpoint(config) or open_checkpoint(given)
-    return config.with_model(checkpoint.trusted_config(), str(checkpoint.path))
-
-
-def own_tokenizer(config: Config) -> str | None:
-    """The tokenizer file of the run that this configuration would continue, so that `input` becomes the same tokens
-    again. Another version of `tokenizers` could learn another vocabulary.
-
-    None for a new run, and for a configuration with other tokenizer settings.
-    """
-    checkpoint = own_checkpoint(config)
-    if checkpoint is None:
-        return None
-    with contextlib.suppress(CheckpointError, OSError, KeyError, TypeError):  # damaged: the run says so
-        state, path = checkpoint.training_state(), checkpoint.tokenizer_path()
-        is_asked_for = all(state["config"][key] == getattr(config, key) for key in ("tokenizer", "vocab_size"))
-        if is_asked_for and sha256_file(path) == state["data"]["tokenizer_sha256"]:
-            return str(path)
-    return None
-
-
 def newest_state(run_dir: Path) -> Saved | None:
     """The training state of the newest checkpoint whose state can be read."""
     for folder in step_folders(run_dir / "checkpoints"):
@@ -117,13 +119,15 @@ def newest_state(run_dir: Path) -> Saved | None:
     return None
 
 
-def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: Config) -> Found | None:
-    """The newest whole checkpoint here or in the mirror, or the one that `resume_from` asks for; None if there is none.
+def find_old(config: Config, mirror_dir: Path | None) -> Old:
+    """The newest whole checkpoint here or in the mirror, or the one that `resume_from` asks for; else the weights of
+    `init_from`.
 
     Raises CheckpointError if there are checkpoints and none is whole, or if the folder holds a run that did not start
-    from `resume_from`.
+    from `resume_from` or `init_from`.
     """
-    folders = step_folders(*(parent / "checkpoints" for parent in (run_dir, mirror_dir) if parent is not None))
+    parents = [config.run_dir, mirror_dir] if config.resume != "never" else []
+    folders = step_folders(*(parent / "checkpoints" for parent in parents if parent is not None))
     try:
         newest = newest_valid(folders)
     except CheckpointError as problem:
@@ -132,18 +136,24 @@ def find_checkpoint(run_dir: Path, mirror_dir: Path | None, config: Config) -> F
             "starts over and keeps these aside."
         ) from None
     if newest is None:
-        return Found(open_checkpoint(config.resume_from), [], own=False) if config.resume_from is not None else None
-    found = Found(newest, folders[: folders.index(newest.path)])
-    if config.resume_from is None:
-        return found
+        asked = open_checkpoint(config.resume_from) if config.resume_from else None
+        given = open_checkpoint(config.init_from) if config.init_from else None
+        return Old(asked, read_state(asked) if asked else None, own=False, given=given)
+    old = Old(newest, read_state(newest), damaged=tuple(folders[: folders.index(newest.path)]))
+    assert old.saved is not None
+    if config.init_from and resolved(config.init_from) != old.saved.state.initialized_from:
+        raise CheckpointError(
+            f"{config.run_dir} already holds a run that did not start from {config.init_from}. Choose another "
+            "--output_dir for the new one, or --resume never to keep the old one aside."
+        )
     # The same command again: the run has gone further than the checkpoint that it started from.
-    if newest.training_state().get("resumed_from") == resolved(config.resume_from):
-        return found
+    if config.resume_from is None or old.saved.state.resumed_from == resolved(config.resume_from):
+        return old
     asked = open_checkpoint(config.resume_from)
     if asked.path.resolve() == newest.path.resolve():
-        return found._replace(checkpoint=asked)
+        return replace(old, checkpoint=asked)
     raise CheckpointError(
-        f"{run_dir} already holds a run of its own, at {newest.path.name}. To continue from {asked.path} "
+        f"{config.run_dir} already holds a run of its own, at {newest.path.name}. To continue from {asked.path} "
         "instead, choose another --output_dir."
     )
 
@@ -153,14 +163,14 @@ def resolved(path: str) -> str:
     return str(Path(path).resolve())
 
 
-def require_the_same(checkpoint: Checkpoint, saved_as: Saved, parts: Parts) -> None:
+def require_the_same(checkpoint: Checkpoint, saved_as: Saved, trainer: Trainer) -> None:
     """Raises CheckpointError listing what changed since and may not: architecture, adapters, optimizer, tokenizer and
     data; and if the base of the adapters is gone."""
-    config, lora = parts.config, lora_of(parts.model)
+    config, lora = trainer.config, lora_of(trainer.model)
     adapted = checkpoint.lora()
     if adapted is not None:
         find_base(adapted, checkpoint.path)
-    saved, ours = checkpoint.model_config().to_dict(), parts.model.config.to_dict()
+    saved, ours = checkpoint.model_config().to_dict(), trainer.model.config.to_dict()
     clashes = [
         f"{key}: {saved[key]!r} in the checkpoint, {ours[key]!r} now"
         for key in saved
@@ -176,7 +186,7 @@ def require_the_same(checkpoint: Checkpoint, saved_as: Saved, parts: Parts) -> N
         clashes.append(f"optimizer: {saved_with!r} in the checkpoint, {config.optimizer!r} now")
     clashes += [
         f"{key} of the data: {str(saved_as.data.get(key))[:16]} in the checkpoint, {str(value)[:16]} now"
-        for key, value in parts.data.fingerprint.items()
+        for key, value in trainer.data.fingerprint.items()
         if saved_as.data.get(key) != value
     ]
     if clashes:
@@ -193,21 +203,12 @@ def what_adapts(lora: LoRA | None) -> dict[str, Any]:
     return {key: getattr(lora, key) for key in keys} if lora else {"rank": 0} | dict.fromkeys(keys[1:])
 
 
-def require_the_same_start(state: TrainState, config: Config) -> None:
-    """Raises CheckpointError if `init_from` names other weights than those the run started from."""
-    if config.init_from and resolved(config.init_from) != state.initialized_from:
-        raise CheckpointError(
-            f"{config.run_dir} already holds a run that did not start from {config.init_from}. Choose another "
-            "--output_dir for the new one, or --resume never to keep the old one aside."
-        )
-
-
-def print_changes(saved: dict[str, Any], config: Config) -> None:
+def print_changes(saved: dict[str, Any], trainer: Trainer) -> None:
     """Print the keys of the configuration that changed since the last session."""
-    now = config.values()
+    now, sources = trainer.resolved(), trainer.config.sources
     for key, value in saved.items():
         if key in now and scope_of(key) == "run" and now[key] != value:
-            print(f"  changed: {key} {value} -> {now[key]} ({config.sources.get(key, '')})")
+            print(f"  changed: {key} {value} -> {now[key]} ({sources.get(key, '')})")
 
 
 def bring_back_files(checkpoint: Checkpoint, run_dir: Path, mirror_dir: Path | None) -> None:

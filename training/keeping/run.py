@@ -34,7 +34,7 @@ from training.machine.sharding import gather, is_sharded, local, scatter, unshar
 from training.numbers.optimizer import whole_state
 from training.numbers.schedule import epoch_sequences, last_step
 from training.numbers.stability import diverged
-from training.parts import Parts
+from training.numbers.step import Trainer
 
 SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
 COPY_SECONDS = 600.0  # to wait for the last copy to the mirror
@@ -44,13 +44,13 @@ COPY_SECONDS_IF_STOPPED = 60.0  # likewise, once somebody has pressed stop
 class Run:
     """A run folder, the mirror with its copies, and what is saved there of `parts` and `state`."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, trainer: Trainer, mirror: Mirror | None = None):
         """Touches no file. The state is that of a new run; `start_or_resume` may replace it."""
-        config = parts.config
-        self.parts = parts
-        self.state = TrainState(max_steps=last_step(0, 0, parts.data.windows, config))
+        config = trainer.config
+        self.trainer = trainer
+        self.state = TrainState(max_steps=last_step(0, 0, trainer.data.windows, config))
         self.dir = config.run_dir
-        self.mirror = Mirror(self.dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
+        self.mirror = mirror  # of rank 0
         self.saver = Saver(self.mirror.wake if self.mirror else lambda: None)
         self.saved_step = 0  # of the newest checkpoint
         self.last_saved = time.monotonic()
@@ -65,11 +65,11 @@ class Run:
     @property
     def epoch(self) -> float:
         """Epochs that are done."""
-        return self.state.sequences_seen / epoch_sequences(self.parts.data.windows, self.parts.config)
+        return self.state.sequences_seen / epoch_sequences(self.trainer.data.windows, self.trainer.config)
 
     @property
     def checkpoint_bytes(self) -> int:
-        return BYTES_A_PARAMETER * self.parts.model.num_parameters(trained_only=True)
+        return BYTES_A_PARAMETER * self.trainer.model.num_parameters(trained_only=True)
 
     @contextlib.contextmanager
     def saving(self, say: Callable[[str], None], is_asked_to_stop: Callable[[], bool]) -> Iterator[None]:
@@ -127,9 +127,9 @@ class Run:
 
     def checkpoint_due(self) -> bool:
         """Whether this step is one of those that the configuration wants saved, by steps, epochs or minutes."""
-        config, state = self.parts.config, self.state
+        config, state = self.trainer.config, self.state
         before = state.sequences_seen - config.sequences_per_step
-        size = epoch_sequences(self.parts.data.windows, config) * config.checkpoint_interval
+        size = epoch_sequences(self.trainer.data.windows, config) * config.checkpoint_interval
         epochs_passed = bool(size) and state.sequences_seen // size > before // size
         steps_passed = bool(config.checkpoint_steps) and state.step % config.checkpoint_steps == 0
         minutes = (time.monotonic() - self.last_saved) / 60
@@ -148,9 +148,9 @@ class Run:
 
         Raises ConfigError if the weights are not finite: a good checkpoint must not make way for a useless one.
         """
-        parts, state = self.parts, self.state
-        total = torch.stack([local(parameter.detach()).sum() for parameter in parts.model.parameters()]).sum()
-        if not torch.isfinite(all_reduce_sum(total) if parts.config.is_sharded else total):
+        trainer, state = self.trainer, self.state
+        total = torch.stack([local(parameter.detach()).sum() for parameter in trainer.model.parameters()]).sum()
+        if not torch.isfinite(all_reduce_sum(total) if trainer.config.is_sharded else total):
             raise diverged(state.step, self.saved_step, "a weight is not finite")
         folders = [self.dir / "best"] if self.best_is_new else []
         if not best_only:
@@ -159,7 +159,7 @@ class Run:
             self.last_saved = time.monotonic()
             self.is_due = False
         self.best_is_new = False
-        if parts.config.is_sharded and is_rank_0():
+        if trainer.config.is_sharded and is_rank_0():
             self.saver.finish()  # what it writes and what is gathered would be in memory together
         weights, optimizer = self.gathered()
         if is_rank_0():
@@ -169,7 +169,7 @@ class Run:
     def load_best(self) -> None:
         """Put the weights in best/ into the model. They were verified when the run was restored. Every process must
         call this."""
-        model = self.parts.model
+        model = self.trainer.model
         whole = unsharded_copy(model, torch.device("cpu")) if is_sharded(model) else model
         on_rank_0(lambda: Checkpoint(self.dir / "best").load_weights(whole))
         if whole is model:
@@ -180,17 +180,17 @@ class Run:
     def gathered(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The weights to keep and the optimizer's tensors; if sharded, rank 0 gets them whole. Every process must call
         this."""
-        model = self.parts.model
+        model = self.trainer.model
         weights = stored_weights(model)
-        return gather(weights) if is_sharded(model) else weights, whole_state(self.parts.optimizer)
+        return gather(weights) if is_sharded(model) else weights, whole_state(self.trainer.optimizer)
 
     def snapshot(self, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor], copy: bool) -> Snapshot:
         """Everything that a checkpoint holds; a `copy` of it stays as it is while the training goes on."""
-        parts, metadata = self.parts, self.parts.data.metadata
-        copy = copy and not parts.config.is_sharded  # gathered tensors are copies
-        config = stored_config(parts.model, metadata.tokenizer_type, metadata.chat_template)
-        saved = Saved(self.state, parts.scaler.state_dict(), parts.data.fingerprint, parts.config.values())
-        return take_snapshot(weights, optimizer, parts.data.tokenizer_file, config, saved.to_json(), copy)
+        trainer, metadata = self.trainer, self.trainer.data.metadata
+        copy = copy and not trainer.config.is_sharded  # gathered tensors are copies
+        config = stored_config(trainer.model, metadata.tokenizer_type, metadata.chat_template)
+        saved = Saved(self.state, trainer.scaler.state_dict(), trainer.data.fingerprint, trainer.resolved())
+        return take_snapshot(weights, optimizer, trainer.data.tokenizer_file, config, saved.to_json(), copy)
 
 
 class Saver:

@@ -14,16 +14,20 @@ from common.errors import CheckpointError, ConfigError
 from common.files import read_json, write_json
 from common.lock import holder, session
 from common.publishing import restore_interrupted
-from training.config import Config, is_resolved
+from training.config import MODEL_KEYS, is_resolved
 from training.file_names import CONFIG, CURVE, MARKER, METRICS, SAMPLES, SAMPLES_TABLE, STAGING, SUMMARY
+from training.numbers.step import Trainer
 
 FILES = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY, MARKER)
 
 
-def write_config(config: Config, device: str) -> None:
+def write_config(trainer: Trainer) -> None:
     """Write the resolved configuration, with the process and the device that train. It marks the folder as a run's."""
+    config, values = trainer.config, trainer.resolved()
+    trained = {key: str(config.init_from) for key in MODEL_KEYS if getattr(config, key) != values[key]}
+    sources = config.sources | (trained if config.init_from else {}) | {"micro_batch_size": trainer.micro_batch_source}
     config.run_dir.mkdir(parents=True, exist_ok=True)
-    resolved = {"config": config.values(), "sources": config.sources, "device": device, "session": session()}
+    resolved = {"config": values, "sources": sources, "device": trainer.hardware.name, "session": session()}
     write_json(config.run_dir / CONFIG, resolved)
 
 

@@ -16,23 +16,18 @@ from training.machine.sharding import is_sharded
 
 
 def compile_model(
-    model: TransformerLanguageModel,
-    hardware: Hardware,
-    example: Callable[[], tuple[torch.Tensor, ...]],
-    evaluates: bool = False,
-    failed: Callable[[str], None] = lambda reason: None,
-) -> Callable[..., torch.Tensor]:
-    """torch.compile, tried on the batch of `example`, forward and backward and, if the run `evaluates`, without
-    gradients: so nothing is left to compile after the first step.
+    model: TransformerLanguageModel, hardware: Hardware, example: tuple[torch.Tensor, ...], evaluates: bool = False
+) -> tuple[Callable[..., torch.Tensor], str]:
+    """torch.compile, tried on the batch `example`, forward and backward and, if the run `evaluates`, without gradients:
+    so nothing is left to compile after the first step.
 
-    If compiling fails, says so once, calls `failed` with the reason and returns the model uncompiled: slower, with the
-    same results. One of several processes may fail alone: they exchange nothing here, except with a sharded model,
+    If compiling fails, says so once and returns the model uncompiled, and the reason: it is slower, with the same
+    results. One of several processes may fail alone: they exchange nothing here, except with a sharded model,
     which is compiled in parts: FSDP2 works between them.
     """
     whole = model if is_sharded(model) else data_parallel(model)
     if not hardware.compiles:
-        return whole
-    batch = example()  # outside the try: bad data is not a compile error
+        return whole, ""
     started = time.perf_counter()
     # Its products in fp32 are fp32 on purpose.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* not enabled", UserWarning)
@@ -43,7 +38,7 @@ def compile_model(
         compiled = compile_blocks(model) if is_sharded(model) else torch.compile(whole, dynamic=False)
         with no_sync(whole):
             with hardware.autocast():
-                loss = compiled(*batch)
+                loss = compiled(*example)
             # This compiles the backward pass. On a GPU, autograd would do that in another thread while this one waits,
             # and only this thread handles signals.
             with torch.autograd.set_multithreading_enabled(False):
@@ -51,7 +46,7 @@ def compile_model(
         if evaluates:
             model.eval()
             with torch.no_grad(), hardware.autocast():
-                compiled(*batch)
+                compiled(*example)
     except BaseException as error:
         forget_unfinished()
         uncompiled(whole, model)
@@ -59,14 +54,13 @@ def compile_model(
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"torch.compile failed ({first_line}); training continues uncompiled. --compile off skips the attempt.")
-        failed(first_line)
-        return whole
+        return whole, first_line
     finally:
         model.train()
         model.zero_grad(set_to_none=True)
     hardware.synchronize()
-    print(f"Compiled in {time.perf_counter() - started:.0f} s, a first pass over {len(batch[0])} sequences included.")
-    return compiled
+    print(f"Compiled in {time.perf_counter() - started:.0f} s, a first pass over {len(example[0])} sequences included.")
+    return compiled, ""
 
 
 def compile_blocks(model: TransformerLanguageModel) -> TransformerLanguageModel:

@@ -19,6 +19,7 @@ import torch
 from common.errors import ConfigError
 from common.launch import place
 from common.machine import cpu_bf16_flag, device_name, names_part, peak_flops, pick_device, total_ram
+from model_config import ModelConfig
 from training.config import Config
 
 # Below this width the casts of autocast cost more than the faster matrix products save on a CPU (measured: a step of
@@ -150,18 +151,18 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def detect_hardware(config: Config) -> Hardware:
-    """Choose device, precision and compilation, and set up this process for them: attention, the precision of fp32
-    products and the limit of memory on a GPU, malloc on a CPU.
+def detect_hardware(config: Config, shape: ModelConfig) -> Hardware:
+    """Choose device, precision and compilation for a model of this shape, and set up this process for them: attention,
+    the precision of fp32 products and the limit of memory on a GPU, malloc on a CPU.
 
     Raises ConfigError if the machine lacks what was requested.
     """
     device = pick_device(config.device if config.use_gpu else "cpu")
     use_cuda = device.type == "cuda"
     name = device_name(device)
-    precision, precision_reason = choose_precision(config, device)
+    precision, precision_reason = choose_precision(config, shape, device)
     peak = peak_flops(name) if use_cuda else None
-    compiles, compile_reason = choose_compile(config, device)
+    compiles, compile_reason = choose_compile(config, shape, device)
     if use_cuda:
         # cuDNN 9.10, which comes with torch 2.9, reads out of bounds in its attention's backward pass (pytorch issues
         # 169849, 171627).
@@ -183,7 +184,7 @@ def detect_hardware(config: Config) -> Hardware:
     return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory)
 
 
-def choose_precision(config: Config, device: torch.device) -> tuple[str, str]:
+def choose_precision(config: Config, shape: ModelConfig, device: torch.device) -> tuple[str, str]:
     """bf16 where the hardware has it, else fp16 with a gradient scaler on CUDA, else fp32."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -212,8 +213,8 @@ def choose_precision(config: Config, device: torch.device) -> tuple[str, str]:
     flag = cpu_bf16_flag()
     if flag is None:
         return "fp32", "this CPU has neither AMX nor AVX512-BF16"
-    if config.embed_dim < CPU_BF16_MIN_WIDTH:
-        return "fp32", f"at embed_dim {config.embed_dim}, below {CPU_BF16_MIN_WIDTH}, bf16 is slower on a CPU"
+    if shape.embed_dim < CPU_BF16_MIN_WIDTH:
+        return "fp32", f"at embed_dim {shape.embed_dim}, below {CPU_BF16_MIN_WIDTH}, bf16 is slower on a CPU"
     return "bf16", f"this CPU has {flag}"
 
 
@@ -230,7 +231,7 @@ def limit_memory(device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, (SPILLING_SHARE * free + ours) / total), device)
 
 
-def choose_compile(config: Config, device: torch.device) -> tuple[bool, str]:
+def choose_compile(config: Config, shape: ModelConfig, device: torch.device) -> tuple[bool, str]:
     """Whether to compile, and why: on a GPU with Triton; on a CPU the modern form, if the run is long enough to repay
     it. Decided from the configuration, not from a measurement, so that the same command resumes with the same
     arithmetic."""
@@ -241,13 +242,13 @@ def choose_compile(config: Config, device: torch.device) -> tuple[bool, str]:
     if device.type == "cuda":
         has_triton = importlib.util.find_spec("triton") is not None
         return has_triton, "on a GPU" if has_triton else "torch.compile needs Triton on a GPU, and it is not installed"
-    if config.position != "rope" and not config.qk_norm:
+    if shape.position != "rope" and not shape.qk_norm:
         return False, "on a CPU a compiled step of this model is hardly faster"
-    flops = 72 * config.num_layers * config.embed_dim**2 * config.sequences_per_process * config.max_seq_len
+    flops = 72 * shape.num_layers * shape.embed_dim**2 * config.sequences_per_process * shape.max_seq_len
     step = flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))  # seconds
     steps = config.max_steps or 60 * config.minutes / step
     if not steps:
         return True, "on a CPU it saves about a third of each step of this model"
-    takes, saves = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers, CPU_COMPILE_SAVES * step
+    takes, saves = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * shape.num_layers, CPU_COMPILE_SAVES * step
     reason = f"it takes about {takes:.0f} s and saves about {saves * steps:.0f} s of this run (a forecast)"
     return saves * steps > CPU_COMPILE_MARGIN * takes, reason

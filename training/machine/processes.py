@@ -35,7 +35,7 @@ HEARTBEAT_SECONDS = 5.0  # how long to wait for another process's heartbeat
 POLL_SECONDS = 0.5  # between two checks whether a heartbeat is wanted
 # NCCL then writes its last collectives to a file for each rank if one of them hangs.
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-PARTS = ("data", "forward", "backward", "optimizer")  # of a step, in order
+PARTS = ("data", "gradients", "update")  # of a step, in order
 
 Made = TypeVar("Made")
 

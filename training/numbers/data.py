@@ -49,15 +49,15 @@ class TokenData:
         tokens: np.ndarray,
         tokenizer: Tokenizer,
         tokenizer_file: bytes,
+        layout: Layout,
         config: Config,
         device: torch.device,
         placement: str,
-        layout: Layout | None = None,
     ):
         self.metadata = metadata
         self.tokenizer_file = tokenizer_file  # the verified bytes: the folder may change or vanish later
         self.tokenizer = tokenizer
-        self.seq_len = config.max_seq_len
+        self.layout, self.seq_len = layout, layout.seq_len
         self.seed = config.seed
         self.device = device
         self.placement = placement
@@ -69,8 +69,7 @@ class TokenData:
             self.tokens = self.tokens.to(device)
         stride = config.sequences_per_step if config.processes > 1 else None  # other processes read the rows between
         self.reader = None if self.tokens.device.type == device.type else ReadAhead(self.train_windows, device, stride)
-        self.layout = layout or layout_of_text(metadata, self.seq_len)
-        self.windows, self.val_windows = self.layout.windows, self.layout.val_windows
+        self.windows, self.val_windows = layout.windows, layout.val_windows
         self.fingerprint = {
             "tokens_sha256": metadata.tokens_sha256,
             "tokenizer_sha256": metadata.tokenizer_sha256,
@@ -80,17 +79,17 @@ class TokenData:
             self.fingerprint |= {"mask_sha256": metadata.mask_sha256}
 
     @classmethod
-    def open(cls, config: Config, hardware: Hardware) -> TokenData:
+    def open(cls, config: Config, data_dir: str | None, seq_len: int, hardware: Hardware) -> TokenData:
         """Find, check and place the tokens. Raises DataError for bad files, ConfigError if the context is too long."""
-        bin_path, tokenizer_path, metadata_path = locate(config)
+        bin_path, tokenizer_path, metadata_path = locate(config, data_dir)
         metadata = TokenMetadata.read(metadata_path)
         bin_path = bin_path or metadata.beside("bin_file")
         tokenizer_path = tokenizer_path or metadata.beside("tokenizer_file")
         is_chat = metadata.chat_template is not None
         for split, count in (("training", metadata.train_tokens), ("validation", metadata.val_tokens)):
-            if count <= config.max_seq_len and not is_chat:
+            if count <= seq_len and not is_chat:
                 raise ConfigError(
-                    f"max_seq_len {config.max_seq_len} needs more than {config.max_seq_len} {split} tokens and "
+                    f"max_seq_len {seq_len} needs more than {seq_len} {split} tokens and "
                     f"{metadata_path} has {count:,}. Lower --max_seq_len, or tokenize more text or with another "
                     "--train_split."
                 )
@@ -113,10 +112,10 @@ class TokenData:
         tokenizer, tokenizer_file = check_tokenizer(tokenizer_path, metadata)
         tokenizer_sha256 = hashlib.sha256(tokenizer_file).hexdigest()
         metadata = replace(metadata, tokens_sha256=tokens_sha256, tokenizer_sha256=tokenizer_sha256)
-        layout = None
+        layout = layout_of_text(metadata, seq_len)
         if is_chat:
-            tokens, layout = pack_splits(tokens, metadata, tokenizer, config)
-        return cls(metadata, tokens, tokenizer, tokenizer_file, config, hardware.device, placement, layout)
+            tokens, layout = pack_splits(tokens, metadata, tokenizer, seq_len)
+        return cls(metadata, tokens, tokenizer, tokenizer_file, layout, config, hardware.device, placement)
 
     @property
     def vocab_size(self) -> int:
@@ -243,14 +242,14 @@ def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -
     return phase, random.permutation(windows).astype(np.int64)
 
 
-def locate(config: Config) -> tuple[Path | None, Path | None, Path]:
+def locate(config: Config, data_dir: str | None) -> tuple[Path | None, Path | None, Path]:
     """Paths of the token file, the tokenizer and the metadata. The first two are None where the metadata names them.
 
     Raises DataError if the folder has no token file, or several."""
     if config.bin_file:
         assert config.tokenizer_file and config.metadata_file, "`contradictions` requires all three or none"
         return Path(config.bin_file), Path(config.tokenizer_file), Path(config.metadata_file)
-    folder = Path(config.data_dir or DEFAULT_FOLDER)
+    folder = Path(data_dir or DEFAULT_FOLDER)
     found = metadata_files(folder)
     if len(found) == 1:
         return None, None, found[0]

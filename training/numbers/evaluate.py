@@ -22,8 +22,7 @@ from training.machine.processes import on_rank_0
 from training.machine.sharding import gather_model, is_sharded, unsharded_copy
 from training.numbers.data import TokenData
 from training.numbers.prompts import Answer
-from training.numbers.step import pad_rows
-from training.parts import Parts
+from training.numbers.step import Trainer, pad_rows
 
 ANSWER_TOKENS = 64
 
@@ -35,26 +34,26 @@ class Evaluation(NamedTuple):
     answers: list[Answer]  # to the prompts of the run
 
 
-def evaluate(parts: Parts, between: Callable[[], None] = lambda: None) -> Evaluation:
+def evaluate(trainer: Trainer, between: Callable[[], None] = lambda: None) -> Evaluation:
     """Evaluate the current weights. `between`: see `validation_loss`."""
-    loss = validation_loss(parts, between)
-    answers = answer_prompts(parts, between)
-    windows = evaluated_windows(parts.data, parts.config)
-    return Evaluation(loss, bits_per_byte(loss, parts.data), windows, answers)
+    windows = evaluated_windows(trainer.data, trainer.config)
+    loss = validation_loss(trainer, windows, between)
+    answers = answer_prompts(trainer, between)
+    return Evaluation(loss, bits_per_byte(loss, trainer.data), windows, answers)
 
 
 @torch.no_grad()
-def validation_loss(parts: Parts, between: Callable[[], None] = lambda: None) -> float:
-    """Mean cross-entropy in nats per token over a fixed set of validation windows; masked tokens do not count. Draws no
-    random numbers.
+def validation_loss(trainer: Trainer, windows: int | None = None, between: Callable[[], None] = lambda: None) -> float:
+    """Mean cross-entropy in nats per token over a fixed set of `windows` (None: as many as the run evaluates); masked
+    tokens do not count. Draws no random numbers.
 
     Every batch has the same shape, so that torch.compile compiles the evaluation once: `pad_rows` fills the last batch.
     Processes take batches in turn. `between` is called between two batches, in all processes at the same time, and may
     raise to stop the evaluation.
     """
-    model, data, config = parts.model, parts.data, parts.config
-    windows = evaluated_windows(data, config)
-    rows = config.rows_at_once
+    model, data, config = trainer.model, trainer.data, trainer.config
+    windows = windows or evaluated_windows(data, config)
+    rows = trainer.rows_at_once
     exact = exact_device(data.device)
     total = torch.zeros((), device=exact, dtype=torch.float64)
     counted: int | torch.Tensor = 0
@@ -67,8 +66,8 @@ def validation_loss(parts: Parts, between: Callable[[], None] = lambda: None) ->
             # A process without windows computes one that does not count: sharded weights need all processes.
             batch = data.validation_batch(min(first, windows - 1), max(1, here), windows)
             count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask and here else here
-            with parts.hardware.autocast():
-                total += parts.step_model(*pad_rows(batch, rows)).to(exact).double() * count
+            with trainer.hardware.autocast():
+                total += trainer.step_model(*pad_rows(batch, rows)).to(exact).double() * count
             counted += count
     finally:
         model.train()
@@ -97,22 +96,22 @@ def asked_as_trained(text: str, data: TokenData) -> str | list[int]:
     return text if template is None else template.prompt_ids(data.tokenizer, [Message("user", text)])
 
 
-def answer_prompts(parts: Parts, between: Callable[[], None] = lambda: None) -> list[Answer]:
+def answer_prompts(trainer: Trainer, between: Callable[[], None] = lambda: None) -> list[Answer]:
     """The model's most likely continuation of each prompt of the run. Rank 0 computes them, with a whole copy of the
     model if it is sharded. `between` is called at each token, and may raise. Every process must call this.
 
     If memory runs out, answers fewer prompts at once. If one prompt alone does not fit, or the copy, answers none: that
     must not end the training.
     """
-    if not parts.prompts:
+    if not trainer.prompts:
         return []
-    if not is_sharded(parts.model):
-        return on_rank_0(lambda: answers_of(parts.model, parts, between))
+    if not is_sharded(trainer.model):
+        return on_rank_0(lambda: answers_of(trainer.model, trainer, between))
     copies: list[TransformerLanguageModel] = []
 
     def make_room() -> bool:
         try:
-            copies.append(unsharded_copy(parts.model, parts.model.device))
+            copies.append(unsharded_copy(trainer.model, trainer.model.device))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -121,12 +120,12 @@ def answer_prompts(parts: Parts, between: Callable[[], None] = lambda: None) -> 
 
     if not on_rank_0(make_room):
         return []
-    gather_model(parts.model, copies[0] if copies else None)
-    return on_rank_0(lambda: answers_of(copies.pop(), parts, between))
+    gather_model(trainer.model, copies[0] if copies else None)
+    return on_rank_0(lambda: answers_of(copies.pop(), trainer, between))
 
 
-def answers_of(model: TransformerLanguageModel, parts: Parts, between: Callable[[], None]) -> list[Answer]:
-    data, prompts = parts.data, parts.prompts
+def answers_of(model: TransformerLanguageModel, trainer: Trainer, between: Callable[[], None]) -> list[Answer]:
+    data, prompts = trainer.data, trainer.prompts
     sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0)
     asked = [asked_as_trained(prompt.text, data) for prompt in prompts]
     completions: list[Completion] = []

@@ -11,7 +11,6 @@ import numpy as np
 from common.errors import ConfigError, DataError
 from tokenization.metadata import TokenMetadata
 from tokenizer import Tokenizer
-from training.config import Config
 
 PADDING = 0  # any id that every vocabulary has: the loss ignores it
 
@@ -20,6 +19,7 @@ PADDING = 0  # any id that every vocabulary has: the loss ignores it
 class Layout:
     """Where the windows of both splits lie among the tokens."""
 
+    seq_len: int  # inputs of a window
     windows: int  # of an epoch
     stride: int  # tokens from one to the next
     spare: int  # training tokens that no window needs: the first window may start this much later
@@ -34,6 +34,7 @@ def layout_of_text(metadata: TokenMetadata, seq_len: int) -> Layout:
     """Each window shares one token with the next: its last target is the next window's first input."""
     windows = count_windows(metadata.train_tokens, seq_len)
     return Layout(
+        seq_len=seq_len,
         windows=windows,
         stride=seq_len,
         spare=metadata.train_tokens - 1 - windows * seq_len,
@@ -53,15 +54,15 @@ def count_windows(tokens: int, seq_len: int) -> int:
 
 
 def pack_splits(
-    tokens: np.ndarray, metadata: TokenMetadata, tokenizer: Tokenizer, config: Config
+    tokens: np.ndarray, metadata: TokenMetadata, tokenizer: Tokenizer, seq_len: int
 ) -> tuple[np.ndarray, Layout]:
-    """Pack the conversations of both splits into windows of max_seq_len + 1. Returns (tokens,) and their layout.
+    """Pack the conversations of both splits into windows of seq_len + 1. Returns (tokens,) and their layout.
 
     Raises DataError if the mask belongs to other tokens, ConfigError if no answer fits.
     """
     in_answer = read_mask(metadata)
     is_start = (tokens == tokenizer.end_of_text_id) & ~in_answer
-    split, length = metadata.train_tokens, config.max_seq_len + 1
+    split, length = metadata.train_tokens, seq_len + 1
     if not is_start[0] or not is_start[split]:
         raise DataError(
             f"{metadata.beside('mask_file')} is not the mask of {metadata.bin_file}: no conversation begins at the "
@@ -74,7 +75,7 @@ def pack_splits(
     for name, packed in (("training", train), ("validation", val)):
         if not packed.conversations:
             raise ConfigError(
-                f"max_seq_len {config.max_seq_len} is too short for the conversations of {metadata.path}: every "
+                f"max_seq_len {seq_len} is too short for the conversations of {metadata.path}: every "
                 f"{name} conversation is cut off before its answer. Give a longer --max_seq_len."
             )
     val_bytes = int(tokenizer.byte_lengths[val.ids].sum())
@@ -87,11 +88,12 @@ def pack_splits(
         if count
     ]
     described = (
-        f"{train.conversations:,} conversations in {len(train.windows):,} windows of {config.max_seq_len} "
+        f"{train.conversations:,} conversations in {len(train.windows):,} windows of {seq_len} "
         f"({train.answers:,} tokens of answers to learn), {val.conversations:,} to validate"
         + (f"\nNote       conversations: {'; '.join(lost)}" if lost else "")
     )
     layout = Layout(
+        seq_len=seq_len,
         windows=len(train.windows),
         stride=length,
         spare=0,

@@ -61,7 +61,7 @@ def ending_seconds(run: Run) -> float:
         write = run.checkpoint_bytes / WRITE_BYTES_PER_SECOND
     if run.mirror is not None:
         write += write if run.mirror.copy_seconds is None else run.mirror.copy_seconds
-    return write * (2 if run.parts.config.eval_interval else 1)  # the best weights may be these
+    return write * (2 if run.trainer.config.eval_interval else 1)  # the best weights may be these
 
 
 class Deadline:
@@ -73,7 +73,7 @@ class Deadline:
 
     def __init__(self, run: Run, timer: Timer):
         self.run, self.timer = run, timer
-        self.seconds = 60 * run.parts.config.minutes
+        self.seconds = 60 * run.trainer.config.minutes
         self.next_look = math.inf  # steps
         self.samples: deque[tuple[int, float]] = deque(maxlen=SAMPLES)  # steps, and the seconds that they took
         self.has_started = False  # the first sample of a session is dropped once there is another
@@ -117,13 +117,13 @@ class Deadline:
         self.seen_step, self.seen_seconds = self.run.state.step, self.timer.elapsed - self.timer.paused_seconds
 
     def give_up(self) -> None:
-        minutes = self.run.parts.config.minutes
+        minutes = self.run.trainer.config.minutes
         self.reached = f"--minutes {minutes:g} leaves no time for the learning rate to fall"
 
     def look(self) -> tuple[bool, list[str]]:
         """Measure the speed. Returns whether the fall has to begin, and sentences to be said."""
         run, state = self.run, self.run.state
-        run.parts.hardware.synchronize()
+        run.trainer.hardware.synchronize()
         before, seconds = self.seen_step, self.seen_seconds
         self.mark()
         if self.samples and not self.has_started:  # the first step allocates memory and starts kernels
@@ -141,7 +141,7 @@ class Deadline:
 
     def decide(self) -> tuple[bool, int, list[str]]:
         """Whether the fall begins now, the next step to look at the clock, and sentences."""
-        state, config = self.run.state, self.run.parts.config
+        state, config = self.run.state, self.run.trainer.config
         fall = decay_share(config) * self.seconds
         before_fall = self.left - max(fall, self.costs.of(LEAST_FALL, state.step, config) + MARGIN * self.seconds)
         by_text = decay_start(state.max_steps, config)
@@ -158,7 +158,7 @@ class Deadline:
         """Steps that can still be taken in time."""
         state = self.run.state
         in_time = self.left - MARGIN * self.seconds
-        return self.costs.steps_within(in_time, state.step, state.max_steps - state.step, self.run.parts.config)
+        return self.costs.steps_within(in_time, state.step, state.max_steps - state.step, self.run.trainer.config)
 
     @property
     def last_step(self) -> int:
@@ -168,7 +168,7 @@ class Deadline:
 
     def fix(self) -> list[str]:
         """Fix the last step, or stop the run if no step is left. Returns what is to be said."""
-        state, config = self.run.state, self.run.parts.config
+        state, config = self.run.state, self.run.trainer.config
         steps = on_rank_0(self.steps_left)
         if not steps:
             self.give_up()
@@ -183,7 +183,7 @@ class Deadline:
 
     def end(self, steps: int, most: int) -> str:
         """The rest of a sentence, about the last step if `steps` are left; `most`: steps of all epochs."""
-        state, config = self.run.state, self.run.parts.config
+        state, config = self.run.state, self.run.trainer.config
         last, early = state.step + steps, self.left - self.costs.of(steps, state.step, config)
         if last < most or early <= EARLY * self.seconds:
             return f"step {last:,} is the last, when the {config.minutes:g} minutes are over."
@@ -193,7 +193,7 @@ class Deadline:
         )
 
     def forecast(self) -> str:
-        state, config = self.run.state, self.run.parts.config
+        state, config = self.run.state, self.run.trainer.config
         by_clock = self.step_after(self.left - decay_share(config) * self.seconds)
         first = min(by_clock, decay_start(state.max_steps, config))
         told = self.end(self.steps_left(), state.max_steps)
@@ -201,7 +201,7 @@ class Deadline:
 
     def delay(self) -> list[str]:
         """A sentence, the first time that the machine has become too slow for the plan."""
-        state, config = self.run.state, self.run.parts.config
+        state, config = self.run.state, self.run.trainer.config
         late = self.costs.of(state.max_steps - state.step, state.step, config) - self.left
         if self.is_told or state.finished or late <= LATE * self.seconds:
             return []

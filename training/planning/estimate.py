@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
@@ -16,10 +15,11 @@ from training.numbers.optimizer import RULES, by_rule
 PROCESS_BYTES = 350_000_000  # resident size of a process that has imported torch
 
 
-def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:
-    """Peak bytes of a training step: weights, gradients and the optimizer's state in fp32 (16 bytes a parameter with
-    AdamW, 12 with Muon, 4 if it is frozen), and what one micro-batch keeps for the backward pass. If sharded: those of
-    the slices that a process keeps, and the weights that it gathers.
+def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: Hardware, rows: int) -> int:
+    """Peak bytes of a training step that takes `rows` sequences per forward pass: weights, gradients and the
+    optimizer's state in fp32 (16 bytes a parameter with AdamW, 12 with Muon, 4 if it is frozen), and what one
+    micro-batch keeps for the backward pass. If sharded: those of the slices that a process keeps, and the weights that
+    it gathers.
 
     Counted from the tensors that autograd keeps if the model runs uncompiled, and that the compiled graphs keep
     (docs/benchmarks/gpu_forecast.md).
@@ -27,7 +27,7 @@ def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: H
     sharing = config.processes if config.is_sharded else 1
     parameters = sum(largest_slice(parameter, sharing) for parameter in model.parameters())
     trained = sum(largest_slice(parameter, sharing) for parameter in model.parameters() if parameter.requires_grad)
-    several = config.rows_at_once < config.sequences_per_process  # earlier micro-batches left gradients
+    several = rows < config.sequences_per_process  # earlier micro-batches left gradients
     state, update = 4 * parameters, 0
     for rule, named in by_rule(model, config).items():
         share = sum(largest_slice(parameter, sharing) for parameter in named.values())
@@ -38,7 +38,7 @@ def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: H
         state += gathered_bytes(model, hardware)
     cast = sum(parameter.numel() for parameter in (model.head if config.is_sharded else model).parameters())
     weight_copies = 2 * cast if hardware.precision != "fp32" else 0  # autocast keeps its casts for the backward pass
-    activations = bytes_per_token(config, model, hardware) * config.rows_at_once * config.max_seq_len
+    activations = bytes_per_token(config, model, hardware) * rows * model.config.max_seq_len
     during_backward = weight_copies + activations + several * gradients
     at_once = hardware.compiles and not config.is_sharded  # the compiled model returns all gradients together
     after_it = gradients + max(update, several * at_once * gradients)
@@ -100,7 +100,3 @@ def held_memory(data: TokenData, hardware: Hardware) -> int:
     """Other bytes in the same memory: the tokens and, on a CPU, Python and torch."""
     tokens = data.tokens.nbytes if data.tokens.device.type == hardware.device.type and data.placement != "mmap" else 0
     return tokens if hardware.is_cuda else tokens + PROCESS_BYTES
-
-
-def with_rows(config: Config, rows: int, source: str = "memory") -> Config:
-    return dataclasses.replace(config, micro_batch_size=rows, sources={**config.sources, "micro_batch_size": source})

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from common.formatting import byte_size
 from common.lora import add_adapters
 from common.machine import has_fast_bf16
 from model import TransformerLanguageModel
+from model_config import ModelConfig
 from training.config import MODEL_SIZES, Config, preset
 from training.machine.hardware import Hardware
 from training.planning.estimate import estimate_memory
@@ -24,13 +24,13 @@ from training.planning.estimate import estimate_memory
 OTHERS_SHARE = 0.1  # name other processes that hold at least this share of the memory
 
 
-def no_way_out(config: Config, vocab_size: int, hardware: Hardware) -> str:
+def no_way_out(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> str:
     """The message if one sequence at a time does not fit: what would help, in order, and by how much."""
     held: list[str] = []
     ranked: list[tuple[str, int]] = []
     with contextlib.suppress(Exception):  # memory may run out here too
         held = held_by_others(hardware)
-        ranked = savings(config, vocab_size, hardware)
+        ranked = savings(config, shape, hardware, rows)
     others = (
         f" Other processes hold memory: {'; '.join(held)}. End those you do not need (in a notebook, unused sessions) "
         "and run the same command again."
@@ -39,45 +39,50 @@ def no_way_out(config: Config, vocab_size: int, hardware: Hardware) -> str:
     )
     ways = "".join(f"\n  {flags}: about {byte_size(saved)} less" for flags, saved in ranked)
     return (
-        f"Out of memory with {config.rows_at_once} x {config.max_seq_len} tokens at once (--micro_batch_size x "
+        f"Out of memory with {rows} x {shape.max_seq_len} tokens at once (--micro_batch_size x "
         f"--max_seq_len).{others}"
         + (f" What would help:{ways}" if ways else " Choose a smaller --model_size or --max_seq_len.")
         + "\nCheckpoints saved before are whole."
     )
 
 
-def savings(config: Config, vocab_size: int, hardware: Hardware) -> list[tuple[str, int]]:
+def savings(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> list[tuple[str, int]]:
     """Flags that take less memory, and the bytes that each saves. Those that change the run least come first; the last
     ones need a new run."""
 
-    def saved(hardware: Hardware = hardware, **keys: Any) -> int:
-        changed = dataclasses.replace(config, **keys)
-        return now - estimate_memory(changed, without_memory(changed, vocab_size), hardware)
+    def saved(config: Config = config, shape: ModelConfig = shape, hardware: Hardware = hardware, r: int = rows) -> int:
+        return now - estimate_memory(config, without_memory(config, shape), hardware, r)
 
-    now = estimate_memory(config, without_memory(config, vocab_size), hardware)
+    now = estimate_memory(config, without_memory(config, shape), hardware, rows)
     ways = [
-        ("--micro_batch_size 1", saved(micro_batch_size=1)),
-        ("--activation_checkpointing", saved(activation_checkpointing=True)),
-        ("--shard", saved(shard=True)),
+        ("--micro_batch_size 1", saved(r=1)),
+        ("--activation_checkpointing", saved(replace(config, activation_checkpointing=True))),
+        ("--shard", saved(replace(config, shard=True))),
     ]
     if hardware.precision == "fp32" and has_fast_bf16(hardware.device):
-        ways.append(("--precision bf16", saved(dataclasses.replace(hardware, precision="bf16"))))
-    ways.append(("--dropout 0", saved(dropout=0.0)))
+        ways.append(("--precision bf16", saved(hardware=replace(hardware, precision="bf16"))))
+    ways.append(("--dropout 0", saved(shape=replace(shape, dropout=0.0))))
     if not config.lora_rank:
         if config.init_from:
-            ways.append(("--lora_rank 8 (a new run)", saved(lora_rank=8)))
-        ways.append(("--optimizer muon (a new run)", saved(optimizer="muon")))
-    half = max(1, config.max_seq_len // 2)
-    ways.append((f"--max_seq_len {half} (a new run)", saved(max_seq_len=half)))
-    sizes = [(f"--model_size {size} (a new run)", saved(**preset(size))) for size in MODEL_SIZES]
+            ways.append(("--lora_rank 8 (a new run)", saved(replace(config, lora_rank=8, optimizer="adamw"))))
+        ways.append(("--optimizer muon (a new run)", saved(replace(config, optimizer="muon"))))
+    half = max(1, shape.max_seq_len // 2)
+    ways.append((f"--max_seq_len {half} (a new run)", saved(shape=replace(shape, max_seq_len=half))))
+    sizes = [(f"--model_size {size} (a new run)", saved(shape=of_size(shape, size))) for size in MODEL_SIZES]
     ways += sorted((way for way in sizes if way[1] > 0), key=lambda way: way[1])[:1]  # the largest that is smaller
     return [way for way in ways if way[1] > 0]
 
 
-def without_memory(config: Config, vocab_size: int) -> TransformerLanguageModel:
+def of_size(shape: ModelConfig, size: str) -> ModelConfig:
+    """A model of the same form, as wide and deep as one of MODEL_SIZES."""
+    follow = dict.fromkeys(("ff_dim", "head_dim", "num_kv_heads"))
+    return replace(shape, **{**follow, **preset(size)})
+
+
+def without_memory(config: Config, shape: ModelConfig) -> TransformerLanguageModel:
     """A model on the meta device: sizes without numbers."""
     with torch.device("meta"):
-        model = TransformerLanguageModel(config.shape(vocab_size))
+        model = TransformerLanguageModel(shape)
         if config.lora_rank:
             add_adapters(model, config.lora())
     return model
@@ -116,11 +121,11 @@ def gpu_memory_by_process() -> dict[tuple[int, str], int]:
 
 
 @contextlib.contextmanager
-def memory_advice(config: Config, vocab_size: int, hardware: Hardware) -> Iterator[None]:
+def memory_advice(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> Iterator[None]:
     """Raise MemoryExhausted with advice for an out-of-memory error that a smaller micro-batch cannot solve."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryExhausted(no_way_out(config, vocab_size, hardware)) from error
+        raise MemoryExhausted(no_way_out(config, shape, hardware, rows)) from error

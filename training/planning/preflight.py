@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import shutil
@@ -18,20 +17,18 @@ from common.formatting import byte_size, clock, si
 from common.lora import lora_of
 from common.machine import available_ram
 from training.keeping.mirror import COPIES, Mirror
-from training.keeping.resume import Found
+from training.keeping.resume import Old, require_the_same
 from training.keeping.run import Run
-from training.keeping.start import find, planned_steps, require_own_folders
-from training.keeping.state import read_state
+from training.keeping.start import planned_steps
 from training.machine.hardware import Hardware
 from training.machine.processes import max_over_ranks, on_rank_0
 from training.machine.sharding import is_sharded, unsharded_copy
 from training.numbers.evaluate import evaluated_windows, validation_loss
 from training.numbers.schedule import decay_share, decay_start, epoch_sequences
-from training.numbers.step import part_of_step, smallest_part, train_step
-from training.parts import Parts
+from training.numbers.step import Trainer, smallest_part, train_step
 from training.planning.deadline import MARGIN, Costs
 from training.planning.estimate import estimate_memory, held_memory
-from training.planning.memory import compile_step_model, until_it_fits
+from training.planning.memory import compile_step_model, halve_micro_batch
 
 TIMED_SECONDS = 8.0  # a longer step is timed on a part of its sequences
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
@@ -39,30 +36,31 @@ KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one being wr
 PROBE_BYTES = 1 << 20
 
 
-def dry_run(run: Run) -> None:
+def dry_run(run: Run, old: Old) -> None:
     """Print what is known before the first step; time steps, a save and an evaluation; print a forecast. Writes no run.
 
-    Raises what would prevent the run: CheckpointError, ConfigError, and whatever the parts raise.
+    Raises what would prevent the run: CheckpointError, ConfigError, and whatever the trainer raise.
     """
-    parts, config = run.parts, run.parts.config
-    model, data, hardware, state = parts.model, parts.data, parts.hardware, run.state
-    found = on_rank_0(lambda: look(run))
-    if found is not None:
-        state = on_rank_0(lambda: read_state(found.checkpoint).state)
-    max_steps = planned_steps(parts, state) - state.step
+    trainer, config = run.trainer, run.trainer.config
+    model, data, hardware, state = trainer.model, trainer.data, trainer.hardware, run.state
+    checkpoint, saved = old.checkpoint, old.saved
+    if checkpoint is not None and saved is not None:
+        on_rank_0(lambda: require_the_same(checkpoint, saved, trainer))
+        state = saved.state
+    max_steps = planned_steps(trainer, state) - state.step
     if max_steps <= 0:
         print(f"Resume     the run is finished after {state.step:,} steps; more --epochs continue it")
         print("Dry run: no run was written.")
         return
     rest = "left " if state.step else ""
-    estimate = estimate_memory(config, model, hardware) + held_memory(data, hardware)
+    estimate = estimate_memory(config, model, hardware, trainer.rows_at_once) + held_memory(data, hardware)
     there_is = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     several = f" in each of {config.processes} processes" if config.processes > 1 else ""
     at_most = "at most " if config.minutes else ""
     need, free = KEPT_ON_DISK * run.checkpoint_bytes, free_space(config.run_dir)
     print(
-        f"Steps      {at_most}{max_steps:,} {rest}of {config.tokens_per_step:,} tokens ({config.sequences_per_step} "
-        f"sequences, {config.rows_at_once} at once{several}), {max_steps * config.tokens_per_step / 1e6:,.1f}M "
+        f"Steps      {at_most}{max_steps:,} {rest}of {trainer.tokens_per_step:,} tokens ({config.sequences_per_step} "
+        f"sequences, {trainer.rows_at_once} at once{several}), {max_steps * trainer.tokens_per_step / 1e6:,.1f}M "
         f"tokens in all\n"
         f"Memory     about {byte_size(estimate)}{there_is} (an estimate){free_memory(hardware)}; beside it "
         f"{byte_size(run.checkpoint_bytes)} of RAM while a checkpoint is written\n"
@@ -76,17 +74,16 @@ def dry_run(run: Run) -> None:
             f"Mirror     {run.mirror.root} can be written and read; about {byte_size(need)} there, of "
             f"{byte_size(free)} that are free{too_little(need, free)}"
         )
-    seconds, rows = until_it_fits(parts, lambda: try_steps(parts), print)
-    config = parts.config
+    seconds, rows = try_steps(trainer)
     weights, optimizer = run.gathered()
     saving = on_rank_0(lambda: time_save(run, weights, optimizer))
-    evaluating = time_evaluation(parts)
+    evaluating = time_evaluation(trainer)
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
-    speed = config.tokens_per_step / seconds
+    speed = trainer.tokens_per_step / seconds
     mfu = f", MFU {speed * model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
     if config.minutes:
-        max_steps = steps_in_time(parts, Costs(seconds, evaluating, saving), max_steps, state.elapsed_seconds)
+        max_steps = steps_in_time(trainer, Costs(seconds, evaluating, saving), max_steps, state.elapsed_seconds)
     evaluations = math.ceil(max_steps / config.eval_interval) if config.eval_interval else 0
     total = seconds * max_steps + evaluating * evaluations
     print(
@@ -96,23 +93,23 @@ def dry_run(run: Run) -> None:
         f"{', answers to prompts aside' if config.eval_prompts else ''}\n"
         f"Time       about {clock(total)} for {max_steps:,} steps and their evaluations"
     )
-    if at_risk := between_checkpoints(parts, seconds):
+    if at_risk := between_checkpoints(trainer, seconds):
         print(f"At risk    at most {clock(at_risk)} of training, if the machine is lost between two checkpoints")
     if units := hardware.units_per_hour(config):
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
     if hardware.is_cuda and (peak := hardware.peak_memory()):
         print(f"Peak       {peak / 1e9:.2f} GB of GPU memory in the timed step")
-    if found is not None:
-        print(f"Resume     {found.checkpoint.path} is whole and fits; training would continue from it")
+    if old.checkpoint is not None:
+        print(f"Resume     {old.checkpoint.path} is whole and fits; training would continue from it")
     print("Dry run: no run was written. Leave --dry_run out to train.")
 
 
-def steps_in_time(parts: Parts, costs: Costs, most: int, elapsed: float) -> int:
+def steps_in_time(trainer: Trainer, costs: Costs, most: int, elapsed: float) -> int:
     """The forecast of `minutes`, printed: how many of at most `most` steps fit, compiling aside."""
-    config = parts.config
+    config = trainer.config
     seconds = 60 * config.minutes * (1 - MARGIN) - elapsed
     steps = costs.steps_within(seconds, 0, most, config)
-    epochs = steps * config.sequences_per_step / epoch_sequences(parts.data.windows, config)
+    epochs = steps * config.sequences_per_step / epoch_sequences(trainer.data.windows, config)
     if not steps:
         told = "Warning: no step fits; give more"
     elif steps == most:
@@ -124,17 +121,17 @@ def steps_in_time(parts: Parts, costs: Costs, most: int, elapsed: float) -> int:
     return steps
 
 
-def look(run: Run) -> Found | None:
-    require_own_folders(run)
-    return find(run)
-
-
-def try_steps(parts: Parts) -> tuple[float, int]:
-    """Compile, check the first loss, and time a step. Returns what `time_step` does."""
-    rows = parts.config.rows_at_once
-    compile_step_model(parts, lambda: parts.data.batch(0, rows), evaluates=bool(parts.config.eval_interval))
-    check_first_loss(parts)
-    return time_step(parts)
+def try_steps(trainer: Trainer) -> tuple[float, int]:
+    """Compile, check the first loss, and time a step, with as many sequences at once as fit. Returns what `time_step`
+    does."""
+    while True:
+        try:
+            compile_step_model(trainer)
+            check_first_loss(trainer)
+            return time_step(trainer)
+        except Exception as error:
+            told = halve_micro_batch(trainer, error)
+        print(told)
 
 
 def free_memory(hardware: Hardware) -> str:
@@ -179,18 +176,18 @@ def probe(mirror: Mirror) -> None:
         ) from None
 
 
-def check_first_loss(parts: Parts) -> None:
+def check_first_loss(trainer: Trainer) -> None:
     """Warn if the first loss is not that of an untrained model, to which all tokens are about equally likely. With
     adapters the base is trained, so there is nothing to compare."""
-    parts.model.eval()
-    with torch.no_grad(), parts.hardware.autocast():
-        loss = float(parts.step_model(*parts.data.batch(0, parts.config.rows_at_once)))
-    parts.model.train()
-    if lora_of(parts.model) is not None:
+    trainer.model.eval()
+    with torch.no_grad(), trainer.hardware.autocast():
+        loss = float(trainer.step_model(*trainer.data.batch(0, trainer.rows_at_once)))
+    trainer.model.train()
+    if lora_of(trainer.model) is not None:
         print(f"First loss {loss:.2f}, that of the base")
         return
-    expected = math.log(parts.data.vocab_size)
-    print(f"First loss {loss:.2f}; an untrained model has ln({parts.data.vocab_size:,}) = {expected:.2f}")
+    expected = math.log(trainer.data.vocab_size)
+    print(f"First loss {loss:.2f}; an untrained model has ln({trainer.data.vocab_size:,}) = {expected:.2f}")
     if not abs(loss - expected) < FIRST_LOSS_MARGIN:
         print(
             "Warning: these two should be close. Does the vocabulary belong to these tokens? Did you change the "
@@ -211,32 +208,30 @@ def time_save(run: Run, weights: dict[str, torch.Tensor], optimizer: dict[str, t
         if problems := problems_of(folder / "best"):
             raise CheckpointError(f"A checkpoint written below {parent} is damaged: {'; '.join(problems)}.")
         checkpoint = Checkpoint(folder / "best")
-        model = run.parts.model
+        model = run.trainer.model
         checkpoint.load_weights(unsharded_copy(model, torch.device("cpu")) if is_sharded(model) else model)
-        checkpoint.load_optimizer(run.parts.optimizer)
+        checkpoint.load_optimizer(run.trainer.optimizer)
     return time.perf_counter() - began
 
 
-def time_evaluation(parts: Parts) -> float:
+def time_evaluation(trainer: Trainer) -> float:
     """Seconds of an evaluation, estimated from one batch, after one that does not count."""
-    config = parts.config
-    if not config.eval_interval:
+    if not trainer.config.eval_interval:
         return 0.0
-    windows = evaluated_windows(parts.data, config)
-    one = dataclasses.replace(part_of_step(config, config.rows_at_once * config.processes), eval_batches=1)
-    one_batch = dataclasses.replace(parts, config=one)
-    validation_loss(one_batch)
-    parts.hardware.synchronize()
+    windows = evaluated_windows(trainer.data, trainer.config)
+    some = min(trainer.rows_at_once * trainer.config.processes, windows)
+    validation_loss(trainer, some)
+    trainer.hardware.synchronize()
     began = time.perf_counter()
-    validation_loss(one_batch)
-    parts.hardware.synchronize()
-    return (time.perf_counter() - began) * windows / evaluated_windows(parts.data, one)
+    validation_loss(trainer, some)
+    trainer.hardware.synchronize()
+    return (time.perf_counter() - began) * windows / some
 
 
-def between_checkpoints(parts: Parts, seconds: float) -> float | None:
+def between_checkpoints(trainer: Trainer, seconds: float) -> float | None:
     """Longest time between checkpoints, if a step takes `seconds`; None if only the last step is saved."""
-    config = parts.config
-    steps_an_epoch = epoch_sequences(parts.data.windows, config) / config.sequences_per_step
+    config = trainer.config
+    steps_an_epoch = epoch_sequences(trainer.data.windows, config) / config.sequences_per_step
     times = [
         60 * config.checkpoint_minutes,
         seconds * config.checkpoint_steps,
@@ -245,27 +240,26 @@ def between_checkpoints(parts: Parts, seconds: float) -> float | None:
     return min((each for each in times if each), default=None)
 
 
-def time_step(parts: Parts) -> tuple[float, int]:
+def time_step(trainer: Trainer) -> tuple[float, int]:
     """Seconds of a training step, and the number of sequences it was timed on (the seconds are scaled to a step)."""
-    config, hardware = parts.config, parts.hardware
+    config, hardware = trainer.config, trainer.hardware
 
     def timed(rows: int) -> float:
-        part = dataclasses.replace(parts, config=part_of_step(config, rows))
         hardware.synchronize()
         started = time.perf_counter()
-        train_step(part, 0, 0, 0.0)
+        train_step(trainer, 0, 0, 0.0, rows)
         hardware.synchronize()
         return max_over_ranks(time.perf_counter() - started)
 
     whole = config.sequences_per_step
-    unit = smallest_part(config, hardware)
+    unit = smallest_part(trainer)
     timed(unit)  # first use of every kernel
     seconds = timed(unit)
     rows = unit
     if hardware.is_cuda or seconds * whole <= TIMED_SECONDS * unit:
         rows = whole
     elif not hardware.compiles:
-        rows = min(config.rows_at_once * config.processes, max(unit, int(TIMED_SECONDS / seconds)))
+        rows = min(trainer.rows_at_once * config.processes, max(unit, int(TIMED_SECONDS / seconds)))
     if rows > unit:
         timed(rows)  # later steps reuse the memory that this one allocates
         seconds = timed(rows)

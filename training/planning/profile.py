@@ -2,74 +2,73 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import time
 from collections.abc import Mapping
 
 import torch
 
 from common.formatting import si
-from training.config import Config
+from training.keeping.resume import Old
 from training.keeping.run import Run
 from training.machine.hardware import Hardware
-from training.numbers.step import part_of_step, train_step
+from training.numbers.step import Trainer, accumulate, apply_gradients, read_batch, train_step
 from training.planning.memory import compile_step_model
 from training.planning.preflight import time_step
 
-PARTS = ("data", "forward", "backward", "optimizer")  # as train_step announces them
+PARTS = ("data", "gradients", "update")
 NOTICEABLE = 0.15  # of a step: below this share, a part other than the computation is not worth a change
 PROFILE_SECONDS = 10.0
 MAX_STEPS = 50
 OPERATIONS = 10  # that are listed
 
 
-class Stopwatch:
-    """train_step calls `begin`. On a GPU each part waits for the one before, so the sum is a little more than a step of
-    the training, whose parts overlap."""
-
-    def __init__(self, hardware: Hardware):
-        self.hardware = hardware
-        self.seconds = dict.fromkeys(PARTS, 0.0)
-        self.part, self.began = "", 0.0
-
-    def begin(self, part: str) -> None:
-        self.hardware.synchronize()
-        now = time.perf_counter()
-        if self.part:
-            self.seconds[self.part] += now - self.began
-        self.part, self.began = part, now
-
-
-def profile(run: Run) -> None:
+def profile(run: Run, old: Old) -> None:
     """Time the parts of real steps for a few seconds; print them and what limits the run. Writes no run."""
-    parts, data, hardware = run.parts, run.parts.data, run.parts.hardware
-    compile_step_model(parts, lambda: data.batch(0, parts.config.rows_at_once))
-    config = parts.config
-    whole_seconds, rows = time_step(parts)
+    trainer, data, hardware, config = run.trainer, run.trainer.data, run.trainer.hardware, run.trainer.config
+    compile_step_model(trainer)
+    whole_seconds, rows = time_step(trainer)
     whole = config.sequences_per_step
-    part = dataclasses.replace(parts, config=part_of_step(config, rows))
     steps = min(MAX_STEPS, max(1, int(PROFILE_SECONDS * whole / (whole_seconds * rows))))
-    watch = Stopwatch(hardware)
-    for number in range(steps):
-        train_step(part, 0, number * rows, 0.0, watch.begin)  # other data each time, as in training
-        watch.begin("")
-    # The optimizer takes as long for any batch; the other parts are those of a whole step.
-    scale = {name: 1.0 if name == "optimizer" else whole / rows for name in PARTS}
-    seconds = {name: watch.seconds[name] / steps * scale[name] for name in PARTS}
+    spent = dict.fromkeys(PARTS, 0.0)
+    for number in range(steps):  # with other data each time, as in training
+        for part, took in zip(PARTS, timed_parts(trainer, number * rows, rows), strict=True):
+            spent[part] += took
+    # The update takes as long for any batch; the other parts are those of a whole step.
+    scale = {name: 1.0 if name == "update" else whole / rows for name in PARTS}
+    seconds = {name: spent[name] / steps * scale[name] for name in PARTS}
     total = sum(seconds.values())
-    speed = config.tokens_per_step / total
-    mfu = f", MFU {speed * parts.model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
+    speed = trainer.tokens_per_step / total
+    mfu = f", MFU {speed * trainer.model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
     on_part = "" if rows == whole else f", each timed on {rows} of its {whole} sequences"
-    print(f"Profile    {steps} step{'s' * (steps > 1)} of {config.tokens_per_step:,} tokens{on_part}; seconds a step:")
+    print(f"Profile    {steps} step{'s' * (steps > 1)} of {trainer.tokens_per_step:,} tokens{on_part}; seconds a step:")
     for name in PARTS:
         print(f"  {name:<10}{seconds[name]:>9.4f}{seconds[name] / total:>6.0%}")
     print(f"  {'in all':<10}{total:>9.4f}  {si(speed)} tokens/s{mfu}")
-    print(f"Limit      {limit(seconds, config, hardware, data.placement)}")
+    print(f"Limit      {limit(seconds, hardware, data.placement)}")
     with torch.profiler.profile() as trace:
-        train_step(part, 0, 0, 0.0)
+        train_step(trainer, 0, 0, 0.0, rows)
         hardware.synchronize()
     print_operations(trace, hardware)
     print("Profile: no run was written. Leave --profile out to train.")
+
+
+def timed_parts(trainer: Trainer, first: int, rows: int) -> list[float]:
+    """Seconds of the PARTS of a step of the `rows` sequences from number `first` on. On a GPU each part waits for the
+    one before, so the sum is a little more than a step of the training, whose parts overlap."""
+
+    def now() -> float:
+        trainer.hardware.synchronize()
+        return time.perf_counter()
+
+    times = [now()]
+    batch = read_batch(trainer, first, rows)
+    times.append(now())
+    loss = accumulate(trainer, batch, 0, rows)
+    times.append(now())
+    apply_gradients(trainer, loss, 0.0)
+    times.append(now())
+    return [after - before for before, after in itertools.pairwise(times)]
 
 
 def print_operations(trace: torch.profiler.profile, hardware: Hardware) -> None:
@@ -82,11 +81,11 @@ def print_operations(trace: torch.profiler.profile, hardware: Hardware) -> None:
         print(f"  {spent / 1000:>10.2f} ms {spent / total:>5.0%} {each.count:>6} x {each.key[:60]}")
 
 
-def limit(seconds: Mapping[str, float], config: Config, hardware: Hardware, placement: str) -> str:
+def limit(seconds: Mapping[str, float], hardware: Hardware, placement: str) -> str:
     """One sentence: what limits the run, and what to do about it. `seconds`: of a step by part; `placement`: where the
     tokens are."""
     shares = {part: seconds[part] / sum(seconds.values()) for part in PARTS}
-    part = max(("data", "optimizer"), key=lambda part: shares[part])
+    part = max(("data", "update"), key=lambda part: shares[part])
     share = f"{shares[part]:.0%} of a step"
     if shares[part] < NOTICEABLE:
         advice = "a smaller model, a shorter --max_seq_len or another machine shortens it"
@@ -95,7 +94,7 @@ def limit(seconds: Mapping[str, float], config: Config, hardware: Hardware, plac
         elif hardware.is_cuda and not hardware.compiles:
             advice = "--compile on fuses its smaller operations"
         return f"The computation is the limit, as it should be: {advice}."
-    if part == "optimizer":
+    if part == "update":
         return (
             f"The optimizer takes {share}, as long for any batch: a larger --batch_size or "
             "--gradient_accumulation_steps spreads its time over more tokens."

@@ -20,14 +20,14 @@ LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little
 
 def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
     """Write summary.md and print what matters of it."""
-    parts, state = run.parts, run.state
-    config, data, hardware, model = parts.config, parts.data, parts.hardware, parts.model
+    trainer, state = run.trainer, run.state
+    config, data, hardware, model = trainer.config, trainer.data, trainer.hardware, trainer.model
     parameters, trained = model.num_parameters(), model.num_parameters(trained_only=True)
     facts = {
         "Model": f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else ""),
         "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
         "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
-        "Training": f"{state.step:,} steps of {config.tokens_per_step:,} tokens in {clock(timer.elapsed)}",
+        "Training": f"{state.step:,} steps of {trainer.tokens_per_step:,} tokens in {clock(timer.elapsed)}",
     }
     if timer.tokens_per_second:
         facts["Speed"] = f"{si(timer.tokens_per_second)} tokens/s while training"
@@ -83,7 +83,7 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
 
 def finished_message(run: Run) -> str:
     """For a command that finds nothing left to train."""
-    config, state = run.parts.config, run.state
+    config, state = run.trainer.config, run.state
     if has_stopped_early(state.worse, config):
         more = f"--stop_after_worse {2 * config.stop_after_worse}"
     elif config.minutes and state.cooldown and state.cooldown.last < state.cooldown.most:

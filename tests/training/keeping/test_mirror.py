@@ -113,14 +113,14 @@ def test_a_drive_that_goes_while_it_is_looked_through_is_not_taken_for_empty(
     (drive / "MyDrive").mkdir(parents=True)
     assert train(tmp_path / "run", **mirrored, max_steps=6).code == 0
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000006")
-    find = start_module.find_checkpoint
+    find = start_module.find_old
 
     def find_without_drive(*args: Any) -> Any:
         drive.rename(tmp_path / "away")
         drive.mkdir()
         return find(*args)
 
-    monkeypatch.setattr(start_module, "find_checkpoint", find_without_drive)
+    monkeypatch.setattr(start_module, "find_old", find_without_drive)
     result = train(tmp_path / "run", **mirrored, max_steps=9)
     assert result.code == 2 and "Mount the Drive first" in result.err
     drive.rmdir()
@@ -843,7 +843,7 @@ def test_a_mirror_that_is_taken_over_while_it_is_looked_through_is_not_taken_for
     run, drive = tmp_path / "run", tmp_path / "drive"
     assert train(run, checkpoint_dir=drive, max_steps=6).code == 0
     shutil.rmtree(run / "checkpoints" / "step_00000006")
-    find = start_module.find_checkpoint
+    find = start_module.find_old
 
     def find_meanwhile(*args: Any) -> Any:
         second = Mirror(run, str(drive))
@@ -852,7 +852,7 @@ def test_a_mirror_that_is_taken_over_while_it_is_looked_through_is_not_taken_for
         shutil.rmtree(drive / "run" / "checkpoints" / "step_00000006")
         return find(*args)
 
-    monkeypatch.setattr(start_module, "find_checkpoint", find_meanwhile)
+    monkeypatch.setattr(start_module, "find_old", find_meanwhile)
     result = train(run, checkpoint_dir=drive, max_steps=12)
     assert result.code == 4 and "took over the copies" in result.err and "Training   steps" not in result.out
 

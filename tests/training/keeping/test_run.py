@@ -35,7 +35,6 @@ from training.keeping import run as run_module
 from training.keeping.run import Run
 from training.numbers import evaluate
 from training.numbers.data import TokenData
-from training.numbers.step import StepResult
 from training.planning import memory
 from training.telling import timer as timer_module
 from training.telling.records import read_metrics
@@ -365,13 +364,13 @@ def test_a_run_stops_at_its_limit_saved_and_goes_on_with_more_of_it(
     flags = {"eval_interval": 12}
     clock = [0.0]
     monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock[0])
-    original = loop.train_step
+    original = loop.accumulate
 
-    def train_step(*args: Any) -> StepResult:
+    def accumulate(*args: Any) -> torch.Tensor:
         clock[0] += 360.0
         return original(*args)
 
-    monkeypatch.setattr(loop, "train_step", train_step)
+    monkeypatch.setattr(loop, "accumulate", accumulate)
     result = train(tmp_path / "run", **flags, max_hours=1)
     assert result.code == 130
     assert "Stopped after step 10: --max_hours 1 is reached" in result.out

@@ -19,7 +19,8 @@ import torch
 from torch._dynamo.utils import counters
 
 from training.config import parse_config
-from training.keeping.start import shard_parts
+from training.keeping.resume import find_old
+from training.keeping.start import shard_trainer
 from training.machine.compilation import compile_model
 from training.machine.processes import count, process_group, rank
 from training.machine.sharding import local
@@ -27,9 +28,8 @@ from training.numbers import optimizer as optimizers
 from training.numbers.evaluate import answer_prompts, validation_loss
 from training.numbers.optimizer import gradient_norm, whole_state
 from training.numbers.stability import not_finite
-from training.numbers.step import train_step
-from training.parts import Parts
-from training.prepare import prepare
+from training.numbers.step import Trainer, train_step
+from training.plan import build, make_plan
 
 STEPS = 4
 MODERN = shlex.split("--norm rmsnorm --position rope --qk_norm true --embed_norm true --activation relu2")
@@ -43,41 +43,41 @@ VARIANTS = {
 }
 
 
-def step_of(parts: Parts, step: int) -> list[float]:
+def step_of(trainer: Trainer, step: int) -> list[float]:
     """Loss, gradient norm, and whether the update was skipped."""
-    result = train_step(parts, step, step * parts.config.sequences_per_step, 0.01)
+    result = train_step(trainer, step, step * trainer.config.sequences_per_step, 0.01)
     return [float(number) for number in result]
 
 
-def overflow(parts: Parts) -> list[float]:
+def overflow(trainer: Trainer) -> list[float]:
     """Gradients that are infinite in the rows of the last process: whether all skip, and the scale that follows."""
-    loss = parts.step_model(*parts.data.batch(0, 1))
-    parts.scaler.scale(loss).backward()
+    loss = trainer.step_model(*trainer.data.batch(0, 1))
+    trainer.scaler.scale(loss).backward()
     if rank() == count() - 1:
-        local(parts.model.blocks[0].attention.qkv.weight.grad).fill_(torch.inf)
-    parts.scaler.unscale_(parts.optimizer)
-    skipped = not_finite(loss, gradient_norm(parts.optimizer))
-    parts.scaler.update()
-    return [float(skipped), parts.scaler.get_scale()]
+        local(trainer.model.blocks[0].attention.qkv.weight.grad).fill_(torch.inf)
+    trainer.scaler.unscale_(trainer.optimizer)
+    skipped = not_finite(loss, gradient_norm(trainer.optimizer))
+    trainer.scaler.update()
+    return [float(skipped), trainer.scaler.get_scale()]
 
 
 def results_of(flags: list[str], name: str) -> dict[str, Any]:
     torch._dynamo.reset()
     counters.clear()
     config = parse_config(flags)
-    parts = prepare(config)
+    trainer = build(make_plan(config, find_old(config, None)))
     if name == "scaled":
-        parts.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    whole = parts.model.num_parameters()
+        trainer.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    whole = trainer.model.num_parameters()
     if config.is_sharded:
-        shard_parts(parts)
-    example = lambda: parts.data.batch(0, parts.config.rows_at_once)  # noqa: E731
-    parts.step_model = compile_model(parts.model, parts.hardware, example, evaluates=True)
-    steps = [step_of(parts, step) for step in range(STEPS)]
-    evaluated, answers = validation_loss(parts), [answer.text for answer in answer_prompts(parts)]
-    state = whole_state(parts.optimizer)
-    kept = [sum(local(each).numel() for each in parts.model.parameters())]
-    kept += [sum(local(each).numel() for held in parts.optimizer.state.values() for each in held.values())]
+        shard_trainer(trainer)
+    example = trainer.data.batch(0, trainer.rows_at_once)
+    trainer.step_model, _ = compile_model(trainer.model, trainer.hardware, example, evaluates=True)
+    steps = [step_of(trainer, step) for step in range(STEPS)]
+    evaluated, answers = validation_loss(trainer), [answer.text for answer in answer_prompts(trainer)]
+    state = whole_state(trainer.optimizer)
+    kept = [sum(local(each).numel() for each in trainer.model.parameters())]
+    kept += [sum(local(each).numel() for held in trainer.optimizer.state.values() for each in held.values())]
     return {
         "steps": steps,
         "validation loss": evaluated,
@@ -85,7 +85,7 @@ def results_of(flags: list[str], name: str) -> dict[str, Any]:
         "state": {name: float(each.norm()) for name, each in state.items()},
         "kept": [whole, *kept],
         "graphs": counters["stats"]["unique_graphs"],
-        "overflow": overflow(parts) if name == "scaled" else None,
+        "overflow": overflow(trainer) if name == "scaled" else None,
     }  # fmt: skip
 
 

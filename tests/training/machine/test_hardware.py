@@ -16,9 +16,9 @@ import common.machine
 from common.errors import ConfigError
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tests.helpers import CPU
+from tests.helpers import CPU, hardware_of
 from training.config import Config
-from training.machine.hardware import clear_frames, detect_hardware
+from training.machine.hardware import clear_frames
 from training.numbers.data import choose_placement
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 2.0GHz\nflags\t\t: fpu sse2 {}\n\nprocessor\t: 1\nflags\t\t: fpu\n"
@@ -69,7 +69,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 )
 def test_a_cpu_computes_in_bf16_where_it_has_it(cpu: Callable, flags: str, precision: str, said: str) -> None:
     cpu(flags)
-    hardware = detect_hardware(WIDE)
+    hardware = hardware_of(WIDE)
     assert hardware.precision == precision and said in hardware.precision_reason
     assert hardware.device.type == "cpu" and not hardware.is_cuda
     assert "Some CPU @ 2.0GHz" in hardware.name
@@ -85,21 +85,21 @@ def test_units_that_are_switched_off_do_not_count(
     cpu("avx2 avx512f avx512_bf16 amx_bf16")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    hardware = detect_hardware(WIDE)
+    hardware = hardware_of(WIDE)
     assert hardware.precision == precision and hardware.name.endswith("cores), limited to AVX2")
     assert ("AMX" in hardware.precision_reason) == (limit in ("AVX2", "AVX512_CORE", "ALL"))
 
 
 def test_a_small_model_stays_in_fp32_on_a_cpu(cpu: Callable) -> None:
     cpu("amx_bf16")
-    hardware = detect_hardware(Config(embed_dim=128))
+    hardware = hardware_of(Config(embed_dim=128))
     assert hardware.precision == "fp32" and "128" in hardware.precision_reason
 
 
 def test_a_cpu_that_tells_nothing_computes_in_fp32(cpu: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     cpu("")
     monkeypatch.setattr(common.machine, "cpu_info", lambda: "")
-    hardware = detect_hardware(WIDE)
+    hardware = hardware_of(WIDE)
     assert hardware.precision == "fp32" and hardware.name
 
 
@@ -108,7 +108,7 @@ def test_a_cpu_that_tells_nothing_computes_in_fp32(cpu: Callable, monkeypatch: p
 )
 def test_a_gpu_computes_in_bf16_from_capability_8(cuda: FakeCuda, capability: tuple, precision: str) -> None:
     cuda("NVIDIA Something", capability)
-    hardware = detect_hardware(Config())
+    hardware = hardware_of(Config())
     assert hardware.is_cuda and hardware.precision == precision
     assert "{}.{}".format(*capability) in hardware.precision_reason
     assert hardware.grad_scaler().is_enabled() == (precision == "fp16")
@@ -119,15 +119,15 @@ def test_a_gpu_computes_in_bf16_from_capability_8(cuda: FakeCuda, capability: tu
 def test_bf16_on_a_gpu_without_it_is_refused(cuda: FakeCuda) -> None:
     cuda("Tesla T4", (7, 5))
     with pytest.raises(ConfigError) as caught:
-        detect_hardware(Config(precision="bf16"))
+        hardware_of(Config(precision="bf16"))
     assert "--precision bf16" in str(caught.value) and "7.5" in str(caught.value)
-    assert detect_hardware(Config(precision="fp32")).precision == "fp32"
+    assert hardware_of(Config(precision="fp32")).precision == "fp32"
 
 
 def test_fp16_on_a_cpu_is_refused(cpu: Callable) -> None:
     cpu("amx_bf16")
     with pytest.raises(ConfigError, match="--precision fp16"):
-        detect_hardware(Config(precision="fp16"))
+        hardware_of(Config(precision="fp16"))
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
@@ -157,7 +157,7 @@ def mac(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_gpu_of_a_mac_is_taken_when_asked_for(mac: None) -> None:
-    on_cpu, on_gpu = detect_hardware(WIDE), detect_hardware(dataclasses.replace(WIDE, device="mps", position="rope"))
+    on_cpu, on_gpu = hardware_of(WIDE), hardware_of(dataclasses.replace(WIDE, device="mps", position="rope"))
     assert on_cpu.device.type == "cpu" and "--device mps" in on_cpu.describe()
     assert on_gpu.device == torch.device("mps", 0) and not on_gpu.is_cuda and "--device mps" not in on_gpu.describe()
     assert (on_gpu.precision, on_gpu.compiles, on_gpu.memory_bytes) == ("fp32", False, 12 * 2**30)
@@ -168,13 +168,13 @@ def test_the_gpu_of_a_mac_is_taken_when_asked_for(mac: None) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_half_precision_on_a_mac_is_refused(mac: None, precision: str) -> None:
     with pytest.raises(ConfigError, match=f"--precision {precision}"):
-        detect_hardware(Config(device="mps", precision=precision))
+        hardware_of(Config(device="mps", precision=precision))
 
 
 def test_cuda_without_a_gpu_is_refused_with_what_to_do(cpu: Callable) -> None:
     cpu("")
     with pytest.raises(ConfigError) as caught:
-        detect_hardware(Config(device="cuda"))
+        hardware_of(Config(device="cuda"))
     assert all(said in str(caught.value) for said in ("--device cuda", "Change runtime type", "--device auto"))
 
 
@@ -182,7 +182,7 @@ def test_cuda_without_a_gpu_is_refused_with_what_to_do(cpu: Callable) -> None:
 def test_a_gpu_that_is_not_wanted_is_left_alone(cuda: FakeCuda, config: Config) -> None:
     cuda("NVIDIA A100-SXM4-80GB", (8, 0))
     before = torch.get_float32_matmul_precision()
-    hardware = detect_hardware(config)
+    hardware = hardware_of(config)
     assert hardware.device.type == "cpu" and hardware.peak_flops is None
     assert hardware.units_per_hour(config) is None
     assert torch.get_float32_matmul_precision() == before
@@ -196,7 +196,7 @@ def test_the_peak_is_that_of_the_part_and_not_of_one_whose_name_is_in_its(
     cuda: FakeCuda, name: str, tera: int | None
 ) -> None:
     cuda(name, (8, 0))
-    peak = detect_hardware(Config()).peak_flops
+    peak = hardware_of(Config()).peak_flops
     assert peak == (None if tera is None else pytest.approx(tera * 1e12, rel=0.01))
 
 
@@ -216,12 +216,12 @@ def test_units_are_known_on_an_a100_or_as_configured(
 ) -> None:
     cuda(name, (8, 0))
     config = Config(units_per_hour=configured)
-    assert detect_hardware(config).units_per_hour(config) == units
+    assert hardware_of(config).units_per_hour(config) == units
 
 
 def test_the_description_gives_every_choice_with_its_reason(cpu: Callable) -> None:
     cpu("amx_bf16")
-    hardware = detect_hardware(WIDE)
+    hardware = hardware_of(WIDE)
     lines = hardware.describe().splitlines()
     assert len(lines) == 3 and hardware.name in lines[0]
     assert "bf16" in lines[1] and hardware.precision_reason in lines[1]
@@ -229,7 +229,7 @@ def test_the_description_gives_every_choice_with_its_reason(cpu: Callable) -> No
 
 
 def test_memory_is_that_of_this_machine() -> None:
-    hardware = detect_hardware(Config(device="cpu"))
+    hardware = hardware_of(Config(device="cpu"))
     assert hardware.memory_bytes is None or hardware.memory_bytes >= common.machine.available_ram() > 2**20
     assert hardware.peak_memory() is None or hardware.peak_memory() > 2**20
 
@@ -250,17 +250,17 @@ def test_memory_is_that_of_this_machine() -> None:
 )
 def test_a_cpu_compiles_where_the_run_repays_it(cpu: Callable, values: dict, compiles: bool, said: str) -> None:
     cpu("")
-    hardware = detect_hardware(Config(**values))
+    hardware = hardware_of(Config(**values))
     assert hardware.compiles is compiles and said in hardware.compile_reason
 
 
 def test_a_gpu_compiles_with_triton_or_when_asked_to(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda("NVIDIA A100-SXM4-40GB", (8, 0))
-    assert detect_hardware(Config()).compiles
+    assert hardware_of(Config()).compiles
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package == "triton" else object())
-    hardware = detect_hardware(Config())
+    hardware = hardware_of(Config())
     assert not hardware.compiles and "Compile    off: torch.compile needs Triton" in hardware.describe()
-    assert detect_hardware(Config(compile="on")).compiles
+    assert hardware_of(Config(compile="on")).compiles
 
 
 # TF32 and memory
@@ -272,7 +272,7 @@ def test_fp32_is_fp32_on_a_gpu_during_a_run_and_after_it(cuda: FakeCuda, precisi
     """What the process allowed before does not matter: NVIDIA's containers allow TF32."""
     cuda("NVIDIA H200", (9, 0))
     torch.set_float32_matmul_precision(before)
-    detect_hardware(Config(precision=precision))
+    hardware_of(Config(precision=precision))
     assert torch.get_float32_matmul_precision() == "highest"
 
 
@@ -323,5 +323,5 @@ def test_cudnns_attention_is_left_out_where_it_reads_out_of_bounds(
     cuda("NVIDIA H200", (9, 0))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", version)
-        detect_hardware(Config())
+        hardware_of(Config())
     assert torch.backends.cuda.cudnn_sdp_enabled() == allowed

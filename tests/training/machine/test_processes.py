@@ -23,7 +23,7 @@ import train_colab_mmap
 from common.errors import ConfigError, MemoryExhausted
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import ALPHABET, CPU, parts_of, run_script, snapshot
+from tests.helpers import ALPHABET, CPU, estimated, rows_of, run_script, snapshot, trainer_of
 from tests.training.helpers import steps_of
 from tests.training.machine.launching import free_port, places, torchrun, trained
 from tokenize_local_bpe import tokenize
@@ -33,7 +33,6 @@ from training.machine.processes import data_parallel
 from training.numbers import optimizer
 from training.numbers.data import TokenData
 from training.planning import memory
-from training.planning.estimate import estimate_memory
 from training.planning.memory import halve_micro_batch
 from training.telling.records import read_metrics
 
@@ -357,7 +356,7 @@ def test_if_one_process_cannot_compile_all_take_the_same_smaller_micro_batch(
     config = dataclasses.replace(parse_config(train_flags(tmp_path / "run", **flags)), processes=2)
     with torch.device("meta"):
         model = TransformerLanguageModel(config.shape(len(ALPHABET)))
-    needed = [estimate_memory(config, model, dataclasses.replace(CPU, compiles=compiled)) for compiled in (True, False)]
+    needed = [estimated(config, model, dataclasses.replace(CPU, compiles=compiled)) for compiled in (True, False)]
     enough = int(sum(needed) / 2 / memory.MEMORY_SHARE)
     reaped += trained(2, *train_flags(tmp_path / "off", **flags, compile="off", micro_batch_size=16))
     told = [process.communicate(timeout=60) for process in reaped]
@@ -418,6 +417,6 @@ def test_out_of_memory_in_one_process_names_the_flag_that_helps(train_flags: Cal
     """No process retries alone: all would have to repeat the same batch."""
     config = parse_config(train_flags(Path("run"), batch_size=24, gradient_accumulation_steps=1))
     model = torch.nn.Linear(1, 1)
-    assert (config.sequences_per_process, config.rows_at_once) == (8, 8)
+    assert (config.sequences_per_process, rows_of(config)) == (8, 8)
     with pytest.raises(MemoryExhausted, match="add --micro_batch_size 4 to the same command"):
-        halve_micro_batch(parts_of(model, cast(TokenData, None), config), MemoryError(), "forward")  # type: ignore[arg-type]
+        halve_micro_batch(trainer_of(model, cast(TokenData, None), config), MemoryError())  # type: ignore[arg-type]

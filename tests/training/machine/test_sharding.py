@@ -18,13 +18,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import CPU
+from tests.helpers import CPU, estimated
 from tests.training.machine import sharded_steps
 from tests.training.machine.launching import places
 from training.config import parse_config
 from training.machine import sharding
 from training.machine.sharding import shard
-from training.planning.estimate import estimate_memory
 
 SCRIPT = Path(sharded_steps.__file__)
 
@@ -107,7 +106,7 @@ def test_the_estimate_is_the_peak_that_torch_tracks(
     try:
         with FakeTensorMode():
             model = TransformerLanguageModel(config.shape(vocab_size))
-            estimate = estimate_memory(config, model, hardware)
+            estimate = estimated(config, model, hardware)
             shard(model, hardware)
             optimizer = torch.optim.AdamW(model.parameters(), foreach=False, fused=False)
             batch = torch.zeros(rows, 256, dtype=torch.long)

@@ -20,13 +20,12 @@ from common.checkpoint import open_checkpoint
 from common.lora import TARGETS, LoRA, add_adapters
 from generate import load_checkpoint
 from model import IGNORE_INDEX, TransformerLanguageModel
-from tests.helpers import run_script, with_large_weights
+from tests.helpers import hardware_of, open_tokens, run_script, with_large_weights
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
 from tokenizer import load_tokenizer
 from training.config import Config, parse_config
 from training.machine.compilation import compile_model
-from training.machine.hardware import detect_hardware
 from training.numbers.data import TokenData
 from training.numbers.layout import pack
 from training.telling.records import read_metrics
@@ -65,7 +64,7 @@ def train(*arguments: Any, **options: Any) -> SimpleNamespace:
 
 def open_data(chats: Path, **options: Any) -> TokenData:
     config = parse_config(flags(chats, Path("unused"), **options))
-    return TokenData.open(config, detect_hardware(config))
+    return open_tokens(config, hardware_of(config))
 
 
 # Packing
@@ -146,8 +145,8 @@ def test_a_conversation_has_the_loss_in_its_window_that_it_has_alone(options: di
     """At generation it stands alone, from position 0 on."""
     rank = options.pop("lora_rank", 0)
     config = parse_config(flags(chats, Path("unused"), **options))
-    hardware = detect_hardware(config)
-    data = TokenData.open(config, hardware)
+    hardware = hardware_of(config)
+    data = open_tokens(config, hardware)
     torch.manual_seed(1)
     model = TransformerLanguageModel(config.shape(data.vocab_size))
     model.activation_checkpointing = config.activation_checkpointing
@@ -156,7 +155,7 @@ def test_a_conversation_has_the_loss_in_its_window_that_it_has_alone(options: di
     with_large_weights(model)
     batch = data.batch(0, 6)
     alone = reference(model, *batch)
-    assert compile_model(model, hardware, lambda: batch)(*batch).item() == pytest.approx(alone, rel=1e-5)
+    assert compile_model(model, hardware, batch)[0](*batch).item() == pytest.approx(alone, rel=1e-5)
     assert model(*batch[:2]).item() != pytest.approx(alone, rel=1e-3), "the model is blind to the others anyway"
 
 

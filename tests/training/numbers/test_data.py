@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 import training.numbers.data
 from common.errors import ConfigError, DataError, UserError
 from common.files import sha256_file
-from tests.helpers import CPU, snapshot
+from tests.helpers import CPU, open_tokens, snapshot
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import Config
 from training.numbers.data import ReadAhead, TokenData, choose_placement
+from training.numbers.layout import layout_of_text
 
 VOCAB_SIZE = 20
 TOKENS = 400
@@ -63,7 +64,7 @@ def config_of(folder: Path, **values: Any) -> Config:
 
 
 def open_data(folder: Path, **values: Any) -> TokenData:
-    return TokenData.open(config_of(folder, **values), CPU)
+    return open_tokens(config_of(folder, **values), CPU)
 
 
 def refusal(folder: Path, kind: type[UserError] = DataError, **values: Any) -> str:
@@ -79,7 +80,9 @@ def counting_data(train_tokens: int, seq_len: int, seed: int, val_tokens: int = 
     tokens = np.arange(train_tokens + val_tokens, dtype=np.int32)
     metadata = TokenMetadata(len(tokens), len(tokens), train_tokens, dtype="int32")
     config = Config(max_seq_len=seq_len, seed=seed)
-    return TokenData(metadata, tokens, None, b"{}", config, torch.device("cpu"), "ram")
+    return TokenData(
+        metadata, tokens, None, b"{}", layout_of_text(metadata, config.max_seq_len), config, torch.device("cpu"), "ram"
+    )
 
 
 @st.composite

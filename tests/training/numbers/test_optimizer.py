@@ -16,11 +16,12 @@ from hypothesis import strategies as st
 from common.validation import choices_of
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tests.helpers import parts_of
+from tests.helpers import trainer_of
 from tokenization.metadata import TokenMetadata
 from training.config import SCHEMA, Config
 from training.numbers import optimizer as optimizer_module
 from training.numbers.data import TokenData
+from training.numbers.layout import layout_of_text
 from training.numbers.optimizer import (
     RULES,
     Optimizer,
@@ -43,7 +44,9 @@ CONFIG = Config(
 def make_data(config: Config) -> TokenData:
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, 700).astype(np.uint16)
     metadata = TokenMetadata(VOCAB_SIZE, 700, 600, dtype="uint16")
-    return TokenData(metadata, tokens, None, b"{}", config, torch.device("cpu"), "ram")
+    return TokenData(
+        metadata, tokens, None, b"{}", layout_of_text(metadata, config.max_seq_len), config, torch.device("cpu"), "ram"
+    )
 
 
 def make_model(**values: Any) -> TransformerLanguageModel:
@@ -65,7 +68,7 @@ def train(
 ) -> tuple[torch.Tensor, list[float], list[float]]:
     """Weights after some steps, and each step's loss and gradient norm."""
     model = make_model(dropout=config.dropout)
-    parts = parts_of(model, make_data(config), config)
+    parts = trainer_of(model, make_data(config), config)
     losses, norms = [], []
     for step in range(first_step, first_step + steps):
         at = step * config.sequences_per_step if seen is None else seen
@@ -286,7 +289,7 @@ def test_another_seed_draws_another_dropout() -> None:
     for seed in (1, 2, 3):
         config = dataclasses.replace(CONFIG, dropout=0.3, seed=seed)
         model, data = make_model(dropout=0.3), make_data(CONFIG)  # the same batch for all
-        step = train_step(parts_of(model, data, config), 0, 0, 1e-2)
+        step = train_step(trainer_of(model, data, config), 0, 0, 1e-2)
         losses.add(step[0].item())
     assert len(losses) == 3
 
@@ -394,7 +397,7 @@ def test_a_step_with_muon_does_not_depend_on_the_micro_batch() -> None:
 
 
 def two_steps(model: TransformerLanguageModel, optimizer: Optimizer, first: int, config: Config) -> None:
-    parts = dataclasses.replace(parts_of(model, make_data(config), config), optimizer=optimizer)
+    parts = dataclasses.replace(trainer_of(model, make_data(config), config), optimizer=optimizer)
     for step in (first, first + 1):
         train_step(parts, step, step * 12, 1e-2)
 

@@ -41,7 +41,7 @@ class Machine:
         self.evaluation, self.write = 5.0, 2.0
         patch.setattr(time, "perf_counter", lambda: self.now)
         for module, name, seconds in (
-            (loop, "train_step", lambda args: self.step(args[1])),
+            (loop, "accumulate", lambda args: self.step(args[2])),
             (loop, "evaluate", lambda _: self.evaluation),
             (run_module, "write_checkpoint", lambda _: self.write),
         ):

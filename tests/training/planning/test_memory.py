@@ -24,21 +24,21 @@ from common.errors import MemoryExhausted
 from common.formatting import byte_size
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import ALPHABET, CPU, ROOT, parts_of
+from tests.helpers import ALPHABET, CPU, ROOT, estimated, rows_of, trainer_of, ways_of
 from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
 from training.config import Config, parse_config
 from training.file_names import CONFIG
+from training.keeping.resume import Old
 from training.keeping.run import Saver
 from training.machine import hardware as hardware_module
 from training.numbers import evaluate as evaluate_module
 from training.numbers.data import TokenData
 from training.numbers.optimizer import Optimizer
+from training.plan import build, make_plan
 from training.planning import memory as memory_module
 from training.planning import memory_advice as advice_module
-from training.planning.estimate import estimate_memory
-from training.planning.memory_advice import no_way_out, savings
-from training.prepare import prepare
+from training.planning.memory_advice import no_way_out
 from training.telling.records import read_metrics
 
 M_ARENA_MAX = -8  # of malloc.h
@@ -227,7 +227,7 @@ def memory_for_compiled_code(flags: list[str]) -> int:
     with torch.device("meta"):
         model = TransformerLanguageModel(config.shape(len(ALPHABET)))
     uncompiled, compiled = (
-        estimate_memory(config, model, dataclasses.replace(CPU, compiles=compiles)) for compiles in (False, True)
+        estimated(config, model, dataclasses.replace(CPU, compiles=compiles)) for compiles in (False, True)
     )
     assert compiled < uncompiled
     return int((compiled + uncompiled) / 2 / memory_module.MEMORY_SHARE)
@@ -269,12 +269,13 @@ def test_a_compile_that_fails_fits_the_micro_batch_again(
 def test_after_a_compile_that_failed_the_hardware_does_not_compile(
     train_flags: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parts = prepare(parse_config(train_flags(tmp_path / "run", compile="on", precision="fp32")))
-    assert parts.hardware.compiles
+    config = parse_config(train_flags(tmp_path / "run", compile="on", precision="fp32"))
+    trainer = build(make_plan(config, Old()))
+    assert trainer.hardware.compiles
     compiling_fails(monkeypatch)
-    memory_module.compile_step_model(parts, lambda: parts.data.batch(0, 4))
-    assert parts.step_model is parts.model and not parts.hardware.compiles
-    assert "Compile    off: torch.compile failed (no compiler found)" in parts.hardware.describe()
+    memory_module.compile_step_model(trainer)
+    assert trainer.step_model is trainer.model and not trainer.hardware.compiles
+    assert "Compile    off: torch.compile failed (no compiler found)" in trainer.hardware.describe()
 
 
 def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
@@ -339,7 +340,7 @@ def test_running_out_in_the_update_is_not_tried_again(
 def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
     config = Config(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
     hardware = dataclasses.replace(CPU, memory_bytes=10**9)
-    ways = savings(config, 32_000, hardware)
+    ways = ways_of(config, 32_000, hardware)
     flags = [flag.split(" (")[0] for flag, _ in ways]
     order = [
         "--micro_batch_size 1",
@@ -353,9 +354,9 @@ def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
     halved = dataclasses.replace(config, max_seq_len=256)
     with torch.device("meta"):
         models = [TransformerLanguageModel(each.shape(32_000)) for each in (config, halved)]
-    saved = estimate_memory(config, models[0], hardware) - estimate_memory(halved, models[1], hardware)
+    saved = estimated(config, models[0], hardware) - estimated(halved, models[1], hardware)
     assert dict(ways)["--max_seq_len 256 (a new run)"] == saved
-    said = no_way_out(config, 32_000, dataclasses.replace(hardware, memory_bytes=10**15))
+    said = no_way_out(config, config.shape(32_000), dataclasses.replace(hardware, memory_bytes=10**15), rows_of(config))
     assert f"--max_seq_len 256 (a new run): about {byte_size(saved)} less" in said
     assert not re.search("[Rr]estart|process", said)
 
@@ -367,9 +368,9 @@ def test_processes_that_share_the_optimizers_state_need_less_each() -> None:
     with torch.device("meta"):
         model = TransformerLanguageModel(config.shape(256))
     block = sum(parameter.numel() for parameter in model.blocks.parameters())
-    saved = dict(savings(config, 256, CPU))["--shard"]
+    saved = dict(ways_of(config, 256, CPU))["--shard"]
     assert 16 * 0.7 * block < saved < 16 * 0.75 * model.num_parameters()
-    assert "--shard" not in dict(savings(dataclasses.replace(config, processes=1), 256, CPU))
+    assert "--shard" not in dict(ways_of(dataclasses.replace(config, processes=1), 256, CPU))
 
 
 def test_scaling_md_says_what_large_models_need() -> None:
@@ -388,15 +389,15 @@ def test_scaling_md_says_what_large_models_need() -> None:
             config = dataclasses.replace(config, processes=int(processes), shard=shard)
             with torch.device("meta"):
                 model = TransformerLanguageModel(config.shape(32_000))
-            assert f"{estimate_memory(config, model, hardware) / 1e9:.1f}" == figure
+            assert f"{estimated(config, model, hardware) / 1e9:.1f}" == figure
 
 
 def test_dropout_is_what_to_leave_out_where_it_takes_memory() -> None:
     config = Config(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=64, micro_batch_size=1, dropout=0.1)
     hardware = dataclasses.replace(CPU, precision="bf16")
-    saved = dict(savings(config, 100, hardware))
+    saved = dict(ways_of(config, 100, hardware))
     assert saved["--dropout 0"] == 12 * 3 * 2 * 64 * 64  # bytes, layers and one at work, heads, positions by positions
-    assert "--dropout 0" not in dict(savings(config, 100, dataclasses.replace(hardware, device=torch.device("cuda"))))
+    assert "--dropout 0" not in dict(ways_of(config, 100, dataclasses.replace(hardware, device=torch.device("cuda"))))
 
 
 def test_what_the_driver_tells_of_processes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,7 +417,7 @@ def test_no_way_out_is_raised_as_exhausted_memory() -> None:
         model = TransformerLanguageModel(config.shape(100))
     data = cast(TokenData, SimpleNamespace(vocab_size=100))
     with pytest.raises(MemoryExhausted, match="1 x 256 tokens"):
-        memory_module.halve_micro_batch(parts_of(model, data, config), MemoryError(), "forward")
+        memory_module.halve_micro_batch(trainer_of(model, data, config), MemoryError())
 
 
 @pytest.mark.parametrize("fails", [1, 4], ids=["first", "last"])

@@ -20,11 +20,11 @@ import train_colab_mmap
 from common.errors import MemoryExhausted
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tests.helpers import CPU, with_large_weights
+from tests.helpers import CPU, estimated, rows_of, with_large_weights
 from tokenizer import CharacterTokenizer
 from training.config import Config
 from training.machine.hardware import Hardware
-from training.planning.estimate import PROCESS_BYTES, bytes_per_token, estimate_memory, held_memory
+from training.planning.estimate import PROCESS_BYTES, bytes_per_token, held_memory
 from training.planning.memory import MEMORY_SHARE, fit_micro_batch
 
 CONFIG = Config(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
@@ -43,7 +43,7 @@ def estimate(vocab_size: int = 1000, precision: str = "fp32", **values: Any) -> 
     config = config_of(**values)
     with torch.device("meta"):
         model = TransformerLanguageModel(config.shape(vocab_size))
-    return estimate_memory(config, model, with_memory(None, precision))
+    return estimated(config, model, with_memory(None, precision))
 
 
 # The estimate
@@ -74,7 +74,7 @@ def test_weights_gradients_and_moments_take_16_bytes_a_parameter() -> None:
     with torch.device("meta"):
         model = TransformerLanguageModel(config.shape(200_000))
     least = 16 * model.num_parameters()
-    assert least <= estimate_memory(config, model, with_memory(None)) < 1.2 * least
+    assert least <= estimated(config, model, with_memory(None)) < 1.2 * least
 
 
 def test_dropout_on_a_cpu_takes_the_attention_matrices() -> None:
@@ -93,11 +93,11 @@ def test_dropout_on_a_cpu_takes_the_attention_matrices() -> None:
             loss = model(tokens, tokens)
         kept.append(sum(storages.values()))
         loss.backward()
-    without, with_dropout = (estimate_memory(config, model, with_memory(None)) for model in models)
+    without, with_dropout = (estimated(config, model, with_memory(None)) for model in models)
     of_layers = (with_dropout - without) * 2 / 3  # of two; what one more would keep passes through the backward pass
     assert of_layers == pytest.approx(kept[1] - kept[0], rel=0.1)
     on_gpu = [
-        estimate_memory(config, model, dataclasses.replace(with_memory(None), device=torch.device("cuda")))
+        estimated(config, model, dataclasses.replace(with_memory(None), device=torch.device("cuda")))
         for model in models
     ]
     assert on_gpu == [without, without]
@@ -114,7 +114,7 @@ def kept_of_a_token(config: Config, layers: int, precision: str) -> float:
         storages[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    tokens = torch.zeros(config.rows_at_once, config.max_seq_len, dtype=torch.long)
+    tokens = torch.zeros(rows_of(config), config.max_seq_len, dtype=torch.long)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with hooks, torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
         model(tokens, tokens)
@@ -153,10 +153,10 @@ def test_compiled_code_and_checkpointed_activations_take_less() -> None:
     config = config_of(batch_size=64, max_seq_len=512)
     with torch.device("meta"):
         model = TransformerLanguageModel(config.shape(32_000))
-    eager = estimate_memory(config, model, with_memory(None, "bf16"))
-    assert estimate_memory(config, model, compiled) < eager
+    eager = estimated(config, model, with_memory(None, "bf16"))
+    assert estimated(config, model, compiled) < eager
     checkpointed = dataclasses.replace(config, activation_checkpointing=True)
-    assert estimate_memory(checkpointed, model, compiled) < estimate_memory(config, model, compiled)
+    assert estimated(checkpointed, model, compiled) < estimated(config, model, compiled)
 
 
 MODERN = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "bias": False, "activation": "relu2"}
@@ -212,38 +212,35 @@ def test_the_micro_batch_is_halved_until_it_fits(rows_that_fit: int, capsys: pyt
     config = config_of()
     model = TransformerLanguageModel(config.shape(1000))
     needed, too_much = (
-        estimate_memory(dataclasses.replace(config, micro_batch_size=rows), model, with_memory(None))
+        estimated(dataclasses.replace(config, micro_batch_size=rows), model, with_memory(None))
         for rows in (rows_that_fit, 2 * rows_that_fit)
     )
     fitted = fit_micro_batch(config, model, with_memory(int((needed + too_much) / 2 / MEMORY_SHARE)))
-    assert fitted.rows_at_once == rows_that_fit
-    assert fitted.sequences_per_step == config.sequences_per_step  # the result does not change
+    assert fitted == (rows_that_fit, "memory")
     printed = capsys.readouterr().out
     assert f"micro_batch_size {rows_that_fit}" in printed and "32 sequences" in printed
-    assert fitted.sources["micro_batch_size"] == "memory"
-    assert config.sources["micro_batch_size"] == "default"  # the configuration that was given stays as it was
 
 
 def test_tokens_on_the_gpu_take_their_part_of_the_memory() -> None:
     config = config_of()
     model = TransformerLanguageModel(config.shape(1000))
-    memory = int(estimate_memory(config, model, with_memory(None)) / MEMORY_SHARE) + 10
-    assert fit_micro_batch(config, model, with_memory(memory)).rows_at_once == 32
-    assert fit_micro_batch(config, model, with_memory(memory), held=1000).rows_at_once == 16
+    memory = int(estimated(config, model, with_memory(None)) / MEMORY_SHARE) + 10
+    assert fit_micro_batch(config, model, with_memory(memory))[0] == 32
+    assert fit_micro_batch(config, model, with_memory(memory), held=1000)[0] == 16
 
 
 def test_a_step_that_fits_is_left_as_it_is(capsys: pytest.CaptureFixture) -> None:
     config = config_of()
     model = TransformerLanguageModel(config.shape(1000))
-    assert fit_micro_batch(config, model, with_memory(10**12)) is config
-    assert fit_micro_batch(config, model, with_memory(None)) is config  # a machine that does not tell
+    assert fit_micro_batch(config, model, with_memory(10**12)) == (32, "default")
+    assert fit_micro_batch(config, model, with_memory(None)) == (32, "default")  # a machine that does not tell
     assert not capsys.readouterr().out
 
 
 def test_a_micro_batch_that_was_given_is_respected() -> None:
     config = config_of(micro_batch_size=32)
     model = TransformerLanguageModel(config.shape(1000))
-    assert fit_micro_batch(config, model, with_memory(1)) is config
+    assert fit_micro_batch(config, model, with_memory(1))[0] == 32
 
 
 def test_a_model_that_cannot_fit_ends_with_exit_code_5() -> None:

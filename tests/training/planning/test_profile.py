@@ -11,11 +11,8 @@ import pytest
 import torch
 
 from tests.helpers import CPU
-from training.config import Config
 from training.machine.hardware import Hardware
 from training.planning.profile import NOTICEABLE, PARTS, limit
-
-CONFIG = Config(batch_size=8)
 
 
 def fast_hardware(device: str = "cpu", **values: Any) -> Hardware:
@@ -25,7 +22,7 @@ def fast_hardware(device: str = "cpu", **values: Any) -> Hardware:
 def parts_of(**shares: float) -> dict[str, float]:
     """Parts of a step of one second; what is not named is computed."""
     rest = 1 - sum(shares.values())
-    return dict.fromkeys(PARTS, 0.0) | shares | {"forward": rest / 3, "backward": 2 * rest / 3}
+    return dict.fromkeys(PARTS, 0.0) | shares | {"gradients": rest}
 
 
 @pytest.fixture(scope="module")
@@ -67,19 +64,19 @@ def test_profiling_and_a_dry_run_exclude_each_other(train, tmp_path) -> None:
         ("data", "cuda", "ram", ("Reading data", "--placement gpu")),
         ("data", "cuda", "gpu", ("Reading data", "larger model")),
         ("data", "cpu", "ram", ("Reading data", "larger model")),
-        ("optimizer", "cpu", "ram", ("optimizer", "--batch_size", "--gradient_accumulation_steps")),
+        ("update", "cpu", "ram", ("optimizer", "--batch_size", "--gradient_accumulation_steps")),
     ],
 )
 def test_a_part_that_takes_much_is_named_with_what_to_do(
     part: str, device: str, placement: str, said: tuple[str, ...]
 ) -> None:
-    sentence = limit(parts_of(**{part: 0.4}), CONFIG, fast_hardware(device), placement)
+    sentence = limit(parts_of(**{part: 0.4}), fast_hardware(device), placement)
     assert "40%" in sentence and all(words in sentence for words in said), sentence
 
 
 def test_parts_that_take_little_are_not_worth_a_word() -> None:
-    little = parts_of(data=0.9 * NOTICEABLE, optimizer=0.9 * NOTICEABLE)
-    assert "computation is the limit" in limit(little, CONFIG, fast_hardware(), "mmap")
+    little = parts_of(data=0.9 * NOTICEABLE, update=0.9 * NOTICEABLE)
+    assert "computation is the limit" in limit(little, fast_hardware(), "mmap")
 
 
 def test_what_is_off_is_suggested_before_smaller_models() -> None:
@@ -88,4 +85,4 @@ def test_what_is_off_is_suggested_before_smaller_models() -> None:
         (fast_hardware("cuda", compiles=False), "--compile on"),
         (fast_hardware("cuda"), "smaller model"),
     ):
-        assert said in limit(parts_of(), CONFIG, hardware, "gpu")
+        assert said in limit(parts_of(), hardware, "gpu")

@@ -13,11 +13,11 @@ import torch
 
 from common.errors import ConfigError
 from common.formatting import cell, table_row
-from tests.helpers import columns
+from tests.helpers import columns, hardware_of
 from tests.hostile.mutations import byte_mutations, json_mutations
 from training.config import parse_config
 from training.keeping.state import TrainState
-from training.machine.hardware import Hardware, detect_hardware
+from training.machine.hardware import Hardware
 from training.numbers.prompts import Answer, Prompt
 from training.telling import report as report_module
 from training.telling import timer as timer_module
@@ -35,7 +35,7 @@ CONTRACT_FIELDS = {
 
 @pytest.fixture(scope="module")
 def hardware() -> Hardware:
-    return detect_hardware(parse_config(["--device", "cpu"]))
+    return hardware_of(parse_config(["--device", "cpu"]))
 
 
 @pytest.fixture
