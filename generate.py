@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from common.errors import script
 from common.flags import Parser, add_debug
+from common.script import script
 from generation.settings import FLAGS, Request, Sampling, settings_of
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common.errors import INTERRUPTED, ConfigError, script
+from common.errors import INTERRUPTED, ConfigError, DataError
 from common.flags import Parser, add_debug
-from common.output import unbreakable_output
+from common.script import writing_script
 from common.validation import check
 from tokenization.settings import DEFAULT_FOLDER, FLAGS, Settings, without_effect
 
@@ -60,17 +60,16 @@ def parse_arguments(argv: Sequence[str] | None) -> Settings:
     return settings
 
 
-@script
+@writing_script(DataError)
 def main(argv: Sequence[str] | None = None) -> int:
     settings = parse_arguments(argv)
     from tokenization.command import tokenize_with  # here: --help must not wait for what it imports
 
-    with unbreakable_output():  # the result is the files; closed stdout must not stop it
-        try:
-            tokenize_with(settings)
-        except KeyboardInterrupt:
-            print("\nInterrupted. The same command continues where this one stopped.", file=sys.stderr)
-            return INTERRUPTED
+    try:
+        tokenize_with(settings)
+    except KeyboardInterrupt:
+        print("\nInterrupted. The same command continues where this one stopped.", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

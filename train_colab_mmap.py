@@ -15,9 +15,8 @@ import os
 import time
 from collections.abc import Sequence
 
-from common.errors import CheckpointError, full_disk_told, script
-from common.launch import end, only_rank_0_prints
-from common.output import unbreakable_output
+from common.errors import CheckpointError
+from common.script import end, writing_script
 from training.config import parse_config
 
 # Threads that wait for each other spin this often before they sleep. With libgomp's own 300,000 a step takes up to five
@@ -25,18 +24,16 @@ from training.config import parse_config
 SPIN_COUNT = "30000"
 
 
-@script
+@writing_script(CheckpointError)
 def main(argv: Sequence[str] | None = None) -> int:
-    with unbreakable_output(), only_rank_0_prints():  # a closed stdout must not stop the training
-        started = time.perf_counter()
-        config = parse_config(argv)
-        if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported
-            os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
-        # torch takes seconds to import, and --help should not wait for it.
-        from training.loop import train
+    started = time.perf_counter()
+    config = parse_config(argv)
+    if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
+    # torch takes seconds to import, and --help should not wait for it.
+    from training.loop import train
 
-        with full_disk_told(CheckpointError, config.run_dir):
-            return train(config, started, ends_process=argv is None)
+    return train(config, started, ends_process=argv is None)
 
 
 if __name__ == "__main__":

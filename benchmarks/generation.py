@@ -36,9 +36,10 @@ from benchmarks.measure import (
     measure_in_turn,
     write_results,
 )
-from common.errors import ConfigError, script
+from common.errors import ConfigError
 from common.flags import Parser
 from common.machine import cpu_bf16_flag, pick_device
+from common.script import script
 from generation.decoding import continuations
 from generation.sampling import Sampling
 from model import TransformerLanguageModel

@@ -24,8 +24,8 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import RESULTS, ROOT, describe_machine, require_known, write_random_tokens
-from common.errors import script
 from common.flags import Parser, add_debug
+from common.script import script
 from training.telling.records import read_metrics
 
 QUESTION = "What is the capital of France?"

@@ -21,8 +21,9 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import ROOT, add_result_flags, describe_machine, markdown_table, write_results
-from common.errors import ConfigError, UserError, script
+from common.errors import ConfigError, UserError
 from common.flags import Parser
+from common.script import script
 from training.telling.records import read_metrics
 
 

@@ -39,10 +39,11 @@ from benchmarks.measure import (
     write_random_tokens,
     write_results,
 )
-from common.errors import ConfigError, script
+from common.errors import ConfigError
 from common.flags import Parser
 from common.formatting import si
 from common.machine import pick_device
+from common.script import script
 
 TOKENS = 2_000_000
 README_SECTION = re.compile(r"(<!-- performance: [^\n]*-->\n).*?(<!-- /performance -->)", re.DOTALL)

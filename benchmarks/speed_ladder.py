@@ -44,9 +44,10 @@ from benchmarks.measure import (
     write_random_tokens,
     write_results,
 )
-from common.errors import UserError, script
+from common.errors import UserError
 from common.flags import Parser, add_debug
 from common.machine import has_fast_bf16, pick_device
+from common.script import script
 from model import TransformerLanguageModel
 from training.config import Config, parse_config
 from training.machine.compilation import compile_model

@@ -24,8 +24,8 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 from tokenizers import Tokenizer
 
 from benchmarks.measure import ROOT, markdown_table
-from common.errors import script
 from common.flags import Parser, add_debug
+from common.script import script
 from tokenization.corpus import Source, find_sources, read_pieces, unpacked_bytes
 from tokenization.encoding import encode_in_order, read_chunks
 from tokenization.metadata import token_dtype

@@ -19,9 +19,9 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import describe_machine, machine_kind, markdown_table, write_results
-from common.errors import script
 from common.flags import Parser, add_debug
 from common.formatting import clock
+from common.script import script
 
 
 @script

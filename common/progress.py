@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import time
@@ -13,7 +14,27 @@ from common.formatting import byte_size, clock
 if TYPE_CHECKING:
     from tqdm import tqdm
 
+# What happens, told by any thread: a line each on stdout, above the progress bar where there is one.
+log = logging.getLogger("gpt2")
 LOG_LINE_SECONDS = 10.0  # between two lines if the output cannot be redrawn
+
+
+class Lines(logging.Handler):
+    """Prints what is logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        from tqdm import tqdm
+
+        tqdm.write(record.getMessage(), file=sys.stdout)
+        sys.stdout.flush()
+
+
+def print_log() -> None:
+    """Print what is logged from now on."""
+    if not log.handlers:
+        log.addHandler(Lines())
+        log.setLevel(logging.INFO)
+        log.propagate = False
 
 
 def is_interactive() -> bool:

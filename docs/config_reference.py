@@ -19,10 +19,11 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 import generation.settings
 import tokenization.settings
-from common.errors import ConfigError, script
+from common.errors import ConfigError
 from common.files import atomic_write, read_json
 from common.flags import Parser, add_debug
 from common.formatting import cell, table_row
+from common.script import script
 from common.validation import about, choices_of, is_tuple, kind_of, limits_of
 from training.config import REPOSITORY, SCHEMA
 

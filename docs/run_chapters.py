@@ -21,9 +21,10 @@ from pathlib import Path
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.errors import DataError, script
+from common.errors import DataError
 from common.files import atomic_write
 from common.flags import Parser, add_debug
+from common.script import script
 from training.config import REPOSITORY
 
 FOLDER = REPOSITORY / "docs" / "how_it_works"

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from common.chat import Message, require_order
-from common.errors import LONGEST_MESSAGE, is_out_of_memory
+from common.errors import is_out_of_memory
+from common.script import LONGEST_MESSAGE
 from common.validation import build, suggest
 from generation.decoding import ROWS_AT_ONCE, prompt_ids
 from generation.sampling import Sampling

@@ -6,14 +6,16 @@ import contextlib
 import hashlib
 import io
 import json
+import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+from common.progress import log
 from model import TransformerLanguageModel
 from tokenizer import CharacterTokenizer
 from training.config import Config
@@ -170,3 +172,19 @@ def estimated(config: Config, model: TransformerLanguageModel, hardware: Hardwar
 
 def ways_of(config: Config, vocab_size: int, hardware: Hardware) -> list[tuple[str, int]]:
     return savings(config, config.shape(vocab_size), hardware, rows_of(config))
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """The lines that are logged inside."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)

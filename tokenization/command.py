@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from common.chat import ChatTemplate, end_of_text
-from common.errors import ConfigError, DataError, full_disk_told
+from common.errors import ConfigError, DataError
 from common.files import atomic_write, sha256_file
 from common.progress import BytesRead
 from tokenization.conversations import read_conversations
@@ -35,11 +35,6 @@ from tokenizer_bpe import SMALLEST_VOCABULARY, BPETokenizer
 
 def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = True) -> Path:
     """`tokenize` of tokenize_local_bpe.py, with checked settings."""
-    with full_disk_told(DataError, options.output_dir):
-        return fill_folder(options, quiet, may_replace)
-
-
-def fill_folder(options: Settings, quiet: bool, may_replace: bool) -> Path:
     say = (lambda message: None) if quiet else print
     sources = find_sources(options.input, SUFFIXES[options.format])
     kind = "character" if options.tokenizer == "char" else "bpe"

@@ -16,8 +16,8 @@ from pathlib import Path
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.errors import script
 from common.flags import Parser, add_debug
+from common.script import script
 
 
 @script

@@ -18,10 +18,11 @@ from pathlib import Path
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.errors import ConfigError, script
+from common.errors import ConfigError
 from common.files import atomic_write
 from common.flags import Parser, add_debug
 from common.formatting import byte_size
+from common.script import script
 from serving.server import PORTS, is_port
 from serving.watch_page import listen, named, newest_run, page, runs_in
 from training.telling.run_reader import RunReader

@@ -12,6 +12,7 @@ from common.errors import INTERRUPTED, is_out_of_memory
 from common.formatting import clock
 from common.launch import is_rank_0
 from common.lock import FolderLock
+from common.progress import log
 from training.config import Config
 from training.file_names import SUMMARY
 from training.keeping.interruption import Interruption, StopRequested
@@ -73,7 +74,7 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
     """Train until the run is finished or stopped. Returns the exit code."""
     trainer, state, config = run.trainer, run.state, run.trainer.config
     if on_rank_0(lambda: state.finished and (run.dir / SUMMARY).is_file()):
-        with run.saving(print, lambda: False):
+        with run.saving():
             pass  # only the mirror may need the newest files
         print(finished_message(run))
         return 0
@@ -92,11 +93,11 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
         print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run: {shorter}")
     report = Report(run.dir, timer, state.step, state.max_steps, config.tensorboard)
     interruption = Interruption(ends_process)
-    with interruption.awaited(), run.saving(report.say, lambda: interruption.requested):
+    with interruption.awaited(), run.saving(interruption):
         with contextlib.closing(report):
             answers = Loop(run, report, timer, deadline, interruption, started).run_to_end()
         interruption.answer = "Stopping once what is under way is saved and copied"
-        run.finish_saving(report.say)
+        run.saver.finish()
         is_done = state.finished and state.unevaluated is None
         if is_done:  # no answers: evaluation is off, or the last session ended before its summary
             answers = answers or answer_prompts(trainer)
@@ -161,8 +162,7 @@ class Loop:
                     self.fitting(self.evaluate, state.unevaluated)
                 if run.save_is_due():
                     self.save_if_sound()
-                for line in run.news():
-                    self.report.say(line)
+                run.saver.check()
                 if state.step >= self.deadline.next_look and not state.finished:
                     self.look_at_clock()
 
@@ -172,16 +172,13 @@ class Loop:
 
     def look_at_clock(self) -> None:
         """With `minutes`: measure the speed, and begin the fall of the learning rate if it is time."""
-        begins, said = self.deadline.look()
-        if begins:
+        if self.deadline.look():
             if self.trainer.config.eval_interval and self.deadline.evaluation_seconds is None:
-                self.report.say("Evaluating once, to know how long it takes ...")
+                log.info("Evaluating once, to know how long it takes ...")
                 with self.timer.paused():
                     self.fitting(evaluate, self.trainer, self.interruption.check)
                 self.deadline.evaluation_seconds = self.timer.last_pause
-            said = self.deadline.fix()
-        for line in said:
-            self.report.say(line)
+            self.deadline.fix()
         self.report.plan(self.deadline.last_step)
 
     def step(self) -> None:
@@ -203,7 +200,7 @@ class Loop:
         if state.step == self.first_step + 1:
             reporting = bool(config.log_interval)  # soon, also where steps take minutes
             trainer.hardware.synchronize()
-            self.report.say(f"First step {time.perf_counter() - self.started:.1f} s after the start")
+            log.info(f"First step {time.perf_counter() - self.started:.1f} s after the start")
         if reporting or not trainer.hardware.is_cuda or state.step % 100 == 0:
             self.stability.require_stable(state.step, self.run.saved_step)
         row: dict[str, Any] = {"step": state.step, "epoch": self.run.epoch, "tokens": state.tokens}
@@ -225,7 +222,7 @@ class Loop:
                 if is_out_of_memory(error):
                     self.save_unevaluated()
                 told = halve_micro_batch(self.trainer, error)
-            self.report.say(f"{told} Kept for this run; another: --micro_batch_size {self.trainer.rows_at_once}")
+            log.info(f"{told} Kept for this run; another: --micro_batch_size {self.trainer.rows_at_once}")
             self.keep_config()
             if work != self.compile:
                 self.fitting(self.compile)
@@ -236,7 +233,7 @@ class Loop:
         row |= self.stability.row()
         self.report.progress(row, self.run.mirror.status() if self.run.mirror else "")
         for line in self.stability.warnings(self.state.step, row["train_loss"]):
-            self.report.say(line)
+            log.info(line)
         return row
 
     def evaluate(self, row: dict[str, Any]) -> None:
@@ -270,11 +267,11 @@ class Loop:
             named = (
                 f"the best weights so far (step {state.best_step:,}, {state.best_val_loss:.4f} over {before} windows)"
             )
-            self.report.say(f"Evaluating {named} over the {windows:,} validation windows of now ...")
+            log.info(f"Evaluating {named} over the {windows:,} validation windows of now ...")
             with self.best_weights():
                 loss = validation_loss(trainer, windows, check)
             state.best_evaluated_again(loss, windows)
-            self.report.say(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
+            log.info(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
 
     def finite(self, result: Evaluation, what: str) -> Evaluation:
         """Raises ConfigError if the training diverged: more steps would only waste time."""

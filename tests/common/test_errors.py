@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from common.errors import script
+from common.script import script
 from tests.helpers import ROOT
 
 

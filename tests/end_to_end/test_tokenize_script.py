@@ -504,7 +504,7 @@ def test_a_full_disk_is_said_and_the_work_is_kept(
         patch.setattr(token_writer.TokenWriter, "append", full)
         assert run(*arguments) == 3
     error = capsys.readouterr().err
-    assert f"disk is full: {tmp_path / 'out'}" in error and "Traceback" not in error
+    assert "disk is full" in error and "Traceback" not in error
     assert list(tmp_path.glob("out/*")) == [tmp_path / "out" / ".tokens_bpe.partial"]
     assert run(*arguments) == 0
 

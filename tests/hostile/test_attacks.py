@@ -19,7 +19,8 @@ from safetensors.torch import load_file, save_file
 
 import generate
 from common.checkpoint import open_checkpoint
-from common.errors import LONGEST_MESSAGE, CheckpointError, DataError
+from common.errors import CheckpointError, DataError
+from common.script import LONGEST_MESSAGE
 from tests.conftest import Result
 from tests.helpers import snapshot
 from tests.hostile.mutations import DEEP

@@ -7,13 +7,13 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from common.errors import CheckpointError
 from common.files import read_json, write_json
 from common.lock import session
+from common.progress import log
 from common.publishing import CHECKPOINT_NAME, STEP_NAME, discard
 from training.file_names import MARKER, STAGING
 
@@ -59,7 +59,7 @@ class Lease:
         except CheckpointError:  # there is none, or it was cut off
             return {}
 
-    def require_free(self, say: Callable[[str], None] = print) -> None:
+    def require_free(self) -> None:
         """Wait until it is sure that no other session, on this or another machine, holds the mirror. A session that was
         killed leaves its name behind. Raises TakenOver if there is a sign of life."""
         first = self.read()
@@ -67,7 +67,8 @@ class Lease:
         holder = first.get("holder")
         if not isinstance(holder, dict) or has_ended(holder):
             return
-        say(f"{self.path.parent} was in use by {described(holder)}. Waiting {DEAD_AFTER:.0f} s for a sign of life.")
+        was = f"{self.path.parent} was in use by {described(holder)}"
+        log.info(f"{was}. Waiting {DEAD_AFTER:.0f} s for a sign of life.")
         deadline = time.monotonic() + DEAD_AFTER
         while time.monotonic() < deadline:
             time.sleep(min(1.0, DEAD_AFTER / 10))

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,14 +19,18 @@ from common.checkpoint import MANIFEST, problems_of, prune, step_folders
 from common.errors import ConfigError
 from common.files import atomic_write, read_json, write_json
 from common.formatting import byte_size, clock
+from common.progress import log
 from common.publishing import PUBLISHING, discard, publish
 from training.file_names import CONFIG, CURVE, MARKER, METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
+from training.keeping.interruption import Interruption
 from training.keeping.lease import HEARTBEAT, Lease, TakenOver
 
 MIRRORED_FILES = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY)
 COPIES = 5  # checkpoints in the mirror at the most: two kept, the best one, and a new one of each kind
 PIECE_BYTES = 4 << 20  # copied at a time
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two attempts
+COPY_SECONDS = 600.0  # to wait for the last copy
+COPY_SECONDS_IF_STOPPED = 60.0  # likewise, once somebody has pressed stop
 LAST_ATTEMPTS_SECONDS = 30.0  # of failures, after the training has ended
 LAST_CALL_SECONDS = 5.0  # to wait for a call to the Drive, when the mirror is closed
 
@@ -49,7 +52,6 @@ class Mirror:
         absolute = os.path.abspath(run_dir)  # identifies the run, however its folder is spelled
         self.dir = self.root / os.path.basename(absolute)
         self.lease = Lease(self.dir, absolute)
-        self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.worker: threading.Thread | None = None
         self.woken = threading.Event()
         self.request = threading.Event()  # set once everything that was new at the last `wake` is copied
@@ -103,7 +105,7 @@ class Mirror:
             missing = COPIES - len(manifests) - (self.dir / "best").is_dir()
             free = shutil.disk_usage(self.dir).free
             if missing * checkpoint_bytes > free:
-                self.news.put(
+                log.info(
                     f"Warning: {self.dir} will need about {byte_size(missing * checkpoint_bytes)} more, and "
                     f"{byte_size(free)} are free there."
                 )
@@ -143,7 +145,7 @@ class Mirror:
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             if reason != self.problem:
-                self.news.put(
+                log.info(
                     f"Warning: copying to {self.dir} failed ({reason}){self.what_is_there()}. The training goes on, "
                     f"and the copy is tried again."
                 )
@@ -204,7 +206,7 @@ class Mirror:
             began = time.time()
             if self.copy_if_new(newest, copy_the_rest):
                 self.copied_at = began
-                self.news.put(f"Copied {newest.name} to {self.dir}")
+                log.info(f"Copied {newest.name} to {self.dir}")
                 prune(self.dir / "checkpoints", truncate=True, staging=self.lease.staging)
 
     def copy_if_new(self, folder: Path, before_publish: Callable[[], None] = lambda: None) -> bool:
@@ -236,38 +238,27 @@ class Mirror:
         age = f"copy {clock(max(0.0, time.time() - self.copied_at))} old" if self.copied_at else "no copy yet"
         return f"{age} ({self.problem})" if self.problem else age
 
-    def finish(
-        self, seconds: float, is_asked: Callable[[], bool], seconds_if_asked: float, say: Callable[[str], None]
-    ) -> None:
-        """Request a last copy and wait for it: `seconds` at most, fewer once `is_asked` to stop, or until it has failed
-        for LAST_ATTEMPTS_SECONDS."""
+    def finish(self, interruption: Interruption | None = None) -> None:
+        """Request a last copy and wait for it: COPY_SECONDS at most, fewer once somebody has pressed stop, or until it
+        has failed for LAST_ATTEMPTS_SECONDS."""
         self.wake()
         began = time.monotonic()
         has_told = False
         while not self.request.wait(0.02) and self.taken_over is None:
-            for line in self.messages():
-                say(line)
             now, failing_since = time.monotonic(), self.failing_since
-            limit = min(seconds, seconds_if_asked) if is_asked() else seconds
+            limit = COPY_SECONDS_IF_STOPPED if interruption is not None and interruption.requested else COPY_SECONDS
             if not has_told and now - began > 1.0:
                 has_told = True
-                say(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")
+                log.info(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")
             keeps_failing = failing_since is not None and now - failing_since > LAST_ATTEMPTS_SECONDS
             is_alive = self.worker is not None and self.worker.is_alive()
             if now - began > limit or keeps_failing or not is_alive:
                 reason = self.problem or f"not done within {clock(limit)}"
-                say(
+                log.info(
                     f"Warning: the copies in {self.dir} are not up to date ({reason}){self.what_is_there()}. Nothing "
                     f"is missing in {self.run_dir}. Once the problem is solved, the same command makes the copies."
                 )
                 return
-        for line in self.messages():
-            say(line)
-
-    def messages(self) -> Iterator[str]:
-        """The worker's messages since the last call."""
-        while not self.news.empty():
-            yield self.news.get()
 
     def close(self) -> None:
         """End the worker and let other sessions have the mirror."""

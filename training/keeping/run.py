@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import queue
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,7 +24,9 @@ from common.checkpoint import (
 from common.errors import CheckpointError, is_out_of_memory
 from common.launch import is_rank_0
 from common.machine import available_ram
+from common.progress import log
 from common.publishing import STEP_NAME
+from training.keeping.interruption import Interruption
 from training.keeping.lease import TakenOver
 from training.keeping.mirror import Mirror
 from training.keeping.state import Saved, TrainState
@@ -37,8 +38,6 @@ from training.numbers.stability import diverged
 from training.numbers.step import Trainer
 
 SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
-COPY_SECONDS = 600.0  # to wait for the last copy to the mirror
-COPY_SECONDS_IF_STOPPED = 60.0  # likewise, once somebody has pressed stop
 
 
 class Run:
@@ -72,8 +71,9 @@ class Run:
         return BYTES_A_PARAMETER * self.trainer.model.num_parameters(trained_only=True)
 
     @contextlib.contextmanager
-    def saving(self, say: Callable[[str], None], is_asked_to_stop: Callable[[], bool]) -> Iterator[None]:
-        """Save and copy in the background of what happens inside; at its end, wait until that is done."""
+    def saving(self, interruption: Interruption | None = None) -> Iterator[None]:
+        """Save and copy in the background of what happens inside; at its end, wait until that is done, for a shorter
+        time once somebody has pressed stop."""
         self.saver.begin()
         if self.mirror is not None:
             self.mirror.begin(self.state.run_id, self.checkpoint_bytes)
@@ -83,12 +83,12 @@ class Run:
             raise
         except BaseException:  # re-raise; only report errors of saving
             try:
-                self.finish(say, is_asked_to_stop)
+                self.finish(interruption)
             except CheckpointError as problem:
-                say(f"Warning: {problem}")
+                log.info(f"Warning: {problem}")
             raise
         else:
-            self.finish(say, is_asked_to_stop)
+            self.finish(interruption)
             on_rank_0(self.require_not_taken_over)
         finally:
             try:
@@ -102,28 +102,13 @@ class Run:
         if self.taken_over is not None:
             raise self.taken_over
 
-    def finish(self, say: Callable[[str], None], is_asked_to_stop: Callable[[], bool]) -> None:
-        """Wait for the save under way, and a limited time for the mirror."""
-        try:
-            self.finish_saving(say)
-        finally:
-            if self.mirror is not None:
-                self.mirror.finish(COPY_SECONDS, is_asked_to_stop, COPY_SECONDS_IF_STOPPED, say)
-
-    def finish_saving(self, say: Callable[[str], None]) -> None:
-        """Wait for the save under way. Raises CheckpointError if it fails."""
+    def finish(self, interruption: Interruption | None) -> None:
+        """Wait for the save under way, and a limited time for the mirror. Raises CheckpointError if a save fails."""
         try:
             self.saver.finish()
         finally:
-            for line in self.news():
-                say(line)
-
-    def news(self) -> Iterator[str]:
-        """What was saved and copied since the last call. Raises CheckpointError if a save failed."""
-        yield from self.saver.messages()
-        if self.mirror is not None:
-            yield from self.mirror.messages()
-        self.saver.check()
+            if self.mirror is not None:
+                self.mirror.finish(interruption)
 
     def checkpoint_due(self) -> bool:
         """Whether this step is one of those that the configuration wants saved, by steps, epochs or minutes."""
@@ -198,7 +183,6 @@ class Saver:
 
     def __init__(self, saved: Callable[[], None] = lambda: None):
         self.saved = saved  # called after each save, by the thread that made it
-        self.news: queue.SimpleQueue[str] = queue.SimpleQueue()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self.under_way: Future[None] | None = None
         self.write_seconds: float | None = None  # of the last folder that was written
@@ -236,18 +220,13 @@ class Saver:
             self.write_seconds = time.perf_counter() - began
             if STEP_NAME.fullmatch(folder.name):
                 prune(folder.parent)
-                self.news.put(f"Saved {folder}")
+                log.info(f"Saved {folder}")
         self.saved()
 
     def go_on(self) -> None:
         """Raises CheckpointError after `close`: the folder may be another run's by now."""
         if self.closed:
             raise CheckpointError("The save was canceled.")
-
-    def messages(self) -> Iterator[str]:
-        """Messages on what was saved since the last call."""
-        while not self.news.empty():
-            yield self.news.get()
 
     def check(self) -> None:
         """Raises CheckpointError if the last save failed. Does not wait."""

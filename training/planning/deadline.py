@@ -14,6 +14,7 @@ from statistics import median
 
 from common.formatting import clock
 from common.launch import is_rank_0
+from common.progress import log
 from training.config import Config
 from training.keeping.run import Run
 from training.keeping.state import MOST_STEPS, Cooldown
@@ -120,8 +121,8 @@ class Deadline:
         minutes = self.run.trainer.config.minutes
         self.reached = f"--minutes {minutes:g} leaves no time for the learning rate to fall"
 
-    def look(self) -> tuple[bool, list[str]]:
-        """Measure the speed. Returns whether the fall has to begin, and sentences to be said."""
+    def look(self) -> bool:
+        """Measure the speed. Returns whether the fall has to begin."""
         run, state = self.run, self.run.state
         run.trainer.hardware.synchronize()
         before, seconds = self.seen_step, self.seen_seconds
@@ -132,27 +133,30 @@ class Deadline:
         self.samples.append((state.step - before, self.seen_seconds - seconds))
         if state.cooldown is not None:  # nothing to agree on
             self.next_look = self.step_after(self.seconds / LOOKS) if is_rank_0() else math.inf
-            return False, self.delay() if is_rank_0() and len(self.samples) >= DECIDED_AFTER else []
-        begins, self.next_look, said = on_rank_0(self.decide)
-        return begins, said
+            if is_rank_0() and len(self.samples) >= DECIDED_AFTER:
+                self.warn_of_delay()
+            return False
+        begins, self.next_look = on_rank_0(self.decide)
+        return begins
 
     def step_after(self, seconds: float) -> int:
         return self.run.state.step + max(1, int(seconds / max(self.step_seconds, 1e-6)))
 
-    def decide(self) -> tuple[bool, int, list[str]]:
-        """Whether the fall begins now, the next step to look at the clock, and sentences."""
+    def decide(self) -> tuple[bool, int]:
+        """Whether the fall begins now, and the next step to look at the clock."""
         state, config = self.run.state, self.run.trainer.config
         fall = decay_share(config) * self.seconds
         before_fall = self.left - max(fall, self.costs.of(LEAST_FALL, state.step, config) + MARGIN * self.seconds)
         by_text = decay_start(state.max_steps, config)
         if len(self.samples) < DECIDED_AFTER and self.left > fall / 2 and state.step < by_text:
-            return False, state.step + 1, []
+            return False, state.step + 1
         if before_fall <= 0 or state.step >= by_text:
-            return True, state.step + 1, []
+            return True, state.step + 1
         following = min(self.step_after(min(self.seconds / LOOKS, before_fall)), max(state.step + 1, by_text))
-        is_new = not self.is_told
-        self.is_told |= is_new
-        return False, following, [self.forecast()] if is_new else []
+        if not self.is_told:
+            self.is_told = True
+            log.info(self.forecast())
+        return False, following
 
     def steps_left(self) -> int:
         """Steps that can still be taken in time."""
@@ -166,20 +170,19 @@ class Deadline:
         state = self.run.state
         return state.step + max(1, self.steps_left()) if state.cooldown is None else state.max_steps
 
-    def fix(self) -> list[str]:
-        """Fix the last step, or stop the run if no step is left. Returns what is to be said."""
+    def fix(self) -> None:
+        """Fix the last step, or stop the run if no step is left."""
         state, config = self.run.state, self.run.trainer.config
         steps = on_rank_0(self.steps_left)
         if not steps:
             self.give_up()
-            return []
+            return
         most = state.max_steps
         self.is_told = False
         self.run.is_due = True  # a checkpoint of the plan
         cut = f" The warmup of {config.warmup_steps:,} steps was not over." if state.step < config.warmup_steps else ""
-        told = f"Step {state.step:,}: the learning rate falls from here on; {self.end(steps, most)}{cut}"
+        log.info(f"Step {state.step:,}: the learning rate falls from here on; {self.end(steps, most)}{cut}")
         state.cool_down(Cooldown(config.minutes, state.step, state.step + steps, most))
-        return [told]
 
     def end(self, steps: int, most: int) -> str:
         """The rest of a sentence, about the last step if `steps` are left; `most`: steps of all epochs."""
@@ -199,15 +202,15 @@ class Deadline:
         told = self.end(self.steps_left(), state.max_steps)
         return f"Forecast   the learning rate falls from about step {first:,} on; about {told}"
 
-    def delay(self) -> list[str]:
-        """A sentence, the first time that the machine has become too slow for the plan."""
+    def warn_of_delay(self) -> None:
+        """The first time that the machine has become too slow for the plan."""
         state, config = self.run.state, self.run.trainer.config
         late = self.costs.of(state.max_steps - state.step, state.step, config) - self.left
         if self.is_told or state.finished or late <= LATE * self.seconds:
-            return []
+            return
         self.is_told = True
-        return [
+        log.info(
             f"Warning: the machine has become slower. Keeping the planned schedule; the run will finish late: step "
             f"{state.max_steps:,} is the last, about {clock(late)} after the {config.minutes:g} minutes. "
             "--max_hours stops a run at its time, saved."
-        ]
+        )

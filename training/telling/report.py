@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from common.formatting import clock, si
 from common.launch import is_rank_0
-from common.progress import LOG_LINE_SECONDS, is_interactive, progress_bar
+from common.progress import LOG_LINE_SECONDS, is_interactive, log, progress_bar
 from training.file_names import CURVE, METRICS, SAMPLES, SAMPLES_TABLE
 from training.numbers.evaluate import perplexity
 from training.numbers.prompts import Answer, accuracy
@@ -60,13 +57,6 @@ class Report:
         """The run takes this many steps, or about this many if the clock decides."""
         self.max_steps = self.bar.total = max_steps
 
-    def say(self, text: str) -> None:
-        """Print a line that stays, above the progress line if there is one."""
-        if self.interactive:
-            tqdm.write(text, file=sys.stderr)
-        else:
-            print(text, flush=True)
-
     def progress(self, row: dict[str, Any], copied: str = "") -> None:
         """Refresh the progress line; in a log file, where it cannot be redrawn, write one now and then. `copied` is
         the state of the mirror."""
@@ -84,14 +74,14 @@ class Report:
             self.bar.set_postfix_str(", ".join(parts), refresh=False)
         elif time.perf_counter() >= self.next_line or row["step"] == self.max_steps:
             self.next_line = time.perf_counter() + LOG_LINE_SECONDS
-            self.say(f"step {row['step']:,}/{self.max_steps:,}, {', '.join(parts)}, {clock(left)} left")
+            log.info(f"step {row['step']:,}/{self.max_steps:,}, {', '.join(parts)}, {clock(left)} left")
 
     def announce_evaluation(self, tokens: int) -> None:
         """Say so if an evaluation will take long, at about three times the speed of training."""
         if speed := self.timer.tokens_per_second:
             seconds = tokens / (3 * speed)
             if seconds > LONG_SECONDS:
-                self.say(f"Evaluating on {tokens:,} validation tokens, about {clock(seconds)} ...")
+                log.info(f"Evaluating on {tokens:,} validation tokens, about {clock(seconds)} ...")
 
     def evaluation(self, row: dict[str, Any], answers: list[Answer]) -> None:
         """Print the result of an evaluation, and record its answers."""
@@ -102,7 +92,7 @@ class Report:
         right, judged = accuracy(answers)
         if judged:
             parts.append(f"{right} of {judged} answers exactly right")
-        self.say(", ".join(parts))
+        log.info(", ".join(parts))
         if answers:
             self.samples(row["step"], answers)
 
@@ -154,7 +144,7 @@ class Report:
     def warn(self, path: Path, problem: Exception) -> None:
         if path.name not in self.warned:
             self.warned.add(path.name)
-            self.say(unwritable(path, problem))
+            log.info(unwritable(path, problem))
 
     def close(self) -> None:
         self.bar.close()
@@ -171,4 +161,4 @@ class Report:
             yield
         except Exception as problem:  # a full disk, say, or another version of the package
             self.events = None
-            self.say(f"Warning: TensorBoard's events cannot be written ({problem}); the training goes on without them.")
+            log.info(f"Warning: TensorBoard's events cannot be written ({problem}); the training goes on without them.")

@@ -19,11 +19,10 @@ import pytest
 
 from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
 from common.files import write_json
-from tests.helpers import flip, snapshot
+from tests.helpers import flip, logged, snapshot
 from tests.training.helpers import at_step, final_weights, measured, steps_of
 from training.keeping import lease
 from training.keeping import mirror as mirror_module
-from training.keeping import run as run_module
 from training.keeping import start as start_module
 from training.keeping.mirror import Mirror, copy_checkpoint, copy_file
 from training.telling.records import read_metrics
@@ -352,7 +351,7 @@ def test_a_drive_that_hangs_holds_neither_the_saves_nor_the_end(
             back.wait(60)
         replace(source, target)
 
-    monkeypatch.setattr(run_module, "COPY_SECONDS", 0.5)
+    monkeypatch.setattr(mirror_module, "COPY_SECONDS", 0.5)
     monkeypatch.setattr(mirror_module, "LAST_CALL_SECONDS", 0.1)
     monkeypatch.setattr(os, "replace", hanging)
     result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
@@ -442,15 +441,16 @@ def test_pauses_between_attempts_double_up_to_a_minute_and_new_work_is_tried_at_
     mirror.woken = Woken()
     monkeypatch.setattr(mirror_module, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
     mirror.wake()
-    mirror.work()
+    with logged() as said:
+        mirror.work()
     assert pauses == [60, 1, 1, 2, 4, 8, 16, 32, 60, 60, 1, 1]
-    assert len(list(mirror.messages())) == 1, "the same reason was told twice"
+    assert len(said) == 1, "the same reason was told twice"
 
 
 def test_an_attempt_that_began_before_the_end_does_not_shorten_the_last_one(
     copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None, requests: list[threading.Event]
 ) -> None:
-    mirror, said, has_begun = Mirror(copy_of, str(tmp_path / "drive")), list[str](), threading.Event()
+    mirror, has_begun = Mirror(copy_of, str(tmp_path / "drive")), threading.Event()
     (tmp_path / "drive" / "run").mkdir(parents=True)
 
     def copy(source: BinaryIO, target: Path, between: Callable[[], None]) -> None:
@@ -462,10 +462,11 @@ def test_an_attempt_that_began_before_the_end_does_not_shorten_the_last_one(
         copy_file(source, target, between)
 
     monkeypatch.setattr(mirror_module, "copy_file", copy)
-    mirror.begin("the run", checkpoint_bytes=1)
-    assert has_begun.wait(30)
-    mirror.finish(60, lambda: False, 60, said.append)
-    mirror.close()
+    with logged() as said:
+        mirror.begin("the run", checkpoint_bytes=1)
+        assert has_begun.wait(30)
+        mirror.finish()
+        mirror.close()
     (warning,) = [line for line in said if "Warning" in line]
     assert f"copying to {mirror.dir} failed" in warning
     assert steps_of(tmp_path / "drive" / "run")[0] == 24
@@ -519,7 +520,7 @@ def test_whoever_stops_waits_a_stated_time_for_the_copy(
         given_up.wait(30)
         between()
 
-    monkeypatch.setattr(run_module, "COPY_SECONDS_IF_STOPPED", 1.5)
+    monkeypatch.setattr(mirror_module, "COPY_SECONDS_IF_STOPPED", 1.5)
     monkeypatch.setattr(mirror_module, "copy_file", stuck)
     at_step(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
     original = mirror_module.Mirror.close
@@ -790,8 +791,7 @@ def test_a_session_that_slept_writes_nothing_over_a_newer_mirror(
 
         renames[:] = [*[lambda: None] * position, take_over]
         first.begin("the run", checkpoint_bytes=1)
-        said = list[str]()
-        first.finish(60, lambda: False, 60, said.append)
+        first.finish()
         first.close()
         if not taken:
             break  # all its renames were tried

@@ -23,7 +23,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from common import launch
+from common import script
 from common.checkpoint import KEEP, Snapshot, open_checkpoint, problems_of, step_folders
 from model import TransformerLanguageModel
 from tests.forked import Forked
@@ -186,7 +186,7 @@ def test_sigterm_to_a_real_process_saves_within_moments(train_flags: Callable, t
 
 def end_once_there(file: Path) -> None:
     """A process that takes its time to end."""
-    end = launch.end
+    end = script.end
 
     def end_slowly(main: Callable) -> NoReturn:
         try:
@@ -195,7 +195,7 @@ def end_once_there(file: Path) -> None:
             while not file.exists():
                 time.sleep(0.01)
 
-    launch.end = end_slowly
+    script.end = end_slowly
 
 
 def test_signals_that_follow_a_save_leave_the_exit_code(train_flags: Callable, tmp_path: Path) -> None:

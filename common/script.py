@@ -1,0 +1,167 @@
+"""What every script does around its `main`: errors, Ctrl-C, closed output, full disks, ranks, the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, Protocol, TextIO, cast
+
+from common.errors import INTERRUPTED, DataError, MemoryExhausted, UserError, is_full_disk, is_out_of_memory
+from common.launch import place
+from common.progress import print_log
+
+LONGEST_MESSAGE = 5_000  # characters
+
+
+class Script(Protocol):
+    """What a shell, a test or a notebook cell calls; without arguments it takes those of the command line."""
+
+    def __call__(self, argv: Sequence[str] | None = None) -> int: ...
+
+
+Main = Callable[[Sequence[str] | None], int | None]
+
+
+def script(main: Main) -> Script:
+    """Wrap a script's `main(argv=None)`: returns its exit code, and turns a user's mistake into one message on stderr.
+
+    An exception that carries `exit_code` is a user's mistake. Any other exception is a bug of ours and keeps its
+    traceback; `--debug` shows the traceback of both.
+    """
+    return wrapped(main, None)
+
+
+def writing_script(full_disk: type[UserError]) -> Callable[[Main], Script]:
+    """`script` for one whose result is files: closed stdout must not stop it, of several processes only rank 0 prints,
+    and a full disk is a `full_disk` error."""
+    return lambda main: wrapped(main, full_disk)
+
+
+def wrapped(main: Main, full_disk: type[UserError] | None) -> Script:
+    @functools.wraps(main)
+    def run(argv: Sequence[str] | None = None) -> int:
+        debug = "--debug" in (sys.argv[1:] if argv is None else argv)
+        for name in ("stdout", "stderr"):
+            if getattr(sys, name) is None:  # closed by the caller, as by `2>&-`
+                setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as we run)
+        for stream in (sys.stdout, sys.stderr):
+            if reconfigure := getattr(stream, "reconfigure", None):  # a notebook's streams lack it
+                reconfigure(errors="replace")  # text that a terminal or a Windows pipe cannot show
+        print_log()
+        try:
+            with unbreakable_output() if full_disk else contextlib.nullcontext():
+                done = main(argv) or 0
+            sys.stdout.flush()  # not at exit, where what cannot be written is no error of the script's any more
+            return done
+        except KeyboardInterrupt:
+            print("\nInterrupted.", file=Unbreakable(sys.stderr))
+            return INTERRUPTED
+        except BrokenPipeError:
+            drop(sys.stdout)  # the reader of our output (`| head`) is gone, and has what it wanted
+            return 0
+        except BaseException as error:
+            code, message = explained(error, full_disk)
+            if code is None or debug:
+                raise
+            Unbreakable(sys.stdout).flush()
+            if place().local_rank == 0:
+                print(f"error: {message[:LONGEST_MESSAGE]}", file=Unbreakable(sys.stderr))
+            return code
+
+    return run
+
+
+def explained(error: BaseException, full_disk: type[UserError] | None) -> tuple[int | None, str]:
+    """The exit code, and what to tell the user; None for a bug of ours."""
+    code, message = getattr(error, "exit_code", None), str(error)
+    if type(error).__name__ == "PanicException":  # of a library in Rust
+        return DataError.exit_code, f"A file cannot be used, a tokenizer's probably: {message}."
+    if code is not None or not isinstance(error, Exception):
+        return code, message
+    if is_out_of_memory(error):
+        told = f"Out of memory ({message or 'the allocation failed'}). Choose a smaller model, or less at once."
+        return MemoryExhausted.exit_code, told
+    if not isinstance(error, OSError):
+        return None, message
+    if is_full_disk(error):
+        again = " and run the same command again; it continues where this one stopped" if full_disk else ""
+        told = f"The disk is full: {error.filename or 'the output'} cannot be written. Free some space{again}."
+        return (full_disk or DataError).exit_code, told
+    message = f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        message += ". Choose another folder or file, or change who may read and write it."
+    return DataError.exit_code, message
+
+
+class Unbreakable:
+    """A stream whose writes never fail: text that cannot be written is dropped."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        with self.dropping():
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self.dropping():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def dropping(self) -> Iterator[None]:
+        try:
+            yield
+        except UnicodeError:  # only this text cannot be written
+            pass
+        except (OSError, ValueError):  # ValueError: the stream was closed
+            with contextlib.suppress(OSError, ValueError):  # the stream has no file
+                drop(self.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def drop(stream: TextIO) -> None:
+    """Send all further output of a stream to /dev/null; else Python flushes the stream at exit and reports an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+@contextlib.contextmanager
+def unbreakable_output() -> Iterator[None]:
+    """Printing inside never raises, and neither does flushing the rest afterwards. Only rank 0 prints."""
+    with contextlib.ExitStack() as stack:
+        out, err = (cast(TextIO, Unbreakable(stream)) for stream in (sys.stdout, sys.stderr))
+        if place().rank:
+            out = err = stack.enter_context(open(os.devnull, "w"))
+        stack.enter_context(contextlib.redirect_stdout(out))
+        stack.enter_context(contextlib.redirect_stderr(err))
+        try:
+            yield
+        finally:
+            out.flush()
+            err.flush()
+
+
+def end(main: Script) -> NoReturn:
+    """Run a script, and end the process with its exit code.
+
+    With several processes it skips the interpreter's shutdown: if an error kept the process group open, gloo's threads
+    may abort the process there and lose the exit code (pytorch pull request 179291).
+    """
+    try:
+        code = main()
+    except SystemExit as left:
+        code = int(left.code or 0)
+    if place().count > 1:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # the stream is closed
+                stream.flush()
+        os._exit(code)
+    sys.exit(code)
