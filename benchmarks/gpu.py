@@ -26,7 +26,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 from benchmarks.measure import RESULTS, ROOT, describe_machine, require_known, write_random_tokens
 from common.flags import Parser, add_debug
 from common.script import script
-from training.telling.records import read_metrics
+from training.reports.records import read_metrics
 
 QUESTION = "What is the capital of France?"
 TOY = "--device cpu --num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 16 --batch_size 4 --eval_interval 0"

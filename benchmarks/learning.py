@@ -24,7 +24,7 @@ from benchmarks.measure import ROOT, add_result_flags, describe_machine, markdow
 from common.errors import ConfigError, UserError
 from common.flags import Parser
 from common.script import script
-from training.telling.records import read_metrics
+from training.reports.records import read_metrics
 
 
 def train(words: Sequence[str], run_dir: Path) -> dict[str, Any]:

@@ -30,8 +30,8 @@ import training.loop  # noqa: F401 (as above)
 from benchmarks.measure import flag_words
 from common.checkpoint import problems_of, step_folders
 from examples import conversations
-from training.keeping import lease, mirror
-from training.telling import summary  # noqa: F401 (as above)
+from training.checkpoints import lease, mirror
+from training.reports import summary  # noqa: F401 (as above)
 
 STEPS = 60
 TEXT_BYTES = 60_000
@@ -359,7 +359,7 @@ class Machine:
 
     def become(self) -> None:
         """Make this process that machine. Raises OSError if the system forbids namespaces."""
-        from training.keeping import lease
+        from training.checkpoints import lease
 
         libc = ctypes.CDLL(None, use_errno=True)
         user, group, is_root = os.getuid(), os.getgid(), os.geteuid() == 0

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from training.checkpoints.resume import Old
 from training.config import parse_config
-from training.keeping.resume import Old
 from training.numbers.schedule import last_step, learning_rate
 from training.numbers.step import Trainer, train_step
 from training.plan import build, make_plan

@@ -20,8 +20,8 @@ from model_config import ModelConfig
 from tokenizer import Tokenizer
 from tokenizer_base import valid_unicode
 from training.file_names import CONFIG
-from training.telling.records import read_metrics
-from training.telling.samples import read_samples
+from training.reports.records import read_metrics
+from training.reports.samples import read_samples
 
 RECIPE = (
     "optimizer", "learning_rate", "muon_learning_rate", "min_lr", "use_lr_scheduler", "warmup_steps", "cooldown",

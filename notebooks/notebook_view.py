@@ -13,7 +13,7 @@ from typing import Any
 
 from common.formatting import shortened
 from training.file_names import CURVE
-from training.telling.run_reader import RunReader
+from training.reports.run_reader import RunReader
 
 PROGRESS = re.compile(r"step [\d,]+/[\d,]+, ")
 EVALUATED = re.compile(r"step [\d,]+: validation loss ")

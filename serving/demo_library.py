@@ -13,8 +13,8 @@ from common.errors import CheckpointError, UserError
 from common.publishing import STEP_NAME
 from serving.served import Served, load_served, run_folder
 from serving.watch_page import named
-from training.telling.records import read_metrics
-from training.telling.run_reader import RunReader
+from training.reports.records import read_metrics
+from training.reports.run_reader import RunReader
 
 MOST_COMPARED = 4  # checkpoints on one prompt, and models kept in memory
 WEIGHTS = ("manifest.json", "pytorch_model.bin")  # a whole checkpoint, ours or the blog's, has one of them

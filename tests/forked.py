@@ -27,7 +27,7 @@ from tests.helpers import ROOT
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
-    ["tests.forked", "train_colab_mmap", "training.keeping.run", "matplotlib.backends.backend_agg"]
+    ["tests.forked", "train_colab_mmap", "training.checkpoints.run", "matplotlib.backends.backend_agg"]
 )
 TRAINER = ROOT / "train_colab_mmap.py"
 

@@ -30,29 +30,29 @@ MAY_IMPORT = {
     "training.file_names": set(),
     "training.machine": GROUND | CONFIG,
     "training.numbers": NUMBERS,
-    "training.planning": NUMBERS | {"training.keeping", "training.telling"},
-    "training.keeping": NUMBERS,
-    "training.telling": NUMBERS | {"training.keeping"},
+    "training.planning": NUMBERS | {"training.checkpoints", "training.reports"},
+    "training.checkpoints": NUMBERS,
+    "training.reports": NUMBERS | {"training.checkpoints"},
     "tokenize_local_bpe": GROUND | {"tokenization"},
     "generate": GROUND | {"generation"},
     "examples": {"common"},
-    "training.plan": NUMBERS | {"training.keeping", "training.planning", "examples"},
-    "training.loop": NUMBERS | {"training.keeping", "training.planning", "training.telling", "training.plan"},
+    "training.plan": NUMBERS | {"training.checkpoints", "training.planning", "examples"},
+    "training.loop": NUMBERS | {"training.checkpoints", "training.planning", "training.reports", "training.plan"},
     "train_colab_mmap": {"common", "training"},
 }
 PRODUCT = set(MAY_IMPORT) | {"training"}
 # Rooms beside each other do not import each other, and only notebooks import tools.
 MAY_IMPORT["exchange"] = GROUND | {
-    "training.file_names", "training.telling",  # a card tells how the training went
+    "training.file_names", "training.reports",  # a card tells how the training went
     "generation.settings",  # a Modelfile has generate.py's defaults
 }  # fmt: skip
-MAY_IMPORT["serving"] = GROUND | {"generation", "generate", "training.file_names", "training.telling"}
+MAY_IMPORT["serving"] = GROUND | {"generation", "generate", "training.file_names", "training.reports"}
 MAY_IMPORT["benchmarks"] = PRODUCT
 MAY_IMPORT["docs"] = (
     GROUND | CONFIG | {"generation.settings", "tokenization.settings", "generate", "tokenize_local_bpe"}
 )
 MAY_IMPORT["tools"] = GROUND | {"exchange", "serving", "benchmarks", "training.config"} | {
-    "training.file_names", "training.telling",  # of watch.py
+    "training.file_names", "training.reports",  # of watch.py
 }  # fmt: skip
 MAY_IMPORT["notebooks"] = PRODUCT | {"exchange", "serving", "tools"}
 

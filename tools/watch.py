@@ -25,7 +25,7 @@ from common.formatting import byte_size
 from common.script import script
 from serving.server import PORTS, is_port
 from serving.watch_page import listen, named, newest_run, page, runs_in
-from training.telling.run_reader import RunReader
+from training.reports.run_reader import RunReader
 
 
 @script

@@ -13,14 +13,14 @@ from common.formatting import clock
 from common.launch import is_rank_0
 from common.lock import FolderLock
 from common.progress import log
+from training.checkpoints.interruption import Interruption, StopRequested
+from training.checkpoints.mirror import Mirror
+from training.checkpoints.run import Run
+from training.checkpoints.run_folder import being_trained, require_ours, write_config
+from training.checkpoints.start import look, shard_trainer, start_or_resume
+from training.checkpoints.state import Start
 from training.config import Config
 from training.file_names import SUMMARY
-from training.keeping.interruption import Interruption, StopRequested
-from training.keeping.mirror import Mirror
-from training.keeping.run import Run
-from training.keeping.run_folder import being_trained, require_ours, write_config
-from training.keeping.start import look, shard_trainer, start_or_resume
-from training.keeping.state import Start
 from training.machine.hardware import frozen_garbage
 from training.machine.processes import on_rank_0, process_group
 from training.numbers.evaluate import Evaluation, answer_prompts, evaluate, evaluated_windows, validation_loss
@@ -34,11 +34,11 @@ from training.planning.memory import compile_step_model, halve_micro_batch
 from training.planning.memory_advice import memory_advice
 from training.planning.preflight import dry_run
 from training.planning.profile import profile
-from training.telling.events import require_tensorboard
-from training.telling.records import rewind
-from training.telling.report import Report
-from training.telling.summary import finished_message, write_summary
-from training.telling.timer import Timer
+from training.reports.events import require_tensorboard
+from training.reports.records import rewind
+from training.reports.report import Report
+from training.reports.summary import finished_message, write_summary
+from training.reports.timer import Timer
 
 Made = TypeVar("Made")
 INSPECTIONS = {"dry_run": dry_run, "profile": profile}  # flags that inspect a run instead of training it

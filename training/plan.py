@@ -20,8 +20,8 @@ from tokenization.command import tokenize_with
 from tokenization.metadata import metadata_files
 from tokenization.settings import DEFAULT_FOLDER, Settings
 from tokenization.token_folder import folder_of_text
+from training.checkpoints.resume import Old
 from training.config import Config
-from training.keeping.resume import Old
 from training.machine.hardware import Hardware, detect_hardware
 from training.machine.processes import on_rank_0
 from training.numbers.data import TokenData

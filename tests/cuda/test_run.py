@@ -16,7 +16,7 @@ from common.checkpoint import open_checkpoint
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, losses_of
 from training.planning.profile import PARTS
-from training.telling.records import read_metrics
+from training.reports.records import read_metrics
 
 pytestmark = pytest.mark.cuda
 

@@ -21,10 +21,10 @@ from common.errors import ConfigError
 from tests.helpers import Killed, columns, generated_text, snapshot
 from tokenize_local_bpe import tokenize
 from training import loop
-from training.keeping import run_folder
+from training.checkpoints import run_folder
 from training.numbers import evaluate
-from training.telling.records import read_metrics
-from training.telling.samples import drawn
+from training.reports.records import read_metrics
+from training.reports.samples import drawn
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ALWAYS = {"step", "epoch", "tokens"}

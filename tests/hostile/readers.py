@@ -20,12 +20,12 @@ from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, open_tokens,
 from tokenization.token_folder import require_tokens_of
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
+from training.checkpoints.resume import find_old
+from training.checkpoints.run import Run
+from training.checkpoints.run_folder import require_ours
+from training.checkpoints.start import start_or_resume
+from training.checkpoints.state import Saved
 from training.config import Config, parse_config
-from training.keeping.resume import find_old
-from training.keeping.run import Run
-from training.keeping.run_folder import require_ours
-from training.keeping.start import start_or_resume
-from training.keeping.state import Saved
 from training.numbers.evaluate import bits_per_byte
 from training.numbers.prompts import check_prompts, read_prompts
 from training.numbers.schedule import learning_rate

@@ -33,7 +33,7 @@ from tests.hostile.readers import (
 )
 from tokenizer import load_tokenizer
 from tokenizer_base import TokenizerError
-from training.keeping.run_folder import write_config
+from training.checkpoints.run_folder import write_config
 
 KINDS = (
     "metadata", "config", "a run's config", "character tokenizer", "BPE tokenizer", "tokens", "packed tokens",

@@ -25,7 +25,7 @@ from tests.helpers import ROOT, generated_text
 from tests.models import write_model
 from training.config import parse_config
 from training.numbers.prompts import read_prompts
-from training.telling.records import read_metrics
+from training.reports.records import read_metrics
 
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")

@@ -23,9 +23,9 @@ from serving import watch_page
 from tests.helpers import ROOT, run_script
 from tests.serving.contrast import assert_readable
 from tools import watch
-from training.telling.records import metrics_line
-from training.telling.run_reader import FIELDS, MOST_STRETCHES, RunReader
-from training.telling.samples import sample_line
+from training.reports.records import metrics_line
+from training.reports.run_reader import FIELDS, MOST_STRETCHES, RunReader
+from training.reports.samples import sample_line
 
 ATTACK = "</script><script>document.title='hit'</script><img src=x onerror=\"document.title='hit'\">"
 

@@ -12,8 +12,8 @@ import torch
 from common.checkpoint import step_folders
 from tests.helpers import Killed
 from training import loop
-from training.keeping.run import Saver
-from training.telling.records import read_metrics
+from training.checkpoints.run import Saver
+from training.reports.records import read_metrics
 
 TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # what differs between two runs
 

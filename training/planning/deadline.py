@@ -15,12 +15,12 @@ from statistics import median
 from common.formatting import clock
 from common.launch import is_rank_0
 from common.progress import log
+from training.checkpoints.run import Run
+from training.checkpoints.state import MOST_STEPS, Cooldown
 from training.config import Config
-from training.keeping.run import Run
-from training.keeping.state import MOST_STEPS, Cooldown
 from training.machine.processes import on_rank_0
 from training.numbers.schedule import decay_share, decay_start
-from training.telling.timer import Timer
+from training.reports.timer import Timer
 
 LOOKS = 200  # at the clock, in all the minutes; each waits for the device
 SAMPLES = 15  # of the speed: the last ones count

@@ -16,10 +16,10 @@ from common.errors import CheckpointError
 from common.formatting import byte_size, clock, si
 from common.lora import lora_of
 from common.machine import available_ram
-from training.keeping.mirror import COPIES, Mirror
-from training.keeping.resume import Old, require_the_same
-from training.keeping.run import Run
-from training.keeping.start import planned_steps
+from training.checkpoints.mirror import COPIES, Mirror
+from training.checkpoints.resume import Old, require_the_same
+from training.checkpoints.run import Run
+from training.checkpoints.start import planned_steps
 from training.machine.hardware import Hardware
 from training.machine.processes import max_over_ranks, on_rank_0
 from training.machine.sharding import is_sharded, unsharded_copy

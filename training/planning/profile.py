@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 
 from common.formatting import si
-from training.keeping.resume import Old
-from training.keeping.run import Run
+from training.checkpoints.resume import Old
+from training.checkpoints.run import Run
 from training.machine.hardware import Hardware
 from training.numbers.step import Trainer, accumulate, apply_gradients, read_batch, train_step
 from training.planning.memory import compile_step_model

@@ -20,9 +20,9 @@ from torch._inductor.async_compile import AsyncCompile
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import CPU
-from training.keeping.interruption import Interruption, StopRequested
+from training.checkpoints.interruption import Interruption, StopRequested
 from training.machine.compilation import compile_model, forget_unfinished
-from training.telling.records import read_metrics
+from training.reports.records import read_metrics
 
 SHAPE = ModelConfig(11, 8, 2, 1, max_seq_len=4)
 COMPILING = dataclasses.replace(CPU, compiles=True)

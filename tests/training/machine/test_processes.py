@@ -34,7 +34,7 @@ from training.numbers import optimizer
 from training.numbers.data import TokenData
 from training.planning import memory
 from training.planning.memory import halve_micro_batch
-from training.telling.records import read_metrics
+from training.reports.records import read_metrics
 
 Process = Forked | subprocess.Popen[str]
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -28,7 +28,7 @@ from training.config import Config, parse_config
 from training.machine.compilation import compile_model
 from training.numbers.data import TokenData
 from training.numbers.layout import pack
-from training.telling.records import read_metrics
+from training.reports.records import read_metrics
 
 COLORS = ("red", "green", "blue", "white", "black", "grey", "brown", "pink")
 

@@ -22,7 +22,7 @@ from training.numbers import step as step_module
 from training.numbers.data import TokenData
 from training.numbers.optimizer import build_optimizer, gradient_norm, update
 from training.numbers.stability import Stability
-from training.telling.records import read_metrics
+from training.reports.records import read_metrics
 
 
 def spoiled_gradients(patch: pytest.MonkeyPatch, steps: range) -> None:

@@ -18,13 +18,13 @@ from tests.helpers import Killed
 from tests.training.helpers import at_step, die, final_weights, measured, save_at_once, steps_of
 from tests.training.machine.launching import trained
 from training import loop
+from training.checkpoints import run as run_module
 from training.config import Config
-from training.keeping import run as run_module
 from training.numbers.schedule import decay_start, last_step
 from training.planning import preflight
 from training.planning.deadline import Costs
-from training.telling import report
-from training.telling.records import read_metrics
+from training.reports import report
+from training.reports.records import read_metrics
 
 MINUTES = 10.0
 # A run of ten minutes with a step every four seconds, and more text than it can read.

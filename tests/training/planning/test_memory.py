@@ -27,10 +27,10 @@ from tests.forked import Forked
 from tests.helpers import ALPHABET, CPU, ROOT, estimated, rows_of, trainer_of, ways_of
 from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
+from training.checkpoints.resume import Old
+from training.checkpoints.run import Saver
 from training.config import Config, parse_config
 from training.file_names import CONFIG
-from training.keeping.resume import Old
-from training.keeping.run import Saver
 from training.machine import hardware as hardware_module
 from training.numbers import evaluate as evaluate_module
 from training.numbers.data import TokenData
@@ -39,7 +39,7 @@ from training.plan import build, make_plan
 from training.planning import memory as memory_module
 from training.planning import memory_advice as advice_module
 from training.planning.memory_advice import no_way_out
-from training.telling.records import read_metrics
+from training.reports.records import read_metrics
 
 M_ARENA_MAX = -8  # of malloc.h
 # A step of 256 sequences at once takes about 310 MB in such a process, one of 128 about 170: what is too much fails at
@@ -63,7 +63,7 @@ def limit_memory(megabytes: int) -> None:
     import resource
 
     import training.planning.preflight
-    import training.telling.summary  # noqa: F401
+    import training.reports.summary  # noqa: F401
 
     torch.backends.mkldnn.set_flags(False)
     # What a thread has freed counts against this limit, and by default other threads cannot have it.

@@ -8,9 +8,8 @@ from dataclasses import replace
 from common.checkpoint import open_checkpoint, step_folders
 from common.errors import CheckpointError, ConfigError
 from common.lora import lora_of
-from training.config import Config
-from training.keeping.mirror import Mirror
-from training.keeping.resume import (
+from training.checkpoints.mirror import Mirror
+from training.checkpoints.resume import (
     Old,
     bring_back_files,
     find_old,
@@ -20,9 +19,10 @@ from training.keeping.resume import (
     require_tokenizer,
     resolved,
 )
-from training.keeping.run import Run
-from training.keeping.run_folder import quarantine, require_movable, require_ours, set_aside, tidy
-from training.keeping.state import TrainState, read_state
+from training.checkpoints.run import Run
+from training.checkpoints.run_folder import quarantine, require_movable, require_ours, set_aside, tidy
+from training.checkpoints.state import TrainState, read_state
+from training.config import Config
 from training.machine.processes import any_process, broadcast_tensors, count, on_rank_0
 from training.machine.sharding import shard
 from training.numbers.optimizer import apply_hyperparameters, build_optimizer

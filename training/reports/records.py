@@ -11,7 +11,7 @@ from typing import Any
 
 from common.files import atomic_write
 from training.file_names import METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
-from training.telling.samples import Sample, drawn, read_samples, sample_line
+from training.reports.samples import Sample, drawn, read_samples, sample_line
 
 
 def metrics_line(row: dict[str, Any]) -> str:

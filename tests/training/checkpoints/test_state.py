@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from common.checkpoint import Checkpoint
 from common.errors import CheckpointError
-from training.keeping.state import Saved, Start, TrainState, read_state
+from training.checkpoints.state import Saved, Start, TrainState, read_state
 
 COUNTS = st.integers(0, 10**8 - 1)
 LOSSES = st.none() | st.floats(allow_nan=False, allow_infinity=False)

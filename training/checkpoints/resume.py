@@ -20,9 +20,9 @@ from common.files import atomic_write, sha256_file
 from common.lora import LoRA, find_base, lora_of
 from common.publishing import STEP_NAME
 from model_config import ModelConfig
+from training.checkpoints.mirror import MIRRORED_FILES, Mirror, copy_checkpoint
+from training.checkpoints.state import Saved, read_state
 from training.config import Config, scope_of
-from training.keeping.mirror import MIRRORED_FILES, Mirror, copy_checkpoint
-from training.keeping.state import Saved, read_state
 from training.numbers.data import TokenData
 from training.numbers.step import Trainer
 

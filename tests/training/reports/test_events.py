@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from training.telling import events, report
-from training.telling.records import read_metrics
+from training.reports import events, report
+from training.reports.records import read_metrics
 
 needs_tensorboard = pytest.mark.extras("tensorboard")
 

@@ -14,10 +14,10 @@ from common.progress import LOG_LINE_SECONDS, is_interactive, log, progress_bar
 from training.file_names import CURVE, METRICS, SAMPLES, SAMPLES_TABLE
 from training.numbers.evaluate import perplexity
 from training.numbers.prompts import Answer, accuracy
-from training.telling.events import open_events, write_event
-from training.telling.records import draw_curve, metrics_line, read_metrics, unwritable
-from training.telling.samples import drawn, sample_line
-from training.telling.timer import Timer
+from training.reports.events import open_events, write_event
+from training.reports.records import draw_curve, metrics_line, read_metrics, unwritable
+from training.reports.samples import drawn, sample_line
+from training.reports.timer import Timer
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

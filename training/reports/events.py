@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from common.errors import ConfigError
 from training.config import Config
-from training.telling.records import finite, read_metrics
+from training.reports.records import finite, read_metrics
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

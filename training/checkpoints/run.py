@@ -26,10 +26,10 @@ from common.launch import is_rank_0
 from common.machine import available_ram
 from common.progress import log
 from common.publishing import STEP_NAME
-from training.keeping.interruption import Interruption
-from training.keeping.lease import TakenOver
-from training.keeping.mirror import Mirror
-from training.keeping.state import Saved, TrainState
+from training.checkpoints.interruption import Interruption
+from training.checkpoints.lease import TakenOver
+from training.checkpoints.mirror import Mirror
+from training.checkpoints.state import Saved, TrainState
 from training.machine.processes import all_reduce_sum, any_process, broadcast_tensors, on_rank_0
 from training.machine.sharding import gather, is_sharded, local, scatter, unsharded_copy
 from training.numbers.optimizer import whole_state

@@ -30,14 +30,14 @@ from tests.forked import Forked
 from tests.helpers import flip, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
 from training import loop
-from training.keeping import interruption
-from training.keeping import run as run_module
-from training.keeping.run import Run
+from training.checkpoints import interruption
+from training.checkpoints import run as run_module
+from training.checkpoints.run import Run
 from training.numbers import evaluate
 from training.numbers.data import TokenData
 from training.planning import memory
-from training.telling import timer as timer_module
-from training.telling.records import read_metrics
+from training.reports import timer as timer_module
+from training.reports.records import read_metrics
 
 # Resuming exactly
 

@@ -21,11 +21,11 @@ from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
 from common.files import write_json
 from tests.helpers import flip, logged, snapshot
 from tests.training.helpers import at_step, final_weights, measured, steps_of
-from training.keeping import lease
-from training.keeping import mirror as mirror_module
-from training.keeping import start as start_module
-from training.keeping.mirror import Mirror, copy_checkpoint, copy_file
-from training.telling.records import read_metrics
+from training.checkpoints import lease
+from training.checkpoints import mirror as mirror_module
+from training.checkpoints import start as start_module
+from training.checkpoints.mirror import Mirror, copy_checkpoint, copy_file
+from training.reports.records import read_metrics
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
