@@ -24,9 +24,8 @@ import torch
 
 from common.chat import AnyTemplate, template_from_dict
 from common.errors import CheckpointError
-from common.files import json_bytes, read_json, sha256_file, write_json
+from common.files import STEP_NAME, discard, json_bytes, publish, read_json, sha256_file, write_json
 from common.lora import LoRA, adapters_of, find_base, load_adapters, lora_of, merge
-from common.publishing import STEP_NAME, discard, publish
 from common.tensors import (
     Content,
     on_host,

@@ -1,16 +1,33 @@
-"""Atomic writes (a file is whole, or not there), hashes, and JSON with errors that name the line."""
+"""Files and folders: writes that are whole or not there, checkpoint folders that are published and deleted by renames,
+hashes, JSON with errors that name the line, and locks.
+
+A kill at any moment leaves no half of a file or of a checkpoint.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import datetime
+import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+import re
+import shutil
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from common.errors import UserError
+
+with contextlib.suppress(ImportError):  # Windows has none, and there is no lock there
+    import fcntl
+
+STEP_NAME = re.compile(r"step_(\d{8})")
+CHECKPOINT_NAME = re.compile(rf"best|{STEP_NAME.pattern}")
+PUBLISHING = threading.Lock()  # held while one folder replaces another of its name
 
 
 @contextlib.contextmanager
@@ -100,3 +117,104 @@ def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
 def sha256_file(path: str | Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def publish(temporary: Path, folder: Path, truncate: bool = False) -> None:
+    """Rename a complete folder `temporary` to `folder`. An older folder of that name is first renamed to `.old-<name>`
+    beside `temporary`. If the machine dies between the two renames, `restore_interrupted` brings it back. `truncate` is
+    that of `discard`."""
+    sync_directory(temporary)
+    replaced = temporary.with_name(f".old-{folder.name}")
+    # No lock for the mirror: a rename on a Drive may hang, and a save would wait for it.
+    with contextlib.nullcontext() if truncate else PUBLISHING:
+        if folder.exists():
+            discard(replaced, truncate)
+            os.replace(folder, replaced)
+        try:
+            os.replace(temporary, folder)
+        except OSError:
+            if replaced.exists():
+                os.replace(replaced, folder)
+            raise
+    sync_directory(folder.parent)
+    discard(replaced, truncate)
+
+
+def restore_interrupted(parent: Path, truncate: bool = False) -> None:
+    """Clean up after a process that was killed while it saved into `parent`. Touches nothing but checkpoints under the
+    names that `publish` and `discard` give them. `truncate` is that of `discard`."""
+    for path in [*parent.glob(".old-*"), *parent.glob(".tmp-*")]:
+        folder = path.with_name(path.name[len(".old-") :])
+        if CHECKPOINT_NAME.fullmatch(folder.name):
+            if path.name.startswith(".old-") and not folder.exists():
+                os.replace(path, folder)
+            else:
+                discard(path, truncate)
+
+
+def discard(folder: Path, truncate: bool = False, staging: Path | None = None) -> None:
+    """Delete a checkpoint. It is renamed first, so it is never found half deleted. Errors are ignored.
+
+    `truncate` empties its files before, because what is in a Drive's bin counts against the quota. `staging` is the
+    folder that it is moved to first, on the same disk; by default it stays where it is.
+    """
+    going = folder if folder.name.startswith(".") else (staging or folder.parent) / f".tmp-{folder.name}"
+    with contextlib.suppress(OSError):
+        if going != folder:
+            shutil.rmtree(going, ignore_errors=True)
+            os.replace(folder, going)
+        for path in going.rglob("*") if truncate else ():
+            if path.is_file():
+                os.truncate(path, 0)
+        shutil.rmtree(going, ignore_errors=True)
+
+
+class FolderLock:
+    """Locks folders against other processes. The system releases the locks when the process ends, even if it is
+    killed."""
+
+    def __init__(self, busy: Callable[[Path], UserError]) -> None:
+        """`busy(folder)` is the error that says who holds it."""
+        self.busy = busy
+        self.held: dict[tuple[int, int], int] = {}  # (device, inode) -> descriptor
+
+    def __enter__(self) -> FolderLock:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for descriptor in self.held.values():
+            os.close(descriptor)
+
+    def take(self, folder: Path) -> None:
+        """Raises the error of `busy` if another process holds the folder. One that does not exist is not locked."""
+        if os.name == "nt" or not folder.is_dir():
+            return
+        descriptor = os.open(folder, os.O_RDONLY)
+        status = os.fstat(descriptor)
+        if (status.st_dev, status.st_ino) in self.held:
+            os.close(descriptor)
+            return
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise self.busy(folder) from None
+        except OSError:  # a file system without locks
+            os.close(descriptor)
+            return
+        self.held[status.st_dev, status.st_ino] = descriptor
+
+
+@functools.cache
+def session() -> dict[str, Any]:
+    """This process, as whoever holds a folder describes itself in a JSON file there."""
+    started = datetime.datetime.now().isoformat(" ", timespec="seconds")
+    return {"pid": os.getpid(), "machine": socket.gethostname(), "started": started}
+
+
+def holder(path: Path) -> str:
+    """The `session` in a JSON file, for the end of a sentence; "" if there is none."""
+    with contextlib.suppress(UserError, KeyError, TypeError):
+        theirs = read_json(path, UserError)["session"]
+        return f" ({theirs['pid']} on {theirs['machine']}, since {theirs['started']})"
+    return ""

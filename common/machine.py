@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError
-from common.launch import place
+from common.script import place
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 LIMITED = "ATEN_CPU_CAPABILITY"

@@ -8,13 +8,36 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TextIO, cast
 
 from common.errors import INTERRUPTED, DataError, MemoryExhausted, UserError, is_full_disk, is_out_of_memory
-from common.launch import place
 from common.progress import print_log
 
 LONGEST_MESSAGE = 5_000  # characters
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process in the job that torchrun started. Without torchrun there is one process, of rank 0."""
+
+    rank: int = 0
+    count: int = 1  # world size: processes on all machines
+    local_rank: int = 0
+    local_count: int = 1  # of processes on this machine
+
+
+def place() -> Place:
+    """From the environment variables that torchrun sets."""
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
+        return Place()
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return Place(*(int(os.environ.get(name, 1)) for name in names))
+
+
+def is_rank_0() -> bool:
+    """Whether this is rank 0, the process that prints and writes files."""
+    return place().rank == 0
 
 
 class Script(Protocol):

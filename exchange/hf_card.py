@@ -19,9 +19,7 @@ from exchange.hf_tokenizer import special_tokens
 from model_config import ModelConfig
 from tokenizer import Tokenizer
 from tokenizer_base import valid_unicode
-from training.file_names import CONFIG
-from training.reports.records import read_metrics
-from training.reports.samples import read_samples
+from training.reports.records import CONFIG, read_metrics, read_samples
 
 RECIPE = (
     "optimizer", "learning_rate", "muon_learning_rate", "min_lr", "use_lr_scheduler", "warmup_steps", "cooldown",

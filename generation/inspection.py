@@ -9,10 +9,9 @@ from typing import NamedTuple
 import torch
 
 from common.machine import exact_device
-from generation.decoding import continuations, unused_ids
-from generation.likelihood import likelihoods
+from generation.decoding import TextStream, continuations, unused_ids
 from generation.sampling import Sampling, draws
-from generation.text_stream import TextStream
+from generation.scoring import likelihoods
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 

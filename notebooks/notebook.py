@@ -31,13 +31,13 @@ from generation.sampling import Sampling
 from generation.terminal import Conversation, room_for_prompt, stream_one
 from model import TransformerLanguageModel
 from notebooks.notebook_view import LiveView, Tables, Until, framed
+from serving.run_reader import RunReader
 from serving.watch_page import named, page
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenizer import Tokenizer
 from training.checkpoints.state import read_state
 from training.config import parse_config
 from training.machine.hardware import detect_hardware
-from training.reports.run_reader import RunReader
 
 # Of a text of at most so many bytes, as docs/choosing.md advises; and of more.
 SIZES = ((10e6, "small_modern"), (30e6, "medium_modern"), (300e6, "large"))

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from common.formatting import shortened
-from training.file_names import CURVE
-from training.reports.run_reader import RunReader
+from serving.run_reader import RunReader
+from training.reports.records import CURVE
 
 PROGRESS = re.compile(r"step [\d,]+/[\d,]+, ")
 EVALUATED = re.compile(r"step [\d,]+: validation loss ")

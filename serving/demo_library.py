@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 from common.checkpoint import Checkpoint, step_folders
 from common.errors import CheckpointError, UserError
-from common.publishing import STEP_NAME
+from common.files import STEP_NAME
+from serving.run_reader import RunReader
 from serving.served import Served, load_served, run_folder
 from serving.watch_page import named
 from training.reports.records import read_metrics
-from training.reports.run_reader import RunReader
 
 MOST_COMPARED = 4  # checkpoints on one prompt, and models kept in memory
 WEIGHTS = ("manifest.json", "pytorch_model.bin")  # a whole checkpoint, ours or the blog's, has one of them

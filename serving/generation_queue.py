@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from generation.decoding import Completion, generate
-from generation.likelihood import Likelihoods
+from generation.scoring import Likelihoods
 from serving.openai_request import Question, RequestError
 from serving.served import Served
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from generation.decoding import Completion
-from generation.likelihood import Likelihood, Likelihoods
+from generation.scoring import Likelihood, Likelihoods
 from serving.openai_request import Question
 from serving.served import Served
 from tokenizer import Tokenizer

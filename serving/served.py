@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from common.chat import AnyTemplate
 from common.checkpoint import open_checkpoint
-from common.publishing import CHECKPOINT_NAME
+from common.files import CHECKPOINT_NAME
 from generate import load_checkpoint
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer

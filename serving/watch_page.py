@@ -17,9 +17,9 @@ from typing import Any, cast
 
 from common.errors import ConfigError
 from common.validation import suggest
+from serving.run_reader import RunReader
 from serving.server import OWN_HOSTS, host_name
-from training.file_names import METRICS
-from training.reports.run_reader import RunReader
+from training.reports.records import METRICS
 
 TEMPLATE = Path(__file__).with_name("watch.html")
 POLL_SECONDS = 2.0  # how often the page asks for news

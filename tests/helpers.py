@@ -22,10 +22,8 @@ from training.config import Config
 from training.machine.hardware import Hardware, detect_hardware
 from training.numbers.data import TokenData
 from training.numbers.optimizer import build_optimizer
-from training.numbers.prompts import Prompt
-from training.numbers.step import Trainer
-from training.planning.estimate import estimate_memory
-from training.planning.memory_advice import savings
+from training.numbers.step import Prompt, Trainer
+from training.planning.memory import estimate_memory, savings
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)  # of no kind in particular
 ROOT = Path(__file__).resolve().parents[1]

@@ -26,8 +26,15 @@ from tokenization.corpus import PIECE_CHARACTERS, Piece, Source, find_sources, r
 from tokenization.encoding import SUFFIXES, Reader, encode_in_order, read_chunks, sample_evenly, split_index
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
 from tokenization.settings import Settings
-from tokenization.token_folder import DEFAULT_FOLDER, TokenFolder, pack, require_the_same, require_tokens_of
-from tokenization.token_writer import TokenWriter, open_writer
+from tokenization.token_folder import (
+    DEFAULT_FOLDER,
+    TokenFolder,
+    TokenWriter,
+    open_writer,
+    pack,
+    require_the_same,
+    require_tokens_of,
+)
 from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 from tokenizer_base import TokenizerError
 from tokenizer_bpe import SMALLEST_VOCABULARY, BPETokenizer

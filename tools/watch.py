@@ -23,9 +23,9 @@ from common.files import atomic_write
 from common.flags import Parser, add_debug
 from common.formatting import byte_size
 from common.script import script
+from serving.run_reader import RunReader
 from serving.server import PORTS, is_port
 from serving.watch_page import listen, named, newest_run, page, runs_in
-from training.reports.run_reader import RunReader
 
 
 @script

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from common.errors import ConfigError
 from common.files import read_json
 from common.flags import Parser, add_debug
-from common.launch import place
+from common.script import place
 from common.validation import STRICT, Text, about, check, fields_of, option, options_of, suggest
 from generation.settings import FLAGS as GENERATION_FLAGS
 from model_config import ModelConfig, Size, setting

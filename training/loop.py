@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from common.errors import INTERRUPTED, is_out_of_memory
+from common.files import FolderLock
 from common.formatting import clock
-from common.launch import is_rank_0
-from common.lock import FolderLock
 from common.progress import log
+from common.script import is_rank_0
 from training.checkpoints.interruption import Interruption, StopRequested
 from training.checkpoints.mirror import Mirror
 from training.checkpoints.run import Run
@@ -20,25 +20,18 @@ from training.checkpoints.run_folder import being_trained, require_ours, write_c
 from training.checkpoints.start import look, shard_trainer, start_or_resume
 from training.checkpoints.state import Start
 from training.config import Config
-from training.file_names import SUMMARY
 from training.machine.hardware import frozen_garbage
 from training.machine.processes import on_rank_0, process_group
-from training.numbers.evaluate import Evaluation, answer_prompts, evaluate, evaluated_windows, validation_loss
-from training.numbers.prompts import Answer
+from training.numbers.evaluate import Answer, Evaluation, answer_prompts, evaluate, evaluated_windows, validation_loss
 from training.numbers.schedule import has_stopped_early, learning_rate
-from training.numbers.stability import Stability, diverged
-from training.numbers.step import StepResult, accumulate, apply_gradients, read_batch
+from training.numbers.step import Stability, StepResult, accumulate, apply_gradients, diverged, read_batch
 from training.plan import build, make_plan
 from training.planning.deadline import Deadline
-from training.planning.memory import compile_step_model, halve_micro_batch
-from training.planning.memory_advice import memory_advice
-from training.planning.preflight import dry_run
-from training.planning.profile import profile
-from training.reports.events import require_tensorboard
-from training.reports.records import rewind
-from training.reports.report import Report
+from training.planning.inspections import dry_run, profile
+from training.planning.memory import compile_step_model, halve_micro_batch, memory_advice
+from training.reports.records import SUMMARY, require_tensorboard, rewind
+from training.reports.report import Report, Timer
 from training.reports.summary import finished_message, write_summary
-from training.reports.timer import Timer
 
 Made = TypeVar("Made")
 INSPECTIONS = {"dry_run": dry_run, "profile": profile}  # flags that inspect a run instead of training it

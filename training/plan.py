@@ -9,9 +9,8 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.errors import CheckpointError, ConfigError
-from common.files import sha256_file
+from common.files import CHECKPOINT_NAME, sha256_file
 from common.lora import LoRA, add_adapters, find_base
-from common.publishing import CHECKPOINT_NAME
 from common.tensors import weights_file
 from examples import conversations
 from model import TransformerLanguageModel
@@ -25,12 +24,11 @@ from training.config import Config
 from training.machine.hardware import Hardware, detect_hardware
 from training.machine.processes import on_rank_0
 from training.numbers.data import TokenData
+from training.numbers.evaluate import check_prompts, read_prompts
 from training.numbers.optimizer import build_optimizer
-from training.numbers.prompts import Prompt, check_prompts, read_prompts
 from training.numbers.schedule import repetition
-from training.numbers.step import Trainer
-from training.planning.memory import fit_micro_batch
-from training.planning.memory_advice import memory_advice
+from training.numbers.step import Prompt, Trainer
+from training.planning.memory import fit_micro_batch, memory_advice
 
 EXAMPLE = "builtin:conversations"  # the quickstart's text, and its questions
 

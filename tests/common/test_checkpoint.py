@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from common import checkpoint, publishing
+from common import checkpoint, files
 from common.checkpoint import (
     newest_run,
     newest_valid,
@@ -27,7 +27,7 @@ from common.checkpoint import (
     step_folders,
 )
 from common.errors import CheckpointError
-from common.publishing import restore_interrupted
+from common.files import restore_interrupted
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import SOURCES, Killed, flip
@@ -232,7 +232,7 @@ def test_a_kill_at_either_rename_leaves_one_whole_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", dying_replace)
-        patch.setattr(publishing, "sync_directory", dying_sync)
+        patch.setattr(files, "sync_directory", dying_sync)
         with pytest.raises(Killed):
             save("run/best", seed=2)
     assert len(done) == renames

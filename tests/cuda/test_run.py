@@ -15,7 +15,7 @@ import torch
 from common.checkpoint import open_checkpoint
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, losses_of
-from training.planning.profile import PARTS
+from training.planning.inspections import PARTS
 from training.reports.records import read_metrics
 
 pytestmark = pytest.mark.cuda

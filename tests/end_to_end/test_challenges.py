@@ -32,7 +32,7 @@ from model_config import ModelConfig
 from tests.helpers import CPU, ROOT, generated_text, hardware_of, open_tokens, run_script, snapshot, write_tokens
 from tests.training.helpers import final_weights, measured
 from training.config import Config, parse_config
-from training.planning.memory_advice import memory_by_process
+from training.planning.memory import memory_by_process
 
 DOCUMENT = (ROOT / "docs" / "challenges.md").read_text(encoding="utf-8")
 SHORT = ("--device", "cpu", "--max_new_tokens", "20", "--temperature", "0")

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import tokenize_local_bpe
 from tests.helpers import Killed
 from tokenization import metadata as metadata_module
-from tokenization import token_folder, token_writer
+from tokenization import token_folder
 from tokenization.encoding import split_index
 from tokenize_local_bpe import main, tokenize
 from tokenizer import CharacterTokenizer, load_tokenizer
@@ -428,9 +428,9 @@ def test_stopped_anywhere_it_continues_to_the_same_bytes(
         raise Killed
 
     appended, moved = [], []
-    original_append, original_replace = token_writer.TokenWriter.append, os.replace
+    original_append, original_replace = token_folder.TokenWriter.append, os.replace
 
-    def append(self: token_writer.TokenWriter, *arguments: Any) -> None:
+    def append(self: token_folder.TokenWriter, *arguments: Any) -> None:
         if len(appended) == stop_at:
             # The chunk's tokens have been written, its line in the journal only by half.
             self.files[0].write(b"junk")
@@ -463,7 +463,7 @@ def test_stopped_anywhere_it_continues_to_the_same_bytes(
 
             patch.setattr(metadata_module, "write_json", write_json)
         else:
-            patch.setattr(token_writer.TokenWriter, "append", append)
+            patch.setattr(token_folder.TokenWriter, "append", append)
         tokenize([str(tmp_path / "text.txt")], out, quiet=True, **options)
     assert not (out / "tokens_bpe_metadata.json").exists() and (out / ".tokens_bpe.partial").is_dir()
 
@@ -501,7 +501,7 @@ def test_a_full_disk_is_said_and_the_work_is_kept(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(token_writer.TokenWriter, "append", full)
+        patch.setattr(token_folder.TokenWriter, "append", full)
         assert run(*arguments) == 3
     error = capsys.readouterr().err
     assert "disk is full" in error and "Traceback" not in error

@@ -23,8 +23,7 @@ from tokenize_local_bpe import tokenize
 from training import loop
 from training.checkpoints import run_folder
 from training.numbers import evaluate
-from training.reports.records import read_metrics
-from training.reports.samples import drawn
+from training.reports.records import drawn, read_metrics
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ALWAYS = {"step", "epoch", "tokens"}

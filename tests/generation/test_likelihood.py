@@ -7,11 +7,10 @@ import math
 import pytest
 import torch
 
-from generation import likelihood
+from generation import scoring
 from generation.decoding import generate
-from generation.likelihood import Likelihoods
 from generation.sampling import Sampling
-from generation.scoring import score_documents
+from generation.scoring import Likelihoods, score_documents
 from tests.generation.helpers import CONTEXT, GREEDY, SAMPLED, changed, random_model
 
 PROMPTS = [[1, 4, 0], [7], [2, 2, 5, 3, 1]]
@@ -33,7 +32,7 @@ def logprobs_of(model, ids: list[int]) -> torch.Tensor:
 def test_logprobs_are_those_of_the_model_whatever_the_sampling(
     model, characters, sampling, logits_at_once, monkeypatch
 ):
-    monkeypatch.setattr(likelihood, "LOGITS_AT_ONCE", logits_at_once)
+    monkeypatch.setattr(scoring, "LOGITS_AT_ONCE", logits_at_once)
     told = Likelihoods(COUNT, of_prompts=True)
     shown: list[int] = [0] * len(PROMPTS)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generation.text_stream import TextStream
+from generation.decoding import TextStream
 
 
 class Pieces:

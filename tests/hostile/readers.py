@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from common.errors import DataError
-from common.lock import holder
+from common.files import holder
 from generate import generate_text, load_model
 from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, open_tokens, rows_of, write_tokens
 from tokenization.token_folder import require_tokens_of
@@ -26,8 +26,7 @@ from training.checkpoints.run_folder import require_ours
 from training.checkpoints.start import start_or_resume
 from training.checkpoints.state import Saved
 from training.config import Config, parse_config
-from training.numbers.evaluate import bits_per_byte
-from training.numbers.prompts import check_prompts, read_prompts
+from training.numbers.evaluate import bits_per_byte, check_prompts, read_prompts
 from training.numbers.schedule import learning_rate
 from training.numbers.step import train_step
 from training.plan import build, make_plan

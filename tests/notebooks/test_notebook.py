@@ -24,7 +24,7 @@ from common.chat import ChatTemplate
 from tests.helpers import ROOT, generated_text
 from tests.models import write_model
 from training.config import parse_config
-from training.numbers.prompts import read_prompts
+from training.numbers.evaluate import read_prompts
 from training.reports.records import read_metrics
 
 nbclient = pytest.importorskip("nbclient")

@@ -20,12 +20,11 @@ from typing import Any
 import pytest
 
 from serving import watch_page
+from serving.run_reader import FIELDS, MOST_STRETCHES, RunReader
 from tests.helpers import ROOT, run_script
 from tests.serving.contrast import assert_readable
 from tools import watch
-from training.reports.records import metrics_line
-from training.reports.run_reader import FIELDS, MOST_STRETCHES, RunReader
-from training.reports.samples import sample_line
+from training.reports.records import metrics_line, sample_line
 
 ATTACK = "</script><script>document.title='hit'</script><img src=x onerror=\"document.title='hit'\">"
 

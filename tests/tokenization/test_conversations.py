@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from common.chat import ROLES, ChatTemplate, Message, require_order
 from common.errors import DataError
 from tests.helpers import Killed
-from tokenization import token_writer
+from tokenization import token_folder
 from tokenization.conversations import messages_of, records_of_array
 from tokenization.corpus import find_sources
 from tokenization.metadata import TokenMetadata
@@ -237,9 +237,9 @@ def test_stopped_in_the_middle_it_continues_to_the_same_bytes(tmp_path: Path, mo
     write_records(tmp_path / "chats.jsonl")
     options: dict[str, Any] = {"format": "chat", "vocab_size": 300, "chunk_size_mb": 0.0002, "quiet": True}
     tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "whole", **options)
-    original, appended = token_writer.TokenWriter.append, []
+    original, appended = token_folder.TokenWriter.append, []
 
-    def append(self: token_writer.TokenWriter, *arguments: Any) -> None:
+    def append(self: token_folder.TokenWriter, *arguments: Any) -> None:
         if len(appended) == 2:
             for file in self.files[:-1]:  # written, and not yet in the journal
                 file.write(b"junk")
@@ -248,7 +248,7 @@ def test_stopped_in_the_middle_it_continues_to_the_same_bytes(tmp_path: Path, mo
         original(self, *arguments)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(token_writer.TokenWriter, "append", append)
+        patch.setattr(token_folder.TokenWriter, "append", append)
         tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "out", **options)
     tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "out", **options)
     for name in ("tokens_bpe.bin", "tokens_bpe_mask.bin", "bpe_tokenizer.json"):

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator
 from types import FrameType
 
-from common.launch import is_rank_0
+from common.script import is_rank_0
 from training.machine.processes import any_process, count, note_part
 
 SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]

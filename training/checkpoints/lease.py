@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import CheckpointError
-from common.files import read_json, write_json
-from common.lock import session
+from common.files import CHECKPOINT_NAME, STEP_NAME, discard, read_json, session, write_json
 from common.progress import log
-from common.publishing import CHECKPOINT_NAME, STEP_NAME, discard
-from training.file_names import MARKER, STAGING
 
+MARKER = "run.json"  # in a mirror: which run these are the copies of; in a run folder: where its copies went
+STAGING = ".session-"  # in a mirror: the folder of a session, for what has no name yet
 HEARTBEAT = 60.0  # seconds between two signs of life of the session that holds the mirror
 DEAD_AFTER = 150.0  # seconds without one, and a session counts as dead: disconnected, killed or asleep
 

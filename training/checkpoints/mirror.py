@@ -17,13 +17,12 @@ from typing import BinaryIO
 
 from common.checkpoint import MANIFEST, problems_of, prune, step_folders
 from common.errors import ConfigError
-from common.files import atomic_write, read_json, write_json
+from common.files import PUBLISHING, atomic_write, discard, publish, read_json, write_json
 from common.formatting import byte_size, clock
 from common.progress import log
-from common.publishing import PUBLISHING, discard, publish
 from training.checkpoints.interruption import Interruption
-from training.checkpoints.lease import HEARTBEAT, Lease, TakenOver
-from training.file_names import CONFIG, CURVE, MARKER, METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
+from training.checkpoints.lease import HEARTBEAT, MARKER, Lease, TakenOver
+from training.reports.records import CONFIG, CURVE, METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
 
 MIRRORED_FILES = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY)
 COPIES = 5  # checkpoints in the mirror at the most: two kept, the best one, and a new one of each kind

@@ -16,9 +16,8 @@ from common.checkpoint import (
     step_folders,
 )
 from common.errors import CheckpointError, ConfigError
-from common.files import atomic_write, sha256_file
+from common.files import STEP_NAME, atomic_write, sha256_file
 from common.lora import LoRA, find_base, lora_of
-from common.publishing import STEP_NAME
 from model_config import ModelConfig
 from training.checkpoints.mirror import MIRRORED_FILES, Mirror, copy_checkpoint
 from training.checkpoints.state import Saved, read_state

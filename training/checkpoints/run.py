@@ -22,10 +22,10 @@ from common.checkpoint import (
     write_checkpoint,
 )
 from common.errors import CheckpointError, is_out_of_memory
-from common.launch import is_rank_0
+from common.files import STEP_NAME
 from common.machine import available_ram
 from common.progress import log
-from common.publishing import STEP_NAME
+from common.script import is_rank_0
 from training.checkpoints.interruption import Interruption
 from training.checkpoints.lease import TakenOver
 from training.checkpoints.mirror import Mirror
@@ -34,8 +34,7 @@ from training.machine.processes import all_reduce_sum, any_process, broadcast_te
 from training.machine.sharding import gather, is_sharded, local, scatter, unsharded_copy
 from training.numbers.optimizer import whole_state
 from training.numbers.schedule import epoch_sequences, last_step
-from training.numbers.stability import diverged
-from training.numbers.step import Trainer
+from training.numbers.step import Trainer, diverged
 
 SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
 

@@ -11,12 +11,11 @@ from pathlib import Path
 
 from common.checkpoint import step_folders
 from common.errors import CheckpointError, ConfigError
-from common.files import read_json, write_json
-from common.lock import holder, session
-from common.publishing import restore_interrupted
+from common.files import holder, read_json, restore_interrupted, session, write_json
+from training.checkpoints.lease import MARKER, STAGING
 from training.config import MODEL_KEYS, is_resolved
-from training.file_names import CONFIG, CURVE, MARKER, METRICS, SAMPLES, SAMPLES_TABLE, STAGING, SUMMARY
 from training.numbers.step import Trainer
+from training.reports.records import CONFIG, CURVE, METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
 
 FILES = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY, MARKER)
 

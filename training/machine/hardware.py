@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from common.errors import ConfigError
-from common.launch import place
 from common.machine import cpu_bf16_flag, device_name, names_part, peak_flops, pick_device, total_ram
+from common.script import place
 from model_config import ModelConfig
 from training.config import Config
 

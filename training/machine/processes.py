@@ -23,8 +23,8 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.errors import ConfigError, ProcessLost, UserError
-from common.launch import Place, place
 from common.machine import pick_device
+from common.script import Place, place
 
 if TYPE_CHECKING:
     from training.config import Config

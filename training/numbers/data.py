@@ -24,8 +24,8 @@ import torch
 from common.errors import ConfigError, DataError
 from common.files import atomic_write
 from common.formatting import byte_size
-from common.launch import place
 from common.machine import available_ram
+from common.script import place
 from model import IGNORE_INDEX
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenization.token_folder import DEFAULT_FOLDER, holds_unfinished

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from common.chat import Message
-from common.errors import is_out_of_memory
+from common.errors import DataError, is_out_of_memory
+from common.files import read_text
 from common.machine import exact_device
 from generation.decoding import ROWS_AT_ONCE, Completion, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX, TransformerLanguageModel
+from tokenizer_base import UnknownCharacterError
 from training.config import Config
 from training.machine import processes
 from training.machine.hardware import clear_frames, return_freed_memory
 from training.machine.processes import on_rank_0
 from training.machine.sharding import gather_model, is_sharded, unsharded_copy
 from training.numbers.data import TokenData
-from training.numbers.prompts import Answer
-from training.numbers.step import Trainer, pad_rows
+from training.numbers.step import Prompt, Trainer, pad_rows
 
 ANSWER_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt: Prompt
+    text: str
+
+    @property
+    def right(self) -> bool | None:
+        """Whether it matches exactly, except for white space around it; None if no answer is expected."""
+        return None if self.prompt.expected is None else self.text.strip() == self.prompt.expected.strip()
 
 
 class Evaluation(NamedTuple):
@@ -154,3 +169,42 @@ def warn_of_memory(why: str) -> None:
         f"Warning: not enough memory to answer --eval_prompts: {why}. The training continues without answers.",
         file=sys.stderr,
     )
+
+
+def accuracy(answers: Sequence[Answer]) -> tuple[int, int]:
+    """(number of right answers, number of prompts with an expected answer)"""
+    judged = [answer.right for answer in answers if answer.right is not None]
+    return sum(judged), len(judged)
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Read a JSONL file of {"prompt": ..., "answer": ... (optional)}. Raises DataError naming the line."""
+    prompts = []
+    for number, line in enumerate(read_text(path, DataError, "--eval_prompts").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            prompt = Prompt(value["prompt"], value.get("answer"))
+            if not (isinstance(prompt.text, str) and isinstance(prompt.expected, str | None)):
+                raise TypeError
+            prompts.append(prompt)
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            raise DataError(
+                f'{path}, line {number}: {{"prompt": "...", "answer": "..."}} is expected (the answer may be left out).'
+            ) from None
+    if not prompts:
+        raise DataError(f"{path} holds no prompts.")
+    return prompts
+
+
+def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
+    """Raises DataError for a prompt that the tokenizer cannot encode, before the training starts."""
+    for prompt in prompts:
+        try:
+            data.tokenizer.encode(prompt.text)
+        except UnknownCharacterError as problem:
+            named = ", ".join(map(repr, problem.characters))
+            raise DataError(
+                f"--eval_prompts: the prompt {prompt.text!r} has characters the tokenizer does not know: {named}."
+            ) from None

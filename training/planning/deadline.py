@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from statistics import median
 
 from common.formatting import clock
-from common.launch import is_rank_0
 from common.progress import log
+from common.script import is_rank_0
 from training.checkpoints.run import Run
 from training.checkpoints.state import MOST_STEPS, Cooldown
 from training.config import Config
 from training.machine.processes import on_rank_0
 from training.numbers.schedule import decay_share, decay_start
-from training.reports.timer import Timer
+from training.reports.report import Timer
 
 LOOKS = 200  # at the clock, in all the minutes; each waits for the device
 SAMPLES = 15  # of the speed: the last ones count

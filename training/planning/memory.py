@@ -1,26 +1,39 @@
-"""The micro-batch that fits into memory, and the retry with a smaller one if memory runs out."""
+"""The memory of a step: an estimate before it runs, the micro-batch that fits, the retry with a smaller one if memory
+runs out, and advice if that does not help."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+import os
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
 from common.files import read_json
 from common.formatting import byte_size
+from common.lora import add_adapters
+from common.machine import has_fast_bf16
 from model import TransformerLanguageModel
-from training.config import NOT_GIVEN, Config, is_resolved
-from training.file_names import CONFIG
+from model_config import ModelConfig
+from training.config import MODEL_SIZES, NOT_GIVEN, Config, is_resolved, preset
 from training.machine.compilation import compile_model, uncompiled
 from training.machine.hardware import Hardware, clear_frames, return_freed_memory
 from training.machine.processes import any_process, on_rank_0
+from training.numbers.data import TokenData
+from training.numbers.optimizer import RULES, by_rule
 from training.numbers.step import OUT_OF_MEMORY, Trainer
-from training.planning.estimate import estimate_memory
-from training.planning.memory_advice import no_way_out
+from training.reports.records import CONFIG
 
 MEMORY_SHARE = 0.8  # of all memory; the rest is for tokens, kernels' workspaces and fragmentation
 DROPOUT_ASIDE = " except for dropout's random draws"  # which are made per micro-batch
+PROCESS_BYTES = 350_000_000  # resident size of a process that has imported torch
+OTHERS_SHARE = 0.1  # name other processes that hold at least this share of the memory
 
 
 def fit_micro_batch(
@@ -132,3 +145,197 @@ def halve_micro_batch(trainer: Trainer, error: Exception) -> str:
     return (
         f"Out of memory with {rows} sequences at once: the same batch again with {less}, with the same result{aside}."
     )
+
+
+def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: Hardware, rows: int) -> int:
+    """Peak bytes of a training step that takes `rows` sequences per forward pass: weights, gradients and the
+    optimizer's state in fp32 (16 bytes a parameter with AdamW, 12 with Muon, 4 if it is frozen), and what one
+    micro-batch keeps for the backward pass. If sharded: those of the slices that a process keeps, and the weights that
+    it gathers.
+
+    Counted from the tensors that autograd keeps if the model runs uncompiled, and that the compiled graphs keep
+    (docs/benchmarks/gpu_forecast.md).
+    """
+    sharing = config.processes if config.is_sharded else 1
+    parameters = sum(largest_slice(parameter, sharing) for parameter in model.parameters())
+    trained = sum(largest_slice(parameter, sharing) for parameter in model.parameters() if parameter.requires_grad)
+    several = rows < config.sequences_per_process  # earlier micro-batches left gradients
+    state, update = 4 * parameters, 0
+    for rule, named in by_rule(model, config).items():
+        share = sum(largest_slice(parameter, sharing) for parameter in named.values())
+        state += RULES[rule].state_bytes * share
+        update += RULES[rule].update_bytes * share  # after the activations are freed
+    gradients = 4 * trained
+    if config.is_sharded:
+        state += gathered_bytes(model, hardware)
+    cast = sum(parameter.numel() for parameter in (model.head if config.is_sharded else model).parameters())
+    weight_copies = 2 * cast if hardware.precision != "fp32" else 0  # autocast keeps its casts for the backward pass
+    activations = bytes_per_token(config, model, hardware) * rows * model.config.max_seq_len
+    during_backward = weight_copies + activations + several * gradients
+    at_once = hardware.compiles and not config.is_sharded  # the compiled model returns all gradients together
+    after_it = gradients + max(update, several * at_once * gradients)
+    at_start = 4 * model.num_parameters()  # a process divides the weights once it has all of them
+    return max(state + max(during_backward, after_it), at_start)
+
+
+def largest_slice(parameter: torch.Tensor, processes: int) -> int:
+    """Numbers in the slice of the process that keeps most of a parameter: FSDP2 divides the rows."""
+    return math.ceil(len(parameter) / processes) * (parameter.numel() // len(parameter))
+
+
+def gathered_bytes(model: TransformerLanguageModel, hardware: Hardware) -> int:
+    """What is whole at the peak if the model is sharded: the layers outside the blocks, and either the buffer that they
+    are gathered through, or a block, the next one on its way, and the gradients of the last, which are averaged in
+    fp32."""
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    outside = sum(parameter.numel() for parameter in model.parameters()) - len(model.blocks) * block
+    half = 4 if hardware.precision == "fp32" else 2
+    return 4 * outside + max(4 * outside, (3 * half + 4) * block)
+
+
+def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:
+    """Bytes that the forward pass keeps per token for the backward pass, and the logits and their gradient."""
+    c = model.config
+    half = 4 if hardware.precision == "fp32" else 2
+    residual = {"fp32": 4, "fp16": 4, "bf16": 2}[hardware.precision]
+    queries, keys, _ = c.qkv_rows
+    feed_forward = (4 if c.is_gated else 2) * c.ff_dim  # of SwiGLU: gate, up, the gate's activation and the product
+    if hardware.compiles:
+        # Per block: two norms' inputs and outputs, q, k, v, the attention's output, the activation's input and output.
+        feed_forward -= c.ff_dim * c.is_gated  # computed again from the gate
+        block = 2 * residual * c.embed_dim
+        head = half * 2 * c.vocab_size
+    else:
+        # The same, but norms keep their input in fp32, as the head keeps its softmax, its gradient and the logits'.
+        block = 2 * 4 * c.embed_dim
+        if c.qk_norm and half == 2:
+            block += 4 * (queries + keys)
+        if c.norm_gain:  # and what the gain multiplies
+            block += 4 * (2 * c.embed_dim + (queries + keys) * c.qk_norm)
+        head = 3 * 4 * c.vocab_size
+    block += half * (2 * c.embed_dim + 2 * queries + 2 * keys + feed_forward)
+    if config.lora_rank and "feed_forward" not in config.lora_targets:  # frozen layers do not keep their input
+        block -= half * (c.embed_dim + c.ff_dim)
+    if config.lora_rank and "attention" not in config.lora_targets:
+        block -= half * c.embed_dim
+    if c.position == "rope" or c.qk_norm:
+        block += half * (queries + keys)  # q and k as attention reads them
+    # PyTorch's flash kernel for CPUs has no dropout. The other kernel keeps three (T, T) fp32 matrices per head, and
+    # needs three more while it runs.
+    scores = 3 * 4 * c.num_heads * c.max_seq_len if c.dropout and hardware.device.type == "cpu" else 0
+    if config.activation_checkpointing:  # all blocks' inputs, and one block or the head at a time
+        return c.num_layers * residual * c.embed_dim + max(head, 2 * (block + scores))
+    return c.num_layers * (block + scores) + scores + head
+
+
+def held_memory(data: TokenData, hardware: Hardware) -> int:
+    """Other bytes in the same memory: the tokens and, on a CPU, Python and torch."""
+    tokens = data.tokens.nbytes if data.tokens.device.type == hardware.device.type and data.placement != "mmap" else 0
+    return tokens if hardware.is_cuda else tokens + PROCESS_BYTES
+
+
+def no_way_out(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> str:
+    """The message if one sequence at a time does not fit: what would help, in order, and by how much."""
+    held: list[str] = []
+    ranked: list[tuple[str, int]] = []
+    with contextlib.suppress(Exception):  # memory may run out here too
+        held = held_by_others(hardware)
+        ranked = savings(config, shape, hardware, rows)
+    others = (
+        f" Other processes hold memory: {'; '.join(held)}. End those you do not need (in a notebook, unused sessions) "
+        "and run the same command again."
+        if held
+        else ""
+    )
+    ways = "".join(f"\n  {flags}: about {byte_size(saved)} less" for flags, saved in ranked)
+    return (
+        f"Out of memory with {rows} x {shape.max_seq_len} tokens at once (--micro_batch_size x "
+        f"--max_seq_len).{others}"
+        + (f" What would help:{ways}" if ways else " Choose a smaller --model_size or --max_seq_len.")
+        + "\nCheckpoints saved before are whole."
+    )
+
+
+def savings(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> list[tuple[str, int]]:
+    """Flags that take less memory, and the bytes that each saves. Those that change the run least come first; the last
+    ones need a new run."""
+
+    def saved(config: Config = config, shape: ModelConfig = shape, hardware: Hardware = hardware, r: int = rows) -> int:
+        return now - estimate_memory(config, without_memory(config, shape), hardware, r)
+
+    now = estimate_memory(config, without_memory(config, shape), hardware, rows)
+    ways = [
+        ("--micro_batch_size 1", saved(r=1)),
+        ("--activation_checkpointing", saved(replace(config, activation_checkpointing=True))),
+        ("--shard", saved(replace(config, shard=True))),
+    ]
+    if hardware.precision == "fp32" and has_fast_bf16(hardware.device):
+        ways.append(("--precision bf16", saved(hardware=replace(hardware, precision="bf16"))))
+    ways.append(("--dropout 0", saved(shape=replace(shape, dropout=0.0))))
+    if not config.lora_rank:
+        if config.init_from:
+            ways.append(("--lora_rank 8 (a new run)", saved(replace(config, lora_rank=8, optimizer="adamw"))))
+        ways.append(("--optimizer muon (a new run)", saved(replace(config, optimizer="muon"))))
+    half = max(1, shape.max_seq_len // 2)
+    ways.append((f"--max_seq_len {half} (a new run)", saved(shape=replace(shape, max_seq_len=half))))
+    sizes = [(f"--model_size {size} (a new run)", saved(shape=of_size(shape, size))) for size in MODEL_SIZES]
+    ways += sorted((way for way in sizes if way[1] > 0), key=lambda way: way[1])[:1]  # the largest that is smaller
+    return [way for way in ways if way[1] > 0]
+
+
+def of_size(shape: ModelConfig, size: str) -> ModelConfig:
+    """A model of the same form, as wide and deep as one of MODEL_SIZES."""
+    follow = dict.fromkeys(("ff_dim", "head_dim", "num_kv_heads"))
+    return replace(shape, **{**follow, **preset(size)})
+
+
+def without_memory(config: Config, shape: ModelConfig) -> TransformerLanguageModel:
+    """A model on the meta device: sizes without numbers."""
+    with torch.device("meta"):
+        model = TransformerLanguageModel(shape)
+        if config.lora_rank:
+            add_adapters(model, config.lora())
+    return model
+
+
+def held_by_others(hardware: Hardware) -> list[str]:
+    """Up to three other processes that hold at least OTHERS_SHARE of the same memory, largest first."""
+    least = OTHERS_SHARE * (hardware.memory_bytes or 0)
+    held = gpu_memory_by_process() if hardware.is_cuda else memory_by_process()
+    held = {process: size for process, size in held.items() if process[0] != os.getpid() and size > least}
+    largest = sorted(held.items(), key=lambda item: -item[1])[:3]
+    return [f"{byte_size(size)} by process {pid} ({name})" for (pid, name), size in largest]
+
+
+def memory_by_process() -> dict[tuple[int, str], int]:
+    """Bytes of RAM by (pid, name); empty except on Linux."""
+    held = {}
+    for status in Path("/proc").glob("[0-9]*/status"):
+        with contextlib.suppress(OSError, ValueError, KeyError):  # a process that just ended, or a kernel thread
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+            held[int(status.parent.name), fields["Name"].strip()] = int(fields["VmRSS"].split()[0]) * 1024
+    return held
+
+
+def gpu_memory_by_process() -> dict[tuple[int, str], int]:
+    """Bytes of GPU memory by (pid, name), from the driver, which may list none in a container."""
+    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
+    held = {}
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        for line in listed.splitlines():
+            with contextlib.suppress(ValueError):
+                pid, name, mib = (part.strip() for part in line.split(","))
+                held[int(pid), name] = int(mib) * 2**20
+    return held
+
+
+@contextlib.contextmanager
+def memory_advice(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> Iterator[None]:
+    """Raise MemoryExhausted with advice for an out-of-memory error that a smaller micro-batch cannot solve."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryExhausted(no_way_out(config, shape, hardware, rows)) from error

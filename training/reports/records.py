@@ -1,17 +1,35 @@
-"""The records of a run, in its folder: metrics.jsonl and loss_curve.png; samples.py and summary.py have the rest."""
+"""The records of a run, in its folder: metrics.jsonl, loss_curve.png, samples.jsonl with the answers to
+`--eval_prompts`, samples.md drawn from it, and TensorBoard's events. summary.py has the rest.
+
+This module needs no torch: tools that only show a run read it too.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from common.errors import ConfigError
 from common.files import atomic_write
-from training.file_names import METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
-from training.reports.samples import Sample, drawn, read_samples, sample_line
+from common.formatting import cell, shortened, table_row
+from training.config import Config
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+SAMPLES = "samples.jsonl"
+SAMPLES_TABLE = "samples.md"  # drawn from SAMPLES, for people
+CURVE = "loss_curve.png"
+SUMMARY = "summary.md"
+Sample: TypeAlias = dict[str, Any]  # step, right, judged: int; prompts, answers: list[str]; expected: list[str | None]
+LARGEST_COUNT = 10**15
 
 
 def metrics_line(row: dict[str, Any]) -> str:
@@ -100,3 +118,105 @@ def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
     axes.legend()
     with atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=120)
+
+
+def sample_line(sample: Sample) -> str:
+    return json.dumps(sample, ensure_ascii=False) + "\n"
+
+
+def read_samples(run_dir: Path) -> list[Sample]:
+    """The evaluations of a run, in order. Lines that are torn or hold something else are skipped. Raises OSError for a
+    file that is there and cannot be read."""
+    try:
+        lines = (run_dir / SAMPLES).read_text(encoding="utf-8", errors="replace").split("\n")
+    except FileNotFoundError:
+        return []
+    return [sample for line in lines if is_sample(sample := parsed(line))]
+
+
+def parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def is_sample(value: Any) -> bool:
+    """Whether it has the fields of a Sample: the file may come from someone else."""
+    if not isinstance(value, dict):
+        return False
+    counts = [value.get(key) for key in ("step", "right", "judged")]
+    lists: list[Any] = [value.get(key) for key in ("prompts", "answers", "expected")]
+    return (
+        all(type(count) is int and 0 <= count < LARGEST_COUNT for count in counts)
+        and all(isinstance(texts, list) and len(texts) == len(lists[0]) for texts in lists)
+        and all(isinstance(text, str) for text in lists[0] + lists[1])
+        and all(isinstance(text, str | None) for text in lists[2])
+    )
+
+
+def score(sample: Sample) -> str:
+    return f"{sample['right']} of {sample['judged']}" if sample["judged"] else ""
+
+
+def drawn(samples: Sequence[Sample]) -> str:
+    """The text of samples.md: a table for each evaluation."""
+    return "".join(f"{line}\n" for sample in samples for line in section(sample))
+
+
+def section(sample: Sample) -> list[str]:
+    right = f", {score(sample)} exactly right" if sample["judged"] else ""
+    rows = answer_table(sample["prompts"], sample["answers"], sample["expected"])
+    return [f"## Step {sample['step']:,}{right}", "", *rows, ""]
+
+
+def answer_table(
+    prompts: Sequence[str],
+    answers: Sequence[str],
+    expected: Sequence[str | None],
+    before: Sequence[str] = (),
+    longest: int | None = None,
+) -> list[str]:
+    """A Markdown table of prompts and answers, wrong ones with what was expected; beside them those `before` the
+    training, of the weights that it started from, if there are any. Texts are cut after `longest` characters (None:
+    never)."""
+
+    def text_cell(text: str) -> str:
+        return cell(text if longest is None else shortened(text, longest))
+
+    head = ["prompt", *(["before"] if before else []), "answer", "exactly right"]
+    lines = [table_row(head), table_row(["---"] * len(head))]
+    for i, (prompt, answer, wanted) in enumerate(zip(prompts, answers, expected, strict=True)):
+        verdict = "" if wanted is None else "yes" if answer.strip() == wanted.strip() else f"no: {text_cell(wanted)}"
+        earlier = [text_cell(before[i])] if before else []
+        lines.append(table_row([text_cell(prompt), *earlier, text_cell(answer), verdict]))
+    return lines
+
+
+def require_tensorboard(config: Config) -> None:
+    """Raises ConfigError if event files are asked for and cannot be written here."""
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise ConfigError(
+            "--tensorboard needs the package tensorboard: pip install tensorboard, or leave --tensorboard out "
+            "(tools/watch.py shows a run without it)."
+        )
+
+
+def open_events(run_dir: Path) -> SummaryWriter:
+    """The writer of this session's event file. Make it after metrics.jsonl was rewound to where the run continues:
+    events of later steps, from an earlier session, are hidden. If there is no event file yet, it gets all rows."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    rows = read_metrics(run_dir)
+    is_new = not any(run_dir.glob("events.out.tfevents.*"))
+    writer = SummaryWriter(str(run_dir), purge_step=rows[-1]["step"] + 1 if rows else 0)
+    for row in rows if is_new else []:
+        write_event(writer, row)
+    return writer
+
+
+def write_event(writer: SummaryWriter, row: dict[str, Any]) -> None:
+    """A row of metrics, each of its numbers under its own name."""
+    for key, value in finite(row).items():
+        if key != "step":
+            writer.add_scalar(key, value, row["step"])

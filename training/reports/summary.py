@@ -7,13 +7,10 @@ import torch
 from common.files import atomic_write
 from common.formatting import cell, clock, si, table_row
 from training.checkpoints.run import Run
-from training.file_names import CURVE, METRICS, SAMPLES_TABLE, SUMMARY
-from training.numbers.evaluate import perplexity
-from training.numbers.prompts import Answer, accuracy
+from training.numbers.evaluate import Answer, accuracy, perplexity
 from training.numbers.schedule import has_stopped_early
-from training.reports.records import read_metrics, unwritable
-from training.reports.samples import answer_table
-from training.reports.timer import Timer
+from training.reports.records import CURVE, METRICS, SAMPLES_TABLE, SUMMARY, answer_table, read_metrics, unwritable
+from training.reports.report import Timer
 
 LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
 

@@ -20,9 +20,8 @@ from model import TransformerLanguageModel
 from tests.helpers import CPU, estimated, snapshot, ways_of
 from tests.training.helpers import measured, steps_of
 from training.config import Config, parse_config
-from training.file_names import CONFIG
 from training.numbers.optimizer import build_optimizer
-from training.reports.records import read_metrics
+from training.reports.records import CONFIG, read_metrics
 
 FILES = {"adapter.safetensors", "config.json", "tokenizer.json", "manifest.json"}
 FILES |= {"optimizer.safetensors", "training_state.json"}

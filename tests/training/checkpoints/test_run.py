@@ -36,7 +36,7 @@ from training.checkpoints.run import Run
 from training.numbers import evaluate
 from training.numbers.data import TokenData
 from training.planning import memory
-from training.reports import timer as timer_module
+from training.reports import report as timer_module
 from training.reports.records import read_metrics
 
 # Resuming exactly

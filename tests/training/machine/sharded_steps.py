@@ -27,8 +27,7 @@ from training.machine.sharding import local
 from training.numbers import optimizer as optimizers
 from training.numbers.evaluate import answer_prompts, validation_loss
 from training.numbers.optimizer import gradient_norm, whole_state
-from training.numbers.stability import not_finite
-from training.numbers.step import Trainer, train_step
+from training.numbers.step import Trainer, not_finite, train_step
 from training.plan import build, make_plan
 
 STEPS = 4

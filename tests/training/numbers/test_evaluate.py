@@ -19,9 +19,9 @@ from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import Config
 from training.numbers.data import TokenData
-from training.numbers.evaluate import answer_prompts, bits_per_byte, validation_loss
+from training.numbers.evaluate import Answer, accuracy, answer_prompts, bits_per_byte, read_prompts, validation_loss
 from training.numbers.layout import layout_of_text
-from training.numbers.prompts import Answer, Prompt, accuracy, read_prompts
+from training.numbers.step import Prompt
 
 CHARACTERS = "abcdefghij .?"
 TRAIN_TOKENS = 100

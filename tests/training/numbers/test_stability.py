@@ -21,7 +21,7 @@ from training.machine.hardware import Hardware
 from training.numbers import step as step_module
 from training.numbers.data import TokenData
 from training.numbers.optimizer import build_optimizer, gradient_norm, update
-from training.numbers.stability import Stability
+from training.numbers.step import Stability
 from training.reports.records import read_metrics
 
 

@@ -21,7 +21,7 @@ from training import loop
 from training.checkpoints import run as run_module
 from training.config import Config
 from training.numbers.schedule import decay_start, last_step
-from training.planning import preflight
+from training.planning import inspections
 from training.planning.deadline import Costs
 from training.reports import report
 from training.reports.records import read_metrics
@@ -292,7 +292,7 @@ def test_rank_0_decides_for_all(machine: Machine, train: Callable, train_flags: 
 def test_a_dry_run_forecasts_the_steps_in_these_minutes(
     machine: Machine, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "train_step", machine.taking(preflight.train_step, lambda _: 0.5))
+    monkeypatch.setattr(inspections, "train_step", machine.taking(inspections.train_step, lambda _: 0.5))
     result = train(tmp_path / "run", extra=("--dry_run",), **LONG)
     assert result.code == 0 and not (tmp_path / "run").exists()
     assert "Steps      at most " in result.out

@@ -13,7 +13,7 @@ from model import TransformerLanguageModel
 from tests.helpers import CPU
 from tests.training.planning.followed import HALF, Followed
 from training.config import Config
-from training.planning.estimate import bytes_per_token
+from training.planning.memory import bytes_per_token
 
 MODERN = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "embed_norm": True, "bias": False}
 MODERN |= {"activation": "relu2"}

@@ -30,16 +30,14 @@ from tokenizer import Tokenizer
 from training.checkpoints.resume import Old
 from training.checkpoints.run import Saver
 from training.config import Config, parse_config
-from training.file_names import CONFIG
 from training.machine import hardware as hardware_module
 from training.numbers import evaluate as evaluate_module
 from training.numbers.data import TokenData
 from training.numbers.optimizer import Optimizer
 from training.plan import build, make_plan
 from training.planning import memory as memory_module
-from training.planning import memory_advice as advice_module
-from training.planning.memory_advice import no_way_out
-from training.reports.records import read_metrics
+from training.planning.memory import no_way_out
+from training.reports.records import CONFIG, read_metrics
 
 M_ARENA_MAX = -8  # of malloc.h
 # A step of 256 sequences at once takes about 310 MB in such a process, one of 128 about 170: what is too much fails at
@@ -62,7 +60,7 @@ def limit_memory(megabytes: int) -> None:
     create its primitives where the machine is busy, and then goes on failing however much is free."""
     import resource
 
-    import training.planning.preflight
+    import training.planning.inspections
     import training.reports.summary  # noqa: F401
 
     torch.backends.mkldnn.set_flags(False)
@@ -406,9 +404,9 @@ def test_what_the_driver_tells_of_processes_is_read(tmp_path: Path, monkeypatch:
     program.write_text("#!/bin/sh\necho '4711, python3, 15234'\necho '4712, [Not Found], [N/A]'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert advice_module.gpu_memory_by_process() == {(4711, "python3"): 15234 * 2**20}
+    assert memory_module.gpu_memory_by_process() == {(4711, "python3"): 15234 * 2**20}
     program.write_text("#!/bin/sh\nexit 9\n")
-    assert advice_module.gpu_memory_by_process() == {}
+    assert memory_module.gpu_memory_by_process() == {}
 
 
 def test_no_way_out_is_raised_as_exhausted_memory() -> None:

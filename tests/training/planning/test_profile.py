@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers import CPU
 from training.machine.hardware import Hardware
-from training.planning.profile import NOTICEABLE, PARTS, limit
+from training.planning.inspections import NOTICEABLE, PARTS, limit
 
 
 def fast_hardware(device: str = "cpu", **values: Any) -> Hardware:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from training.reports import events, report
+from training.reports import records, report
 from training.reports.records import read_metrics
 
 needs_tensorboard = pytest.mark.extras("tensorboard")
@@ -61,7 +61,7 @@ def test_a_full_disk_is_told_once_and_the_training_goes_on(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(events, "write_event", full)
+    monkeypatch.setattr(records, "write_event", full)
     monkeypatch.setattr(report, "write_event", full)
     result = train(tmp_path / "run", tensorboard="true")
     told = "TensorBoard's events cannot be written ([Errno 28] No space left on device); the training goes on without"

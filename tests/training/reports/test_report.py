@@ -13,19 +13,18 @@ import torch
 
 from common.errors import ConfigError
 from common.formatting import cell, table_row
+from serving.run_reader import shown_tables
 from tests.helpers import columns, hardware_of
 from tests.hostile.mutations import byte_mutations, json_mutations
 from training.checkpoints.state import TrainState
 from training.config import parse_config
 from training.machine.hardware import Hardware
-from training.numbers.prompts import Answer, Prompt
+from training.numbers.evaluate import Answer
+from training.numbers.step import Prompt
 from training.reports import report as report_module
-from training.reports import timer as timer_module
-from training.reports.records import read_metrics, rewind
-from training.reports.report import Report
-from training.reports.run_reader import shown_tables
-from training.reports.samples import drawn, read_samples
-from training.reports.timer import Timer
+from training.reports import report as timer_module
+from training.reports.records import drawn, read_metrics, read_samples, rewind
+from training.reports.report import Report, Timer
 
 CONTRACT_FIELDS = {
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",

@@ -14,8 +14,7 @@ from common.errors import ConfigError, DataError
 from common.files import read_json, require_regular
 from common.validation import about
 from training.config import MODEL_KEYS, SCHEMA, counts
-from training.file_names import METRICS, SAMPLES, SUMMARY
-from training.reports.samples import Sample, read_samples, score
+from training.reports.records import METRICS, SAMPLES, SUMMARY, Sample, read_samples, score
 
 FIELDS = (
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",

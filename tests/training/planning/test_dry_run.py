@@ -24,8 +24,7 @@ from tests.helpers import CPU, estimated, rows_of, with_large_weights
 from tokenizer import CharacterTokenizer
 from training.config import Config
 from training.machine.hardware import Hardware
-from training.planning.estimate import PROCESS_BYTES, bytes_per_token, held_memory
-from training.planning.memory import MEMORY_SHARE, fit_micro_batch
+from training.planning.memory import MEMORY_SHARE, PROCESS_BYTES, bytes_per_token, fit_micro_batch, held_memory
 
 CONFIG = Config(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=32, batch_size=32)
 
