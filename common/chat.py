@@ -12,9 +12,7 @@ The end-of-text token is written by its id, so no text that a user types can imi
 from __future__ import annotations
 
 import bisect
-import json
-import string
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeAlias
 
@@ -29,60 +27,6 @@ from tokenizer_base import TokenizerError
 ROLES = ("system", "user", "assistant")
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 LONGEST_LABEL = 100  # characters
-
-# The content of a turn is a text, or a list of OpenAI's text parts, one per line as in tools/serve.py.
-JINJA = string.Template("""\
-$settings
-{%- set first = 1 if messages[0].role == 'system' else 0 -%}
-{%- if tools -%}
-    {{- raise_exception('this model cannot call tools') -}}
-{%- endif -%}
-$start
-{%- for message in messages -%}
-    {%- set turn = 'turn ' ~ loop.index ~ ', from the ' ~ message.role ~ ', ' -%}
-    {%- set expected = 'system' if loop.index0 < first else ['user', 'assistant'][(loop.index0 - first) % 2] -%}
-    {%- if message.role != expected -%}
-        {{- raise_exception(turn ~ 'should be from the ' ~ expected) -}}
-    {%- endif -%}
-    {%- set parts = [{'type': 'text', 'text': message.content}] if message.content is string else message.content -%}
-    {%- if parts | rejectattr('type', 'equalto', 'text') | list -%}
-        {{- raise_exception(turn ~ 'has parts that are not text') -}}
-    {%- endif -%}
-    {%- set text = parts | map(attribute='text') | join('\\n') | trim -%}
-    {%- if not text -%}
-        {{- raise_exception(turn ~ 'is empty') -}}
-    {%- endif -%}
-    {%- for token in $special if token in text -%}
-        {{- raise_exception(turn ~ 'contains ' ~ token ~ ', which would be read as the token of that name') -}}
-    {%- endfor -%}
-$turn
-{%- endfor -%}
-{%- if add_generation_prompt -%}
-    {%- if messages[-1].role != 'user' -%}
-        {{- raise_exception('the last turn is from the ' ~ messages[-1].role ~ '; it should be from the user') -}}
-    {%- endif -%}
-    $asks
-{%- endif -%}
-""")
-TURN = string.Template("""\
-    {{- labels[message.role] -}}
-    {%- if message.role == 'assistant' -%}
-        $begin{{- ' ' ~ text ~ eos_token -}}$end
-    {%- else -%}
-        {{- ' ' ~ text ~ '\\n' -}}
-    {%- endif -%}""")
-CHATML_START = """\
-{%- if first == 0 and default -%}
-    {{- '<|im_start|>system\\n' ~ default ~ '<|im_end|>\\n' -}}
-{%- endif -%}"""
-CHATML_TURN = string.Template("""\
-    {{- '<|im_start|>' ~ message.role ~ '\\n' -}}
-    {%- if message.role == 'assistant' -%}
-        $begin{{- text ~ '<|im_end|>' -}}$end
-    {%- else -%}
-        {{- text ~ '<|im_end|>' -}}
-    {%- endif -%}
-    {{- '\\n' -}}""")
 
 
 class Message(NamedTuple):
@@ -149,21 +93,6 @@ class ChatTemplate:
 
         return fitting(messages, room, encode)
 
-    def jinja(self, special_tokens: Iterable[str], marks_answers: bool = True) -> str:
-        """The template for `apply_chat_template` of Hugging Face, and for llama.cpp.
-
-        It refuses what `require_order` refuses, and a turn that contains a name of `special_tokens`: the output is
-        tokenized as one text, in which that name would become the token. `marks_answers` adds the tags by which
-        Hugging Face finds answers; other programs do not know them.
-        """
-        return JINJA.substitute(
-            settings=f"{{%- set labels = {self.to_dict()} -%}}",
-            start="{{- bos_token -}}",
-            turn=TURN.substitute(marks(marks_answers)),
-            asks="{{- labels.assistant -}}",
-            special=list(special_tokens),
-        )
-
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ChatML:
@@ -213,16 +142,6 @@ class ChatML:
         begin, end = (known[name] for name in CHATML_TOKENS)
         return begin, end
 
-    def jinja(self, special_tokens: Iterable[str], marks_answers: bool = True) -> str:
-        """As `ChatTemplate.jinja`."""
-        return JINJA.substitute(
-            settings=f"{{%- set default = {json.dumps(self.chatml, ensure_ascii=False)} -%}}",
-            start=CHATML_START,
-            turn=CHATML_TURN.substitute(marks(marks_answers)),
-            asks="{{- '<|im_start|>assistant\\n' -}}",
-            special=list(special_tokens),
-        )
-
 
 AnyTemplate: TypeAlias = "ChatTemplate | ChatML"
 
@@ -231,10 +150,6 @@ def template_from_dict(values: Any) -> AnyTemplate:
     """The template of a checkpoint's config. Raises ValueError."""
     is_chatml = isinstance(values, dict) and "chatml" in values
     return build(ChatML, values) if is_chatml else build(ChatTemplate, values)
-
-
-def marks(answers: bool) -> dict[str, str]:
-    return {"begin": "{%- generation -%}", "end": "{%- endgeneration -%}"} if answers else {"begin": "", "end": ""}
 
 
 def fitting(

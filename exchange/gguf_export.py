@@ -14,7 +14,7 @@ from common.files import atomic_write
 from common.formatting import si
 from exchange.folders import load_in_fp32
 from exchange.gguf_file import require_gguf, write_gguf
-from exchange.hf_tokenizer import hf_special_tokens
+from exchange.hf_tokenizer import chat_jinja
 from generation.settings import Sampling
 from model_config import ModelConfig
 from tokenizer import load_tokenizer
@@ -37,7 +37,7 @@ def export_file(path: str | Path, file: Path, gguf_type: str = "f16", ollama: bo
     checkpoint = open_checkpoint(path)
     model, tokenizer = load_in_fp32(checkpoint)
     template = checkpoint.chat_template()
-    jinja = template.jinja(hf_special_tokens(tokenizer), marks_answers=False) if template else None
+    jinja = chat_jinja(template, tokenizer, marks_answers=False) if template else None
     write_gguf(file, model, tokenizer, file.stem, gguf_type, jinja)
     print(f"\n{file} ({gguf_type}, {si(file.stat().st_size)}B) is for llama.cpp and Ollama.")
     if model.config.activation == "gelu":

@@ -19,7 +19,7 @@ from exchange.folders import new_folder
 from exchange.hf_common import Tensors
 from exchange.hf_model import FORMS
 from exchange.hf_tokenizer import (
-    hf_special_tokens,
+    chat_jinja,
     hf_tokenizer_config,
     hf_tokenizer_json,
     require_same_conversation,
@@ -59,7 +59,7 @@ def written_folder(
         "tokenizer_config.json": json_bytes(hf_tokenizer_config(tokenizer, max_seq_len, template)),
     }
     if template:
-        files["chat_template.jinja"] = template.jinja(hf_special_tokens(tokenizer)).encode()
+        files["chat_template.jinja"] = chat_jinja(template, tokenizer).encode()
     name, tensors = weights
     with new_folder(out) as folder:
         write_file(folder / name, tensors)

@@ -32,6 +32,25 @@ def hf_special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     return {name: tokenizer.vocab_size + i for i, name in enumerate(CHARACTERS_HAVE)}
 
 
+def chat_jinja(template: AnyTemplate, tokenizer: Tokenizer, marks_answers: bool = True) -> str:
+    """The template for `apply_chat_template` of Hugging Face, and for llama.cpp.
+
+    It refuses what `require_order` refuses, and a turn that contains the name of a special token: the output is
+    tokenized as one text, in which that name would become the token. The content of a turn is a text, or a list of
+    OpenAI's text parts, one a line. `marks_answers` keeps the tags by which Hugging Face finds answers; other programs
+    do not know them.
+    """
+    file = "chatml_template.jinja" if isinstance(template, ChatML) else "chat_template.jinja"
+    jinja = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    if not marks_answers:
+        jinja = jinja.replace("{%- generation -%}", "").replace("{%- endgeneration -%}", "")
+    given = {"template": template.to_dict(), "special": list(hf_special_tokens(tokenizer))}
+    return (
+        "".join(f"{{%- set {key} = {json.dumps(value, ensure_ascii=False)} -%}}\n" for key, value in given.items())
+        + jinja
+    )
+
+
 def hf_vocab_size(tokenizer: Tokenizer) -> int:
     """The ids of the exported tokenizer are below this."""
     return tokenizer.vocab_size + (0 if isinstance(tokenizer, BPETokenizer) else len(CHARACTERS_HAVE))
@@ -189,7 +208,7 @@ def chat_template_of(folder: Path, tokenizer: Tokenizer, theirs: Any) -> AnyTemp
     """Our template, if the folder has that one; ChatML, if transformers, which runs a template in a sandbox, makes the
     same prompts of conversations (`theirs`: their tokenizer). None for no template, and for any other."""
     path, template = folder / "chat_template.jinja", ChatTemplate()
-    if path.exists() and path.read_bytes() == template.jinja(hf_special_tokens(tokenizer)).encode():
+    if path.exists() and path.read_bytes() == chat_jinja(template, tokenizer).encode():
         return template
     if not tokenizer.special_ids.keys() >= set(CHATML_TOKENS):
         return None

@@ -7,7 +7,8 @@ import json
 import os
 import shlex
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,7 +21,8 @@ import numpy as np
 from common.chat import ChatTemplate, end_of_text
 from common.errors import ConfigError, DataError
 from common.files import atomic_write, sha256_file
-from common.progress import BytesRead
+from common.formatting import byte_size, clock
+from common.progress import LOG_LINE_SECONDS, progress_bar
 from tokenization.conversations import read_conversations
 from tokenization.corpus import PIECE_CHARACTERS, Piece, Source, find_sources, read_pieces, unpacked_bytes
 from tokenization.encoding import SUFFIXES, Reader, encode_in_order, read_chunks, sample_evenly, split_index
@@ -310,3 +312,61 @@ def training_command(folder: TokenFolder, metadata: TokenMetadata, tokenizer_fil
         return f"python train_colab_mmap.py{data} --init_from {init} --output_dir {out}"
     config = "gpt2_small.json" if metadata.tokenizer_type == "bpe" else "shakespeare_char.json"
     return f"python train_colab_mmap.py{data} --config {config}"
+
+
+class BytesRead:
+    """Progress through a known number of bytes."""
+
+    def __init__(self, what: str, total: int):
+        self.what = what
+        self.total = total
+        self.done = self.done_before = 0
+        self.is_all_read = False
+        self.bar = progress_bar(desc=what, total=total, unit="B", unit_scale=True, mininterval=0.5)
+        self.began = self.told = time.monotonic()
+
+    def __enter__(self) -> BytesRead:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.close()
+
+    def start_at(self, done: int) -> None:
+        """`done` bytes come from an earlier session and do not count for the speed."""
+        self.bar.update(done - self.done)
+        self.bar.unpause()
+        self.done = self.done_before = done
+        self.began = time.monotonic()
+
+    def add(self, count: int) -> None:
+        self.reach(self.done + count)
+
+    def reach(self, done: int) -> None:
+        self.bar.update(done - self.done)
+        self.done = done
+        if seconds := self.seconds_to_tell():
+            speed = (done - self.done_before) / seconds
+            left = f", {clock((self.total - done) / speed)} left" if speed else ""
+            share = f"{done / self.total:.0%} of {byte_size(self.total)}"
+            print(f"{self.what}: {share}, {byte_size(speed)}/s{left}", flush=True)
+
+    def to_the_end_of(self, texts: Iterable[str]) -> Iterator[str]:
+        """The texts. After the last one, `wait` reports that all is read."""
+        yield from texts
+        self.is_all_read = True
+
+    def wait(self, what: str) -> None:
+        """If all is read, report that `what` is running and for how long. Call it about once a second."""
+        if self.is_all_read:
+            self.bar.bar_format = "{desc}: all read, " + what + " [{elapsed}]"
+        self.bar.refresh()
+        if self.is_all_read and (seconds := self.seconds_to_tell()):
+            print(f"{self.what}: all read, {what}, {clock(seconds)} so far", flush=True)
+
+    def seconds_to_tell(self) -> float:
+        """Seconds since the start if a new line is due, else 0."""
+        now = time.monotonic()
+        if not self.bar.disable or now - self.told < LOG_LINE_SECONDS:
+            return 0.0
+        self.told = now
+        return now - self.began

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from collections.abc import Callable
 
 import pytest
 
-from common import progress
-from common.progress import BytesRead
+from tokenization import command
+from tokenization.command import BytesRead
 
 
 @pytest.fixture
 def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     now = [1000.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(command.time, "monotonic", lambda: now[0])
 
     def wait(seconds: float) -> None:
         now[0] += seconds
@@ -70,7 +71,7 @@ def test_a_terminal_has_a_bar_that_says_what_goes_on(
             return True
 
     terminal = Terminal()
-    monkeypatch.setattr(progress.sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "stderr", terminal)
     with BytesRead("Learning", 4_000) as read:
         for text in read.to_the_end_of(["a", "b"]):
             read.add(2_000 * len(text))
