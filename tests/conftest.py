@@ -21,6 +21,7 @@ import hypothesis
 import pytest
 import torch
 
+from common.progress import print_log
 from tests import leftovers
 from tests.forked import Forked
 from tests.helpers import flags_of_a_tiny_run, generated_text, write_tokens
@@ -29,7 +30,7 @@ from tests.helpers import flags_of_a_tiny_run, generated_text, write_tokens
 # that day; all other runs go on looking for new ones.
 hypothesis.settings.register_profile("any machine", deadline=None, derandomize="CI" in os.environ)
 hypothesis.settings.load_profile("any machine")
-
+print_log()  # as every script does: what a test expects must not depend on the tests before it
 
 # A script in the background (nohup, &) ignores signals, and so would all that the tests start and send them to.
 for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):

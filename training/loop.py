@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from common.errors import INTERRUPTED, is_out_of_memory
+from common.errors import INTERRUPTED, MemoryExhausted
 from common.files import FolderLock
 from common.formatting import clock
 from common.progress import log
@@ -28,7 +28,7 @@ from training.numbers.step import Stability, StepResult, accumulate, apply_gradi
 from training.plan import build, make_plan
 from training.planning.deadline import Deadline
 from training.planning.inspections import dry_run, profile
-from training.planning.memory import compile_step_model, halve_micro_batch, memory_advice
+from training.planning.memory import fitting, memory_advice
 from training.reports.records import SUMMARY, require_tensorboard, rewind
 from training.reports.report import Report, Timer
 from training.reports.summary import finished_message, write_summary
@@ -109,16 +109,10 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
 
 
 class Loop:
-    """The steps of one session. All that changes is in `run.state` and `run.trainer`."""
+    """The steps of one session. What changes is in `run.state`, which only this class writes, and in `run.trainer`."""
 
     def __init__(
-        self,
-        run: Run,
-        report: Report,
-        timer: Timer,
-        deadline: Deadline,
-        interruption: Interruption,
-        started: float,
+        self, run: Run, report: Report, timer: Timer, deadline: Deadline, interruption: Interruption, started: float
     ):
         self.run, self.trainer, self.state = run, run.trainer, run.state
         self.report, self.timer, self.deadline = report, timer, deadline
@@ -126,68 +120,71 @@ class Loop:
         is_scaled = self.trainer.scaler.is_enabled()
         self.stability = Stability(self.trainer.data.device, is_scaled, self.state.skipped_updates)
         self.first_step = self.state.step
-        self.flops_per_token = self.trainer.model.flops_per_token()
         self.answers: list[Answer] = []  # of the last evaluation
 
     def run_to_end(self) -> list[Answer]:
-        """Train to the last step, or until somebody asks to stop. Returns the answers of the last evaluation."""
-        with contextlib.suppress(StopRequested):
+        """Train to the last step, or until somebody asks to stop. Returns the answers of the last evaluation.
+
+        Raises MemoryExhausted if one sequence at a time does not fit; what is finished is saved first.
+        """
+        try:
             self.take_steps()
-        self.interruption.step_over()
-        if self.state.step > self.run.saved_step:  # the loop was stopped
-            self.save()
+        except StopRequested:
+            pass
+        except MemoryExhausted:  # nothing but gradients has changed since the last step
+            if self.trainer.config.processes == 1:
+                self.save_unsaved()
+            raise
+        self.save_unsaved()
         return self.answers
 
     def take_steps(self) -> None:
-        """The loop. Raises StopRequested if somebody asks to stop during something long."""
-        run, state = self.run, self.state
-        with self.timer.paused():
-            self.fitting(self.compile)
-            self.fitting(self.evaluate_before)
-        self.deadline.begin()
-        with frozen_garbage():
-            while not self.interruption.agreed(self.limit_reached()):
-                if state.unevaluated is None:  # else an evaluation was interrupted, or ran out of memory
-                    if state.finished:
-                        break
-                    self.step()
-                if state.unevaluated is not None:
-                    self.fitting(self.evaluate, state.unevaluated)
-                if run.save_is_due():
-                    self.save_if_sound()
-                run.saver.check()
-                if state.step >= self.deadline.next_look and not state.finished:
-                    self.look_at_clock()
-
-    def limit_reached(self) -> object:
-        """Why the run stops here, or None."""
-        return self.timer.limit_reached(self.trainer.config) or self.run.taken_over or self.deadline.reached or None
-
-    def look_at_clock(self) -> None:
-        """With `minutes`: measure the speed, and begin the fall of the learning rate if it is time."""
-        if self.deadline.look():
-            if self.trainer.config.eval_interval and self.deadline.evaluation_seconds is None:
-                log.info("Evaluating once, to know how long it takes ...")
-                with self.timer.paused():
-                    self.fitting(evaluate, self.trainer, self.interruption.check)
-                self.deadline.evaluation_seconds = self.timer.last_pause
-            self.deadline.fix()
-        self.report.plan(self.deadline.last_step)
-
-    def step(self) -> None:
-        """One update of the weights, and its report if one is due."""
+        """The loop. Raises StopRequested if somebody asks to stop during something long, or what `run_to_end` does."""
         trainer, state, config = self.trainer, self.state, self.trainer.config
+        self.begin()
+        with frozen_garbage():
+            while not self.stops():
+                if state.unevaluated is None:  # else the session before was cut off in an evaluation
+                    with self.interruption.abandonable():  # only gradients change here
+                        batch = read_batch(trainer, state.sequences_seen, config.sequences_per_step)
+                        loss = self.fitting(accumulate, trainer, batch, state.step, config.sequences_per_step)
+                    lr = self.learning_rate()
+                    result = apply_gradients(trainer, loss, lr)
+                    state.step += 1
+                    state.sequences_seen += config.sequences_per_step
+                    state.tokens += trainer.tokens_per_step
+                    self.report_step(result, lr)
+                if state.unevaluated is not None:
+                    self.evaluate(state.unevaluated)
+                if self.run.save_is_due():
+                    self.save_if_sound()
+                self.look_at_clock()
+
+    def begin(self) -> None:
+        """What comes before the first step: compiling, and evaluations of the weights that it starts from."""
+        with self.timer.paused(), self.interruption.abandonable():
+            self.fitting(lambda: None)
+        with self.timer.paused():
+            self.evaluate_start()
+            self.evaluate_best_again()
+        self.deadline.begin()
+
+    def stops(self) -> bool:
+        """Whether all processes stop here: nothing is left to do, somebody asks for it, or a limit is reached."""
+        is_done = self.state.finished and self.state.unevaluated is None
+        limit = self.timer.limit_reached(self.trainer.config) or self.run.taken_over or self.deadline.reached
+        return self.interruption.agreed(is_done or bool(limit))
+
+    def learning_rate(self) -> float:
+        state = self.state
         first = state.cooldown.first if state.cooldown else None
-        lr = learning_rate(state.step, state.max_steps, config, first)
-        self.interruption.begin("data")
-        batch = read_batch(trainer, state.sequences_seen, config.sequences_per_step)
-        self.interruption.begin("gradients")
-        loss = self.fitting(accumulate, trainer, batch, state.step, config.sequences_per_step)
-        self.interruption.begin("update")
-        result = apply_gradients(trainer, loss, lr)
-        self.interruption.step_done()
+        return learning_rate(state.step, state.max_steps, self.trainer.config, first)
+
+    def report_step(self, result: StepResult, lr: float) -> None:
+        """Report the step that was taken, if a report is due; keep its metrics until they are complete, if an
+        evaluation is due. Raises ConfigError if the training diverged."""
+        trainer, state, config = self.trainer, self.state, self.trainer.config
         self.stability.step_done(result.skipped)
-        state.advance(config.sequences_per_step, trainer.tokens_per_step)
         self.report.step_done(trainer.tokens_per_step)
         reporting = state.due(config.log_interval)
         if state.step == self.first_step + 1:
@@ -198,97 +195,96 @@ class Loop:
             self.stability.require_stable(state.step, self.run.saved_step)
         row: dict[str, Any] = {"step": state.step, "epoch": self.run.epoch, "tokens": state.tokens}
         row["elapsed_seconds"] = self.timer.elapsed
-        if reporting:
-            row |= self.reported(result, row, lr)
+        if reporting:  # only here the host waits for the device
+            row |= self.timer.training_row(result.loss, result.grad_norm, lr, trainer.model.flops_per_token())
+            row |= self.stability.row()
+            self.report.progress(row, self.run.mirror.status() if self.run.mirror else "")
+            for line in self.stability.warnings(state.step, row["train_loss"]):
+                log.info(line)
         if state.due(config.eval_interval):
-            state.begin_evaluation(row)
+            state.unevaluated = row
         elif reporting:
             self.report.write(row)
 
     def fitting(self, work: Callable[..., Made], *arguments: Any) -> Made:
-        """What `work` returns. If memory runs out, it is done again with smaller micro-batches: it is a function of the
-        step, and has changed nothing. Raises MemoryExhausted if one sequence at a time does not fit."""
-        while True:
-            try:
-                return work(*arguments)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    self.save_unevaluated()
-                told = halve_micro_batch(self.trainer, error)
-            log.info(f"{told} Kept for this run; another: --micro_batch_size {self.trainer.rows_at_once}")
-            self.keep_config()
-            if work != self.compile:
-                self.fitting(self.compile)
-
-    def reported(self, result: StepResult, row: dict[str, Any], lr: float) -> dict[str, Any]:
-        """Report a step. Returns its row of metrics. Only here the host waits for the device."""
-        row = row | self.timer.training_row(result.loss, result.grad_norm, lr, self.flops_per_token)
-        row |= self.stability.row()
-        self.report.progress(row, self.run.mirror.status() if self.run.mirror else "")
-        for line in self.stability.warnings(self.state.step, row["train_loss"]):
-            log.info(line)
-        return row
+        """What `work` returns, with micro-batches that fit; `fitting` of training/planning/memory.py says how. Their
+        size is kept for the next session."""
+        size = self.trainer.micro_batch_size
+        made = fitting(self.trainer, work, *arguments)
+        if self.trainer.micro_batch_size != size and is_rank_0():
+            with contextlib.suppress(OSError):  # the next save reports a full disk
+                write_config(self.trainer)
+        return made
 
     def evaluate(self, row: dict[str, Any]) -> None:
         """Evaluate, and write the row of metrics of this step."""
         trainer, state = self.trainer, self.state
         self.report.announce_evaluation(evaluated_windows(trainer.data, trainer.config) * trainer.shape.max_seq_len)
         with self.timer.paused():
-            result = self.finite(evaluate(trainer, self.interruption.check), "the validation loss")
+            result = self.evaluation("the validation loss")
         self.deadline.evaluation_seconds = self.timer.last_pause
-        self.run.best_is_new |= state.evaluated(result.val_loss, result.windows)
+        state.unevaluated = None
+        if state.best_val_loss is None or result.val_loss < state.best_val_loss:
+            state.best_val_loss, state.best_step, state.best_windows = result.val_loss, state.step, result.windows
+            self.run.best_is_new = True
+        is_lower = state.lowest_val_loss is None or result.val_loss < state.lowest_val_loss
+        state.worse = 0 if is_lower else state.worse + 1
+        if is_lower:
+            state.lowest_val_loss = result.val_loss
         if has_stopped_early(state.worse, trainer.config):
-            state.plan(state.step)
+            state.max_steps = state.step
         row = row | {"val_loss": result.val_loss, "val_bits_per_byte": result.bits_per_byte}
         self.answers = result.answers
         self.report.evaluation(row, result.answers)
         self.report.write(row)
 
-    def evaluate_before(self) -> None:
-        """Evaluations before the first step of this session: of the trained weights that a new run starts from, and of
-        the best weights so far if their loss is over other validation windows."""
-        trainer, state, check = self.trainer, self.state, self.interruption.check
-        if not trainer.config.eval_interval:
-            return
-        if state.initialized_from and state.step == 0 and state.base is None:
-            result = self.finite(evaluate(trainer, check), "the validation loss of the weights that it starts from")
-            prompts = [answer.prompt.text for answer in result.answers]
-            state.start_evaluated(Start(result.val_loss, prompts, [answer.text for answer in result.answers]))
-        windows = evaluated_windows(trainer.data, trainer.config)
-        if state.best_val_loss is not None and state.best_windows != windows:
-            before = "other" if state.best_windows is None else f"{state.best_windows:,}"
-            named = (
-                f"the best weights so far (step {state.best_step:,}, {state.best_val_loss:.4f} over {before} windows)"
-            )
-            log.info(f"Evaluating {named} over the {windows:,} validation windows of now ...")
-            with self.best_weights():
-                loss = validation_loss(trainer, windows, check)
-            state.best_evaluated_again(loss, windows)
-            log.info(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
-
-    def finite(self, result: Evaluation, what: str) -> Evaluation:
+    def evaluation(self, what: str) -> Evaluation:
         """Raises ConfigError if the training diverged: more steps would only waste time."""
+        result = self.fitting(evaluate, self.trainer, self.interruption.check)
         if not math.isfinite(result.val_loss):
             raise diverged(self.state.step, self.run.saved_step, f"{what} is not finite")
         return result
 
-    @contextlib.contextmanager
-    def best_weights(self) -> Iterator[None]:
-        """Inside, the model has the weights in best/."""
-        model = self.trainer.model
-        current = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        try:
-            self.run.load_best()
-            yield
-        finally:
-            model.load_state_dict(current)
+    def evaluate_start(self) -> None:
+        """Evaluate the trained weights that a new run starts from."""
+        state = self.state
+        if self.trainer.config.eval_interval and state.initialized_from and state.step == 0 and state.base is None:
+            result = self.evaluation("the validation loss of the weights that it starts from")
+            prompts = [answer.prompt.text for answer in result.answers]
+            state.base = Start(result.val_loss, prompts, [answer.text for answer in result.answers])
 
-    def compile(self) -> None:
-        trainer, size = self.trainer, self.trainer.micro_batch_size
-        with self.interruption.compiling():
-            compile_step_model(trainer, self.state.sequences_seen)
-        if trainer.micro_batch_size != size:
-            self.keep_config()
+    def evaluate_best_again(self) -> None:
+        """Evaluate the best weights so far if their loss is over other validation windows than those of now."""
+        trainer, state = self.trainer, self.state
+        windows = evaluated_windows(trainer.data, trainer.config)
+        if not trainer.config.eval_interval or state.best_val_loss is None or state.best_windows == windows:
+            return
+        before = "other" if state.best_windows is None else f"{state.best_windows:,}"
+        log.info(
+            f"Evaluating the best weights so far (step {state.best_step:,}, {state.best_val_loss:.4f} over {before} "
+            f"windows) over the {windows:,} validation windows of now ..."
+        )
+        with self.run.best_weights():
+            loss = self.fitting(validation_loss, trainer, windows, self.interruption.check)
+        state.best_val_loss = state.lowest_val_loss = loss
+        state.best_windows = windows
+        log.info(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
+
+    def look_at_clock(self) -> None:
+        """With `minutes`: measure the speed, and begin the fall of the learning rate if it is time."""
+        state, deadline = self.state, self.deadline
+        if state.step < deadline.next_look or state.finished:
+            return
+        if deadline.look():
+            if self.trainer.config.eval_interval and deadline.evaluation_seconds is None:
+                log.info("Evaluating once, to know how long it takes ...")
+                with self.timer.paused():
+                    self.fitting(evaluate, self.trainer, self.interruption.check)
+                deadline.evaluation_seconds = self.timer.last_pause
+            if cooldown := deadline.cooldown():
+                state.cooldown, state.max_steps = cooldown, cooldown.last
+                self.run.is_due = True  # a checkpoint of the plan
+        self.report.plan(deadline.last_step)
 
     def save_if_sound(self) -> None:
         """Save what is due. After a skipped update, wait for a step that shows the weights to be sound. The best
@@ -299,18 +295,11 @@ class Loop:
 
     def save(self, best_only: bool = False) -> None:
         with self.timer.paused():
-            self.state.measured(self.timer.elapsed, self.stability.skipped)
+            self.state.elapsed_seconds, self.state.skipped_updates = self.timer.elapsed, self.stability.skipped
             self.run.save(best_only)
         self.deadline.saving_seconds += self.timer.last_pause
 
-    def save_unevaluated(self) -> None:
-        """Out of memory in an evaluation: save this step first, because a retry may fail, too."""
-        is_new = self.state.unevaluated is not None and self.state.step > self.run.saved_step
-        if is_new and not self.trainer.config.is_sharded:  # sharded: saving needs memory on all ranks
+    def save_unsaved(self) -> None:
+        """Save what the loop has not saved, when it was stopped."""
+        if self.state.step > self.run.saved_step:
             self.save()
-
-    def keep_config(self) -> None:
-        """Write the configuration again: the micro-batch has changed."""
-        if is_rank_0():
-            with contextlib.suppress(OSError):  # the next save reports a full disk
-                write_config(self.trainer)

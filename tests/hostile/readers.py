@@ -115,7 +115,9 @@ class Training:
         state = run.state
         lr = learning_rate(state.step, state.max_steps, self.config)
         train_step(run.trainer, state.step, state.sequences_seen, lr)
-        state.advance(self.config.sequences_per_step, run.trainer.tokens_per_step)
+        state.step += 1
+        state.sequences_seen += self.config.sequences_per_step
+        state.tokens += run.trainer.tokens_per_step
 
     def resume(self) -> None:
         """As the trainer does: restore, take a step, and write down the state that another restore would read."""

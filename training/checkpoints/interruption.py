@@ -7,16 +7,15 @@ import os
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Iterator
 from types import FrameType
 
 from common.script import is_rank_0
-from training.machine.processes import any_process, count, note_part
+from training.machine.processes import any_process, count
 
 SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
-SAME_WISH_SECONDS = 2.0  # a notebook's stop button sends two signals for one click
-LONG_STEP_SECONDS = 1.0  # a longer step is not finished first: the machine may be gone by then
+TWO_CLICKS_SECONDS = 2.0
+LONG_SECONDS = 1.0  # a longer step is not finished first: the machine may be gone by then
 
 
 class StopRequested(BaseException):
@@ -27,10 +26,10 @@ class StopRequested(BaseException):
 class Interruption:
     """The first signal sets `requested`: the loop saves and ends.
 
-    The current step is finished first. If steps are long, it is abandoned instead (StopRequested out of train_step,
-    while only gradients have changed), and the state after the step before it is saved. Compiling takes minutes and
-    changes nothing that is saved, so it is abandoned, too (StopRequested out of `compiling`). A second signal within
-    two seconds is ignored. A later or a third one stops at once, without saving (KeyboardInterrupt).
+    The current step is finished first. If steps are long, what is `abandonable` of it is abandoned instead
+    (StopRequested), and the state after the step before it is saved. Of several processes none abandons anything: the
+    others would wait for it in the same step. A second signal within two seconds is ignored: a notebook's stop button
+    sends two for one click. A later or a third one stops at once, without saving (KeyboardInterrupt).
     """
 
     def __init__(self, ends_process: bool = False) -> None:
@@ -41,12 +40,12 @@ class Interruption:
         self.signals = 0
         self.first_signal = 0.0
         self.answer = "Stopping after this step, then saving"
-        self.part = ""  # of the step
-        self.step_began = 0.0
-        self.step_seconds: float | None = None  # of the last one
+        self.began: float | None = None  # what is abandonable, if something is under way
+        self.is_long = True  # whether it took long the last time; nothing is known of the first
 
     @contextlib.contextmanager
     def awaited(self) -> Iterator[None]:
+        """Inside, signals are requests to stop."""
         if threading.current_thread() is not threading.main_thread():
             yield  # only the main thread gets signals
             return
@@ -64,54 +63,33 @@ class Interruption:
         if self.signals == 1:
             self.requested = True
             self.first_signal = time.monotonic()
-            is_long = self.step_seconds is None or self.step_seconds > LONG_STEP_SECONDS
-            gives_up = self.part == "compile" or (self.part in ("data", "gradients") and is_long)
-            gives_up = gives_up and count() == 1  # others would wait for this process in the same step
-            if self.part == "compile":
-                now = "Stopping now" if gives_up else "Stopping once every process has compiled the model"
-            else:
-                now = "Stopping now, and saving the last finished step" if gives_up else self.answer
+            since = None if self.began is None else time.monotonic() - self.began
+            abandons = since is not None and count() == 1 and (self.is_long or since > LONG_SECONDS)
+            now = "Stopping now, and saving what is finished" if abandons else self.answer
             with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
                 if is_rank_0():
                     os.write(2, f"\n{now}. Once more, after two seconds, stops at once.\n".encode())
-            if gives_up:
+            if abandons:
                 raise StopRequested
-        elif self.signals > 2 or time.monotonic() - self.first_signal > SAME_WISH_SECONDS:
+        elif self.signals > 2 or time.monotonic() - self.first_signal > TWO_CLICKS_SECONDS:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Compile the model inside. Raises StopRequested, also if the signal came before."""
-        self.part = "compile"
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Error detected in")  # PyTorch's own, of where the signal came
-            try:
-                self.check()
-                yield
-            finally:
-                self.part = ""
+    def abandonable(self) -> Iterator[None]:
+        """What happens inside changes nothing that is saved. Raises StopRequested."""
+        self.began = began = time.monotonic()
+        try:
+            if self.requested and count() == 1:
+                raise StopRequested
+            yield
+        finally:
+            self.began = None
+        self.is_long = time.monotonic() - began > LONG_SECONDS
 
-    def begin(self, part: str) -> None:
-        """A `part` of a step begins: one of PARTS."""
-        if part == "data":
-            self.step_began = time.monotonic()
-        self.part = part
-        note_part(part)
-
-    def step_over(self) -> None:
-        """The step has ended, done or not."""
-        self.part = ""
-
-    def step_done(self) -> None:
-        self.step_over()
-        self.step_seconds = time.monotonic() - self.step_began
-
-    def agreed(self, limit: object = None) -> bool:
-        """Whether all processes stop here, because one of them got a signal or has another reason (`limit` is not
-        None)."""
-        requested, is_over = any_process(self.requested, limit is not None)
-        if requested:
-            self.requested = True
+    def agreed(self, limit: bool = False) -> bool:
+        """Whether all processes stop here, because one of them got a signal or has reached a limit."""
+        requested, is_over = any_process(self.requested, limit)
+        self.requested |= requested
         return requested or is_over
 
     def check(self) -> None:

@@ -122,7 +122,8 @@ class Run:
 
     def save_is_due(self) -> bool:
         """Whether there is something to be saved at this step; waits for no GPU. Clocks differ: what is due on one rank
-        is due on all."""
+        is due on all. Raises CheckpointError if the last save failed."""
+        self.saver.check()
         (self.is_due,) = any_process(self.is_due or self.checkpoint_due())
         return self.is_due or self.best_is_new
 
@@ -150,16 +151,22 @@ class Run:
             take = functools.partial(self.snapshot, weights, optimizer)
             self.saver.save(folders, take, self.checkpoint_bytes)
 
-    def load_best(self) -> None:
-        """Put the weights in best/ into the model. They were verified when the run was restored. Every process must
-        call this."""
+    @contextlib.contextmanager
+    def best_weights(self) -> Iterator[None]:
+        """Inside, the model has the weights in best/. They were verified when the run was restored. Every process must
+        enter this."""
         model = self.trainer.model
-        whole = unsharded_copy(model, torch.device("cpu")) if is_sharded(model) else model
-        on_rank_0(lambda: Checkpoint(self.dir / "best").load_weights(whole))
-        if whole is model:
-            broadcast_tensors(list(model.state_dict().values()))
-        else:
-            scatter(stored_weights(whole), stored_weights(model))
+        current = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        try:
+            whole = unsharded_copy(model, torch.device("cpu")) if is_sharded(model) else model
+            on_rank_0(lambda: Checkpoint(self.dir / "best").load_weights(whole))
+            if whole is model:
+                broadcast_tensors(list(model.state_dict().values()))
+            else:
+                scatter(stored_weights(whole), stored_weights(model))
+            yield
+        finally:
+            model.load_state_dict(current)
 
     def gathered(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """The weights to keep and the optimizer's tensors; if sharded, rank 0 gets them whole. Every process must call

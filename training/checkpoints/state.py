@@ -58,8 +58,8 @@ class Cooldown:
 
 @dataclass(config=OF_A_FILE)
 class TrainState:
-    """Where a training stands. Every checkpoint holds it, and all processes have the same one. Only its methods change
-    its fields."""
+    """Where a training stands. Every checkpoint holds it, and all processes have the same one. Only training/loop.py
+    changes its fields."""
 
     run_id: str = Field(default_factory=lambda: uuid.uuid4().hex)  # stays the same if the folder is renamed
     step: Steps = 0
@@ -86,46 +86,6 @@ class TrainState:
     def due(self, interval: int) -> bool:
         """True every `interval` steps (0: never) and after the last."""
         return bool(interval) and (self.step % interval == 0 or self.finished)
-
-    def advance(self, sequences: int, tokens: int) -> None:
-        """One more step is done."""
-        self.step += 1
-        self.sequences_seen += sequences
-        self.tokens += tokens
-
-    def begin_evaluation(self, row: dict[str, Any]) -> None:
-        """Keep the metrics of this step until its evaluation is done."""
-        self.unevaluated = row
-
-    def evaluated(self, val_loss: float, windows: int) -> bool:
-        """Record an evaluation of this step. Returns whether these weights are the best so far."""
-        self.unevaluated = None
-        is_best = self.best_val_loss is None or val_loss < self.best_val_loss
-        if is_best:
-            self.best_val_loss, self.best_step, self.best_windows = val_loss, self.step, windows
-        is_lower = self.lowest_val_loss is None or val_loss < self.lowest_val_loss
-        self.worse = 0 if is_lower else self.worse + 1
-        self.lowest_val_loss = val_loss if is_lower else self.lowest_val_loss
-        return is_best
-
-    def best_evaluated_again(self, val_loss: float, windows: int) -> None:
-        """The best weights have this loss over the validation windows of this session."""
-        self.best_val_loss = self.lowest_val_loss = val_loss
-        self.best_windows = windows
-
-    def start_evaluated(self, start: Start) -> None:
-        self.base = start
-
-    def plan(self, max_steps: int) -> None:
-        self.max_steps = max_steps
-
-    def cool_down(self, cooldown: Cooldown) -> None:
-        """The learning rate falls from now on."""
-        self.cooldown, self.max_steps = cooldown, cooldown.last
-
-    def measured(self, elapsed_seconds: float, skipped_updates: int) -> None:
-        """Record what is only measured when a checkpoint is taken."""
-        self.elapsed_seconds, self.skipped_updates = elapsed_seconds, skipped_updates
 
 
 @dataclass(config=OF_A_FILE)

@@ -31,6 +31,7 @@ def compile_model(
     started = time.perf_counter()
     # Its products in fp32 are fp32 on purpose.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* not enabled", UserWarning)
+    warnings.filterwarnings("ignore", "Error detected in", UserWarning)  # of where a signal came
     try:
         torch.compiler.reset()  # an earlier run in this process (a notebook) counts towards PyTorch's limit
         # Splits the graph so that all-reduce overlaps the backward pass; impossible with activation checkpointing.

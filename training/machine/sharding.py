@@ -16,10 +16,12 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from common.errors import is_out_of_memory
 from common.lora import add_adapters, lora_of
+from common.progress import log
 from model import TransformerLanguageModel
 from training.machine.hardware import Hardware
-from training.machine.processes import broadcast_tensors, count, rank
+from training.machine.processes import broadcast_tensors, count, on_rank_0, rank
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
 
@@ -99,13 +101,29 @@ def unsharded_copy(model: TransformerLanguageModel, device: torch.device) -> Tra
 
 
 @torch.no_grad()
-def gather_model(model: TransformerLanguageModel, into: TransformerLanguageModel | None) -> None:
-    """Copy the whole weights of a sharded model to that of rank 0; other ranks give None. Every process must call
-    it."""
+def whole_model(model: TransformerLanguageModel) -> TransformerLanguageModel | None:
+    """The model; if it is sharded, a whole copy of it on rank 0, and None on the others, or if the copy does not fit in
+    memory. Every process must call it."""
+    if not is_sharded(model):
+        return model
+    copies: list[TransformerLanguageModel] = []
+
+    def fits() -> bool:
+        try:
+            copies.append(unsharded_copy(model, model.device))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            log.info("Warning: --eval_prompts are not answered: a whole copy of the model does not fit in memory.")
+        return bool(copies)
+
+    if not on_rank_0(fits):
+        return None
     for name, parameter in model.named_parameters():
         full = whole(parameter)
-        if into is not None:
-            into.get_parameter(name).copy_(full)
+        if copies:
+            copies[0].get_parameter(name).copy_(full)
+    return copies[0] if copies else None
 
 
 def exchange_rows(pieces: torch.Tensor, rows: int) -> torch.Tensor:

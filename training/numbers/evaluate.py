@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,18 +12,17 @@ from typing import NamedTuple
 import torch
 
 from common.chat import Message
-from common.errors import DataError, is_out_of_memory
+from common.errors import DataError
 from common.files import read_text
 from common.machine import exact_device
-from generation.decoding import ROWS_AT_ONCE, Completion, generate
+from generation.decoding import ROWS_AT_ONCE, generate
 from generation.sampling import Sampling
-from model import IGNORE_INDEX, TransformerLanguageModel
+from model import IGNORE_INDEX
 from tokenizer_base import UnknownCharacterError
 from training.config import Config
 from training.machine import processes
-from training.machine.hardware import clear_frames, return_freed_memory
 from training.machine.processes import on_rank_0
-from training.machine.sharding import gather_model, is_sharded, unsharded_copy
+from training.machine.sharding import whole_model
 from training.numbers.data import TokenData
 from training.numbers.step import Prompt, Trainer, pad_rows
 
@@ -78,7 +76,7 @@ def validation_loss(trainer: Trainer, windows: int | None = None, between: Calla
             between()
             first = round_begins + rows * processes.rank()
             here = max(0, min(rows, windows - first))
-            # A process without windows computes one that does not count: sharded weights need all processes.
+            # A process without windows computes one that does not count, as all take equally many batches.
             batch = data.validation_batch(min(first, windows - 1), max(1, here), windows)
             count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask and here else here
             with trainer.hardware.autocast():
@@ -88,6 +86,33 @@ def validation_loss(trainer: Trainer, windows: int | None = None, between: Calla
         model.train()
     counts = processes.all_reduce_sum(torch.as_tensor(counted, device=data.device))
     return (processes.all_reduce_sum(total) / counts).item()
+
+
+def answer_prompts(trainer: Trainer, between: Callable[[], None] = lambda: None) -> list[Answer]:
+    """The model's most likely continuation of each prompt of the run, as many at once as sequences in training. Rank 0
+    computes them; every process must call this. `between` is called at each token, and may raise."""
+    data, prompts = trainer.data, trainer.prompts
+    model = whole_model(trainer.model) if prompts else None
+    rows = min(ROWS_AT_ONCE, trainer.rows_at_once)
+
+    def answers() -> list[Answer]:
+        if model is None:
+            return []
+        asked = [asked_as_trained(prompt.text, data) for prompt in prompts]
+        sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0)
+        texts = []
+        for first in range(0, len(asked), rows):
+            batch = asked[first : first + rows]
+            texts += generate(model, data.tokenizer, batch, sampling, on_text=lambda index, piece: between())
+        return [Answer(prompt, completion.text) for prompt, completion in zip(prompts, texts, strict=True)]
+
+    return on_rank_0(answers) if prompts else []
+
+
+def asked_as_trained(text: str, data: TokenData) -> str | list[int]:
+    """The prompt in the chat template of the training data; unchanged if that is plain text."""
+    template = data.metadata.chat_template
+    return text if template is None else template.prompt_ids(data.tokenizer, [Message("user", text)])
 
 
 def evaluated_windows(data: TokenData, config: Config) -> int:
@@ -103,72 +128,6 @@ def bits_per_byte(loss: float, data: TokenData) -> float | None:
     """Loss in bits per byte of text: comparable across tokenizers. None if the metadata does not count the bytes."""
     per_byte = data.layout.val_tokens_per_byte
     return None if per_byte is None else loss / math.log(2) * per_byte
-
-
-def asked_as_trained(text: str, data: TokenData) -> str | list[int]:
-    """The prompt in the chat template of the training data; unchanged if that is plain text."""
-    template = data.metadata.chat_template
-    return text if template is None else template.prompt_ids(data.tokenizer, [Message("user", text)])
-
-
-def answer_prompts(trainer: Trainer, between: Callable[[], None] = lambda: None) -> list[Answer]:
-    """The model's most likely continuation of each prompt of the run. Rank 0 computes them, with a whole copy of the
-    model if it is sharded. `between` is called at each token, and may raise. Every process must call this.
-
-    If memory runs out, answers fewer prompts at once. If one prompt alone does not fit, or the copy, answers none: that
-    must not end the training.
-    """
-    if not trainer.prompts:
-        return []
-    if not is_sharded(trainer.model):
-        return on_rank_0(lambda: answers_of(trainer.model, trainer, between))
-    copies: list[TransformerLanguageModel] = []
-
-    def make_room() -> bool:
-        try:
-            copies.append(unsharded_copy(trainer.model, trainer.model.device))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            warn_of_memory("a whole copy of the sharded model does not fit")
-        return bool(copies)
-
-    if not on_rank_0(make_room):
-        return []
-    gather_model(trainer.model, copies[0] if copies else None)
-    return on_rank_0(lambda: answers_of(copies.pop(), trainer, between))
-
-
-def answers_of(model: TransformerLanguageModel, trainer: Trainer, between: Callable[[], None]) -> list[Answer]:
-    data, prompts = trainer.data, trainer.prompts
-    sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0)
-    asked = [asked_as_trained(prompt.text, data) for prompt in prompts]
-    completions: list[Completion] = []
-    at_once = min(ROWS_AT_ONCE, len(prompts))
-    while len(completions) < len(prompts):
-        rows = asked[len(completions) : len(completions) + at_once]
-        try:
-            completions += generate(model, data.tokenizer, rows, sampling, on_text=lambda index, piece: between())
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            clear_frames(error)  # they hold the cache
-            if at_once == 1:
-                text = prompts[len(completions)].text
-                warn_of_memory(
-                    f"not even {text[:40]!r} ({len(text):,} characters) fits alone; shorter prompts would help"
-                )
-                return []
-            at_once = at_once // 2
-            return_freed_memory(model.device)
-    return [Answer(prompt, completion.text) for prompt, completion in zip(prompts, completions, strict=True)]
-
-
-def warn_of_memory(why: str) -> None:
-    print(
-        f"Warning: not enough memory to answer --eval_prompts: {why}. The training continues without answers.",
-        file=sys.stderr,
-    )
 
 
 def accuracy(answers: Sequence[Answer]) -> tuple[int, int]:

@@ -37,8 +37,8 @@ class Prompt:
 
 @dataclass
 class Trainer:
-    """What a step works on. Three fields change during a training: `step_model` when the model is compiled, `hardware`
-    when that fails, and `micro_batch_size` when that fails or memory runs out."""
+    """What a step works on. Four fields change during a training: `step_model` and `ready_for` when the model is
+    compiled, `hardware` when that fails, and `micro_batch_size` when that fails or memory runs out."""
 
     config: Config  # what was asked
     hardware: Hardware
@@ -50,6 +50,7 @@ class Trainer:
     step_model: Callable[..., torch.Tensor]  # the model as it trains: compiled, data-parallel, or just the model
     micro_batch_size: int
     micro_batch_source: str  # where it comes from: as in Config.sources, or "memory", or OUT_OF_MEMORY
+    ready_for: int = 0  # sequences at once that `step_model` was made for; 0: not yet
 
     @property
     def shape(self) -> ModelConfig:

@@ -69,7 +69,7 @@ class Deadline:
     """Looks at the clock now and then. Without `minutes` it never does.
 
     Of several processes rank 0 decides, until the last step is fixed. `Loop` calls `begin` before the first step, and
-    once a step has reached `next_look`: `look`, then `fix` if that says so.
+    once a step has reached `next_look`: `look`, then `cooldown` if that says so.
     """
 
     def __init__(self, run: Run, timer: Timer):
@@ -170,19 +170,18 @@ class Deadline:
         state = self.run.state
         return state.step + max(1, self.steps_left()) if state.cooldown is None else state.max_steps
 
-    def fix(self) -> None:
-        """Fix the last step, or stop the run if no step is left."""
+    def cooldown(self) -> Cooldown | None:
+        """The fall of the learning rate, which begins now; None, and the run stops, if no step is left for it."""
         state, config = self.run.state, self.run.trainer.config
         steps = on_rank_0(self.steps_left)
         if not steps:
             self.give_up()
-            return
-        most = state.max_steps
+            return None
         self.is_told = False
-        self.run.is_due = True  # a checkpoint of the plan
         cut = f" The warmup of {config.warmup_steps:,} steps was not over." if state.step < config.warmup_steps else ""
-        log.info(f"Step {state.step:,}: the learning rate falls from here on; {self.end(steps, most)}{cut}")
-        state.cool_down(Cooldown(config.minutes, state.step, state.step + steps, most))
+        end = self.end(steps, state.max_steps)
+        log.info(f"Step {state.step:,}: the learning rate falls from here on; {end}{cut}")
+        return Cooldown(config.minutes, state.step, state.step + steps, state.max_steps)
 
     def end(self, steps: int, most: int) -> str:
         """The rest of a sentence, about the last step if `steps` are left; `most`: steps of all epochs."""

@@ -30,7 +30,7 @@ from training.numbers.evaluate import evaluated_windows, validation_loss
 from training.numbers.schedule import decay_share, decay_start, epoch_sequences
 from training.numbers.step import Trainer, accumulate, apply_gradients, read_batch, smallest_part, train_step
 from training.planning.deadline import MARGIN, Costs
-from training.planning.memory import compile_step_model, estimate_memory, halve_micro_batch, held_memory
+from training.planning.memory import estimate_memory, fitting, held_memory
 
 TIMED_SECONDS = 8.0  # a longer step is timed on a part of its sequences
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
@@ -81,7 +81,8 @@ def dry_run(run: Run, old: Old) -> None:
             f"Mirror     {run.mirror.root} can be written and read; about {byte_size(need)} there, of "
             f"{byte_size(free)} that are free{too_little(need, free)}"
         )
-    seconds, rows = try_steps(trainer)
+    fitting(trainer, check_first_loss, trainer)
+    seconds, rows = fitting(trainer, time_step, trainer)
     weights, optimizer = run.gathered()
     saving = on_rank_0(lambda: time_save(run, weights, optimizer))
     evaluating = time_evaluation(trainer)
@@ -126,19 +127,6 @@ def steps_in_time(trainer: Trainer, costs: Costs, most: int, elapsed: float) -> 
     first = min(decay_start(most, config), round((1 - decay_share(config)) * steps))
     print(f"Minutes    {config.minutes:g}: {told}. The learning rate falls from about step {first:,} on")
     return steps
-
-
-def try_steps(trainer: Trainer) -> tuple[float, int]:
-    """Compile, check the first loss, and time a step, with as many sequences at once as fit. Returns what `time_step`
-    does."""
-    while True:
-        try:
-            compile_step_model(trainer)
-            check_first_loss(trainer)
-            return time_step(trainer)
-        except Exception as error:
-            told = halve_micro_batch(trainer, error)
-        print(told)
 
 
 def free_memory(hardware: Hardware) -> str:
@@ -276,8 +264,7 @@ def time_step(trainer: Trainer) -> tuple[float, int]:
 def profile(run: Run, old: Old) -> None:
     """Time the parts of real steps for a few seconds; print them and what limits the run. Writes no run."""
     trainer, data, hardware, config = run.trainer, run.trainer.data, run.trainer.hardware, run.trainer.config
-    compile_step_model(trainer)
-    whole_seconds, rows = time_step(trainer)
+    whole_seconds, rows = fitting(trainer, time_step, trainer)
     whole = config.sequences_per_step
     steps = min(MAX_STEPS, max(1, int(PROFILE_SECONDS * whole / (whole_seconds * rows))))
     spent = dict.fromkeys(PARTS, 0.0)

@@ -8,9 +8,10 @@ import dataclasses
 import math
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
@@ -19,6 +20,7 @@ from common.files import read_json
 from common.formatting import byte_size
 from common.lora import add_adapters
 from common.machine import has_fast_bf16
+from common.progress import log
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from training.config import MODEL_SIZES, NOT_GIVEN, Config, is_resolved, preset
@@ -30,6 +32,7 @@ from training.numbers.optimizer import RULES, by_rule
 from training.numbers.step import OUT_OF_MEMORY, Trainer
 from training.reports.records import CONFIG
 
+Made = TypeVar("Made")
 MEMORY_SHARE = 0.8  # of all memory; the rest is for tokens, kernels' workspaces and fragmentation
 DROPOUT_ASIDE = " except for dropout's random draws"  # which are made per micro-batch
 PROCESS_BYTES = 350_000_000  # resident size of a process that has imported torch
@@ -81,28 +84,42 @@ def halve_until_it_fits(
     return rows, "memory"
 
 
-def compile_step_model(trainer: Trainer, sequences_seen: int = 0) -> None:
-    """Set `trainer.step_model` by `compile_model`, tried on what follows the first `sequences_seen`. If compiling fails
-    in one of the processes, all train uncompiled. That takes more memory, so the micro-batch is fitted again, unless it
-    was given.
+def fitting(trainer: Trainer, work: Callable[..., Made], *arguments: Any) -> Made:
+    """What `work` returns, after the model has been compiled for this micro-batch. If memory runs out, both are done
+    again with a micro-batch of half the size: `work` is a function of the step, and has changed nothing that counts.
+
+    Raises MemoryExhausted if one sequence at a time does not fit.
+    """
+    while True:
+        try:
+            if trainer.ready_for != trainer.rows_at_once:
+                compile_step_model(trainer)
+            return work(*arguments)
+        except Exception as error:
+            halve_micro_batch(trainer, error)
+
+
+def compile_step_model(trainer: Trainer) -> None:
+    """Set `trainer.step_model` by `compile_model`, tried on the first sequences. If compiling fails in one of the
+    processes, all train uncompiled. That takes more memory, so the micro-batch is fitted again, unless it was given.
 
     Raises MemoryExhausted if one sequence does not fit.
     """
     evaluates = bool(trainer.config.eval_interval)
-    example = trainer.data.batch(sequences_seen, trainer.rows_at_once) if trainer.hardware.compiles else ()
+    example = trainer.data.batch(0, trainer.rows_at_once) if trainer.hardware.compiles else ()
     trainer.step_model, failure = compile_model(trainer.model, trainer.hardware, example, evaluates)
-    if not any_process(bool(failure))[0]:
-        return
-    if not failure:
-        print("torch.compile failed in another process; training continues uncompiled in all of them.")
-        # Back to the model inside: for another micro-batch, the first step would compile again.
-        trainer.step_model = uncompiled(trainer.step_model, trainer.model)
-    reason = f"torch.compile failed ({failure or 'in another process'})"
-    trainer.hardware = dataclasses.replace(trainer.hardware, compiles=False, compile_reason=reason)
-    if trainer.micro_batch_source in NOT_GIVEN:
-        trainer.micro_batch_size, trainer.micro_batch_source = on_rank_0(
-            lambda: halve_until_it_fits(trainer.config, trainer.model, trainer.hardware, trainer.data.gpu_bytes)
-        )
+    if any_process(bool(failure))[0]:
+        if not failure:
+            print("torch.compile failed in another process; training continues uncompiled in all of them.")
+            # Back to the model inside: for another micro-batch, the first step would compile again.
+            trainer.step_model = uncompiled(trainer.step_model, trainer.model)
+        reason = f"torch.compile failed ({failure or 'in another process'})"
+        trainer.hardware = dataclasses.replace(trainer.hardware, compiles=False, compile_reason=reason)
+        if trainer.micro_batch_source in NOT_GIVEN:
+            trainer.micro_batch_size, trainer.micro_batch_source = on_rank_0(
+                lambda: halve_until_it_fits(trainer.config, trainer.model, trainer.hardware, trainer.data.gpu_bytes)
+            )
+    trainer.ready_for = trainer.rows_at_once
 
 
 def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None:
@@ -118,9 +135,9 @@ def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None
     return rows if same and isinstance(rows, int) and 0 < rows < config.rows_at_once(config.batch_size) else None
 
 
-def halve_micro_batch(trainer: Trainer, error: Exception) -> str:
-    """Prepare to do again what `error`, out of memory, has ended. Returns a sentence about it. Raises any other error,
-    and MemoryExhausted if halving cannot help."""
+def halve_micro_batch(trainer: Trainer, error: Exception) -> None:
+    """Prepare to do again what `error`, out of memory, has ended. Raises any other error, and MemoryExhausted if
+    halving cannot help."""
     if not is_out_of_memory(error):
         raise error
     config, rows = trainer.config, trainer.rows_at_once
@@ -142,8 +159,9 @@ def halve_micro_batch(trainer: Trainer, error: Exception) -> str:
     return_freed_memory(trainer.hardware.device)
     trainer.micro_batch_size, trainer.micro_batch_source = rows // 2, OUT_OF_MEMORY
     less = trainer.rows_at_once
-    return (
-        f"Out of memory with {rows} sequences at once: the same batch again with {less}, with the same result{aside}."
+    log.info(
+        f"Out of memory with {rows} sequences at once: the same batch again with {less}, with the same result{aside}, "
+        f"as by --micro_batch_size {less}"
     )
 
 

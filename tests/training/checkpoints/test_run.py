@@ -169,7 +169,7 @@ def test_a_signal_saves_and_the_same_command_finishes(
 
 
 def no_step_is_long() -> None:
-    interruption.LONG_STEP_SECONDS = math.inf
+    interruption.LONG_SECONDS = math.inf
 
 
 def test_sigterm_to_a_real_process_saves_within_moments(train_flags: Callable, tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_second_signal_at_once_is_the_same_wish(
 def test_a_third_signal_or_one_after_a_pause_stops_at_once(
     pause: bool, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(interruption, "SAME_WISH_SECONDS", 0.0 if pause else 60.0)
+    monkeypatch.setattr(interruption, "TWO_CLICKS_SECONDS", 0.0 if pause else 60.0)
     save_at_once(monkeypatch)
     at_step(monkeypatch, 8, signals(*[signal.SIGINT] * (2 if pause else 3)))
     assert train(tmp_path / "run").code == 130
@@ -275,7 +275,7 @@ def test_a_long_step_is_given_up_and_the_state_before_it_saved(
         return original(data, sequences_seen, rows)
 
     with monkeypatch.context() as patch:
-        patch.setattr(interruption, "LONG_STEP_SECONDS", 0.0)
+        patch.setattr(interruption, "LONG_SECONDS", 0.0)
         patch.setattr(TokenData, "batch", batch)
         result = train(tmp_path / "run")
     assert result.code == 130 and "Interrupted after step 9" in result.out
@@ -319,7 +319,7 @@ def test_a_wish_to_stop_is_not_taken_for_an_error(
         except Exception:
             raise RuntimeError("the compiler failed") from None
 
-    monkeypatch.setattr(interruption, "LONG_STEP_SECONDS", 0.0)
+    monkeypatch.setattr(interruption, "LONG_SECONDS", 0.0)
     monkeypatch.setattr(TransformerLanguageModel, "forward", compiled)
     result = train(tmp_path / "run")
     assert result.code == 130 and result.err.count("error") == 0

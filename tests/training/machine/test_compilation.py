@@ -89,10 +89,10 @@ def test_a_stop_ends_compiling_at_once_and_the_next_attempt_begins_anew(
     busy = [AsyncCompile.pool().submit(released.wait, 300) for _ in range(2)]  # what is to be compiled has to wait
     with monkeypatch.context() as patch:
         patch.setattr(AsyncCompile, "wait", lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        with interruption.awaited(), pytest.raises(StopRequested), interruption.compiling():
+        with interruption.awaited(), pytest.raises(StopRequested), interruption.abandonable():
             compile_model(model, COMPILING, example())
     try:
-        assert "Stopping now." in capfd.readouterr().err
+        assert "Stopping now, " in capfd.readouterr().err
         assert compile_model(model, COMPILING, example())[0] is not model, capfd.readouterr().out
         assert not any(thread.done() for thread in busy)
     finally:

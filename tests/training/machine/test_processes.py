@@ -323,7 +323,7 @@ def compiling_gets_a_signal() -> None:
     memory.compile_model = compiled
 
 
-def test_a_signal_during_compilation_says_what_it_waits_for(
+def test_a_signal_while_all_compile_ends_the_run_before_its_first_step(
     train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
     """The other process waits for this one after compiling."""
@@ -332,7 +332,7 @@ def test_a_signal_during_compilation_says_what_it_waits_for(
     reaped += [Forked(flags, environment=first, first=compiling_gets_a_signal), Forked(flags, environment=second)]
     told = [process.communicate(timeout=60) for process in reaped]
     assert [process.returncode for process in reaped] == [130, 130], told
-    assert "Stopping once every process has compiled the model" in told[0][1]
+    assert "Stopping after this step" in told[0][1]
     assert "Interrupted after step 0" in told[0][0]
 
 

@@ -16,7 +16,7 @@ from common.formatting import cell, table_row
 from serving.run_reader import shown_tables
 from tests.helpers import columns, hardware_of
 from tests.hostile.mutations import byte_mutations, json_mutations
-from training.checkpoints.state import TrainState
+from tests.training.helpers import at_step
 from training.config import parse_config
 from training.machine.hardware import Hardware
 from training.numbers.evaluate import Answer
@@ -174,14 +174,10 @@ def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Pa
 def test_the_curve_is_drawn_though_the_training_fails(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    advance = TrainState.advance
+    def fail() -> None:
+        raise ConfigError("something")
 
-    def fail_at_20(state: TrainState, *done: int) -> None:
-        advance(state, *done)
-        if state.step == 20:
-            raise ConfigError("something")
-
-    monkeypatch.setattr(TrainState, "advance", fail_at_20)
+    at_step(monkeypatch, 20, fail)
     assert train(tmp_path / "run").code == 2
     assert (tmp_path / "run" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
 
