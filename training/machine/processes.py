@@ -13,13 +13,12 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.errors import ConfigError, ProcessLost, UserError
@@ -31,11 +30,8 @@ if TYPE_CHECKING:
 
 RANK_0_TIMEOUT = datetime.timedelta(days=30)  # for work that rank 0 does alone: tokenizing, answering prompts
 TIMEOUT_SECONDS = 600.0  # that processes wait for one of them, then the job ends
-HEARTBEAT_SECONDS = 5.0  # how long to wait for another process's heartbeat
-POLL_SECONDS = 0.5  # between two checks whether a heartbeat is wanted
 # NCCL then writes its last collectives to a file for each rank if one of them hangs.
 FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-PARTS = ("data", "gradients", "update")  # of a step, in order
 
 Made = TypeVar("Made")
 
@@ -57,69 +53,15 @@ class Group:
             self.hosts = dist.new_group(backend="gloo", timeout=timeout)  # communicate while the GPUs are busy
             self.patient_hosts = dist.new_group(backend="gloo", timeout=RANK_0_TIMEOUT)
         self.in_rank_0_only = False  # rank 0 runs code that the others do not
-        self.rounds = 0  # calls of any_process: one a step
-        self.part = 0  # index in PARTS
-        self.store = open_store()
-        self.is_over = threading.Event()
-        self.thread = threading.Thread(target=self.answer_heartbeat, daemon=True, name="heartbeat")
-        self.thread.start()
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = TCPStore(address, port, is_master=False, wait_for_workers=False)  # torchrun's, which outlives us
+        self.store = PrefixStore(f"gpt2/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
-    def answer_heartbeat(self) -> None:
-        """When another process asks for a heartbeat, answer with this process's progress."""
+    def is_first_to_tell(self, text: str) -> bool:
+        """Whether no other process has told this error."""
         with contextlib.suppress(RuntimeError):  # the store is gone
-            while not self.is_over.wait(POLL_SECONDS):
-                if self.store.check(["heartbeat_wanted"]):
-                    self.store.set(f"alive/{self.here.rank}", str(self.rounds * len(PARTS) + self.part))
-                    return
-
-    def close(self) -> None:
-        self.is_over.set()
-        self.thread.join()
-
-    def close_after_error(self) -> None:
-        """Close once the others could read this process's error. If rank 0 hosts the store, and not torchrun's agent,
-        rank 0 leaves last."""
-        self.close()
-        with contextlib.suppress(RuntimeError):
-            self.store.set(f"left/{self.here.rank}", "")
-        if self.here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            deadline = time.monotonic() + HEARTBEAT_SECONDS
-            for rank in range(1, self.here.count):
-                self.read(f"left/{rank}", deadline - time.monotonic())
-
-    def read(self, key: str, seconds: float) -> str | None:
-        """A value of the store; None if no process has set it within `seconds`."""
-        deadline = time.monotonic() + seconds
-        with contextlib.suppress(RuntimeError):
-            while not self.store.check([key]):
-                if time.monotonic() > deadline:
-                    return None
-                time.sleep(POLL_SECONDS / 4)
-            return self.store.get(key).decode()
-        return None
-
-    def diagnose(self) -> tuple[str, int]:
-        """Why a collective failed, as a sentence, and the rank that should print it: the lowest that is alive."""
-        ranks = range(self.here.count)
-        ended = {rank: error for rank in ranks if (error := self.read(f"ended/{rank}", 0)) is not None}
-        with contextlib.suppress(RuntimeError):  # if rank 0 hosted the store, the store ended with it
-            self.store.set("heartbeat_wanted", "")
-        deadline = time.monotonic() + HEARTBEAT_SECONDS
-        others = [rank for rank in ranks if rank not in {self.here.rank, *ended}]
-        heartbeats = {rank: self.read(f"alive/{rank}", deadline - time.monotonic()) for rank in others}
-        progress = {rank: int(heartbeat) for rank, heartbeat in heartbeats.items() if heartbeat is not None}
-        speaker, of_all = min([self.here.rank, *progress]), f"of {self.here.count}"
-        if ended:
-            return " ".join(f"Process {rank} {of_all} ended: {error}" for rank, error in ended.items()), speaker
-        if silent := [str(rank) for rank in others if rank not in progress]:
-            sentence = (
-                f"Process {' and '.join(silent)} {of_all} does not respond. It was killed (the system does this when "
-                f"memory runs out) or stopped, or its machine is gone."
-            )
-        else:
-            behind = " or ".join(str(rank) for rank in others if progress[rank] == min(progress.values()))
-            sentence = f"Process {behind} {of_all} is alive, but the others waited for it for {TIMEOUT_SECONDS:g} s."
-        return f"{sentence} Saved checkpoints are whole: run the same command to continue.", speaker
+            return self.store.add(text, 1) == 1
+        return True
 
 
 @contextlib.contextmanager
@@ -139,19 +81,12 @@ def silenced_stdout() -> Iterator[None]:
 GROUP: Group | None = None  # None: a single process
 
 
-def open_store() -> Store:
-    """A key-value store of this job, new after each restart by torchrun. torchrun's agent hosts it, so it outlives the
-    processes."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = TCPStore(address, port, is_master=False, wait_for_workers=False)
-    return PrefixStore(f"gpt2/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-
-
 @contextlib.contextmanager
 def process_group(config: Config) -> Iterator[None]:
     """Join the other processes that torchrun started; at the end, wait for them and leave the group.
 
-    If another process is gone or hangs, one of those that are left raises ProcessLost, and the others exit.
+    If another process is gone or hangs, those that are left raise ProcessLost. An error that several have is told by
+    one of them.
     """
     global GROUP
     here = place()
@@ -164,14 +99,10 @@ def process_group(config: Config) -> Iterator[None]:
         GROUP = join(config, here)
         yield
         dist.barrier(GROUP.patient_hosts)  # torchrun kills the others when one exits, even while they save
-        GROUP.close()
-        dist.barrier(GROUP.hosts)  # no process needs the store any more, which may end with rank 0
         dist.destroy_process_group()
     except BaseException as error:
         end_all(error, here)
     finally:
-        if GROUP is not None:
-            GROUP.close()
         GROUP = None
 
 
@@ -194,31 +125,26 @@ def join(config: Config, here: Place) -> Group:
 
 
 def end_all(error: BaseException, here: Place) -> NoReturn:
-    """Raise `error`, or ProcessLost if its cause lies in another process. One process prints the error, and the others
-    exit with the same code."""
+    """Raise `error`, or ProcessLost if its cause lies in another process. If another process has told the same error,
+    exit with its code."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the others, before they have printed
-    group, speaker = GROUP, here.rank
     if is_collective_error(error):
-        if group is None:
-            sentence = f"The {here.count} processes that torchrun started could not connect to each other ({error})."
-        else:
-            sentence, speaker = group.diagnose()
-        cause, error = error, ProcessLost(sentence)
-        error.__cause__ = cause
-    elif group is not None:
-        text = str(error) or type(error).__name__
-        with contextlib.suppress(RuntimeError):
-            group.store.set(f"ended/{here.rank}", text)
-        if here.rank and group.read("ended/0", HEARTBEAT_SECONDS) == text:
-            speaker = 0
-        group.close_after_error()
-    if isinstance(error, Exception) and not isinstance(error, UserError):
-        get_error_handler().record_exception(error)  # torchrun prints the traceback in its table
-    if here.rank == 0 or not isinstance(error, UserError):
+        lost = ProcessLost(
+            f"The {here.count} processes that torchrun started could not connect to each other ({error})."
+            if GROUP is None
+            else f"One of the {here.count} processes died, or the others waited {TIMEOUT_SECONDS:g} s for it. Saved "
+            "checkpoints are whole: run the same command to continue."
+        )
+        lost.__cause__, error = error, lost
+    if not isinstance(error, UserError):
+        if isinstance(error, Exception):
+            get_error_handler().record_exception(error)  # torchrun prints the traceback in its table
         raise error
-    if speaker == here.rank:
-        with contextlib.suppress(OSError):
+    if GROUP is None or GROUP.is_first_to_tell(str(error)):
+        if here.rank == 0:
+            raise error
+        with contextlib.suppress(OSError):  # its sys.stderr is closed
             os.write(2, f"error: {error}\n".encode())
     sys.exit(error.exit_code)
 
@@ -234,12 +160,6 @@ def count() -> int:
 
 def rank() -> int:
     return 0 if GROUP is None else GROUP.here.rank
-
-
-def note_part(part: str) -> None:
-    """Note which part of a step begins, so that the process that hangs can be found by its progress."""
-    if GROUP is not None:
-        GROUP.part = PARTS.index(part)
 
 
 def on_rank_0(make: Callable[[], Made]) -> Made:
@@ -274,7 +194,6 @@ def any_process(*flags: bool) -> list[bool]:
         return list(flags)
     held = torch.tensor(flags, dtype=torch.float32)
     dist.all_reduce(held, dist.ReduceOp.MAX, GROUP.hosts)
-    GROUP.rounds, GROUP.part = GROUP.rounds + 1, 0
     return [bool(flag) for flag in held.tolist()]
 
 

@@ -10,11 +10,9 @@ FSDP2 takes most of a second to import, so only runs that shard import it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 
 from common.errors import is_out_of_memory
 from common.lora import add_adapters, lora_of
@@ -58,12 +56,6 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return any(hasattr(parameter, "to_local") for parameter in model.parameters())
 
 
-def own_rows_of(whole: torch.Tensor) -> torch.Tensor:
-    """This process's slice of a whole tensor. The last processes may have fewer rows than the others, or none."""
-    share = math.ceil(len(whole) / count())
-    return whole[share * rank() : share * (rank() + 1)]
-
-
 def gather(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """On rank 0, copies of the whole tensors in host memory; elsewhere nothing. Every process must call it."""
     gathered = {}
@@ -78,12 +70,17 @@ def gather(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def scatter(wholes: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
     """Overwrite the tensors with their slices of the whole ones, which only rank 0 needs to have. Every process must
     call it."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
     for name, tensor in tensors.items():
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if rank() == 0:
             full.copy_(wholes[name])
-        broadcast_tensors([full])
-        local(tensor).copy_(own_rows_of(full) if hasattr(tensor, "to_local") else full)
+        if isinstance(tensor, DTensor):
+            full = distribute_tensor(full, tensor.device_mesh, tensor.placements)
+        else:
+            broadcast_tensors([full])
+        tensor.copy_(full)
 
 
 def unsharded_copy(model: TransformerLanguageModel, device: torch.device) -> TransformerLanguageModel:
@@ -126,27 +123,12 @@ def whole_model(model: TransformerLanguageModel) -> TransformerLanguageModel | N
     return copies[0] if copies else None
 
 
-def exchange_rows(pieces: torch.Tensor, rows: int) -> torch.Tensor:
-    """This process's rows of N matrices, (N, own rows, columns) -> all rows of its share of the matrices, (N / number
-    of processes rounded up, `rows`, columns). Where N does not divide evenly, the last ones are zeros. All-to-all:
-    `return_rows` is the way back."""
-    matrices, own, columns = pieces.shape
-    each, share = math.ceil(rows / count()), math.ceil(matrices / count())
-    sent = pieces.new_zeros(count() * share, each, columns)
-    sent[:matrices, :own] = pieces
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
-    of_all = received.view(count(), share, each, columns).transpose(0, 1)  # (share, process, rows of it, columns)
-    return of_all.reshape(share, count() * each, columns)[:, :rows]
+def exchange(pieces: torch.Tensor, shape: torch.Size, like: torch.Tensor, before: int, after: int) -> torch.Tensor:
+    """This process's piece of a tensor of `shape` that is divided along dimension `before` among the processes of a
+    sharded tensor `like` -> its piece of the same tensor, divided along dimension `after`."""
+    from torch.distributed.tensor import DTensor, Shard
 
-
-def return_rows(whole: torch.Tensor, matrices: int, own: int) -> torch.Tensor:
-    """The reverse of `exchange_rows`: (share, rows, columns) -> (matrices, own, columns)."""
-    share, rows, columns = whole.shape
-    each = math.ceil(rows / count())
-    padded = whole.new_zeros(share, count() * each, columns)
-    padded[:, :rows] = whole
-    sent = padded.view(share, count(), each, columns).transpose(0, 1).contiguous()
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent)
-    return received.view(-1, each, columns)[:matrices, :own]
+    assert isinstance(like, DTensor)
+    stride = torch.empty(shape, device="meta").stride()
+    divided = DTensor.from_local(pieces, like.device_mesh, [Shard(before)], shape=shape, stride=stride)
+    return divided.redistribute(placements=[Shard(after)]).to_local()

@@ -17,7 +17,7 @@ from model import TransformerLanguageModel, listed
 from model_config import ModelConfig
 from training.config import Config
 from training.machine.processes import all_reduce_sum, map_over_ranks, on_rank_0
-from training.machine.sharding import exchange_rows, gather, local, return_rows, scatter
+from training.machine.sharding import exchange, gather, local, scatter
 
 ADAMW_BETA1, ADAMW_EPSILON = 0.9, 1e-8
 MUON_MOMENTUM = 0.95
@@ -189,15 +189,17 @@ def of_whole(updates: list[Update]) -> Orthogonalized:
 
 def of_rows(updates: list[Update]) -> Orthogonalized:
     """The same if each process has some rows of each matrix. Of the matrices of one shape, each process gets a share,
-    whole; it sends the rows of the results back. So no process ever has all matrices."""
+    whole, and the rows of the results go back. So no process ever has all matrices."""
     batches = defaultdict(list)
     for each in updates:
         batches[each.parameter.shape, each.group["stacked"]].append(each)
-    for ((rows, _), stacked), batch in batches.items():
-        own = torch.stack([update for _, update, _ in batch])
-        pieces = exchange_rows(own, rows).split(stacked or (rows,), dim=1)  # each (share of matrices, rows, columns)
+    for (shape, stacked), batch in batches.items():
+        like, whole_shape = batch[0].parameter, torch.Size((len(batch), *shape))
+        whole = exchange(torch.stack([each.matrix for each in batch]), whole_shape, like, before=1, after=0)
+        pieces = whole.split(stacked or (shape[0],), dim=1)  # each (share of the matrices, rows, columns)
         done = torch.cat([orthogonalize(piece) * scale_of(*piece.shape[1:]) for piece in pieces], dim=1)
-        for (parameter, _, group), update in zip(batch, return_rows(done, *own.shape[:2]), strict=True):
+        rows = exchange(done, whole_shape, like, before=0, after=1)
+        for (parameter, _, group), update in zip(batch, rows, strict=True):
             yield local(parameter), update, 1.0, group
 
 
