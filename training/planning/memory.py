@@ -6,11 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +16,7 @@ from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
 from common.files import read_json
 from common.formatting import byte_size
 from common.lora import add_adapters
-from common.machine import has_fast_bf16
+from common.machine import available_ram, has_fast_bf16, total_ram
 from common.progress import log
 from model import TransformerLanguageModel
 from model_config import ModelConfig
@@ -36,7 +33,7 @@ Made = TypeVar("Made")
 MEMORY_SHARE = 0.8  # of all memory; the rest is for tokens, kernels' workspaces and fragmentation
 DROPOUT_ASIDE = " except for dropout's random draws"  # which are made per micro-batch
 PROCESS_BYTES = 350_000_000  # resident size of a process that has imported torch
-OTHERS_SHARE = 0.1  # name other processes that hold at least this share of the memory
+OTHERS_SHARE = 0.1  # of the memory: what other processes hold is told from here on
 
 
 def fit_micro_batch(
@@ -254,17 +251,16 @@ def held_memory(data: TokenData, hardware: Hardware) -> int:
 
 def no_way_out(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> str:
     """The message if one sequence at a time does not fit: what would help, in order, and by how much."""
-    held: list[str] = []
+    others = ""
     ranked: list[tuple[str, int]] = []
     with contextlib.suppress(Exception):  # memory may run out here too
-        held = held_by_others(hardware)
+        if (held := held_by_others(hardware) or 0) > OTHERS_SHARE * (hardware.memory_bytes or math.inf):
+            tool = "nvidia-smi" if hardware.is_cuda else "top"
+            others = (
+                f" Other processes hold {byte_size(held)} of this memory ({tool} lists them). End those you do "
+                "not need (in a notebook, unused sessions) and run the same command again."
+            )
         ranked = savings(config, shape, hardware, rows)
-    others = (
-        f" Other processes hold memory: {'; '.join(held)}. End those you do not need (in a notebook, unused sessions) "
-        "and run the same command again."
-        if held
-        else ""
-    )
     ways = "".join(f"\n  {flags}: about {byte_size(saved)} less" for flags, saved in ranked)
     return (
         f"Out of memory with {rows} x {shape.max_seq_len} tokens at once (--micro_batch_size x "
@@ -316,36 +312,13 @@ def without_memory(config: Config, shape: ModelConfig) -> TransformerLanguageMod
     return model
 
 
-def held_by_others(hardware: Hardware) -> list[str]:
-    """Up to three other processes that hold at least OTHERS_SHARE of the same memory, largest first."""
-    least = OTHERS_SHARE * (hardware.memory_bytes or 0)
-    held = gpu_memory_by_process() if hardware.is_cuda else memory_by_process()
-    held = {process: size for process, size in held.items() if process[0] != os.getpid() and size > least}
-    largest = sorted(held.items(), key=lambda item: -item[1])[:3]
-    return [f"{byte_size(size)} by process {pid} ({name})" for (pid, name), size in largest]
-
-
-def memory_by_process() -> dict[tuple[int, str], int]:
-    """Bytes of RAM by (pid, name); empty except on Linux."""
-    held = {}
-    for status in Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError, ValueError, KeyError):  # a process that just ended, or a kernel thread
-            fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-            held[int(status.parent.name), fields["Name"].strip()] = int(fields["VmRSS"].split()[0]) * 1024
-    return held
-
-
-def gpu_memory_by_process() -> dict[tuple[int, str], int]:
-    """Bytes of GPU memory by (pid, name), from the driver, which may list none in a container."""
-    query = ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader,nounits"]
-    held = {}
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
-        for line in listed.splitlines():
-            with contextlib.suppress(ValueError):
-                pid, name, mib = (part.strip() for part in line.split(","))
-                held[int(pid), name] = int(mib) * 2**20
-    return held
+def held_by_others(hardware: Hardware) -> int | None:
+    """Bytes of the same memory that other processes hold; None if the system does not say."""
+    if hardware.is_cuda:
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+    total_bytes, available, ours = total_ram(), available_ram(), hardware.peak_memory()
+    return None if not (total_bytes and available and ours) else total_bytes - available - ours
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ import functools
 import gc
 import itertools
 import json
-import os
 import re
 import sys
 import weakref
@@ -390,17 +389,6 @@ def test_dropout_is_what_to_leave_out_where_it_takes_memory() -> None:
     saved = dict(ways_of(config, 100, hardware))
     assert saved["--dropout 0"] == 12 * 3 * 2 * 64 * 64  # bytes, layers and one at work, heads, positions by positions
     assert "--dropout 0" not in dict(ways_of(config, 100, dataclasses.replace(hardware, device=torch.device("cuda"))))
-
-
-def test_what_the_driver_tells_of_processes_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a program in the place of the driver's that prints what it prints."""
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho '4711, python3, 15234'\necho '4712, [Not Found], [N/A]'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert memory_module.gpu_memory_by_process() == {(4711, "python3"): 15234 * 2**20}
-    program.write_text("#!/bin/sh\nexit 9\n")
-    assert memory_module.gpu_memory_by_process() == {}
 
 
 def test_no_way_out_is_raised_as_exhausted_memory() -> None:
