@@ -235,8 +235,8 @@ def newest_sample(run_dir: Path | None, step: int | None) -> list[tuple[str, str
     """(prompt, answer) of the last evaluation up to a step."""
     if run_dir is None or step is None:
         return []
-    newest = [row for row in read_samples(run_dir) if row["step"] <= step][-1:]
-    pairs = [pair for row in newest for pair in zip(row["prompts"], row["answers"], strict=True)]
+    newest = [row for row in read_samples(run_dir) if row.step <= step][-1:]
+    pairs = [pair for row in newest for pair in zip(row.prompts, row.answers, strict=True)]
     return [(valid_unicode(prompt), valid_unicode(answer)) for prompt, answer in pairs]
 
 

@@ -148,10 +148,10 @@ def shown_tables(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """For each set of prompts in turn the prompts, what was expected of each ("": nothing), and the answers by step."""
     return [
         {
-            "prompts": table[0]["prompts"],
-            "expected": [(text or "").strip() for text in table[0]["expected"]],
+            "prompts": table[0].prompts,
+            "expected": [(text or "").strip() for text in table[0].expected],
             "rows": [
-                {"step": row["step"], "right": score(row), "answers": [text.strip() for text in row["answers"]]}
+                {"step": row.step, "right": score(row), "answers": [text.strip() for text in row.answers]}
                 for row in spread(table, MOST_SAMPLES)
             ],
         }
@@ -161,7 +161,7 @@ def shown_tables(samples: Sequence[Sample]) -> list[dict[str, Any]]:
 
 def tables(samples: Sequence[Sample]) -> list[list[Sample]]:
     """The samples grouped: a new group begins where the prompts or the expected answers change."""
-    columns = [(sample["prompts"], sample["expected"]) for sample in samples]
+    columns = [(sample.prompts, sample.expected) for sample in samples]
     starts = [i for i in range(1, len(samples)) if columns[i - 1] != columns[i]]
     return [list(samples[a:b]) for a, b in itertools.pairwise([0, *starts, len(samples)]) if a < b]
 

@@ -23,7 +23,7 @@ from tokenize_local_bpe import tokenize
 from training import loop
 from training.checkpoints import run_folder
 from training.numbers import evaluate
-from training.reports.records import drawn, read_metrics
+from training.reports.records import drawn, read_metrics, read_samples
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ALWAYS = {"step", "epoch", "tokens"}
@@ -122,7 +122,7 @@ def test_samples_jsonl_holds_each_evaluation_whole(finished: tuple[Path, Any]) -
         assert row["prompts"] == ["the cat ", "a|b", "one big"]
         assert row["expected"] == ["sat on a mat.", None, None] and row["judged"] == 1
         assert row["right"] == (row["answers"][0].strip() == "sat on a mat.") and len(row["answers"]) == 3
-    assert (finished[0] / "samples.md").read_text() == drawn(rows)
+    assert (finished[0] / "samples.md").read_text() == drawn(read_samples(finished[0]))
 
 
 def test_the_last_lines_name_the_files_that_are_there(train: Callable, tmp_path: Path) -> None:

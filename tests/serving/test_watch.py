@@ -24,7 +24,7 @@ from serving.run_reader import FIELDS, MOST_STRETCHES, RunReader
 from tests.helpers import ROOT, run_script
 from tests.serving.contrast import assert_readable
 from tools import watch
-from training.reports.records import metrics_line, sample_line
+from training.reports.records import Sample, metrics_line, sample_line
 
 ATTACK = "</script><script>document.title='hit'</script><img src=x onerror=\"document.title='hit'\">"
 
@@ -44,7 +44,7 @@ def write_samples(run: Path, prompts: list[str], *answers: tuple[int, str], expe
         for step, answer in answers:
             asked = {"prompts": prompts, "expected": [expected] * len(prompts), "answers": [answer] * len(prompts)}
             judged = 0 if expected is None else len(prompts)
-            file.write(sample_line({"step": step, "right": (answer == expected) * judged, "judged": judged, **asked}))
+            file.write(sample_line(Sample(step=step, right=(answer == expected) * judged, judged=judged, **asked)))
 
 
 def make_run(folder: Path, steps: int = 20, **settings: Any) -> Path:

@@ -11,12 +11,17 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field, model_validator
+from pydantic.dataclasses import dataclass
 
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.formatting import cell, shortened, table_row
+from common.validation import STRICT, build
 from training.config import Config
 
 if TYPE_CHECKING:
@@ -28,8 +33,25 @@ SAMPLES = "samples.jsonl"
 SAMPLES_TABLE = "samples.md"  # drawn from SAMPLES, for people
 CURVE = "loss_curve.png"
 SUMMARY = "summary.md"
-Sample: TypeAlias = dict[str, Any]  # step, right, judged: int; prompts, answers: list[str]; expected: list[str | None]
-LARGEST_COUNT = 10**15
+Count = Annotated[int, Field(ge=0, lt=10**15)]
+
+
+@dataclass(frozen=True, config=STRICT)
+class Sample:
+    """The answers of an evaluation. `expected`: None where no answer is known; `right`: of the `judged` others."""
+
+    step: Count
+    right: Count
+    judged: Count
+    prompts: list[str]
+    expected: list[str | None]
+    answers: list[str]
+
+    @model_validator(mode="after")
+    def checked(self) -> Sample:
+        if not len(self.prompts) == len(self.expected) == len(self.answers):
+            raise ValueError("there are not as many answers as prompts")
+        return self
 
 
 def metrics_line(row: dict[str, Any]) -> str:
@@ -54,7 +76,7 @@ def rewind(run_dir: Path, step: int) -> None:
         return b"".join(line for line in whole if metrics_step(line.decode(errors="replace")) <= step)
 
     def samples() -> list[Sample]:
-        return [sample for sample in read_samples(run_dir) if sample["step"] <= step]
+        return [sample for sample in read_samples(run_dir) if sample.step <= step]
 
     with contextlib.suppress(OSError):  # the next one that is written warns
         (run_dir / SUMMARY).unlink()
@@ -121,7 +143,7 @@ def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def sample_line(sample: Sample) -> str:
-    return json.dumps(sample, ensure_ascii=False) + "\n"
+    return json.dumps(asdict(sample), ensure_ascii=False) + "\n"
 
 
 def read_samples(run_dir: Path) -> list[Sample]:
@@ -131,32 +153,15 @@ def read_samples(run_dir: Path) -> list[Sample]:
         lines = (run_dir / SAMPLES).read_text(encoding="utf-8", errors="replace").split("\n")
     except FileNotFoundError:
         return []
-    return [sample for line in lines if is_sample(sample := parsed(line))]
-
-
-def parsed(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-
-
-def is_sample(value: Any) -> bool:
-    """Whether it has the fields of a Sample: the file may come from someone else."""
-    if not isinstance(value, dict):
-        return False
-    counts = [value.get(key) for key in ("step", "right", "judged")]
-    lists: list[Any] = [value.get(key) for key in ("prompts", "answers", "expected")]
-    return (
-        all(type(count) is int and 0 <= count < LARGEST_COUNT for count in counts)
-        and all(isinstance(texts, list) and len(texts) == len(lists[0]) for texts in lists)
-        and all(isinstance(text, str) for text in lists[0] + lists[1])
-        and all(isinstance(text, str | None) for text in lists[2])
-    )
+    samples = []
+    for line in lines:
+        with contextlib.suppress(ValueError, RecursionError):
+            samples.append(build(Sample, json.loads(line)))
+    return samples
 
 
 def score(sample: Sample) -> str:
-    return f"{sample['right']} of {sample['judged']}" if sample["judged"] else ""
+    return f"{sample.right} of {sample.judged}" if sample.judged else ""
 
 
 def drawn(samples: Sequence[Sample]) -> str:
@@ -165,9 +170,9 @@ def drawn(samples: Sequence[Sample]) -> str:
 
 
 def section(sample: Sample) -> list[str]:
-    right = f", {score(sample)} exactly right" if sample["judged"] else ""
-    rows = answer_table(sample["prompts"], sample["answers"], sample["expected"])
-    return [f"## Step {sample['step']:,}{right}", "", *rows, ""]
+    right = f", {score(sample)} exactly right" if sample.judged else ""
+    rows = answer_table(sample.prompts, sample.answers, sample.expected)
+    return [f"## Step {sample.step:,}{right}", "", *rows, ""]
 
 
 def answer_table(

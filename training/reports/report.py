@@ -22,6 +22,7 @@ from training.reports.records import (
     METRICS,
     SAMPLES,
     SAMPLES_TABLE,
+    Sample,
     draw_curve,
     drawn,
     metrics_line,
@@ -123,14 +124,14 @@ class Report:
         """Append an evaluation to samples.jsonl, and its table to samples.md."""
         right, judged = accuracy(answers)
         asked = [answer.prompt for answer in answers]
-        sample = {
-            "step": step,
-            "right": right,
-            "judged": judged,
-            "prompts": [prompt.text for prompt in asked],
-            "expected": [prompt.expected for prompt in asked],
-            "answers": [answer.text for answer in answers],
-        }
+        sample = Sample(
+            step=step,
+            right=right,
+            judged=judged,
+            prompts=[prompt.text for prompt in asked],
+            expected=[prompt.expected for prompt in asked],
+            answers=[answer.text for answer in answers],
+        )
         self.append(self.run_dir / SAMPLES, sample_line(sample))
         self.append(self.run_dir / SAMPLES_TABLE, drawn([sample]))
 

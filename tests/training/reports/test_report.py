@@ -166,7 +166,7 @@ def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Pa
     assert [row for row in rows if row.startswith("#")] == [
         f"## Step {step}, {len(nasty)} of {len(nasty)} exactly right" for step in (10, 20)
     ]
-    assert [row["answers"] for row in read_samples(tmp_path)] == [nasty, nasty]
+    assert [row.answers for row in read_samples(tmp_path)] == [nasty, nasty]
     rewind(tmp_path, 10)
     assert (tmp_path / "samples.md").read_text(encoding="utf-8").splitlines() == rows[: len(rows) // 2]
 
