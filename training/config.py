@@ -96,10 +96,7 @@ class Config(ModelConfig, DataKeys):
     )
 
     optimizer: Literal["adamw", "muon"] = option(
-        "adamw",
-        "optimizer",
-        "muon: Muon for the matrices inside blocks, AdamW for the rest",
-        scope="fixed",
+        "adamw", "optimizer", "muon: Muon for the matrices inside blocks, AdamW for the rest", scope="fixed"
     )
     learning_rate: float = option(1e-3, "optimizer", "peak learning rate (AdamW)", gt=0)
     muon_learning_rate: float = option(

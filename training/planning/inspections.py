@@ -16,6 +16,7 @@ import torch
 
 from common.checkpoint import Checkpoint, problems_of, write_checkpoint
 from common.errors import CheckpointError
+from common.files import atomic_write
 from common.formatting import byte_size, clock, si
 from common.lora import lora_of
 from common.machine import available_ram
@@ -152,18 +153,14 @@ def existing(folder: Path) -> Path:
 
 def probe(mirror: Mirror) -> None:
     """Write a file where the mirror will be, and read it back. Raises CheckpointError if that fails."""
-    path = existing(mirror.dir) / f".probe-{os.getpid()}.tmp"
-    content = os.urandom(PROBE_BYTES)
+    path, content = existing(mirror.dir) / f".probe-{os.getpid()}.tmp", os.urandom(PROBE_BYTES)
     try:
-        try:
-            with open(path, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            if path.read_bytes() != content:
-                raise OSError("the bytes read differ from the bytes written")
-        finally:
-            path.unlink(missing_ok=True)
+        with atomic_write(path) as file:
+            file.write(content)
+        is_same = path.read_bytes() == content
+        path.unlink()
+        if not is_same:
+            raise OSError("the bytes read differ from the bytes written")
     except OSError as problem:
         raise CheckpointError(
             f"--checkpoint_dir {mirror.root} cannot be written and read back ({problem.strerror or problem}). Fix "
@@ -193,9 +190,6 @@ def check_first_loss(trainer: Trainer) -> None:
 def time_save(run: Run, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> float:
     """Seconds to write, verify and load a checkpoint on the run's disk. Deletes it afterwards."""
     parent = existing(run.dir.parent)
-    for left in parent.glob(".dry_run-*"):  # of a dry run that was killed
-        if time.time() - left.stat().st_mtime > 3600:
-            shutil.rmtree(left, ignore_errors=True)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
@@ -227,11 +221,8 @@ def between_checkpoints(trainer: Trainer, seconds: float) -> float | None:
     """Longest time between checkpoints, if a step takes `seconds`; None if only the last step is saved."""
     config = trainer.config
     steps_an_epoch = epoch_sequences(trainer.data.windows, config) / config.sequences_per_step
-    times = [
-        60 * config.checkpoint_minutes,
-        seconds * config.checkpoint_steps,
-        seconds * steps_an_epoch * config.checkpoint_interval,
-    ]
+    by_epochs = seconds * steps_an_epoch * config.checkpoint_interval
+    times = [60 * config.checkpoint_minutes, seconds * config.checkpoint_steps, by_epochs]
     return min((each for each in times if each), default=None)
 
 
@@ -286,7 +277,8 @@ def profile(run: Run, old: Old) -> None:
     with torch.profiler.profile() as trace:
         train_step(trainer, 0, 0, 0.0, rows)
         hardware.synchronize()
-    print_operations(trace, hardware)
+    own = "self_device_time_total" if hardware.is_cuda else "self_cpu_time_total"
+    print(trace.key_averages().table(sort_by=own, row_limit=OPERATIONS, max_name_column_width=40))
     print("Profile: no run was written. Leave --profile out to train.")
 
 
@@ -306,16 +298,6 @@ def timed_parts(trainer: Trainer, first: int, rows: int) -> list[float]:
     apply_gradients(trainer, loss, 0.0)
     times.append(now())
     return [after - before for before, after in itertools.pairwise(times)]
-
-
-def print_operations(trace: torch.profiler.profile, hardware: Hardware) -> None:
-    own = "self_device_time_total" if hardware.is_cuda else "self_cpu_time_total"  # microseconds
-    operations = sorted(trace.key_averages(), key=lambda each: -getattr(each, own))
-    total = sum(getattr(each, own) for each in operations) or 1
-    print("Operations of one step, without those that they call, by PyTorch's profiler:")
-    for each in operations[:OPERATIONS]:
-        spent = getattr(each, own)
-        print(f"  {spent / 1000:>10.2f} ms {spent / total:>5.0%} {each.count:>6} x {each.key[:60]}")
 
 
 def limit(seconds: Mapping[str, float], hardware: Hardware, placement: str) -> str:
