@@ -54,7 +54,7 @@ def parse_arguments(argv: Sequence[str] | None) -> Settings:
     given = parser.read(argv, problems)
     if "input" not in given:
         problems.append("--input is missing: name the text to tokenize, as in --input my_text.txt")
-    settings = check(Settings, given, problems, "--{}".format)
+    settings = check(Settings, given, problems, {key: f"--{key}" for key in given})
     parser.require_none(problems + without_effect(given))
     assert settings is not None
     return settings

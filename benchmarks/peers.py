@@ -41,8 +41,8 @@ from benchmarks.measure import (
 )
 from common.errors import ConfigError
 from common.flags import Parser
-from common.formatting import si
 from common.machine import pick_device
+from common.output import si
 from common.script import script
 
 TOKENS = 2_000_000

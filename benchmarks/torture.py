@@ -20,7 +20,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from benchmarks.measure import describe_machine, machine_kind, markdown_table, write_results
 from common.flags import Parser, add_debug
-from common.formatting import clock
+from common.output import clock
 from common.script import script
 
 

@@ -16,7 +16,7 @@ import re
 import shutil
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -173,9 +173,7 @@ class FolderLock:
     """Locks folders against other processes. The system releases the locks when the process ends, even if it is
     killed."""
 
-    def __init__(self, busy: Callable[[Path], UserError]) -> None:
-        """`busy(folder)` is the error that says who holds it."""
-        self.busy = busy
+    def __init__(self) -> None:
         self.held: dict[tuple[int, int], int] = {}  # (device, inode) -> descriptor
 
     def __enter__(self) -> FolderLock:
@@ -185,24 +183,25 @@ class FolderLock:
         for descriptor in self.held.values():
             os.close(descriptor)
 
-    def take(self, folder: Path) -> None:
-        """Raises the error of `busy` if another process holds the folder. One that does not exist is not locked."""
+    def take(self, folder: Path) -> bool:
+        """Lock a folder, if there is one. Returns False if another process holds it."""
         if os.name == "nt" or not folder.is_dir():
-            return
+            return True
         descriptor = os.open(folder, os.O_RDONLY)
         status = os.fstat(descriptor)
         if (status.st_dev, status.st_ino) in self.held:
             os.close(descriptor)
-            return
+            return True
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
-            raise self.busy(folder) from None
+            return False
         except OSError:  # a file system without locks
             os.close(descriptor)
-            return
+            return True
         self.held[status.st_dev, status.st_ino] = descriptor
+        return True
 
 
 @functools.cache

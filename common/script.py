@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TextIO, cast
 
 from common.errors import INTERRUPTED, DataError, MemoryExhausted, UserError, is_full_disk, is_out_of_memory
-from common.progress import print_log
+from common.output import print_log
 
 LONGEST_MESSAGE = 5_000  # characters
 

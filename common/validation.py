@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
@@ -114,21 +114,22 @@ def check(
     model: type[T],
     values: Mapping[str, Any],
     problems: list[str],
-    named: Callable[[str], str] = str,
+    names: Mapping[str, str] | None = None,
     known: Mapping[str, FieldInfo] | None = None,
 ) -> T | None:
     """A `model` of the values; None if it cannot be made. All that is wrong goes to `problems`, each value under the
-    name that `named` gives its key. Values that are wrong are left out, to find contradictions among the others, too.
+    name of its key in `names` (none: the key). Values that are wrong are left out, to find contradictions among the
+    others, too.
 
     `known`: the fields that may be given (None: all). null leaves a field out whose default is null.
     """
-    fields = fields_of(model) if known is None else known
-    problems += [f"unknown key {named(key)}.{suggest(key, fields)}" for key in values if key not in fields]
+    names, fields = names or {}, fields_of(model) if known is None else known
+    problems += [f"unknown key {names.get(key, key)}.{suggest(key, fields)}" for key in values if key not in fields]
     values = {key: value for key, value in values.items() if key in fields}
-    made, wrong = attempt(model, values, named, fields)
+    made, wrong = attempt(model, values, names, fields)
     problems += [sentence for each in wrong.values() for sentence in each]
     if wrong and "" not in wrong:
-        made, found = attempt(model, {key: values[key] for key in values if key not in wrong}, named, fields)
+        made, found = attempt(model, {key: values[key] for key in values if key not in wrong}, names, fields)
         problems += [sentence for key in found.keys() - wrong for sentence in found[key]]
     return made
 
@@ -137,17 +138,15 @@ def build(model: type[T], values: Any) -> T:
     """`model` of a JSON object. Raises ValueError that lists all that is wrong."""
     if not isinstance(values, dict):
         raise ValueError(f"an object {{...}} is needed, not {shown(values)}")
-    fields = fields_of(model)
-    unknown = [f"unknown key {key}.{suggest(key, fields)}" for key in values if key not in fields]
-    made, wrong = attempt(model, {key: values[key] for key in values if key in fields}, str, fields)
-    problems = unknown + [sentence for each in wrong.values() for sentence in each]
+    problems: list[str] = []
+    made = check(model, values, problems)
     if problems or made is None:
         raise ValueError("; ".join(problems))
     return made
 
 
 def attempt(
-    model: type[T], values: Mapping[str, Any], named: Callable[[str], str], fields: Mapping[str, FieldInfo]
+    model: type[T], values: Mapping[str, Any], names: Mapping[str, str], fields: Mapping[str, FieldInfo]
 ) -> tuple[T | None, dict[str, list[str]]]:
     """The model, or what is wrong by key; under "" what is wrong with several keys together."""
     given = {key: meant_by(value, fields[key]) for key, value in values.items()}
@@ -157,7 +156,7 @@ def attempt(
     except ValidationError as error:
         wrong: dict[str, list[str]] = {}
         for each in error.errors(include_url=False):  # one for each item of a tuple: the first counts
-            wrong.setdefault(str(each["loc"][0]) if each["loc"] else "", sentences(each, named, fields))
+            wrong.setdefault(str(each["loc"][0]) if each["loc"] else "", sentences(each, names, fields))
         return None, wrong
 
 
@@ -170,12 +169,12 @@ def meant_by(value: Any, f: FieldInfo) -> Any:
     return value
 
 
-def sentences(error: Any, named: Callable[[str], str], fields: Mapping[str, FieldInfo]) -> list[str]:
+def sentences(error: Any, names: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> list[str]:
     """One of pydantic's errors in our words."""
     if error["type"] == "value_error":  # of a validator of ours, which lists them
         return str(error["ctx"]["error"]).splitlines()
     key, *inside = error["loc"]
-    name = ".".join([named(str(key)), *(str(each) for each in inside if not isinstance(each, int))])
+    name = ".".join([names.get(str(key), str(key)), *(str(each) for each in inside if not isinstance(each, int))])
     if error["type"] == "missing":
         return [f"{name} is missing"]
     f = fields.get(key) if not [each for each in inside if not isinstance(each, int)] else None

@@ -22,7 +22,7 @@ import tokenization.settings
 from common.errors import ConfigError
 from common.files import atomic_write, read_json
 from common.flags import Parser, add_debug
-from common.formatting import cell, table_row
+from common.output import cell, table_row
 from common.script import script
 from common.validation import about, choices_of, is_tuple, kind_of, limits_of
 from training.config import REPOSITORY, SCHEMA

@@ -1,13 +1,62 @@
-"""Every kind of fact in the quickstart corpus: its phrasings, its form of answer, its weight, what is held out."""
+"""Every kind of fact in the quickstart corpus: its phrasings, its form of answer, its weight, what is held out. The
+facts are in facts.txt: elements, words, the calendar, measures, animals, books, states."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
-from examples import facts
-from examples.facts import CAPITALS, CONTINENTS
+NO_SINGLE_CONTINENT = "Europe and Asia"
+
+
+def read_tables() -> dict[str, list[tuple[str, str]]]:
+    tables: dict[str, list[tuple[str, str]]] = {}
+    for line in Path(__file__).with_name("facts.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            name = line.strip("[]")
+            tables[name] = []
+        elif line and not line.startswith("#"):
+            left, right = line.split(": ")
+            tables[name].append((left, right))
+    return tables
+
+
+TABLES = read_tables()
+STATES = {name.removeprefix("capitals of "): table for name, table in TABLES.items() if name.startswith("capitals of ")}
+CAPITALS = {state: capital for states in STATES.values() for state, capital in states}
+CONTINENTS = {
+    state: continent for continent, states in STATES.items() if continent != NO_SINGLE_CONTINENT for state, _ in states
+}
+DAYS = ["Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday"]
+PLANETS = ["Mercury", "Venus", "Earth", "Mars", "Jupiter", "Saturn", "Uranus", "Neptune"]
+# fmt: off
+ORDINALS = [
+    "first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth", "eleventh",
+    "twelfth",
+]
+SMALL_NUMBERS = [
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve",
+    "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+]
+# fmt: on
+TENS = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"]
+
+
+def number_in_words(number: int) -> str:
+    """English words for 0 <= number <= 100 (42 -> "forty-two")."""
+    if number < 20:
+        return SMALL_NUMBERS[number]
+    if number == 100:
+        return "one hundred"
+    tens, ones = divmod(number, 10)
+    return TENS[tens - 2] + (f"-{SMALL_NUMBERS[ones]}" if ones else "")
+
+
+def with_article(noun: str) -> str:
+    """ "owl" -> "an owl". Enough for the tables above, which hold no "hour" and no "unicorn"."""
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
 
 
 @dataclass(frozen=True)
@@ -131,7 +180,7 @@ def geography() -> list[Topic]:
 
 
 def elements() -> list[Topic]:
-    numbered = [(name, symbol, str(number)) for number, (symbol, name) in enumerate(facts.TABLES["elements"], start=1)]
+    numbered = [(name, symbol, str(number)) for number, (symbol, name) in enumerate(TABLES["elements"], start=1)]
     return [
         make_topic(
             "elements",
@@ -227,13 +276,13 @@ def arithmetic() -> list[Topic]:
 
 
 def words() -> list[Topic]:
-    numbers = [(str(number), facts.number_in_words(number)) for number in range(101)]
+    numbers = [(str(number), number_in_words(number)) for number in range(101)]
     letters = [chr(code) for code in range(ord("A"), ord("Z") + 1)]
     return [
         make_topic(
             "opposites",
             12,
-            [*facts.TABLES["opposites"], *flipped(facts.TABLES["opposites"])],
+            [*TABLES["opposites"], *flipped(TABLES["opposites"])],
             """
             What is the opposite of {a}?
             Which word means the opposite of {a}?
@@ -246,7 +295,7 @@ def words() -> list[Topic]:
         make_topic(
             "grammar",
             9,
-            facts.TABLES["plurals"],
+            TABLES["plurals"],
             """
             What is the plural of {a}?
             What is the plural form of the word {a}?
@@ -258,7 +307,7 @@ def words() -> list[Topic]:
         make_topic(
             "grammar",
             9,
-            facts.TABLES["past_tenses"],
+            TABLES["past_tenses"],
             """
             What is the past tense of {a}?
             What is the past tense of the verb {a}?
@@ -295,11 +344,11 @@ def calendar() -> list[Topic]:
     def cycle(names: list[str]) -> list[tuple[str, str]]:
         return list(pairwise([*names, names[0]]))
 
-    months = [month for month, _ in facts.TABLES["months"]]
+    months = [month for month, _ in TABLES["months"]]
     after = "Which {0} comes after {{a}}?\nWhat {0} follows {{a}}?\nWhat is the {0} after {{a}}?"
     before = "Which {0} comes before {{a}}?\nWhat {0} precedes {{a}}?\nWhat is the {0} before {{a}}?"
     result = []
-    for name, names, held_out in (("day", facts.DAYS, "Friday"), ("month", months, "March")):
+    for name, names, held_out in (("day", DAYS, "Friday"), ("month", months, "March")):
         answer = f"The {name} after {{a}} is {{b}}."
         template = f"Which {name} comes after {{a}}?"
         result.append(make_topic("calendar", 18, cycle(names), after.format(name), answer, {template: held_out}))
@@ -312,14 +361,14 @@ def calendar() -> list[Topic]:
         make_topic(
             "calendar",
             18,
-            zip(facts.ORDINALS, months, strict=True),
+            zip(ORDINALS, months, strict=True),
             ordinals,
             "The {a} month of the year is {b}.",
         ),
         make_topic(
             "calendar",
             18,
-            facts.TABLES["months"],
+            TABLES["months"],
             days,
             "{a} has {b} days.",
             {"How many days are in {a}?": "April"},
@@ -338,41 +387,41 @@ def world() -> list[Topic]:
         make_topic(
             "animals",
             12,
-            [(a, facts.with_article(b)) for a, b in facts.TABLES["young"]],
+            [(a, with_article(b)) for a, b in TABLES["young"]],
             young,
             "A young {a} is called {b}.",
             {"What do you call a young {a}?": "cat"},
         ),
-        make_topic("animals", 12, [(facts.with_article(a), b) for a, b in facts.TABLES["sounds"]], sounds, "{a} {b}."),
+        make_topic("animals", 12, [(with_article(a), b) for a, b in TABLES["sounds"]], sounds, "{a} {b}."),
         make_topic(
             "colours",
             12,
-            facts.TABLES["colours"],
+            TABLES["colours"],
             "What colour is {a}?\nWhat is the colour of {a}?\nWhich colour does {a} have?",
             "{a} is {b}.",
         ),
         make_topic(
             "measures",
             12,
-            [(*what.split(" in "), count) for what, count in facts.TABLES["measures"]],
+            [(*what.split(" in "), count) for what, count in TABLES["measures"]],
             measures,
             "There are {c} {a} in {b}.",
         ),
         make_topic(
             "shapes",
             12,
-            [(facts.with_article(a), b) for a, b in facts.TABLES["sides"]],
+            [(with_article(a), b) for a, b in TABLES["sides"]],
             "How many sides does {a} have?\nWhat is the number of sides of {a}?\nCount the sides of {a}.",
             "{a} has {b} sides.",
         ),
         make_topic(
             "planets",
             15,
-            zip(facts.ORDINALS, facts.PLANETS, strict=False),
+            zip(ORDINALS, PLANETS, strict=False),
             planets,
             "The {a} planet from the Sun is {b}.",
             {"Which planet is the {a} from the Sun?": "fourth"},
         ),
-        make_topic("superlatives", 12, facts.TABLES["superlatives"], best, "The {a} is {b}."),
-        make_topic("books", 12, facts.TABLES["authors"], authors, "{a} was written by {b}."),
+        make_topic("superlatives", 12, TABLES["superlatives"], best, "The {a} is {b}."),
+        make_topic("books", 12, TABLES["authors"], authors, "{a} was written by {b}."),
     ]

@@ -11,7 +11,7 @@ from common.chat import CHATML_TOKENS, AnyTemplate, ChatML
 from common.checkpoint import open_checkpoint
 from common.errors import ConfigError
 from common.files import atomic_write
-from common.formatting import si
+from common.output import si
 from exchange.folders import load_in_fp32
 from exchange.gguf_file import require_gguf, write_gguf
 from exchange.hf_tokenizer import chat_jinja

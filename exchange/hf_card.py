@@ -12,8 +12,8 @@ from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.errors import CheckpointError
-from common.formatting import cell, table_row
 from common.lora import LoRA
+from common.output import cell, table_row
 from exchange.hf_model import FORMS, hf_kind
 from exchange.hf_tokenizer import special_tokens
 from model_config import ModelConfig

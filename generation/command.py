@@ -16,7 +16,7 @@ from common.chat import AnyTemplate, Message
 from common.checkpoint import Checkpoint, newest_run, open_checkpoint
 from common.errors import ConfigError, DataError
 from common.files import read_text
-from common.formatting import cell, printable, table_row
+from common.output import cell, printable, table_row
 from generation.decoding import ROWS_AT_ONCE, generate, prompt_ids
 from generation.loading import load_checkpoint
 from generation.scoring import Score, json_row, score_file, table_head, table_line, table_rows

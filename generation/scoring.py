@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import DataError
-from common.formatting import cell, table_row
 from common.machine import exact_device
+from common.output import cell, table_row
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 

@@ -68,8 +68,8 @@ def settings_of(given: Mapping[str, Any], problems: list[str]) -> tuple[Request,
     of_request, of_sampling = ({key: given[key] for key in given if key in of} for of in (REQUEST, SAMPLING))
     if isinstance(of_sampling.get("stop"), tuple):
         of_sampling["stop"] = tuple(unescape(word) if isinstance(word, str) else word for word in of_sampling["stop"])
-    request = check(Request, of_request, problems, "--{}".format)
-    sampling = check(Sampling, of_sampling, problems, "--{}".format)
+    names = {key: f"--{key}" for key in given}
+    request, sampling = check(Request, of_request, problems, names), check(Sampling, of_sampling, problems, names)
     problems += contradictions(request or Request(), {key for key, value in given.items() if value is not False})
     return request or Request(), sampling or Sampling()
 

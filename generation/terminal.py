@@ -7,7 +7,7 @@ import dataclasses
 
 from common.chat import AnyTemplate, Message
 from common.flags import meant
-from common.formatting import printable
+from common.output import printable
 from common.validation import check, fields_of, suggest
 from generation.decoding import Completion, generate
 from generation.settings import Sampling, unescape

@@ -22,7 +22,7 @@ import tools.export_hf
 import train_colab_mmap
 from common.checkpoint import Checkpoint, open_checkpoint, step_folders
 from common.errors import INTERRUPTED, CheckpointError, UserError
-from common.formatting import byte_size
+from common.output import byte_size
 from common.script import Script
 from common.validation import build
 from examples import conversations

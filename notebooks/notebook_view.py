@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common.formatting import shortened
+from common.output import shortened
 from serving.run_reader import RunReader
 from training.reports.records import CURVE
 

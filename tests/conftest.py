@@ -21,7 +21,7 @@ import hypothesis
 import pytest
 import torch
 
-from common.progress import print_log
+from common.output import print_log
 from tests import leftovers
 from tests.forked import Forked
 from tests.helpers import flags_of_a_tiny_run, generated_text, write_tokens

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from common.progress import log
+from common.output import log
 from model import TransformerLanguageModel
 from tokenizer import CharacterTokenizer
 from training.config import Config

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from examples import conversations, facts
-from examples.facts import CAPITALS, CONTINENTS
-from examples.topics import topics
+from examples import conversations
+from examples import topics as facts
+from examples.topics import CAPITALS, CONTINENTS, topics
 from tests.helpers import ROOT
 
 REGENERATE = (

@@ -21,8 +21,7 @@ import numpy as np
 from common.chat import ChatTemplate, end_of_text
 from common.errors import ConfigError, DataError
 from common.files import atomic_write, sha256_file
-from common.formatting import byte_size, clock
-from common.progress import LOG_LINE_SECONDS, progress_bar
+from common.output import LOG_LINE_SECONDS, byte_size, clock, log, progress_bar
 from tokenization.conversations import read_conversations
 from tokenization.corpus import PIECE_CHARACTERS, Piece, Source, find_sources, read_pieces, unpacked_bytes
 from tokenization.encoding import SUFFIXES, Reader, encode_in_order, read_chunks, sample_evenly, split_index
@@ -44,7 +43,6 @@ from tokenizer_bpe import SMALLEST_VOCABULARY, BPETokenizer
 
 def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = True) -> Path:
     """`tokenize` of tokenize_local_bpe.py, with checked settings."""
-    say = (lambda message: None) if quiet else print
     sources = find_sources(options.input, SUFFIXES[options.format])
     kind = "character" if options.tokenizer == "char" else "bpe"
     if options.tokenizer_file:
@@ -62,7 +60,8 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
     fingerprint = fingerprint_of(sources, options, kind)
     metadata = complete_metadata(folder, sources, options, kind)
     if metadata:
-        say(f"{folder.folder} is already complete for this text and these settings.")
+        if not quiet:
+            print(f"{folder.folder} is already complete for this text and these settings.")
         folder.discard_leftovers()
         if options.compress and not folder.packed.exists():
             pack(folder.bin, folder.packed)
@@ -73,16 +72,16 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
         if total_bytes == 0:
             raise DataError(f"The input is empty: {', '.join(options.input)}.")
         with folder.locked():
-            folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS]), say)
+            folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS]))
             try:
                 if not folder.awaits_publishing:
                     bad: list[DataError] = []
-                    tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes, say)
+                    tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_note:
-                        say(tokenizer.encoder_note)
+                        log.info(tokenizer.encoder_note)
                     written = encode_sources(folder, tokenizer, sources, options, total_bytes, bad)
                     if bad:
-                        say(f"Left out: {len(bad):,} records that are not conversations. The first: {bad[0]}")
+                        log.info(f"Left out: {len(bad):,} records that are not conversations. The first: {bad[0]}")
                     described = describe_tokens(folder, written, tokenizer, sources, options, fingerprint)
                     if not may_replace:
                         require_the_same(folder, options.input, described)
@@ -131,7 +130,6 @@ def prepare_tokenizer(
     options: Settings,
     kind: str,
     total_bytes: int,
-    say: Callable[[str], None],
 ) -> Tokenizer:
     """The tokenizer in the work folder: kept from before, copied from `tokenizer_file`, or trained."""
     path = folder.in_work(folder.tokenizer)
@@ -139,15 +137,13 @@ def prepare_tokenizer(
         if options.tokenizer_file:
             content = Path(options.tokenizer_file).read_bytes()
         else:
-            content = train_tokenizer(sources, options, kind, total_bytes, say).to_json().encode()
+            content = train_tokenizer(sources, options, kind, total_bytes).to_json().encode()
         with atomic_write(path) as file:
             file.write(content)
     return load_tokenizer(path)
 
 
-def train_tokenizer(
-    sources: Sequence[Source], options: Settings, kind: str, total_bytes: int, say: Callable[[str], None]
-) -> Tokenizer:
+def train_tokenizer(sources: Sequence[Source], options: Settings, kind: str, total_bytes: int) -> Tokenizer:
     with BytesRead("Learning the vocabulary", total_bytes) as progress:
         pieces = reader(sources, options, [])(progress.add)
         if kind == "character":
@@ -161,7 +157,7 @@ def train_tokenizer(
             lambda: progress.wait("counting and merging pairs"),
         )
     if trained.vocab_size == SMALLEST_VOCABULARY < options.vocab_size:
-        say(
+        log.info(
             f"Warning: the vocabulary has only single bytes, because no pair of bytes occurs {options.min_frequency} "
             f"times in the text. Use more text, a larger --vocab_sample_mb or a lower --min_frequency."
         )

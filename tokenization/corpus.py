@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import DataError
-from common.formatting import byte_size
+from common.output import byte_size
 from tokenization.settings import DOCUMENT_SEPARATOR
 from tokenizer_base import valid_unicode
 

@@ -13,13 +13,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from common.errors import DataError
 from common.files import FolderLock, atomic_write, holder, read_json, session, sha256_file, sync_directory, write_json
+from common.output import log
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenization.settings import DEFAULT_FOLDER as DEFAULT_FOLDER
 
@@ -116,11 +117,12 @@ class TokenFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise DataError(f"{self.folder} is a file, or a part of its path is; choose another folder.") from None
-        with FolderLock(being_written) as lock:
-            lock.take(self.folder)
+        with FolderLock() as lock:
+            if not lock.take(self.folder):
+                raise being_written(self.folder)
             yield
 
-    def open_work(self, fingerprint: str, say: Callable[[str], None]) -> None:
+    def open_work(self, fingerprint: str) -> None:
         """Create the work folder. If an interrupted tokenization of the same text and settings left one, keep it."""
         marker = self.work / MARKER
         described = {"fingerprint": fingerprint, "session": session()}
@@ -131,9 +133,9 @@ class TokenFolder:
                 kept = False
             if kept:
                 write_json(marker, described)
-                say(f"Continuing the interrupted tokenization (its work is in {self.work}).")
+                log.info(f"Continuing the interrupted tokenization (its work is in {self.work}).")
                 return
-            say("The text or the settings have changed since the interrupted tokenization: starting over.")
+            log.info("The text or the settings have changed since the interrupted tokenization: starting over.")
             shutil.rmtree(self.work)
         self.work.mkdir(parents=True)
         write_json(marker, described)

@@ -21,7 +21,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.flags import Parser, add_debug
-from common.formatting import byte_size
+from common.output import byte_size
 from common.script import script
 from serving.run_reader import RunReader
 from serving.server import PORTS, is_port

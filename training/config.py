@@ -358,11 +358,9 @@ def parse_config(argv: Sequence[str] | None = None) -> Config:
         sources |= dict.fromkeys(layer, source)
     values |= {"name": name, "sources": sources, "processes": place().count}
 
-    def named(key: str) -> str:
-        return f"--{key}" if sources[key] == "flag" else f"{key} in {sources[key]}"
-
+    names = {key: f"--{key}" if source == "flag" else f"{key} in {source}" for key, source in sources.items()}
     of_words = (*problems, *(f"--{key} is " for key in flags))  # these say by themselves where they come from
-    config = check(Config, values, problems, named, SCHEMA | {key: fields_of(Config)[key] for key in OURS})
+    config = check(Config, values, problems, names, SCHEMA | {key: fields_of(Config)[key] for key in OURS})
     if problems or config is None:
         of_file = config_name is not None and not all(problem.startswith(of_words) for problem in problems)
         head = f"The configuration{f' of {layers[0][0]}' * of_file} is not valid:"

@@ -10,13 +10,12 @@ from typing import Any, TypeVar
 
 from common.errors import INTERRUPTED, MemoryExhausted
 from common.files import FolderLock
-from common.formatting import clock
-from common.progress import log
+from common.output import clock, log
 from common.script import is_rank_0
 from training.checkpoints.interruption import Interruption, StopRequested
 from training.checkpoints.mirror import Mirror
 from training.checkpoints.run import Run
-from training.checkpoints.run_folder import being_trained, require_ours, write_config
+from training.checkpoints.run_folder import require_ours, take, write_config
 from training.checkpoints.start import look, shard_trainer, start_or_resume
 from training.checkpoints.state import Start
 from training.config import Config
@@ -42,12 +41,12 @@ def train(config: Config, started: float, ends_process: bool) -> int:
 
     `started` is the time.perf_counter() at which the command began; `ends_process`: the process ends after this call.
     """
-    with process_group(config), FolderLock(being_trained) as lock:
+    with process_group(config), FolderLock() as lock:
         on_rank_0(lambda: require_ours(config.run_dir, "--output_dir"))
         on_rank_0(lambda: require_tensorboard(config))
         inspect = next((inspect for key, inspect in INSPECTIONS.items() if getattr(config, key)), None)
         if inspect is None:
-            on_rank_0(lambda: lock.take(config.run_dir))
+            on_rank_0(lambda: take(lock, config.run_dir))
         mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
         old = on_rank_0(lambda: look(config, mirror, takes_over=inspect is None))
         trainer = build(make_plan(config, old))
@@ -59,7 +58,7 @@ def train(config: Config, started: float, ends_process: bool) -> int:
                 inspect(run, old)
                 return 0
             start_or_resume(run, old)
-            on_rank_0(lambda: lock.take(run.dir))  # again: the folder may be new
+            on_rank_0(lambda: take(lock, run.dir))  # again: the folder may be new
             return train_run(run, started, ends_process)
 
 

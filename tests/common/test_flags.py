@@ -33,7 +33,7 @@ def parsed(*words: str) -> dict[str, Any]:
     parser, problems = Parser(prog="script.py"), list[str]()
     parser.add_options(options_of(Settings))
     typed = parser.read(words, problems)
-    settings = check(Settings, typed, problems, "--{}".format)
+    settings = check(Settings, typed, problems, {key: f"--{key}" for key in typed})
     parser.require_none(problems)
     return {key: getattr(settings, key) for key in typed}
 

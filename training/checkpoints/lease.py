@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import CheckpointError
 from common.files import CHECKPOINT_NAME, STEP_NAME, discard, read_json, session, write_json
-from common.progress import log
+from common.output import log
 
 MARKER = "run.json"  # in a mirror: which run these are the copies of; in a run folder: where its copies went
 STAGING = ".session-"  # in a mirror: the folder of a session, for what has no name yet

@@ -18,8 +18,7 @@ from typing import BinaryIO
 from common.checkpoint import MANIFEST, problems_of, prune, step_folders
 from common.errors import ConfigError
 from common.files import PUBLISHING, atomic_write, discard, publish, read_json, write_json
-from common.formatting import byte_size, clock
-from common.progress import log
+from common.output import byte_size, clock, log
 from training.checkpoints.interruption import Interruption
 from training.checkpoints.lease import HEARTBEAT, MARKER, Lease, TakenOver
 from training.reports.records import CONFIG, CURVE, METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY

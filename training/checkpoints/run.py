@@ -24,7 +24,7 @@ from common.checkpoint import (
 from common.errors import CheckpointError, is_out_of_memory
 from common.files import STEP_NAME
 from common.machine import available_ram
-from common.progress import log
+from common.output import log
 from common.script import is_rank_0
 from training.checkpoints.interruption import Interruption
 from training.checkpoints.lease import TakenOver

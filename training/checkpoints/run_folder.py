@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common.checkpoint import step_folders
 from common.errors import CheckpointError, ConfigError
-from common.files import holder, read_json, restore_interrupted, session, write_json
+from common.files import FolderLock, holder, read_json, restore_interrupted, session, write_json
 from training.checkpoints.lease import MARKER, STAGING
 from training.config import MODEL_KEYS, is_resolved
 from training.numbers.step import Trainer
@@ -65,11 +65,13 @@ def tidy(run_dir: Path, truncate: bool = False) -> None:
                 path.unlink(missing_ok=True)
 
 
-def being_trained(folder: Path) -> CheckpointError:
-    return CheckpointError(
-        f"{folder} is being trained by another process{holder(folder / CONFIG)}. Wait for it, stop it, or choose "
-        f"another --output_dir."
-    )
+def take(lock: FolderLock, folder: Path) -> None:
+    """Raises CheckpointError if another process trains in the folder."""
+    if not lock.take(folder):
+        raise CheckpointError(
+            f"{folder} is being trained by another process{holder(folder / CONFIG)}. Wait for it, stop it, or choose "
+            f"another --output_dir."
+        )
 
 
 def require_movable(run_dir: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from common.errors import is_out_of_memory
 from common.lora import add_adapters, lora_of
-from common.progress import log
+from common.output import log
 from model import TransformerLanguageModel
 from training.machine.hardware import Hardware
 from training.machine.processes import broadcast_tensors, count, on_rank_0, rank

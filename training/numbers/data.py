@@ -10,7 +10,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -23,8 +23,8 @@ import torch
 
 from common.errors import ConfigError, DataError
 from common.files import atomic_write
-from common.formatting import byte_size
 from common.machine import available_ram
+from common.output import byte_size
 from common.script import place
 from model import IGNORE_INDEX
 from tokenization.metadata import TokenMetadata, metadata_files
@@ -68,7 +68,7 @@ class TokenData:
         if placement == "gpu":
             self.tokens = self.tokens.to(device)
         stride = config.sequences_per_step if config.processes > 1 else None  # other processes read the rows between
-        self.reader = None if self.tokens.device.type == device.type else ReadAhead(self.train_windows, device, stride)
+        self.reader = None if self.tokens.device.type == device.type else ReadAhead(self, stride)
         self.windows, self.val_windows = layout.windows, layout.val_windows
         self.fingerprint = {
             "tokens_sha256": metadata.tokens_sha256,
@@ -197,10 +197,10 @@ class ReadAhead:
     not prefetched (the first one, or one after a change of size) is read on demand.
     """
 
-    def __init__(self, read: Callable[[int, int], torch.Tensor], device: torch.device, stride: int | None = None):
-        self.read = read  # (first, rows) -> (rows, T + 1)
+    def __init__(self, data: TokenData, stride: int | None = None):
+        self.data = data
+        self.device = data.device
         self.stride = stride  # sequences from one batch to the next; None: the batch's own number
-        self.device = device
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self.next: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
 
@@ -215,7 +215,7 @@ class ReadAhead:
         return windows
 
     def fill(self, first: int, rows: int) -> torch.Tensor:
-        windows = self.read(first, rows)
+        windows = self.data.train_windows(first, rows)
         return windows.pin_memory() if self.device.type == "cuda" else windows
 
 

@@ -12,8 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from statistics import median
 
-from common.formatting import clock
-from common.progress import log
+from common.output import clock, log
 from common.script import is_rank_0
 from training.checkpoints.run import Run
 from training.checkpoints.state import MOST_STEPS, Cooldown

@@ -17,9 +17,9 @@ import torch
 from common.checkpoint import Checkpoint, problems_of, write_checkpoint
 from common.errors import CheckpointError
 from common.files import atomic_write
-from common.formatting import byte_size, clock, si
 from common.lora import lora_of
 from common.machine import available_ram
+from common.output import byte_size, clock, si
 from training.checkpoints.mirror import COPIES, Mirror
 from training.checkpoints.resume import Old, require_the_same
 from training.checkpoints.run import Run

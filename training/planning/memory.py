@@ -14,10 +14,9 @@ import torch
 
 from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
 from common.files import read_json
-from common.formatting import byte_size
 from common.lora import add_adapters
 from common.machine import available_ram, has_fast_bf16, total_ram
-from common.progress import log
+from common.output import byte_size, log
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from training.config import MODEL_SIZES, NOT_GIVEN, Config, is_resolved, preset

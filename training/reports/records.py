@@ -20,7 +20,7 @@ from pydantic.dataclasses import dataclass
 
 from common.errors import ConfigError
 from common.files import atomic_write
-from common.formatting import cell, shortened, table_row
+from common.output import cell, shortened, table_row
 from common.validation import STRICT, build
 from training.config import Config
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.formatting import clock, si
-from common.progress import LOG_LINE_SECONDS, is_interactive, log, progress_bar
+from common.output import LOG_LINE_SECONDS, clock, is_interactive, log, progress_bar, si
 from common.script import is_rank_0
 from training.config import Config
 from training.machine.hardware import Hardware

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from common.files import atomic_write
-from common.formatting import cell, clock, si, table_row
+from common.output import cell, clock, si, table_row
 from training.checkpoints.run import Run
 from training.numbers.evaluate import Answer, accuracy, perplexity
 from training.numbers.schedule import has_stopped_early

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -10,6 +13,7 @@ from pathlib import Path
 from tests.forked import Forked
 from tests.helpers import ROOT
 
+PORTS = itertools.count(20_000 + 500 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]))
 TRAINER = str(ROOT / "train_colab_mmap.py")
 
 
@@ -20,9 +24,13 @@ def torchrun(count: int, *flags: object, place: Sequence[str] = ("--standalone",
 
 
 def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+    """Below those that the system gives to connections by itself: one of them would be taken again before it is used.
+    Each of pytest's workers has its own."""
+    for port in PORTS:
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def places(count: int) -> list[dict[str, str]]:

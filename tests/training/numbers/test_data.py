@@ -6,7 +6,9 @@ import dataclasses
 import gzip
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -505,6 +507,11 @@ def test_the_description_counts_tokens_and_windows(tmp_path: Path) -> None:
     assert all(part in data.describe() for part in ("400 tokens", "300 training", f"{data.windows:,} windows", "100 v"))
 
 
+def reading(read: Callable) -> Any:
+    """Data whose windows `read` reads."""
+    return SimpleNamespace(device=torch.device("cpu"), train_windows=read)
+
+
 REQUESTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), min_size=1, max_size=8)
 
 
@@ -513,7 +520,7 @@ REQUESTS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 5)), min_size=1
 def test_reading_ahead_changes_nothing(requests: list[tuple[int, int]]) -> None:
     """In order, out of order, at any size: the windows are those a direct read gives, and stay so."""
     data = counting_data(500, 16, 0, 100)
-    reader = ReadAhead(data.train_windows, torch.device("cpu"))
+    reader = ReadAhead(data)
     in_order = [(first + i * rows, rows) for first, rows in requests for i in range(3)]
     given = [reader.windows(first, rows) for first, rows in in_order]
     for (first, rows), windows in zip(in_order, given, strict=True):
@@ -530,7 +537,7 @@ def test_the_next_batch_is_read_before_it_is_asked_for(stride: int | None) -> No
         asked.append((first, rows))
         return data.train_windows(first, rows)
 
-    reader = ReadAhead(read, torch.device("cpu"), stride)
+    reader = ReadAhead(reading(read), stride)
     step = stride or 4
     for first in (0, step, 2 * step):
         reader.windows(first, 4)
@@ -543,7 +550,7 @@ def test_a_read_that_fails_is_told_where_the_batch_is_asked_for() -> None:
         raise OSError("the disk is gone")
 
     with pytest.raises(OSError, match="the disk is gone"):
-        ReadAhead(read, torch.device("cpu")).windows(0, 4)
+        ReadAhead(reading(read)).windows(0, 4)
 
 
 def test_batches_have_the_strides_of_a_padded_one() -> None:

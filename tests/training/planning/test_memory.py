@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from common.errors import MemoryExhausted
-from common.formatting import byte_size
+from common.output import byte_size
 from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import ALPHABET, CPU, ROOT, estimated, rows_of, trainer_of, ways_of

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from common.formatting import cell, table_row
+from common.output import cell, table_row
 from serving.run_reader import shown_tables
 from tests.helpers import columns, hardware_of
 from tests.hostile.mutations import byte_mutations, json_mutations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from common.formatting import byte_size, clock, si
+from common.output import byte_size, clock, si
 
 
 def test_durations_and_large_numbers_are_readable() -> None:
