@@ -9,7 +9,7 @@ D = head_dim, F = ff_dim, V = vocab_size, S = tokens held in a key/value cache.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn as nn
@@ -454,17 +454,23 @@ class TransformerLanguageModel(nn.Module):
             for name, twin in (("head.weight", "token_embedding.weight"), ("token_embedding.weight", "head.weight")):
                 if name not in state and twin in state:
                     state[name] = state[twin]
-        problems = [f"{name} is missing" for name in own if name not in state]
-        problems += [f"{name} is unknown" for name in state if name not in own]
-        problems += [
-            f"{name} is {tuple(state[name].shape)}, not {tuple(own[name].shape)}"
-            for name in own
-            if name in state and state[name].shape != own[name].shape
-        ]
-        problems += [f"{name} is {tensor.dtype}" for name, tensor in state.items() if not tensor.is_floating_point()]
-        if problems:
-            raise ValueError("the weights do not fit the model: " + listed(problems))
+        require_shapes(state, {name: tensor.shape for name, tensor in own.items()}, "the weights do not fit the model")
         return state
+
+
+def require_shapes(tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]], what: str) -> None:
+    """Raises ValueError that says `what`, and lists tensors that are missing, unknown, of another shape, or whole
+    numbers."""
+    problems = [f"{name} is missing" for name in shapes if name not in tensors]
+    problems += [f"{name} is unknown" for name in tensors if name not in shapes]
+    problems += [
+        f"{name} is {tuple(tensors[name].shape)}, not {tuple(shape)}"
+        for name, shape in shapes.items()
+        if name in tensors and tuple(tensors[name].shape) != tuple(shape)
+    ]
+    problems += [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if not tensor.is_floating_point()]
+    if problems:
+        raise ValueError(f"{what}: {listed(problems)}")
 
 
 def listed(problems: list[str]) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,7 +24,7 @@ from common.errors import CheckpointError
 from common.files import sha256_file
 from common.tensors import weights_file
 from common.validation import STRICT, Text
-from model import Head, Linear, TransformerLanguageModel, listed
+from model import Head, Linear, TransformerLanguageModel, listed, require_shapes
 from model_config import ModelConfig
 
 # What can be adapted, with the modules of a block that belong to it. "embeddings": the token embedding and the head.
@@ -140,7 +140,7 @@ def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_adapters(model: nn.Module, adapters: dict[str, torch.Tensor]) -> None:
     """Load adapters into a model that has them. Raises ValueError if they do not fit it or are not finite."""
     own = adapters_of(model)
-    require_fitting(adapters, {name: tuple(tensor.shape) for name, tensor in own.items()})
+    require_shapes(adapters, {name: tensor.shape for name, tensor in own.items()}, "the adapters do not fit the base")
     broken = [name for name, tensor in adapters.items() if not tensor.float().sum().isfinite()]
     if broken:
         raise ValueError(f"the adapters are not finite: {listed(broken)}")
@@ -160,29 +160,16 @@ def merge(
         if module in modules and weight.dim() == 2:
             holder = EMBEDDING if module == HEAD and config.tie_embeddings else module
             adapted[name] = f"{holder}.lora_A", f"{holder}.lora_B"
-    shapes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, Sequence[int]] = {}
     for name, (a, b) in adapted.items():
         out, into = weights[name].shape
         shapes |= {a: (lora.rank, into), b: (out, lora.rank)}
-    require_fitting(adapters, shapes)
+    require_shapes(adapters, shapes, "the adapters do not fit the base")
     merged = {
         name: torch.addmm(weights[name].float(), adapters[b].float(), adapters[a].float(), alpha=lora.scale)
         for name, (a, b) in adapted.items()
     }
     return weights | merged
-
-
-def require_fitting(adapters: dict[str, torch.Tensor], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError naming adapters that are missing, unknown, of another shape or not floating-point."""
-    problems = [f"{name} is missing" for name in shapes if name not in adapters]
-    problems += [f"{name} is unknown" for name in adapters if name not in shapes]
-    problems += [
-        f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {shapes[name]}"
-        for name, tensor in adapters.items()
-        if name in shapes and (tuple(tensor.shape) != shapes[name] or not tensor.is_floating_point())
-    ]
-    if problems:
-        raise ValueError("the adapters do not fit the base: " + listed(problems))
 
 
 def find_base(lora: LoRA, checkpoint: Path) -> Path:

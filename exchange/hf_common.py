@@ -26,20 +26,6 @@ def checked_config(**values: Any) -> ModelConfig:
     return build(ModelConfig, values)
 
 
-def require_shapes(tensors: Tensors, shapes: Shapes) -> None:
-    """Raises ConversionError listing tensors that are missing, unknown, of another shape, or whole numbers."""
-    problems = [f"{name} is missing" for name in shapes if name not in tensors]
-    problems += [f"{name} is unknown" for name in tensors if name not in shapes]
-    problems += [
-        f"{name} is {tuple(tensors[name].shape)}, not {shape}"
-        for name, shape in shapes.items()
-        if name in tensors and tuple(tensors[name].shape) != shape
-    ]
-    problems += [f"{name} is {tensor.dtype}" for name, tensor in tensors.items() if not tensor.is_floating_point()]
-    if problems:
-        raise ConversionError("the weights do not fit the config: " + listed(problems))
-
-
 def require_options(hf_config: dict[str, Any], needed: dict[str, Any]) -> None:
     """Raises ConversionError for keys of a foreign config with a value that our model cannot express. An absent key has
     the needed value, which is the default there."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from exchange import hf_llama
-from exchange.hf_common import ConversionError, Shapes, Tensors, require_shapes
+from exchange.hf_common import ConversionError, Shapes, Tensors
 from exchange.hf_gpt2 import (
     GPT2_BUFFERS,
     config_of_gpt2,
@@ -40,7 +40,7 @@ from exchange.hf_nanochat import (
     nanochat_tensors,
     state_of_nanochat,
 )
-from model import listed
+from model import listed, require_shapes
 from model_config import ModelConfig
 
 
@@ -109,7 +109,10 @@ def from_hf(hf_config: dict[str, Any], tensors: Tensors) -> tuple[ModelConfig, T
     layers = len({name.removeprefix(form.blocks).split(".")[0] for name in tensors if name.startswith(form.blocks)})
     if layers < config.num_layers:  # check first: the config may claim any number
         raise ConversionError(f"the config has {config.num_layers:,} layers, and {form.blocks}{layers}.* is missing")
-    require_shapes(tensors, form.shapes(config))
+    try:
+        require_shapes(tensors, form.shapes(config), "the weights do not fit the config")
+    except ValueError as problem:
+        raise ConversionError(str(problem)) from None
     return config, form.state_of(config, {name: tensor.float() for name, tensor in tensors.items()})
 
 

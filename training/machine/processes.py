@@ -43,15 +43,14 @@ class Group:
         """Raises what torch.distributed raises if not all processes join within TIMEOUT_SECONDS."""
         timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
         self.here = here
-        with silenced_stdout():
-            if device.type == "cuda":  # NCCL kills the process at its timeout: the hosts, over gloo, time out before it
-                for name, value in FLIGHT_RECORDER.items():
-                    os.environ.setdefault(name, value)
-                dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * timeout)
-            else:
-                dist.init_process_group("gloo", timeout=timeout)
-            self.hosts = dist.new_group(backend="gloo", timeout=timeout)  # communicate while the GPUs are busy
-            self.patient_hosts = dist.new_group(backend="gloo", timeout=RANK_0_TIMEOUT)
+        if device.type == "cuda":  # NCCL kills the process at its timeout: the hosts, over gloo, time out before it
+            for name, value in FLIGHT_RECORDER.items():
+                os.environ.setdefault(name, value)
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * timeout)
+        else:
+            dist.init_process_group("gloo", timeout=timeout)
+        self.hosts = dist.new_group(backend="gloo", timeout=timeout)  # communicate while the GPUs are busy
+        self.patient_hosts = dist.new_group(backend="gloo", timeout=RANK_0_TIMEOUT)
         self.in_rank_0_only = False  # rank 0 runs code that the others do not
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = TCPStore(address, port, is_master=False, wait_for_workers=False)  # torchrun's, which outlives us
@@ -62,20 +61,6 @@ class Group:
         with contextlib.suppress(RuntimeError):  # the store is gone
             return self.store.add(text, 1) == 1
         return True
-
-
-@contextlib.contextmanager
-def silenced_stdout() -> Iterator[None]:
-    """Discard what is written to standard output, also by C++ code: torch 2.9's gloo prints there, in each process, how
-    many have joined."""
-    kept = os.dup(1)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 GROUP: Group | None = None  # None: a single process
@@ -195,15 +180,6 @@ def any_process(*flags: bool) -> list[bool]:
     held = torch.tensor(flags, dtype=torch.float32)
     dist.all_reduce(held, dist.ReduceOp.MAX, GROUP.hosts)
     return [bool(flag) for flag in held.tolist()]
-
-
-def max_over_ranks(seconds: float) -> float:
-    """The largest of the processes' times."""
-    if GROUP is None:
-        return seconds
-    held = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(held, dist.ReduceOp.MAX, GROUP.hosts)
-    return held.item()
 
 
 def all_reduce_sum(number: torch.Tensor) -> torch.Tensor:

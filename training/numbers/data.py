@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
-from mmap import mmap
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -61,7 +59,6 @@ class TokenData:
         self.seed = config.seed
         self.device = device
         self.placement = placement
-        self.mapped = tokens if isinstance(tokens, np.memmap) else None
         self.is_16_bit = tokens.dtype.itemsize == 2
         # PyTorch has few operations on uint16: ids above 32,767 travel as negative int16 and `split` restores them.
         self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
@@ -152,24 +149,12 @@ class TokenData:
 
     def gather(self, starts: np.ndarray) -> torch.Tensor:
         """The windows that begin at `starts`, (rows,), as stored: (rows, T + 1), on the tokens' device."""
-        self.require_whole()
         # A view of all windows, and one indexed copy of the wanted ones: no loop over rows.
         every_window = self.tokens.unfold(0, self.seq_len + 1, 1)
         indices = torch.from_numpy(starts)
         if self.tokens.is_cuda:  # from pinned memory: the host does not wait for work that is queued
             indices = indices.pin_memory().to(self.tokens.device, non_blocking=True)
         return every_window[indices]
-
-    def require_whole(self) -> None:
-        """Raises DataError if a mapped file was cut short: reading beyond its end would kill the process."""
-        if self.mapped is None:
-            return
-        size = cast(mmap, self.mapped.base).size()  # of the file as it is now
-        if size < self.mapped.nbytes:
-            raise DataError(
-                f"{self.mapped.filename} was cut short during the training: {size:,} of {self.mapped.nbytes:,} "
-                "bytes are left. Copy it again, or run tokenize_local_bpe.py again; then the same command continues."
-            )
 
     def split(self, windows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Windows as stored -> what `batch` returns. Widened to int64 on the device, so fewer bytes are copied."""

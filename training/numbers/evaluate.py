@@ -147,7 +147,6 @@ def read_prompts(path: str | Path) -> list[Prompt]:
             prompt = Prompt(value["prompt"], value.get("answer"))
             if not (isinstance(prompt.text, str) and isinstance(prompt.expected, str | None)):
                 raise TypeError
-            f"{prompt.text}{prompt.expected}".encode()  # raises ValueError for half of a character, a lone surrogate
             prompts.append(prompt)
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             raise DataError(

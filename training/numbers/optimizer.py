@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from torch.optim.adamw import adamw
 
 from common.machine import has_fast_bf16
-from model import TransformerLanguageModel, listed
+from model import TransformerLanguageModel, require_shapes
 from model_config import ModelConfig
 from training.config import Config
 from training.machine.processes import all_reduce_sum, map_over_ranks, on_rank_0
@@ -80,15 +80,7 @@ class Optimizer(torch.optim.Optimizer):
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
             for key in RULES[group["rule"]].state
         }
-        problems = [f"{name} is missing" for name in shapes if name not in saved]
-        problems += [f"{name} is unknown" for name in saved if name not in shapes]
-        problems += [
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)}, not {tuple(shapes[name])}"
-            for name, tensor in saved.items()
-            if name in shapes and (tensor.shape != shapes[name] or not tensor.is_floating_point())
-        ]
-        if problems:
-            raise ValueError(listed(problems))
+        require_shapes(saved, shapes, "it is of other parameters")
         if self.is_sharded:
             self.loaded = saved
             return

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from common.errors import ConfigError
@@ -174,26 +175,21 @@ def not_finite(loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
 
 
 class Stability:
-    """Counts skipped updates and warns about them. On a GPU the counts stay on the device, so the host does not wait.
-    On a CPU they are plain numbers, at a tenth of the cost."""
+    """Counts skipped updates and warns about them. The counts stay on the device, so the host does not wait."""
 
     def __init__(self, device: torch.device, scaled: bool = False, skipped: int = 0):
         self.most_in_a_row = MOST_IN_A_ROW_SCALED if scaled else MOST_IN_A_ROW
         self.normal = " A few are normal in fp16." if scaled else ""
-        self.is_read_at_once = device.type == "cpu"
-        counts: list[Any] = [float(skipped), 0.0, 0.0]
-        if not self.is_read_at_once:
-            counts = [torch.tensor(count, device=device) for count in counts]
+        counts = (torch.tensor(float(count), device=device) for count in (skipped, 0, 0))
         self.total, self.in_a_row, self.longest = counts  # in_a_row: up to now; longest: so far
         self.told = skipped
         self.losses: deque[float] = deque(maxlen=LOSSES.stop - 1)
 
     def step_done(self, skipped: torch.Tensor) -> None:
         """`skipped` is 1.0 or 0.0."""
-        last = skipped.item() if self.is_read_at_once else skipped
-        self.total = self.total + last
-        self.in_a_row = (self.in_a_row + 1) * last
-        self.longest = (max if self.is_read_at_once else torch.maximum)(self.longest, self.in_a_row)
+        self.total = self.total + skipped
+        self.in_a_row = (self.in_a_row + 1) * skipped
+        self.longest = torch.maximum(self.longest, self.in_a_row)
 
     @property
     def skipped(self) -> int:
@@ -225,9 +221,7 @@ class Stability:
             )
             self.told = skipped
         if len(self.losses) >= LOSSES.start:
-            mean = math.fsum(self.losses) / len(self.losses)
-            # Not statistics.stdev, which computes with exact fractions and takes ten times as long.
-            sigma = math.sqrt(math.fsum((each - mean) ** 2 for each in self.losses) / (len(self.losses) - 1))
+            mean, sigma = np.mean(self.losses), np.std(self.losses, ddof=1)
             if loss > mean + SPIKE_SIGMAS * sigma:
                 messages.append(
                     f"Warning: the loss jumped to {loss:.3f} at step {step:,}; before it was {mean:.3f} on average "

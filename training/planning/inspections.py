@@ -25,7 +25,7 @@ from training.checkpoints.resume import Old, require_the_same
 from training.checkpoints.run import Run
 from training.checkpoints.start import planned_steps
 from training.machine.hardware import Hardware
-from training.machine.processes import max_over_ranks, on_rank_0
+from training.machine.processes import on_rank_0
 from training.machine.sharding import is_sharded, unsharded_copy
 from training.numbers.evaluate import evaluated_windows, validation_loss
 from training.numbers.schedule import decay_share, decay_start, epoch_sequences
@@ -235,7 +235,7 @@ def time_step(trainer: Trainer) -> tuple[float, int]:
         started = time.perf_counter()
         train_step(trainer, 0, 0, 0.0, rows)
         hardware.synchronize()
-        return max_over_ranks(time.perf_counter() - started)
+        return time.perf_counter() - started
 
     whole = config.sequences_per_step
     unit = smallest_part(trainer)

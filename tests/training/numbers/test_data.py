@@ -198,16 +198,6 @@ def test_every_dtype_and_placement_gives_the_same_batches(tmp_path: Path, dtype:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows keeps a mapped file as it is")
-def test_a_mapped_file_that_is_cut_short_is_told(tmp_path: Path) -> None:
-    """Cut at another page than its last, reading it would end this process (SIGBUS)."""
-    data = open_data(make_folder(tmp_path), placement="mmap")
-    data.batch(0, 2)
-    os.truncate(tmp_path / "tokens.bin", 2 * TOKENS - 2)
-    for read in (lambda: data.batch(2, 2), lambda: data.validation_batch(0, 1, 1)):
-        with pytest.raises(DataError, match=r"tokens\.bin was cut short .*: 798 of 800 bytes are left"):
-            read()
-
-
 @pytest.mark.parametrize("placement", ["ram", "mmap"])
 def test_ids_above_32767_survive_in_uint16(tmp_path: Path, placement: str) -> None:
     tokens = np.linspace(0, 65_535, TOKENS).astype(np.int64)
