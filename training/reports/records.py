@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -69,29 +69,21 @@ def rewind(run_dir: Path, step: int) -> None:
     """Forget rows after `step`: the steps that a killed session took beyond its last checkpoint are taken again. The
     summary goes too, as it is of a shorter run; samples.md is drawn anew. A record that cannot be changed is a warning.
     """
-
-    def metrics() -> bytes:
-        lines = (run_dir / METRICS).read_bytes().splitlines(keepends=True)  # bytes: the last may end inside a character
-        whole = (line for line in lines if line.endswith(b"\n"))
-        return b"".join(line for line in whole if metrics_step(line.decode(errors="replace")) <= step)
-
-    def samples() -> list[Sample]:
-        return [sample for sample in read_samples(run_dir) if sample.step <= step]
-
     with contextlib.suppress(OSError):  # the next one that is written warns
         (run_dir / SUMMARY).unlink()
-    records: dict[str, Callable[[], bytes]] = {
-        METRICS: metrics,
-        SAMPLES: lambda: "".join(map(sample_line, samples())).encode(errors="replace"),
-        SAMPLES_TABLE: lambda: drawn(samples()).encode(errors="replace"),
-    }
-    for name, kept in records.items():
+    for name in (METRICS, SAMPLES, SAMPLES_TABLE):
         path = run_dir / name
         try:
-            content = kept()
-            if content != (path.read_bytes() if path.exists() else b""):
+            content = path.read_bytes()
+            if name == SAMPLES_TABLE:  # of what is left of the samples
+                kept = drawn(read_samples(run_dir)).encode(errors="replace")
+            else:
+                lines = content.splitlines(keepends=True)  # bytes: the last may end inside a character
+                whole = (line for line in lines if line.endswith(b"\n"))
+                kept = b"".join(line for line in whole if step_of(line.decode(errors="replace")) <= step)
+            if kept != content:
                 with atomic_write(path) as file:
-                    file.write(content)
+                    file.write(kept)
         except FileNotFoundError:  # there is none yet
             continue
         except OSError as problem:
@@ -108,7 +100,7 @@ def reason(problem: Exception) -> str:
     return str(getattr(problem, "strerror", None) or problem)
 
 
-def metrics_step(line: str) -> float:
+def step_of(line: str) -> float:
     """Infinity for a line that was cut short."""
     try:
         step = json.loads(line)["step"]
@@ -123,7 +115,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         lines = (run_dir / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # there is none yet, or it cannot be read, of which the run has warned
         lines = []
-    return [json.loads(line) for line in lines if metrics_step(line) < math.inf]
+    return [json.loads(line) for line in lines if step_of(line) < math.inf]
 
 
 def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
