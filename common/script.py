@@ -106,14 +106,14 @@ def explained(error: BaseException, full_disk: type[UserError] | None) -> tuple[
     if code is not None or not isinstance(error, Exception):
         return code, message
     if is_out_of_memory(error):
-        told = f"Out of memory ({message or 'the allocation failed'}). Choose a smaller model, or less at once."
-        return MemoryExhausted.exit_code, told
+        message = f"Out of memory ({message or 'the allocation failed'}). Choose a smaller model, or less at once."
+        return MemoryExhausted.exit_code, message
     if not isinstance(error, OSError):
         return None, message
     if is_full_disk(error):
         again = " and run the same command again; it continues where this one stopped" if full_disk else ""
-        told = f"The disk is full: {error.filename or 'the output'} cannot be written. Free some space{again}."
-        return (full_disk or DataError).exit_code, told
+        message = f"The disk is full: {error.filename or 'the output'} cannot be written. Free some space{again}."
+        return (full_disk or DataError).exit_code, message
     message = f"{error.strerror or error}: {error.filename or ''}".rstrip(": ")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         message += ". Choose another folder or file, or change who may read and write it."

@@ -319,7 +319,7 @@ class BytesRead:
         self.done = self.done_before = 0
         self.is_all_read = False
         self.bar = progress_bar(desc=what, total=total, unit="B", unit_scale=True, mininterval=0.5)
-        self.began = self.told = time.monotonic()
+        self.began = self.last_line = time.monotonic()
 
     def __enter__(self) -> BytesRead:
         return self
@@ -362,7 +362,7 @@ class BytesRead:
     def seconds_to_tell(self) -> float:
         """Seconds since the start if a new line is due, else 0."""
         now = time.monotonic()
-        if not self.bar.disable or now - self.told < LOG_LINE_SECONDS:
+        if not self.bar.disable or now - self.last_line < LOG_LINE_SECONDS:
             return 0.0
-        self.told = now
+        self.last_line = now
         return now - self.began

@@ -73,59 +73,57 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
     if is_rank_0():
         write_config(trainer)
         rewind(run.dir, state.step if state.unevaluated is None else state.step - 1)
-    timer = Timer(trainer.hardware, state.elapsed_seconds, trainer.hardware.units_per_hour(config))
-    deadline = Deadline(run, timer)
     most = "at most " if config.minutes and state.cooldown is None else ""
     steps = f"steps {state.step:,} to {most}{state.max_steps:,} of {trainer.tokens_per_step:,} tokens"
     print(f"Training   {steps}, in {run.dir}")
     if config.minutes:
-        print(f"Minutes    {config.minutes:g}, and {clock(timer.elapsed)} of them are used")
+        print(f"Minutes    {config.minutes:g}, and {clock(state.elapsed_seconds)} of them are used")
     if config.warmup_steps >= state.max_steps:
         shorter = f"--warmup_steps {state.max_steps // 10}, or more --epochs"
         print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run: {shorter}")
-    report = Report(run.dir, timer, state.step, state.max_steps, config.tensorboard)
     interruption = Interruption(ends_process)
     with interruption.awaited(), run.saving(interruption):
-        with contextlib.closing(report):
-            answers = Loop(run, report, timer, deadline, interruption, started).run_to_end()
+        loop = Loop(run, interruption, started)
+        with contextlib.closing(loop.report):
+            loop.run_to_end()
         interruption.answer = "Stopping once what is under way is saved and copied"
         run.saver.finish()
-        is_done = state.finished and state.unevaluated is None
-        if is_done:  # no answers: evaluation is off, or the last session ended before its summary
-            answers = answers or answer_prompts(trainer)
-            on_rank_0(lambda: write_summary(run, timer, answers))
-    if not is_done:
-        if deadline.reached:
-            print(
-                f"Stopped after step {state.step:,}: {deadline.reached}. The same command with more of them continues."
-            )
-        elif limit := timer.limit_reached(config):
-            print(f"Stopped after step {state.step:,}: {limit} is reached. The same command with more of it continues.")
-        else:
-            print(f"Interrupted after step {state.step:,}. The same command continues from there.")
-        return INTERRUPTED
-    return 0
+        if loop.is_done:  # no answers: evaluation is off, or the last session ended before its summary
+            answers = loop.answers or answer_prompts(trainer)
+            on_rank_0(lambda: write_summary(run, loop.timer, answers))
+    if loop.is_done:
+        return 0
+    after = f"after step {state.step:,}"
+    if loop.deadline.reached:
+        print(f"Stopped {after}: {loop.deadline.reached}. The same command with more of them continues.")
+    elif limit := loop.timer.limit_reached(config):
+        print(f"Stopped {after}: {limit} is reached. The same command with more of it continues.")
+    else:
+        print(f"Interrupted {after}. The same command continues from there.")
+    return INTERRUPTED
 
 
 class Loop:
     """The steps of one session. What changes is in `run.state`, which only this class writes, and in `run.trainer`."""
 
-    def __init__(
-        self, run: Run, report: Report, timer: Timer, deadline: Deadline, interruption: Interruption, started: float
-    ):
+    def __init__(self, run: Run, interruption: Interruption, started: float):
         self.run, self.trainer, self.state = run, run.trainer, run.state
-        self.report, self.timer, self.deadline = report, timer, deadline
         self.interruption, self.started = interruption, started
-        is_scaled = self.trainer.scaler.is_enabled()
-        self.stability = Stability(self.trainer.data.device, is_scaled, self.state.skipped_updates)
-        self.first_step = self.state.step
+        config, hardware, state = self.trainer.config, self.trainer.hardware, self.state
+        self.timer = Timer(hardware, state.elapsed_seconds, hardware.units_per_hour(config))
+        self.deadline = Deadline(run, self.timer)
+        self.report = Report(run.dir, self.timer, state.step, state.max_steps, config.tensorboard)
+        self.stability = Stability(hardware.device, self.trainer.scaler.is_enabled(), state.skipped_updates)
+        self.first_step = state.step
         self.answers: list[Answer] = []  # of the last evaluation
 
-    def run_to_end(self) -> list[Answer]:
-        """Train to the last step, or until somebody asks to stop. Returns the answers of the last evaluation.
+    @property
+    def is_done(self) -> bool:
+        return self.state.finished and self.state.unevaluated is None
 
-        Raises MemoryExhausted if one sequence at a time does not fit; what is finished is saved first.
-        """
+    def run_to_end(self) -> None:
+        """Train to the last step, or until somebody asks to stop. Raises MemoryExhausted if one sequence at a time does
+        not fit; what is finished is saved first."""
         try:
             self.take_steps()
         except StopRequested:
@@ -135,7 +133,6 @@ class Loop:
                 self.save_unsaved()
             raise
         self.save_unsaved()
-        return self.answers
 
     def take_steps(self) -> None:
         """The loop. Raises StopRequested if somebody asks to stop during something long, or what `run_to_end` does."""
@@ -170,9 +167,8 @@ class Loop:
 
     def stops(self) -> bool:
         """Whether all processes stop here: nothing is left to do, somebody asks for it, or a limit is reached."""
-        is_done = self.state.finished and self.state.unevaluated is None
         limit = self.timer.limit_reached(self.trainer.config) or self.run.taken_over or self.deadline.reached
-        return self.interruption.agreed(is_done or bool(limit))
+        return self.interruption.agreed(self.is_done or bool(limit))
 
     def learning_rate(self) -> float:
         state = self.state

@@ -56,8 +56,8 @@ class Group:
         store = TCPStore(address, port, is_master=False, wait_for_workers=False)  # torchrun's, which outlives us
         self.store = PrefixStore(f"gpt2/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
-    def is_first_to_tell(self, text: str) -> bool:
-        """Whether no other process has told this error."""
+    def is_first_to_report(self, text: str) -> bool:
+        """Whether no other process has reported this error."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             return self.store.add(text, 1) == 1
         return True
@@ -126,7 +126,7 @@ def end_all(error: BaseException, here: Place) -> NoReturn:
         if isinstance(error, Exception):
             get_error_handler().record_exception(error)  # torchrun prints the traceback in its table
         raise error
-    if GROUP is None or GROUP.is_first_to_tell(str(error)):
+    if GROUP is None or GROUP.is_first_to_report(str(error)):
         if here.rank == 0:
             raise error
         with contextlib.suppress(OSError):  # its sys.stderr is closed

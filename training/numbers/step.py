@@ -182,7 +182,7 @@ class Stability:
         self.normal = " A few are normal in fp16." if scaled else ""
         counts = (torch.tensor(float(count), device=device) for count in (skipped, 0, 0))
         self.total, self.in_a_row, self.longest = counts  # in_a_row: up to now; longest: so far
-        self.told = skipped
+        self.reported = skipped
         self.losses: deque[float] = deque(maxlen=LOSSES.stop - 1)
 
     def step_done(self, skipped: torch.Tensor) -> None:
@@ -214,12 +214,12 @@ class Stability:
     def warnings(self, step: int, loss: float) -> list[str]:
         """Warnings about the last steps. `loss` is the one just reported."""
         messages = []
-        if (skipped := self.skipped) > self.told:
+        if (skipped := self.skipped) > self.reported:
             messages.append(
                 f"Warning: updates skipped up to step {step:,}, because the loss or its gradient was not finite: "
-                f"{skipped - self.told} ({skipped} in this run).{self.normal}"
+                f"{skipped - self.reported} ({skipped} in this run).{self.normal}"
             )
-            self.told = skipped
+            self.reported = skipped
         if len(self.losses) >= LOSSES.start:
             mean, sigma = np.mean(self.losses), np.std(self.losses, ddof=1)
             if loss > mean + SPIKE_SIGMAS * sigma:

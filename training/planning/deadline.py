@@ -21,7 +21,7 @@ from training.machine.processes import on_rank_0
 from training.numbers.schedule import decay_share, decay_start
 from training.reports.report import Timer
 
-LOOKS = 200  # at the clock, in all the minutes; each waits for the device
+CLOCK_CHECKS = 200  # looks at the clock, in all the minutes; each waits for the device
 SAMPLES = 15  # of the speed: the last ones count
 BLOCKS = 3  # of these samples
 DECIDED_AFTER = 3  # of these samples, the first forecast, and the fall if half of its time is left
@@ -80,7 +80,8 @@ class Deadline:
         self.evaluation_seconds: float | None = None  # of the last evaluation
         self.saving_seconds = 0.0  # that saving has held the training, in this session
         self.reached = ""  # why the run stops before its learning rate has fallen, if it does
-        self.is_told = False  # the forecast, or while the rate falls that it takes too long
+        self.has_forecast = False
+        self.has_warned = False  # that the fall takes too long
         self.first_step = run.state.step
         self.seen_step, self.seen_seconds = 0, 0.0
 
@@ -131,7 +132,7 @@ class Deadline:
             self.has_started = True
         self.samples.append((state.step - before, self.seen_seconds - seconds))
         if state.cooldown is not None:  # nothing to agree on
-            self.next_look = self.step_after(self.seconds / LOOKS) if is_rank_0() else math.inf
+            self.next_look = self.step_after(self.seconds / CLOCK_CHECKS) if is_rank_0() else math.inf
             if is_rank_0() and len(self.samples) >= DECIDED_AFTER:
                 self.warn_of_delay()
             return False
@@ -151,9 +152,9 @@ class Deadline:
             return False, state.step + 1
         if before_fall <= 0 or state.step >= by_text:
             return True, state.step + 1
-        following = min(self.step_after(min(self.seconds / LOOKS, before_fall)), max(state.step + 1, by_text))
-        if not self.is_told:
-            self.is_told = True
+        following = min(self.step_after(min(self.seconds / CLOCK_CHECKS, before_fall)), max(state.step + 1, by_text))
+        if not self.has_forecast:
+            self.has_forecast = True
             log.info(self.forecast())
         return False, following
 
@@ -176,7 +177,6 @@ class Deadline:
         if not steps:
             self.give_up()
             return None
-        self.is_told = False
         cut = f" The warmup of {config.warmup_steps:,} steps was not over." if state.step < config.warmup_steps else ""
         end = self.end(steps, state.max_steps)
         log.info(f"Step {state.step:,}: the learning rate falls from here on; {end}{cut}")
@@ -197,16 +197,16 @@ class Deadline:
         state, config = self.run.state, self.run.trainer.config
         by_clock = self.step_after(self.left - decay_share(config) * self.seconds)
         first = min(by_clock, decay_start(state.max_steps, config))
-        told = self.end(self.steps_left(), state.max_steps)
-        return f"Forecast   the learning rate falls from about step {first:,} on; about {told}"
+        end = self.end(self.steps_left(), state.max_steps)
+        return f"Forecast   the learning rate falls from about step {first:,} on; about {end}"
 
     def warn_of_delay(self) -> None:
         """The first time that the machine has become too slow for the plan."""
         state, config = self.run.state, self.run.trainer.config
         late = self.costs.of(state.max_steps - state.step, state.step, config) - self.left
-        if self.is_told or state.finished or late <= LATE * self.seconds:
+        if self.has_warned or state.finished or late <= LATE * self.seconds:
             return
-        self.is_told = True
+        self.has_warned = True
         log.info(
             f"Warning: the machine has become slower. Keeping the planned schedule; the run will finish late: step "
             f"{state.max_steps:,} is the last, about {clock(late)} after the {config.minutes:g} minutes. "

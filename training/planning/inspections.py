@@ -120,13 +120,13 @@ def steps_in_time(trainer: Trainer, costs: Costs, most: int, elapsed: float) -> 
     steps = costs.steps_within(seconds, 0, most, config)
     epochs = steps * config.sequences_per_step / epoch_sequences(trainer.data.windows, config)
     if not steps:
-        told = "Warning: no step fits; give more"
+        fits = "Warning: no step fits; give more"
     elif steps == most:
-        told = f"all {config.epochs} epochs fit, and the run ends early; --epochs asks for more"
+        fits = f"all {config.epochs} epochs fit, and the run ends early; --epochs asks for more"
     else:
-        told = f"about {steps:,} steps, {epochs:.2g} epochs, fit"
+        fits = f"about {steps:,} steps, {epochs:.2g} epochs, fit"
     first = min(decay_start(most, config), round((1 - decay_share(config)) * steps))
-    print(f"Minutes    {config.minutes:g}: {told}. The learning rate falls from about step {first:,} on")
+    print(f"Minutes    {config.minutes:g}: {fits}. The learning rate falls from about step {first:,} on")
     return steps
 
 

@@ -32,7 +32,7 @@ Made = TypeVar("Made")
 MEMORY_SHARE = 0.8  # of all memory; the rest is for tokens, kernels' workspaces and fragmentation
 DROPOUT_ASIDE = " except for dropout's random draws"  # which are made per micro-batch
 PROCESS_BYTES = 350_000_000  # resident size of a process that has imported torch
-OTHERS_SHARE = 0.1  # of the memory: what other processes hold is told from here on
+OTHERS_SHARE = 0.1  # of the memory: from here on the message says what other processes hold
 
 
 def fit_micro_batch(

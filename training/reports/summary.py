@@ -36,8 +36,7 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
     if evaluated := [row for row in read_metrics(run.dir) if "val_loss" in row]:
         last = evaluated[-1]
         per_byte = f", {last['val_bits_per_byte']:.3f} bits per byte" if "val_bits_per_byte" in last else ""
-        told = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
-        facts["Validation loss"] = told
+        facts["Validation loss"] = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
     if state.best_val_loss is not None:  # which is of best/; rows may be over other windows
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
     if state.base:
