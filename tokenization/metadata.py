@@ -1,7 +1,12 @@
-"""The metadata of a token folder: all fields of its JSON file, which the pre-tokenizer writes and the trainer reads."""
+"""The metadata of a token folder: all fields of its JSON file, which the pre-tokenizer writes and the trainer reads;
+and the files that it describes, checked against it."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import zlib
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -12,11 +17,14 @@ from pydantic.dataclasses import dataclass
 
 from common.chat import ChatTemplate
 from common.errors import DataError
-from common.files import read_json, write_json
+from common.files import atomic_write, read_json, write_json
 from common.validation import build, fields_of
+from tokenizer import Tokenizer, load_tokenizer
 
 FORMAT_VERSION = 1
 LARGEST_UINT16_VOCABULARY = 1 << 16
+MOST_PACKED = 1040  # gzip's largest compression ratio, rounded up
+UNPACKED_AT_ONCE = 2**22  # bytes
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 
 
@@ -126,3 +134,127 @@ def token_dtype(vocab_size: int) -> np.dtype:
 def metadata_files(folder: Path) -> list[Path]:
     """The metadata of every token file in a folder, sorted by name."""
     return sorted(folder.glob("*_metadata.json"))
+
+
+def read_tokens(bin_path: Path, metadata: TokenMetadata, mapped: bool) -> np.ndarray:
+    """(total_tokens,) of a token file, or of its `.gz` if it is missing; as a memory map if `mapped`. Raises DataError
+    for a file that is missing, damaged or of another size."""
+    if not bin_path.exists() and mapped:
+        unpack(require_packed(bin_path, metadata), bin_path, metadata)
+    if not bin_path.exists():  # it may be on Drive: read it once from start to end, and write nothing there
+        return read_packed(require_packed(bin_path, metadata), metadata)
+    check_size(bin_path, metadata)
+    # Mode "c" maps private pages: PyTorch asks for writable memory, and the file must not change.
+    dtype = metadata.numpy_dtype
+    return np.memmap(bin_path, dtype, mode="c") if mapped else np.fromfile(bin_path, dtype)
+
+
+def require_packed(bin_path: Path, metadata: TokenMetadata) -> Path:
+    """The `.gz` of a missing token file. Raises DataError if that is missing too, or too small for the tokens."""
+    packed = Path(f"{bin_path}.gz")
+    if not packed.exists():
+        raise DataError(f"There is no file {bin_path}; {metadata.path} describes it.")
+    size = metadata.total_tokens * metadata.numpy_dtype.itemsize
+    if size > MOST_PACKED * packed.stat().st_size:
+        raise DataError(
+            f"{packed} cannot hold the {metadata.total_tokens:,} tokens of {metadata.path.name}: copy both again."
+        )
+    return packed
+
+
+def unpacked(packed: Path, metadata: TokenMetadata) -> Iterator[bytes]:
+    """The bytes of a compressed token file, in pieces. Raises DataError if it is damaged, or does not hold as many
+    bytes as the metadata says: a wrong file must not fill the disk or the memory."""
+    print(f"Unpacking  {packed} ...")
+    missing = metadata.total_tokens * metadata.numpy_dtype.itemsize
+    with gzip.open(packed, "rb") as source:
+        try:
+            while missing >= 0 and (piece := source.read(min(UNPACKED_AT_ONCE, missing + 1))):
+                missing -= len(piece)
+                if missing >= 0:
+                    yield piece
+        except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
+            raise DataError(f"{packed} is damaged ({problem}); copy it again.") from None
+    if missing:
+        amount = f"{missing:,} bytes fewer" if missing > 0 else "more bytes"
+        raise DataError(
+            f"{packed} holds {amount} than the {metadata.total_tokens:,} tokens ({metadata.dtype}) of "
+            f"{metadata.path.name}: copy both again, or run tokenize_local_bpe.py again."
+        )
+
+
+def unpack(packed: Path, bin_path: Path, metadata: TokenMetadata) -> None:
+    with atomic_write(bin_path) as target:
+        for piece in unpacked(packed, metadata):
+            target.write(piece)
+
+
+def read_packed(packed: Path, metadata: TokenMetadata) -> np.ndarray:
+    """(total_tokens,)"""
+    tokens = np.empty(metadata.total_tokens, metadata.numpy_dtype)
+    held, place = tokens.view(np.uint8), 0
+    for piece in unpacked(packed, metadata):
+        held[place : place + len(piece)] = np.frombuffer(piece, np.uint8)
+        place += len(piece)
+    return tokens
+
+
+def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
+    """Raises DataError."""
+    size, itemsize = bin_path.stat().st_size, metadata.numpy_dtype.itemsize
+    if size != metadata.total_tokens * itemsize:
+        raise DataError(
+            f"{bin_path} has {size:,} bytes; {metadata.path.name} says {metadata.total_tokens:,} tokens of {itemsize} "
+            f"bytes ({metadata.dtype}) = {metadata.total_tokens * itemsize:,}. One of the two is from another run or "
+            "was cut short: copy both again, or run tokenize_local_bpe.py again."
+        )
+
+
+def check_tokens(bin_path: Path, tokens: np.ndarray, metadata: TokenMetadata) -> str:
+    """Returns the SHA-256. Raises DataError if it, or an id, does not agree with the metadata."""
+    sha256 = hashlib.sha256(tokens.data).hexdigest()
+    if metadata.tokens_sha256 not in (None, sha256):
+        raise DataError(
+            f"{bin_path} is not the file {metadata.path.name} describes: its SHA-256 is {sha256[:16]}..., expected "
+            f"{metadata.tokens_sha256[:16]}.... Copy both again, or run tokenize_local_bpe.py again."
+        )
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= metadata.vocab_size:
+        raise DataError(
+            f"{bin_path} holds token id {high if low >= 0 else low}, outside the vocabulary of {metadata.vocab_size:,} "
+            f"that {metadata.path.name} gives. The file was written with another dtype than {metadata.dtype}, or with "
+            "another tokenizer: run tokenize_local_bpe.py again."
+        )
+    return sha256
+
+
+def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[Tokenizer, bytes]:
+    """Returns the tokenizer and its file. Raises DataError if the tokens were made with another one."""
+    tokenizer, content = load_tokenizer(path), path.read_bytes()
+    sha256 = hashlib.sha256(content).hexdigest()
+    if metadata.tokenizer_sha256 not in (None, sha256):
+        raise DataError(
+            f"{path} is not the tokenizer of these tokens: its SHA-256 is {sha256[:16]}..., "
+            f"{metadata.path.name} says {metadata.tokenizer_sha256[:16]}.... Use the one written beside them."
+        )
+    if (tokenizer.kind, tokenizer.vocab_size) != (metadata.tokenizer_type, metadata.vocab_size):
+        raise DataError(
+            f"{path} is a {tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} ids; {metadata.path.name} describes "
+            f"{metadata.tokenizer_type} tokens of {metadata.vocab_size:,}. Use the tokenizer file written beside them."
+        )
+    return tokenizer, content
+
+
+def read_mask(metadata: TokenMetadata) -> np.ndarray:
+    """(total_tokens,) bool: which tokens are in answers. Raises DataError if the metadata describes another file."""
+    path = metadata.beside("mask_file")
+    if not path.exists():
+        raise DataError(f"There is no file {path}; {metadata.path} describes it.")
+    size = (metadata.total_tokens + 7) // 8
+    packed = np.fromfile(path, np.uint8) if path.stat().st_size == size else None
+    if packed is None or metadata.mask_sha256 not in (None, hashlib.sha256(packed.data).hexdigest()):
+        raise DataError(
+            f"{path} is not the mask that {metadata.path.name} describes. Copy both again, or run "
+            "tokenize_local_bpe.py again."
+        )
+    return np.unpackbits(packed, count=metadata.total_tokens).astype(bool)

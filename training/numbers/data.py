@@ -1,4 +1,4 @@
-"""TokenData: a token file, checked against its metadata and placed in memory, and the batches drawn from it.
+"""TokenData: a token file, placed in memory, and the batches drawn from it.
 
 A batch is a pure function of (seed, sequences seen so far). Each epoch cuts the training split into non-overlapping
 windows at a fresh phase and visits every window once in a fresh order. So a run resumes exactly from one number, and
@@ -7,10 +7,7 @@ the batch size may change on the way.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import zlib
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import lru_cache
@@ -20,22 +17,19 @@ import numpy as np
 import torch
 
 from common.errors import ConfigError, DataError
-from common.files import atomic_write
 from common.machine import available_ram
 from common.output import byte_size
 from common.script import place
 from model import IGNORE_INDEX
-from tokenization.metadata import TokenMetadata, metadata_files
+from tokenization.metadata import TokenMetadata, check_tokenizer, check_tokens, metadata_files, read_tokens
 from tokenization.token_folder import DEFAULT_FOLDER, holds_unfinished
-from tokenizer import Tokenizer, load_tokenizer
+from tokenizer import Tokenizer
 from training.config import Config
 from training.machine.hardware import Hardware
 from training.numbers.layout import Layout, layout_of_text, pack_splits
 
-MOST_PACKED = 1040  # gzip's largest compression ratio, rounded up
 RAM_SHARE = 0.7  # tokens may take this share of the available memory; the rest is for the model and Python
 GPU_SHARE = 0.2  # tokens may take this share of the GPU's memory; the rest is for training
-UNPACKED_AT_ONCE = 2**22  # bytes
 
 
 class TokenData:
@@ -96,15 +90,7 @@ class TokenData:
             if config.placement == "mmap":
                 raise ConfigError("--placement mmap is for text: conversations are packed into windows in memory.")
             placement = "ram"
-        if not bin_path.exists() and placement == "mmap":
-            unpack(require_packed(bin_path, metadata), bin_path, metadata)
-        if not bin_path.exists():  # it may be on Drive: read it once from start to end, and write nothing there
-            tokens = read_packed(require_packed(bin_path, metadata), metadata)
-        else:
-            check_size(bin_path, metadata)
-            dtype = metadata.numpy_dtype
-            # Mode "c" maps private pages: PyTorch asks for writable memory, and the file must not change.
-            tokens = np.memmap(bin_path, dtype, mode="c") if placement == "mmap" else np.fromfile(bin_path, dtype)
+        tokens = read_tokens(bin_path, metadata, mapped=placement == "mmap")
         tokens_sha256 = check_tokens(bin_path, tokens, metadata)
         tokenizer, tokenizer_file = check_tokenizer(tokenizer_path, metadata)
         tokenizer_sha256 = hashlib.sha256(tokenizer_file).hexdigest()
@@ -249,102 +235,6 @@ def locate(config: Config, data_dir: str | None) -> tuple[Path | None, Path | No
     where = f" --output_dir {folder}" if config.data_dir else ""
     make = f"python tokenize_local_bpe.py --input my_text.txt{where}"
     raise DataError(f"There is no token file in {folder}/. Make one: {make}")
-
-
-def require_packed(bin_path: Path, metadata: TokenMetadata) -> Path:
-    """The `.gz` of a missing token file. Raises DataError if that is missing too, or too small for the tokens."""
-    packed = Path(f"{bin_path}.gz")
-    if not packed.exists():
-        raise DataError(f"There is no file {bin_path}; {metadata.path} describes it.")
-    size = metadata.total_tokens * metadata.numpy_dtype.itemsize
-    if size > MOST_PACKED * packed.stat().st_size:
-        raise DataError(
-            f"{packed} cannot hold the {metadata.total_tokens:,} tokens of {metadata.path.name}: copy both again."
-        )
-    return packed
-
-
-def unpacked(packed: Path, metadata: TokenMetadata) -> Iterator[bytes]:
-    """The bytes of a compressed token file, in pieces. Raises DataError if it is damaged, or does not hold as many
-    bytes as the metadata says: a wrong file must not fill the disk or the memory."""
-    print(f"Unpacking  {packed} ...")
-    missing = metadata.total_tokens * metadata.numpy_dtype.itemsize
-    with gzip.open(packed, "rb") as source:
-        try:
-            while missing >= 0 and (piece := source.read(min(UNPACKED_AT_ONCE, missing + 1))):
-                missing -= len(piece)
-                if missing >= 0:
-                    yield piece
-        except (EOFError, gzip.BadGzipFile, zlib.error) as problem:
-            raise DataError(f"{packed} is damaged ({problem}); copy it again.") from None
-    if missing:
-        amount = f"{missing:,} bytes fewer" if missing > 0 else "more bytes"
-        raise DataError(
-            f"{packed} holds {amount} than the {metadata.total_tokens:,} tokens ({metadata.dtype}) of "
-            f"{metadata.path.name}: copy both again, or run tokenize_local_bpe.py again."
-        )
-
-
-def unpack(packed: Path, bin_path: Path, metadata: TokenMetadata) -> None:
-    with atomic_write(bin_path) as target:
-        for piece in unpacked(packed, metadata):
-            target.write(piece)
-
-
-def read_packed(packed: Path, metadata: TokenMetadata) -> np.ndarray:
-    """(total_tokens,)"""
-    tokens = np.empty(metadata.total_tokens, metadata.numpy_dtype)
-    held, place = tokens.view(np.uint8), 0
-    for piece in unpacked(packed, metadata):
-        held[place : place + len(piece)] = np.frombuffer(piece, np.uint8)
-        place += len(piece)
-    return tokens
-
-
-def check_size(bin_path: Path, metadata: TokenMetadata) -> None:
-    """Raises DataError."""
-    size, itemsize = bin_path.stat().st_size, metadata.numpy_dtype.itemsize
-    if size != metadata.total_tokens * itemsize:
-        raise DataError(
-            f"{bin_path} has {size:,} bytes; {metadata.path.name} says {metadata.total_tokens:,} tokens of {itemsize} "
-            f"bytes ({metadata.dtype}) = {metadata.total_tokens * itemsize:,}. One of the two is from another run or "
-            "was cut short: copy both again, or run tokenize_local_bpe.py again."
-        )
-
-
-def check_tokens(bin_path: Path, tokens: np.ndarray, metadata: TokenMetadata) -> str:
-    """Returns the SHA-256. Raises DataError if it, or an id, does not agree with the metadata."""
-    sha256 = hashlib.sha256(tokens.data).hexdigest()
-    if metadata.tokens_sha256 not in (None, sha256):
-        raise DataError(
-            f"{bin_path} is not the file {metadata.path.name} describes: its SHA-256 is {sha256[:16]}..., expected "
-            f"{metadata.tokens_sha256[:16]}.... Copy both again, or run tokenize_local_bpe.py again."
-        )
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= metadata.vocab_size:
-        raise DataError(
-            f"{bin_path} holds token id {high if low >= 0 else low}, outside the vocabulary of {metadata.vocab_size:,} "
-            f"that {metadata.path.name} gives. The file was written with another dtype than {metadata.dtype}, or with "
-            "another tokenizer: run tokenize_local_bpe.py again."
-        )
-    return sha256
-
-
-def check_tokenizer(path: Path, metadata: TokenMetadata) -> tuple[Tokenizer, bytes]:
-    """Returns the tokenizer and its file. Raises DataError if the tokens were made with another one."""
-    tokenizer, content = load_tokenizer(path), path.read_bytes()
-    sha256 = hashlib.sha256(content).hexdigest()
-    if metadata.tokenizer_sha256 not in (None, sha256):
-        raise DataError(
-            f"{path} is not the tokenizer of these tokens: its SHA-256 is {sha256[:16]}..., "
-            f"{metadata.path.name} says {metadata.tokenizer_sha256[:16]}.... Use the one written beside them."
-        )
-    if (tokenizer.kind, tokenizer.vocab_size) != (metadata.tokenizer_type, metadata.vocab_size):
-        raise DataError(
-            f"{path} is a {tokenizer.kind} tokenizer of {tokenizer.vocab_size:,} ids; {metadata.path.name} describes "
-            f"{metadata.tokenizer_type} tokens of {metadata.vocab_size:,}. Use the tokenizer file written beside them."
-        )
-    return tokenizer, content
 
 
 def choose_placement(size: int, config: Config, hardware: Hardware) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from common.errors import ConfigError, DataError
-from tokenization.metadata import TokenMetadata
+from tokenization.metadata import TokenMetadata, read_mask
 from tokenizer import Tokenizer
 
 PADDING = 0  # any id that every vocabulary has: the loss ignores it
@@ -104,21 +103,6 @@ def pack_splits(
         has_mask=True,
     )
     return np.concatenate([train.windows, val.windows]).reshape(-1), layout
-
-
-def read_mask(metadata: TokenMetadata) -> np.ndarray:
-    """(total_tokens,) bool: which tokens are in answers. Raises DataError if the metadata describes another file."""
-    path = metadata.beside("mask_file")
-    if not path.exists():
-        raise DataError(f"There is no file {path}; {metadata.path} describes it.")
-    size = (metadata.total_tokens + 7) // 8
-    packed = np.fromfile(path, np.uint8) if path.stat().st_size == size else None
-    if packed is None or metadata.mask_sha256 not in (None, hashlib.sha256(packed.data).hexdigest()):
-        raise DataError(
-            f"{path} is not the mask that {metadata.path.name} describes. Copy both again, or run "
-            "tokenize_local_bpe.py again."
-        )
-    return np.unpackbits(packed, count=metadata.total_tokens).astype(bool)
 
 
 class Packed(NamedTuple):
