@@ -303,24 +303,22 @@ def timed_parts(trainer: Trainer, first: int, rows: int) -> list[float]:
 def limit(seconds: Mapping[str, float], hardware: Hardware, placement: str) -> str:
     """One sentence: what limits the run, and what to do about it. `seconds`: of a step by part; `placement`: where the
     tokens are."""
-    shares = {part: seconds[part] / sum(seconds.values()) for part in PARTS}
-    part = max(("data", "update"), key=lambda part: shares[part])
-    share = f"{shares[part]:.0%} of a step"
-    if shares[part] < NOTICEABLE:
-        advice = "a smaller model, a shorter --max_seq_len or another machine shortens it"
-        if hardware.is_cuda and hardware.precision == "fp32":
-            advice = "leave --precision on auto"
-        elif hardware.is_cuda and not hardware.compiles:
-            advice = "--compile on fuses its smaller operations"
-        return f"The computation is the limit, as it should be: {advice}."
-    if part == "update":
+    share = {part: seconds[part] / sum(seconds.values()) for part in PARTS}
+    if share["update"] >= max(NOTICEABLE, share["data"]):
         return (
-            f"The optimizer takes {share}, as long for any batch: a larger --batch_size or "
+            f"The optimizer takes {share['update']:.0%} of a step, as long for any batch: a larger --batch_size or "
             "--gradient_accumulation_steps spreads its time over more tokens."
         )
-    faster = {
-        "mmap": "the tokens are read from disk, so copy them to a local disk, or try --placement ram if they fit",
-        "ram": "the tokens come from the host's memory, so try --placement gpu",
-    }
-    is_fastest = placement == "gpu" or (placement == "ram" and not hardware.is_cuda)
-    return f"Reading data takes {share}: {'a larger model makes it less' if is_fastest else faster[placement]}."
+    if share["data"] >= NOTICEABLE:
+        advice = "a larger model makes it less"
+        if placement == "mmap":
+            advice = "the tokens are on a disk, so copy them to a local one, or try --placement ram if they fit"
+        elif placement == "ram" and hardware.is_cuda:
+            advice = "the tokens come from the host's memory, so try --placement gpu"
+        return f"Reading data takes {share['data']:.0%} of a step: {advice}."
+    advice = "a smaller model, a shorter --max_seq_len or another machine shortens it"
+    if hardware.is_cuda and hardware.precision == "fp32":
+        advice = "leave --precision on auto"
+    elif hardware.is_cuda and not hardware.compiles:
+        advice = "--compile on fuses its smaller operations"
+    return f"The computation is the limit, as it should be: {advice}."
