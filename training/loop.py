@@ -89,7 +89,7 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
         interruption.answer = "Stopping once what is under way is saved and copied"
         run.saver.finish()
         if loop.is_done:  # no answers: evaluation is off, or the last session ended before its summary
-            answers = loop.answers or answer_prompts(trainer)
+            answers = loop.answers or loop.fitting(answer_prompts, trainer)
             on_rank_0(lambda: write_summary(run, loop.timer, answers))
     if loop.is_done:
         return 0
