@@ -247,6 +247,7 @@ def test_a_second_signal_at_once_is_the_same_wish(
     second: int, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A click on Colab's stop button sends SIGINT twice, Jupyter SIGINT and then SIGHUP."""
+    monkeypatch.setattr(interruption, "LONG_SECONDS", math.inf)
     at_step(monkeypatch, 8, signals(signal.SIGINT, second))
     assert train(tmp_path / "run").code == 130
     assert steps_of(tmp_path / "run")[0] == 9
@@ -256,6 +257,7 @@ def test_a_second_signal_at_once_is_the_same_wish(
 def test_a_third_signal_or_one_after_a_pause_stops_at_once(
     pause: bool, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(interruption, "LONG_SECONDS", math.inf)
     monkeypatch.setattr(interruption, "TWO_CLICKS_SECONDS", 0.0 if pause else 60.0)
     save_at_once(monkeypatch)
     at_step(monkeypatch, 8, signals(*[signal.SIGINT] * (2 if pause else 3)))
