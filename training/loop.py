@@ -235,7 +235,8 @@ class Loop:
 
     def evaluation(self, what: str) -> Evaluation:
         """Raises ConfigError if the training diverged: more steps would only waste time."""
-        result = self.fitting(evaluate, self.trainer, self.interruption.check)
+        with self.interruption.abandonable():
+            result = self.fitting(evaluate, self.trainer)
         if not math.isfinite(result.val_loss):
             raise diverged(self.state.step, self.run.saved_step, f"{what} is not finite")
         return result
@@ -259,8 +260,8 @@ class Loop:
             f"Evaluating the best weights so far (step {state.best_step:,}, {state.best_val_loss:.4f} over {before} "
             f"windows) over the {windows:,} validation windows of now ..."
         )
-        with self.run.best_weights():
-            loss = self.fitting(validation_loss, trainer, windows, self.interruption.check)
+        with self.run.best_weights(), self.interruption.abandonable():
+            loss = self.fitting(validation_loss, trainer)
         state.best_val_loss = state.lowest_val_loss = loss
         state.best_windows = windows
         log.info(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
@@ -273,8 +274,8 @@ class Loop:
         if deadline.look():
             if self.trainer.config.eval_interval and deadline.evaluation_seconds is None:
                 log.info("Evaluating once, to know how long it takes ...")
-                with self.timer.paused():
-                    self.fitting(evaluate, self.trainer, self.interruption.check)
+                with self.timer.paused(), self.interruption.abandonable():
+                    self.fitting(evaluate, self.trainer)
                 deadline.evaluation_seconds = self.timer.last_pause
             if cooldown := deadline.cooldown():
                 state.cooldown, state.max_steps = cooldown, cooldown.last

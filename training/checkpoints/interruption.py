@@ -91,8 +91,3 @@ class Interruption:
         requested, is_over = any_process(self.requested, limit)
         self.requested |= requested
         return requested or is_over
-
-    def check(self) -> None:
-        """To be called between two batches of something long that can be abandoned. Raises StopRequested."""
-        if self.agreed():
-            raise StopRequested

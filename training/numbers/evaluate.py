@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -47,22 +47,20 @@ class Evaluation(NamedTuple):
     answers: list[Answer]  # to the prompts of the run
 
 
-def evaluate(trainer: Trainer, between: Callable[[], None] = lambda: None) -> Evaluation:
-    """Evaluate the current weights. `between`: see `validation_loss`."""
+def evaluate(trainer: Trainer) -> Evaluation:
+    """Evaluate the current weights."""
     windows = evaluated_windows(trainer.data, trainer.config)
-    loss = validation_loss(trainer, windows, between)
-    answers = answer_prompts(trainer, between)
-    return Evaluation(loss, bits_per_byte(loss, trainer.data), windows, answers)
+    loss = validation_loss(trainer, windows)
+    return Evaluation(loss, bits_per_byte(loss, trainer.data), windows, answer_prompts(trainer))
 
 
 @torch.no_grad()
-def validation_loss(trainer: Trainer, windows: int | None = None, between: Callable[[], None] = lambda: None) -> float:
+def validation_loss(trainer: Trainer, windows: int | None = None) -> float:
     """Mean cross-entropy in nats per token over a fixed set of `windows` (None: as many as the run evaluates); masked
     tokens do not count. Draws no random numbers.
 
     Every batch has the same shape, so that torch.compile compiles the evaluation once: `pad_rows` fills the last batch.
-    Processes take batches in turn. `between` is called between two batches, in all processes at the same time, and may
-    raise to stop the evaluation.
+    Processes take batches in turn.
     """
     model, data, config = trainer.model, trainer.data, trainer.config
     windows = windows or evaluated_windows(data, config)
@@ -73,7 +71,6 @@ def validation_loss(trainer: Trainer, windows: int | None = None, between: Calla
     model.eval()
     try:
         for round_begins in range(0, windows, rows * processes.count()):
-            between()
             first = round_begins + rows * processes.rank()
             here = max(0, min(rows, windows - first))
             # A process without windows computes one that does not count, as all take equally many batches.
@@ -88,9 +85,9 @@ def validation_loss(trainer: Trainer, windows: int | None = None, between: Calla
     return (processes.all_reduce_sum(total) / counts).item()
 
 
-def answer_prompts(trainer: Trainer, between: Callable[[], None] = lambda: None) -> list[Answer]:
+def answer_prompts(trainer: Trainer) -> list[Answer]:
     """The model's most likely continuation of each prompt of the run, as many at once as sequences in training. Rank 0
-    computes them; every process must call this. `between` is called at each token, and may raise."""
+    computes them; every process must call this."""
     data, prompts = trainer.data, trainer.prompts
     model = whole_model(trainer.model) if prompts else None
     rows = min(ROWS_AT_ONCE, trainer.rows_at_once)
@@ -103,7 +100,7 @@ def answer_prompts(trainer: Trainer, between: Callable[[], None] = lambda: None)
         texts = []
         for first in range(0, len(asked), rows):
             batch = asked[first : first + rows]
-            texts += generate(model, data.tokenizer, batch, sampling, on_text=lambda index, piece: between())
+            texts += generate(model, data.tokenizer, batch, sampling)
         return [Answer(prompt, completion.text) for prompt, completion in zip(prompts, texts, strict=True)]
 
     return on_rank_0(answers) if prompts else []

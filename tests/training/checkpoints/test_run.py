@@ -341,6 +341,7 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
             os.kill(os.getpid(), signal.SIGTERM)
         return original(data, first, rows, of)
 
+    monkeypatch.setattr(interruption, "LONG_SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(TokenData, "validation_batch", validation_batch)
         result = train(tmp_path / "run")
