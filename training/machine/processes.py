@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 RANK_0_TIMEOUT = datetime.timedelta(days=30)  # for work that rank 0 does alone: tokenizing, answering prompts
 TIMEOUT_SECONDS = 600.0  # that processes wait for one of them, then the job ends
-# NCCL then writes its last collectives to a file for each rank if one of them hangs.
-FLIGHT_RECORDER = {"TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 Made = TypeVar("Made")
 
@@ -44,8 +42,6 @@ class Group:
         timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
         self.here = here
         if device.type == "cuda":  # NCCL kills the process at its timeout: the hosts, over gloo, time out before it
-            for name, value in FLIGHT_RECORDER.items():
-                os.environ.setdefault(name, value)
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * timeout)
         else:
             dist.init_process_group("gloo", timeout=timeout)
