@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import json
 import os
 import random
@@ -28,10 +27,14 @@ import tokenize_local_bpe
 import train_colab_mmap
 import training.loop  # noqa: F401 (as above)
 from benchmarks.measure import flag_words
-from common.checkpoint import problems_of, step_folders
+from common.checkpoint import problems_of, step_folders, step_of
+from common.files import sha256_file
 from examples import conversations
-from training.checkpoints import lease, mirror
-from training.reports import summary  # noqa: F401 (as above)
+from training.checkpoints import mirror
+from training.reports import (
+    records,
+    summary,  # noqa: F401 (as above)
+)
 
 STEPS = 60
 TEXT_BYTES = 60_000
@@ -41,7 +44,6 @@ ALLOWED = {0, 4, 130, -signal.SIGKILL}  # finished, a full disk, stopped, killed
 LATEST = 0.7  # seconds after its start, a training is disturbed; it takes about two
 LONGEST_SESSION = 120.0  # seconds, then it hangs
 RETRY_SECONDS = 5.0  # on a full disk; for users half a minute, who may make room
-HEARTBEAT, DEAD_AFTER = 0.2, 3.0  # seconds; 60 and 150 for users
 CLOCKS_APART = 300.0  # seconds at most
 
 
@@ -157,7 +159,7 @@ class Round:
         expected = None
         if name == "training":
             self.lose_something()
-            expected = max(whole(self.run) | whole(self.copies), default=0)
+            expected = max(whole(self.run / "checkpoints") | whole(self.copies), default=0)
         what = self.moments.choices(
             ["kill", "stop signal", "full disk", "unmount", "two machines"], [80, 10, 5, 5, 10]
         )[0]
@@ -200,11 +202,12 @@ class Round:
         if sleeps:
             os.kill(pid, signal.SIGSTOP)
             os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # a rename under way is done by then
-        expected = max(whole(machine.disk / self.run.name) | whole(self.copies), default=0) if sleeps else None
+        there = machine.disk / self.run.name / "checkpoints"
+        expected = max(whole(there) | whole(self.copies), default=0) if sleeps else None
         session = self.training(machine)
         other = session.start()
         what = self.moments.choice(["kill", "stop signal", "nothing"])
-        code = wait(other, self.moments.uniform(0.0, DEAD_AFTER + 3 * LATEST))
+        code = wait(other, self.moments.uniform(0.0, 3 * LATEST))
         if sleeps and self.moments.random() < 0.3:
             os.kill(pid, signal.SIGCONT)
             self.tally.counts["woken beside another machine"] += 1
@@ -222,10 +225,6 @@ class Round:
         self.examine("training elsewhere", session, 1 if code is None else code, what, expected)
         if sleeps:
             os.kill(pid, signal.SIGCONT)
-        else:
-            self.tally.require(
-                "took over" not in first.output(), f"another machine took over from a live session:\n{first.output()}"
-            )
 
     def unmount(self, pid: int) -> None:
         """Unmount the Drive, which leaves an empty folder, and mount it again."""
@@ -241,13 +240,16 @@ class Round:
     def lose_something(self) -> None:
         """Damage a checkpoint or lose the machine, if something remains to continue from."""
         chance = self.moments.random()
-        here, there = whole(self.run), whole(self.copies)
-        if chance < 0.05 and there and (self.copies / "best").exists():
+        here, there = whole(self.run / "checkpoints"), whole(self.copies)
+        if chance < 0.05 and there:
             shutil.rmtree(self.run, ignore_errors=True)
             self.tally.counts["run folder lost"] += 1
         elif chance < 0.15 and len(here | there) > 1 and here:
             damage(self.run / "checkpoints" / f"step_{max(here):08d}", self.moments)
             self.tally.counts["newest checkpoint damaged"] += 1
+        elif chance < 0.25 and len(there) > 1 and max(there) < STEPS:  # what is finished is not copied again
+            damage(step_folders(self.copies)[0], self.moments)
+            self.tally.counts["newest copy damaged"] += 1
 
     def examine(self, name: str, session: Session, code: int, what: str, expected: int | None) -> None:
         """Count where the kill hit, and check what the session did."""
@@ -260,7 +262,7 @@ class Round:
         self.tally.require(code in allowed and "Traceback" not in output, f"{name} ended with {code}:\n{output}")
         if code == -signal.SIGKILL:
             for place, folder in (("saving", self.run), ("copying to the mirror", self.copies)):
-                if any(any(folder.glob(f"{place_of}/.tmp-*")) for place_of in (".", "checkpoints", ".session-*")):
+                if any(folder.glob(".tmp-*")) or any(folder.glob("checkpoints/.tmp-*")):
                     self.tally.counts[f"of the kills: while {place}"] += 1
             if name == "training" and output.rstrip().endswith("..."):
                 self.tally.counts["of the kills: while evaluating or waiting for a copy"] += 1
@@ -271,14 +273,14 @@ class Round:
             )
 
 
-def whole(run: Path) -> set[int]:
-    """The steps of the undamaged checkpoints of a run folder."""
-    return {int(path.name.removeprefix("step_")) for path in step_folders(run / "checkpoints") if not problems_of(path)}
+def whole(folder: Path) -> set[int]:
+    """The steps of the undamaged checkpoints in a folder."""
+    return {step_of(path) for path in step_folders(folder) if not problems_of(path)}
 
 
 def damage(checkpoint: Path, moments: random.Random) -> None:
     """Cut a file short, flip a bit, or delete it."""
-    path = moments.choice(sorted(checkpoint.iterdir()))
+    path = moments.choice(sorted(path for path in checkpoint.iterdir() if path.is_file()))
     data = bytearray(path.read_bytes())
     how = moments.choice(["cut", "bit", "gone"])
     if how == "gone":
@@ -290,20 +292,31 @@ def damage(checkpoint: Path, moments: random.Random) -> None:
 
 
 def result(of: Round) -> dict[str, str]:
-    """The outcome of a round without times: hashes of tokens, weights, optimizer, best weights, and metrics."""
-    final = of.run / "checkpoints" / f"step_{STEPS:08d}"
-    paths = [*sorted(path for path in of.tokens.iterdir() if "metadata" not in path.name)]
-    paths += [final / "model.safetensors", final / "optimizer.safetensors", of.run / "best" / "model.safetensors"]
-    paths += [of.copies / "checkpoints" / final.name / "model.safetensors", of.copies / "best" / "model.safetensors"]
-    found = {str(path.relative_to(of.folder)): "missing" for path in paths}
-    for path in paths:
-        if path.exists():
-            found[str(path.relative_to(of.folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
-    for folder in (of.run, of.copies):
-        lines = (folder / "metrics.jsonl").read_text().splitlines() if (folder / "metrics.jsonl").exists() else []
-        rows = [{key: value for key, value in json.loads(line).items() if key not in CLOCK} for line in lines]
-        found[f"{folder.relative_to(of.folder)}/metrics.jsonl"] = json.dumps(rows)
+    """The outcome of a round without times: hashes of tokens, weights, optimizer, best weights, and metrics. Copies of
+    several sessions must be the same."""
+    name, best = f"step_{STEPS:08d}", of.run / "best"
+    final, copies = of.run / "checkpoints" / name, list(of.copies.glob(f"{name}-*"))
+    scored = [(copy, score) for copy in of.copies.glob("best_*") if (score := mirror.standing(copy))]
+    winners = [copy for copy, score in scored if not any(mirror.beats(other, score) for _, other in scored)]
+    files = {path.name: [path] for path in of.tokens.iterdir() if "metadata" not in path.name}
+    files |= {f"{name} at the end": [final / name] for name in ("model.safetensors", "optimizer.safetensors")}
+    files |= {"copies at the end": [copy / "optimizer.safetensors" for copy in copies]}
+    files |= {"best": [best / "model.safetensors"], "copies of best": [copy / "model.safetensors" for copy in winners]}
+    found = {key: distinct([sha256_file(path) for path in paths if path.exists()]) for key, paths in files.items()}
+    found["metrics"] = distinct([rows_of(of.run)])
+    found["metrics of the copies"] = distinct([rows_of(copy / records.OF_RUN) for copy in copies])
     return found
+
+
+def distinct(values: list[str]) -> str:
+    return " and ".join(sorted(set(values))) or "missing"
+
+
+def rows_of(folder: Path) -> str:
+    """The metrics without times."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return json.dumps([{key: value for key, value in json.loads(line).items() if key not in CLOCK} for line in lines])
 
 
 def run_rounds(least_kills: int, seed: int, scratch: Path) -> tuple[int, Tally]:
@@ -337,9 +350,8 @@ def run_rounds(least_kills: int, seed: int, scratch: Path) -> tuple[int, Tally]:
 
 
 def prepare_to_fork() -> None:
-    """Do once what each forked session would repeat, and shorten the waits for other machines."""
-    vars(lease).update(HEARTBEAT=HEARTBEAT, DEAD_AFTER=DEAD_AFTER)
-    vars(mirror).update(HEARTBEAT=HEARTBEAT, LAST_ATTEMPTS_SECONDS=RETRY_SECONDS)
+    """Do once what each forked session would repeat, and shorten the wait for a full disk."""
+    vars(mirror).update(LAST_ATTEMPTS_SECONDS=RETRY_SECONDS)
     torch.set_num_threads(1)  # a process with threads cannot be forked
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)
 
@@ -359,8 +371,6 @@ class Machine:
 
     def become(self) -> None:
         """Make this process that machine. Raises OSError if the system forbids namespaces."""
-        from training.checkpoints import lease
-
         libc = ctypes.CDLL(None, use_errno=True)
         user, group, is_root = os.getuid(), os.getgid(), os.geteuid() == 0
         check(libc.unshare(CLONE_NEWNS | CLONE_NEWUTS | (0 if is_root else CLONE_NEWUSER)))
@@ -373,7 +383,6 @@ class Machine:
         check(libc.mount(os.fsencode(self.disk), os.fsencode(self.mounted_at), None, MS_BIND, None))
         name = self.name.encode()
         check(libc.sethostname(name, len(name)))
-        lease.system = lambda: self.name  # other machines do not know its process ids
         now = time.time
         time.time = lambda: now() + self.clock_off
 

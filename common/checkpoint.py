@@ -1,9 +1,9 @@
 """Checkpoints: written whole or not at all, and verified by hash before they are loaded.
 
-A checkpoint folder alone is enough to generate text and to continue training. It is written under a temporary name,
-flushed, and renamed. `manifest.json`, written last, lists the size and SHA-256 of every file. A folder that
-differs from its manifest is not loaded, nor one without a manifest, except the blog's form with `pytorch_model.bin`.
-Imported weights have no training state, and their manifest lists none.
+A checkpoint folder alone is enough to generate text, and with an optimizer state to continue training. It is written
+under a temporary name, flushed, and renamed. `manifest.json`, written last, lists the size and SHA-256 of every file. A
+folder that differs from its manifest is not loaded, nor one without a manifest, except the blog's form with
+`pytorch_model.bin`. The best weights have no optimizer state. Imported weights have no training state either.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ import torch
 
 from common.chat import AnyTemplate, template_from_dict
 from common.errors import CheckpointError
-from common.files import STEP_NAME, discard, json_bytes, publish, read_json, sha256_file, write_json
+from common.files import CHECKPOINT_NAME, STEP_NAME, json_bytes, read_json, sha256_file, sync_directory, write_json
 from common.lora import LoRA, adapters_of, find_base, load_adapters, lora_of, merge
 from common.tensors import (
     Content,
-    on_host,
     read_safetensors,
     read_weights,
     require_weights,
@@ -41,9 +40,10 @@ from model_config import ModelConfig
 T = TypeVar("T")
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
+BEST = "best"  # the folder of the best weights, in a run folder
 WEIGHTS_FILES = ("model.safetensors", "config.json", "tokenizer.json")  # enough to generate
 ADAPTERS = "adapter.safetensors"  # instead of the weights, if adapters for another checkpoint were trained
-TRAINING_FILES = ("optimizer.safetensors", "training_state.json")  # imported weights have none
+OPTIMIZER, STATE = "optimizer.safetensors", "training_state.json"  # best/ has no optimizer, imported weights neither
 BYTES_A_PARAMETER = 12  # about, in a checkpoint: the weight and AdamW's two moments
 KEEP = 2  # never one: the newest may be damaged
 # Keys of config.json besides the ModelConfig: ours, then the blog's.
@@ -160,11 +160,16 @@ class Checkpoint:
             raise CheckpointError(f"{path} is not usable: {problem}.") from None
 
     def training_state(self) -> dict[str, Any]:
-        return read_json(self.path / "training_state.json", CheckpointError)
+        return read_json(self.path / STATE, CheckpointError)
 
     def load_optimizer(self, optimizer: Stateful) -> None:
         try:
-            optimizer.load_tensors(read_safetensors(self.path / "optimizer.safetensors"))
+            optimizer.load_tensors(read_safetensors(self.path / OPTIMIZER))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{self.path} has weights and no optimizer state, so its training cannot continue: --init_from "
+                f"{self.path} starts a new one from them."
+            ) from None
         except (ValueError, safetensors.SafetensorError) as problem:
             raise CheckpointError(f"The optimizer state in {self.path} cannot be loaded: {problem}.") from None
 
@@ -178,22 +183,6 @@ class Snapshot:
     tokenizer_file: bytes  # not its path: the file may have changed since training began
     config: dict[str, Any]
     training_state: dict[str, Any]
-
-    @property
-    def bytes(self) -> int:
-        return BYTES_A_PARAMETER * sum(tensor.numel() for tensor in self.weights.values())
-
-
-def take_snapshot(
-    weights: dict[str, torch.Tensor],
-    optimizer: dict[str, torch.Tensor],
-    tokenizer_file: bytes,
-    config: dict[str, Any],
-    training_state: dict[str, Any],
-    copy: bool = False,
-) -> Snapshot:
-    """The content for `write_checkpoint`. With `copy`, it does not change when the training goes on."""
-    return Snapshot(on_host(weights, copy), on_host(optimizer, copy), tokenizer_file, config, training_state)
 
 
 def stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
@@ -220,36 +209,71 @@ def stored_config(
     }
 
 
-def write_checkpoint(folder: Path, snapshot: Snapshot, go_on: Callable[[], None] = lambda: None) -> None:
-    """Write the checkpoint `folder`. An older one of that name is replaced when the new one is complete; just before,
-    `go_on` is called and may raise an error to stop.
+def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
+    """Write the checkpoint `folder`. `best`, which has no optimizer state, replaces the one before.
 
     Raises CheckpointError (a full disk, say), and then leaves all older checkpoints as they were.
     """
+    optimizer: dict[str, Content] = {} if folder.name == BEST else {OPTIMIZER: snapshot.optimizer}
+    contents: dict[str, Content] = {
+        ADAPTERS if "lora" in snapshot.config else WEIGHTS_FILES[0]: snapshot.weights,
+        **optimizer,
+        "tokenizer.json": snapshot.tokenizer_file,
+        "config.json": json_bytes(snapshot.config),
+        STATE: json_bytes(snapshot.training_state),
+    }
     temporary = folder.with_name(f".tmp-{folder.name}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        write_files(
-            temporary,
-            {
-                ADAPTERS if "lora" in snapshot.config else WEIGHTS_FILES[0]: snapshot.weights,
-                "optimizer.safetensors": snapshot.optimizer,
-                "tokenizer.json": snapshot.tokenizer_file,
-                "config.json": json_bytes(snapshot.config),
-                "training_state.json": json_bytes(snapshot.training_state),
-            },
-        )
-        go_on()
+        write_files(temporary, contents)
         publish(temporary, folder)
     except (OSError, safetensors.SafetensorError) as problem:
         shutil.rmtree(temporary, ignore_errors=True)
         is_full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        remedy = f"Free some space (one takes about {snapshot.bytes / 1e6:,.0f} MB)" if is_full else "Fix that"
+        size = BYTES_A_PARAMETER * sum(tensor.numel() for tensor in snapshot.weights.values())
+        remedy = f"Free some space (one takes about {size / 1e6:,.0f} MB)" if is_full else "Fix that"
+        reason = getattr(problem, "strerror", None) or problem
         raise CheckpointError(
-            f"{folder} could not be saved: {problem}. Checkpoints saved before are whole. {remedy} or choose another "
+            f"{folder} could not be saved: {reason}. Checkpoints saved before are whole. {remedy} or choose another "
             "--output_dir, then run the same command to continue."
         ) from problem
+
+
+def publish(temporary: Path, folder: Path) -> None:
+    """Rename a complete checkpoint. One that is replaced, `best`, makes way first; if the machine dies between the two
+    renames, `clean_up` puts it back."""
+    sync_directory(temporary)
+    replaced = folder.with_name(f".old-{folder.name}")
+    if folder.exists():
+        os.replace(folder, replaced)
+    os.replace(temporary, folder)
+    sync_directory(folder.parent)
+    delete_folder(replaced)
+
+
+def clean_up(parent: Path) -> None:
+    """Delete what a process left that was killed while it wrote or deleted a checkpoint in `parent`."""
+    for path in [*parent.glob(".old-*"), *parent.glob(".tmp-*")]:
+        folder = path.with_name(path.name[len(".old-") :])
+        if path.name == f".old-{BEST}" and not folder.exists():
+            os.replace(path, folder)
+        elif CHECKPOINT_NAME.fullmatch(folder.name):
+            delete_folder(path)
+
+
+def delete_folder(folder: Path, is_on_drive: bool = False) -> None:
+    """Delete a checkpoint. It is renamed first, so it is never found half deleted. Errors are ignored: what stays costs
+    only space. On a Drive its files are emptied first, because what is in the bin counts against the quota."""
+    going = folder if folder.name.startswith(".") else folder.with_name(f".tmp-{folder.name}")
+    with contextlib.suppress(OSError):
+        if going != folder:
+            shutil.rmtree(going, ignore_errors=True)
+            os.replace(folder, going)
+        for path in going.rglob("*") if is_on_drive else ():
+            if path.is_file():
+                os.truncate(path, 0)
+        shutil.rmtree(going, ignore_errors=True)
 
 
 def write_files(folder: Path, contents: dict[str, Content]) -> None:
@@ -270,7 +294,7 @@ def problems_of(folder: Path) -> list[str]:
     except ValueError as problem:
         return [f"{MANIFEST} does not list files: {problem}"]
     weights = WEIGHTS_FILES if ADAPTERS not in files else (ADAPTERS, *WEIGHTS_FILES[1:])
-    needed = weights + (TRAINING_FILES if any(name in files for name in TRAINING_FILES) else ())
+    needed = [*weights, *(name for name in (OPTIMIZER, STATE) if OPTIMIZER in files or (folder / name).exists())]
     problems = [f"{MANIFEST} does not list {name}" for name in needed if name not in files]
     for name, entry in files.items():
         path = folder / name
@@ -291,18 +315,30 @@ def describe_damage(folder: Path, problems: Iterable[str]) -> str:
 
 
 def step_folders(*parents: Path) -> list[Path]:
-    """Complete checkpoints in the given folders, newest (highest step) first."""
+    """Complete checkpoints in the given folders, newest (highest step) first; of one step, those of the first parent
+    first."""
     folders = [path for parent in parents if parent.is_dir() for path in parent.iterdir()]
-    steps = [path for path in folders if STEP_NAME.fullmatch(path.name)]
-    return sorted(steps, key=lambda path: path.name, reverse=True)
+    return sorted((path for path in folders if STEP_NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
-def newest_valid(folders: Iterable[Path]) -> Checkpoint | None:
-    """The first whole checkpoint of `folders`; None if there are no folders. Damaged ones before it are reported and
-    skipped. If all are damaged, raises CheckpointError that lists what is wrong with each."""
+def step_of(folder: Path) -> int:
+    """The step in the name of one of `step_folders`."""
+    match = STEP_NAME.fullmatch(folder.name)
+    assert match, folder
+    return int(match[1])
+
+
+def newest_valid(*parents: Path) -> Checkpoint | None:
+    """The newest whole checkpoint in the folders `parents`; None if they have none. Damaged ones that are newer are
+    reported and skipped. If all are damaged, raises CheckpointError that lists what is wrong with each."""
     damaged: list[str] = []
-    for folder in folders:
-        problems = problems_of(folder)
+    for folder in step_folders(*parents):
+        try:
+            problems = problems_of(folder)
+        except FileNotFoundError:
+            problems = ["a file is gone"]
+        if problems and not folder.exists():  # it made way for a newer one, in this moment
+            return newest_valid(*parents)
         if not problems:
             for damage in damaged:
                 print(f"Warning: {damage} Trying the one before it.", file=sys.stderr)
@@ -324,11 +360,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if not path.is_dir():
         raise CheckpointError(f"There is no checkpoint folder {path}.{list_checkpoints()}")
     if (path / "checkpoints").is_dir() or step_folders(path):
-        checkpoint = newest_valid(step_folders(path / "checkpoints", path))
+        checkpoint = newest_valid(path / "checkpoints", path)
         if checkpoint is None:
             raise CheckpointError(f"The run {path} has no checkpoint yet.{list_checkpoints()}")
         return checkpoint
-    if any(step_folders(*path.glob("*/checkpoints"))):  # a folder of runs, like --checkpoint_dir
+    if any(step_folders(*path.glob("*/checkpoints"), *path.glob("*"))):  # a folder of runs, or a --checkpoint_dir
         return open_checkpoint(newest_run(path))
     if not (path / MANIFEST).exists():
         if (path / "pytorch_model.bin").exists():
@@ -344,24 +380,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def newest_run(runs: Path = Path("runs")) -> Path:
-    """The run folder whose newest checkpoint was written last. Raises CheckpointError if there is none."""
-    manifests = [folder / MANIFEST for folder in step_folders(*runs.glob("*/checkpoints"))]
-    manifests = [manifest for manifest in manifests if manifest.exists()]
+    """The run folder, or the mirror of a run, whose newest checkpoint was written last. Raises CheckpointError if there
+    is none."""
+    folders = step_folders(*runs.glob("*/checkpoints"), *runs.glob("*"))
+    manifests = [folder / MANIFEST for folder in folders if (folder / MANIFEST).exists()]
     if not manifests:
         raise CheckpointError(
             f"There is no trained model in {runs}/. Train one first, for instance: "
             "python train_colab_mmap.py --config quickstart.json; or name one with --checkpoint PATH."
         )
-    return max(manifests, key=lambda path: path.stat().st_mtime_ns).parents[2]
+    parent = max(manifests, key=lambda path: path.stat().st_mtime_ns).parents[1]
+    return parent.parent if parent.name == "checkpoints" else parent
 
 
 def list_checkpoints() -> str:
     there = [str(path) for path in step_folders(*Path("runs").glob("*/checkpoints"))]
     return f" Checkpoints in runs/: {', '.join(there)}." if there else ""
-
-
-def prune(parent: Path, truncate: bool = False, staging: Path | None = None) -> None:
-    """Delete all but the newest KEEP checkpoints of a run. One that cannot be deleted stays: it costs only space.
-    `truncate` and `staging` are those of `discard`."""
-    for folder in step_folders(parent)[KEEP:]:
-        discard(folder, truncate, staging)

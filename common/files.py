@@ -1,8 +1,4 @@
-"""Files and folders: writes that are whole or not there, checkpoint folders that are published and deleted by renames,
-hashes, JSON with errors that name the line, and locks.
-
-A kill at any moment leaves no half of a file or of a checkpoint.
-"""
+"""Files and folders: writes that are whole or not there, hashes, JSON with errors that name the line, and locks."""
 
 from __future__ import annotations
 
@@ -13,9 +9,7 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,26 +19,29 @@ from common.errors import UserError
 with contextlib.suppress(ImportError):  # Windows has none, and there is no lock there
     import fcntl
 
-STEP_NAME = re.compile(r"step_(\d{8})")
-CHECKPOINT_NAME = re.compile(rf"best|{STEP_NAME.pattern}")
-PUBLISHING = threading.Lock()  # held while one folder replaces another of its name
+# Of checkpoints. In a mirror (`--checkpoint_dir`), the session that made the copy is part of the name.
+STEP_NAME = re.compile(r"step_(\d{8})(-[0-9a-f]{8})?")
+CHECKPOINT_NAME = re.compile(rf"best|best_\d{{8}}-[0-9a-f]{{8}}|{STEP_NAME.pattern}")
 
 
 @contextlib.contextmanager
-def atomic_write(path: str | Path, staging: Path | None = None) -> Iterator[BinaryIO]:
-    """Open a temporary file for writing, beside `path` or in the folder `staging` on the same disk. It is renamed to
-    `path` when it is complete and on disk.
+def atomic_write(path: str | Path) -> Iterator[BinaryIO]:
+    """Open a temporary file beside `path` for writing. It is renamed to `path` when it is complete and on disk.
 
     If the body raises, or if the disk is full, the file at `path` stays as it was, and the temporary file is deleted.
     """
     path = Path(path)
-    temporary = (staging or path.parent) / f".{path.name}.{os.getpid()}.tmp"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
+    except OSError as problem:
+        if problem.filename == str(temporary):
+            raise OSError(problem.errno, problem.strerror, str(path)) from None
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)
@@ -63,8 +60,8 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: str | Path, value: Any, staging: Path | None = None) -> None:
-    with atomic_write(path, staging) as file:
+def write_json(path: str | Path, value: Any) -> None:
+    with atomic_write(path) as file:
         file.write(json_bytes(value))
 
 
@@ -117,56 +114,6 @@ def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
 def sha256_file(path: str | Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def publish(temporary: Path, folder: Path, truncate: bool = False) -> None:
-    """Rename a complete folder `temporary` to `folder`. An older folder of that name is first renamed to `.old-<name>`
-    beside `temporary`. If the machine dies between the two renames, `restore_interrupted` brings it back. `truncate` is
-    that of `discard`."""
-    sync_directory(temporary)
-    replaced = temporary.with_name(f".old-{folder.name}")
-    # No lock for the mirror: a rename on a Drive may hang, and a save would wait for it.
-    with contextlib.nullcontext() if truncate else PUBLISHING:
-        if folder.exists():
-            discard(replaced, truncate)
-            os.replace(folder, replaced)
-        try:
-            os.replace(temporary, folder)
-        except OSError:
-            if replaced.exists():
-                os.replace(replaced, folder)
-            raise
-    sync_directory(folder.parent)
-    discard(replaced, truncate)
-
-
-def restore_interrupted(parent: Path, truncate: bool = False) -> None:
-    """Clean up after a process that was killed while it saved into `parent`. Touches nothing but checkpoints under the
-    names that `publish` and `discard` give them. `truncate` is that of `discard`."""
-    for path in [*parent.glob(".old-*"), *parent.glob(".tmp-*")]:
-        folder = path.with_name(path.name[len(".old-") :])
-        if CHECKPOINT_NAME.fullmatch(folder.name):
-            if path.name.startswith(".old-") and not folder.exists():
-                os.replace(path, folder)
-            else:
-                discard(path, truncate)
-
-
-def discard(folder: Path, truncate: bool = False, staging: Path | None = None) -> None:
-    """Delete a checkpoint. It is renamed first, so it is never found half deleted. Errors are ignored.
-
-    `truncate` empties its files before, because what is in a Drive's bin counts against the quota. `staging` is the
-    folder that it is moved to first, on the same disk; by default it stays where it is.
-    """
-    going = folder if folder.name.startswith(".") else (staging or folder.parent) / f".tmp-{folder.name}"
-    with contextlib.suppress(OSError):
-        if going != folder:
-            shutil.rmtree(going, ignore_errors=True)
-            os.replace(folder, going)
-        for path in going.rglob("*") if truncate else ():
-            if path.is_file():
-                os.truncate(path, 0)
-        shutil.rmtree(going, ignore_errors=True)
 
 
 class FolderLock:

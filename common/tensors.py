@@ -87,7 +87,7 @@ def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None
     model.fit_weights(state)
 
 
-def on_host(tensors: dict[str, torch.Tensor], copy: bool) -> dict[str, torch.Tensor]:
+def on_host(tensors: dict[str, torch.Tensor], copy: bool = False) -> dict[str, torch.Tensor]:
     """The tensors on the CPU, with `copy` always as copies."""
     return {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
 

@@ -19,7 +19,7 @@ from exchange.hf_tokenizer import special_tokens
 from model_config import ModelConfig
 from tokenizer import Tokenizer
 from tokenizer_base import valid_unicode
-from training.reports.records import CONFIG, read_metrics, read_samples
+from training.reports.records import CONFIG, OF_RUN, read_metrics, read_samples
 
 RECIPE = (
     "optimizer", "learning_rate", "muon_learning_rate", "min_lr", "use_lr_scheduler", "warmup_steps", "cooldown",
@@ -197,9 +197,12 @@ def is_plain(value: Any) -> bool:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run folder of a checkpoint: runs/x for runs/x/best and runs/x/checkpoints/step_00000100."""
+    """The folder with the records of its run: runs/x for runs/x/best and runs/x/checkpoints/step_00000100, run/ in a
+    copy."""
     parent = checkpoint.resolve().parent
     run_dir = parent.parent if parent.name == "checkpoints" else parent
+    if (checkpoint / OF_RUN).is_dir():
+        run_dir = checkpoint / OF_RUN
     return run_dir if (run_dir / CONFIG).exists() else None
 
 

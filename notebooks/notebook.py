@@ -191,7 +191,7 @@ def tokenize(text: Path, tokens: Path, vocab_size: int, config: str, run_dir: Pa
 
 def newest_of(run_dir: Path, drive: Path | None) -> Checkpoint | None:
     """A run's newest complete checkpoint, here or among the copies on Drive."""
-    copies = [mirror_of(drive) / run_dir.name / "checkpoints"] if drive else []
+    copies = [mirror_of(drive) / run_dir.name] if drive else []
     for folder in step_folders(run_dir / "checkpoints", *copies):
         with contextlib.suppress(UserError, OSError):
             checkpoint = open_checkpoint(folder)

@@ -14,7 +14,7 @@ from common.errors import ConfigError, DataError
 from common.files import read_json, require_regular
 from common.validation import about
 from training.config import MODEL_KEYS, SCHEMA, counts
-from training.reports.records import METRICS, SAMPLES, SUMMARY, Sample, read_samples, score
+from training.reports.records import CONFIG, METRICS, SAMPLES, SUMMARY, Sample, read_samples, records_in, score
 
 FIELDS = (
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
@@ -30,10 +30,10 @@ TRAINED = (*MODEL_KEYS, "vocab_size", "tokenizer_type")  # of a checkpoint's con
 
 
 class RunReader:
-    """Reads a run folder again and again. What is gone or cannot be read stays as it was at the last reading."""
+    """Reads a run folder, or a mirror, again and again. What is gone or cannot be read stays as it was before."""
 
     def __init__(self, folder: Path, name: str):
-        self.folder = folder
+        self.folder = self.records = folder
         self.name = name
         self.rows: list[dict[str, float]] = []
         self.offset = 0  # bytes of metrics.jsonl that are read
@@ -43,6 +43,7 @@ class RunReader:
     def read(self) -> dict[str, Any]:
         """The run as the page takes it; `problem` says why it is not up to date, if it is not."""
         problem = "" if self.folder.is_dir() else "the folder is gone"
+        self.records = records_in(self.folder)
         try:
             if not problem:
                 self.read_rows()
@@ -59,7 +60,7 @@ class RunReader:
         """Read what was appended to metrics.jsonl; or all of it, if it was rewritten: a run that continues forgets the
         rows after its checkpoint, and one that starts over begins a new file. A line without its end is still being
         written."""
-        path = self.folder / METRICS
+        path = self.records / METRICS
         require_regular(path, DataError)
         try:
             with open(path, "rb") as file:
@@ -84,10 +85,10 @@ class RunReader:
         self.last_line = lines[-1] if lines else self.last_line
 
     def read_others(self) -> None:
-        self.seen["finished"] = (self.folder / SUMMARY).exists()
-        require_regular(self.folder / SAMPLES, DataError)
-        self.seen["samples"] = shown_tables(read_samples(self.folder))
-        path = self.folder / "config.json"
+        self.seen["finished"] = (self.records / SUMMARY).exists()
+        require_regular(self.records / SAMPLES, DataError)
+        self.seen["samples"] = shown_tables(read_samples(self.records))
+        path = self.records / CONFIG
         resolved = read_json(path, ConfigError) if path.exists() else {}
         config = resolved.get("config")
         self.seen["config"] = self.settings(config) if isinstance(config, dict) else {}

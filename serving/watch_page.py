@@ -19,7 +19,7 @@ from common.errors import ConfigError
 from common.validation import suggest
 from serving.run_reader import RunReader
 from serving.server import OWN_HOSTS, host_name
-from training.reports.records import METRICS
+from training.reports.records import CONFIG, METRICS, records_in
 
 TEMPLATE = Path(__file__).with_name("watch.html")
 POLL_SECONDS = 2.0  # how often the page asks for news
@@ -39,11 +39,11 @@ def runs_in(folder: Path) -> list[Path]:
         there = [path.name for path in folder.absolute().parent.glob("*/") if (path / "config.json").exists()]
         near = suggest(folder.name, there, prefix=f"{folder.parent}/")
         raise ConfigError(f"There is no run folder {folder}.{near}")
-    if any((folder / name).exists() for name in (METRICS, "config.json")):
+    if any((records_in(folder) / name).exists() for name in (METRICS, CONFIG)):
         return [folder]
-    if inside := sorted(path.parent for path in folder.glob(f"*/{METRICS}")):
+    if inside := sorted(path for path in folder.iterdir() if (records_in(path) / METRICS).exists()):
         return inside
-    raise ConfigError(f"{folder} holds no run: there is no {METRICS} and no config.json in it.")
+    raise ConfigError(f"{folder} holds no run: there is no {METRICS} and no {CONFIG} in it.")
 
 
 def named(folders: Sequence[Path]) -> dict[Path, str]:

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from common.chat import AnyTemplate
-from common.checkpoint import stored_config, stored_weights, take_snapshot, write_checkpoint
+from common.checkpoint import Snapshot, stored_config, stored_weights, write_checkpoint
 from common.files import sha256_file
 from common.lora import LoRA, adapters_of, add_adapters
+from common.tensors import on_host
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ALPHABET, generated_text
@@ -52,7 +53,8 @@ def save_checkpoint(
 ) -> None:
     config = stored_config(model, tokenizer_type, chat)
     write_checkpoint(
-        folder, take_snapshot(stored_weights(model), optimizer.tensors(), tokenizer_file, config, training_state)
+        folder,
+        Snapshot(on_host(stored_weights(model)), on_host(optimizer.tensors()), tokenizer_file, config, training_state),
     )
 
 

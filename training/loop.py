@@ -14,9 +14,9 @@ from common.output import clock, log
 from common.script import is_rank_0
 from training.checkpoints.interruption import Interruption, StopRequested
 from training.checkpoints.mirror import Mirror
+from training.checkpoints.resume import look, shard_trainer, start_or_resume
 from training.checkpoints.run import Run
 from training.checkpoints.run_folder import require_ours, take, write_config
-from training.checkpoints.start import look, shard_trainer, start_or_resume
 from training.checkpoints.state import Start
 from training.config import Config
 from training.machine.hardware import frozen_garbage
@@ -48,7 +48,7 @@ def train(config: Config, started: float, ends_process: bool) -> int:
         if inspect is None:
             on_rank_0(lambda: take(lock, config.run_dir))
         mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
-        old = on_rank_0(lambda: look(config, mirror, takes_over=inspect is None))
+        old = on_rank_0(lambda: look(config, mirror, will_train=inspect is None))
         trainer = build(make_plan(config, old))
         run = Run(trainer, mirror)
         with memory_advice(config, trainer.shape, trainer.hardware, trainer.rows_at_once):
@@ -87,7 +87,7 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
         with contextlib.closing(loop.report):
             loop.run_to_end()
         interruption.answer = "Stopping once what is under way is saved and copied"
-        run.saver.finish()
+        run.wait_for_save()
         if loop.is_done:  # no answers: evaluation is off, or the last session ended before its summary
             answers = loop.answers or loop.fitting(answer_prompts, trainer)
             on_rank_0(lambda: write_summary(run, loop.timer, answers))
@@ -167,8 +167,8 @@ class Loop:
 
     def stops(self) -> bool:
         """Whether all processes stop here: nothing is left to do, somebody asks for it, or a limit is reached."""
-        limit = self.timer.limit_reached(self.trainer.config) or self.run.taken_over or self.deadline.reached
-        return self.interruption.agreed(self.is_done or bool(limit))
+        limit = self.timer.limit_reached(self.trainer.config) or self.deadline.reached
+        return self.interruption.agreed(self.is_done or bool(limit) or self.run.is_overtaken)
 
     def learning_rate(self) -> float:
         state = self.state

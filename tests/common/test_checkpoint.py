@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -17,17 +16,15 @@ from typing import Any
 import pytest
 import torch
 
-from common import checkpoint, files
+from common import checkpoint
 from common.checkpoint import (
+    clean_up,
     newest_run,
     newest_valid,
     open_checkpoint,
     problems_of,
-    prune,
-    step_folders,
 )
 from common.errors import CheckpointError
-from common.files import restore_interrupted
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import SOURCES, Killed, flip
@@ -180,7 +177,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_vouched_for(name: str, sa
 
 def test_weights_alone_are_a_checkpoint_if_the_manifest_means_it(save: Callable[..., Path], tmp_path: Path) -> None:
     """As import_hf.py writes it: no state of a training, and none on the list."""
-    folder = save("best")
+    folder = save("step_00000001")
     contents = {name: (folder / name).read_bytes() for name in checkpoint.WEIGHTS_FILES}
     (tmp_path / "weights").mkdir()
     checkpoint.write_files(tmp_path / "weights", contents)
@@ -232,35 +229,14 @@ def test_a_kill_at_either_rename_leaves_one_whole_checkpoint(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", dying_replace)
-        patch.setattr(files, "sync_directory", dying_sync)
+        patch.setattr(checkpoint, "sync_directory", dying_sync)
         with pytest.raises(Killed):
             save("run/best", seed=2)
     assert len(done) == renames
     assert os.listdir(folder.parent) != ["best"]  # there is something to clean up
-    restore_interrupted(folder.parent)
+    clean_up(folder.parent)
     assert os.listdir(folder.parent) == ["best"]
     assert open_checkpoint(folder).training_state() == {"step": left}
-
-
-def test_a_rename_that_fails_puts_the_old_checkpoint_back(
-    save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No new start is needed for it: generate.py may look for best/ at any time."""
-    folder = save("run/best", seed=1)
-    before = contents(folder)
-    replace = os.replace
-
-    def failing(source: Path, target: Path) -> None:
-        if Path(source).name.startswith(".tmp-"):
-            raise OSError(errno.EIO, "Input/output error")
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", failing)
-        with pytest.raises(CheckpointError, match="Input/output error"):
-            save("run/best", seed=2)
-    assert contents(folder) == before
-    assert os.listdir(folder.parent) == ["best"]
 
 
 @contextlib.contextmanager
@@ -290,30 +266,22 @@ def test_a_full_disk_at_any_file_leaves_the_checkpoints_as_they_were(save: Calla
     assert problems_of(best) == []
 
 
-def test_prune_keeps_the_two_newest_steps_and_touches_nothing_else(tmp_path: Path) -> None:
-    steps = [f"step_{step:08d}" for step in (5, 10, 99, 100)]
-    for name in [*steps, "damaged_step_00000007", "best", ".tmp-step_00000101"]:
-        (tmp_path / name).mkdir()
-    prune(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == sorted([*steps[2:], "damaged_step_00000007", "best", ".tmp-step_00000101"])
-
-
 @pytest.mark.parametrize("broken", ["model.safetensors", "manifest.json"])
 def test_the_newest_whole_checkpoint_is_found_and_the_damage_told(
     broken: str, save: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     good, bad = save("run/checkpoints/step_00000009"), save("run/checkpoints/step_00000010")
     (bad / broken).write_bytes((bad / broken).read_bytes()[:50])
-    found = newest_valid(step_folders(bad.parent))
+    found = newest_valid(bad.parent)
     assert found is not None and found.path == good
     told = capsys.readouterr().err
     assert str(bad) in told and broken in told and "optimizer.safetensors" in told
     assert open_checkpoint(bad.parents[1]).path == good  # a run folder stands for its newest whole checkpoint
     shutil.rmtree(good)
-    for find in (lambda: newest_valid(step_folders(bad.parent)), lambda: open_checkpoint(bad.parents[1])):
+    for find in (lambda: newest_valid(bad.parent), lambda: open_checkpoint(bad.parents[1])):
         with pytest.raises(CheckpointError, match=f"no whole checkpoint(.|\n)*{bad} is damaged: .*{broken}"):
             find()
-    assert newest_valid([]) is None
+    assert newest_valid(bad.parent / "none") is None
 
 
 def test_newest_run_is_the_one_written_last(save: Callable[..., Path], tmp_path: Path) -> None:

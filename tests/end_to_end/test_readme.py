@@ -107,7 +107,7 @@ def test_colab_cell_runs(tmp_path, monkeypatch, capsys):
     assert len(lines) == 3
     for line in lines:
         assert run(line.replace("/content/", f"{tmp_path}/content/")) == 0, (line, capsys.readouterr())
-    assert list(drive.glob("checkpoints/gpt2_small/checkpoints/step_*/manifest.json"))
+    assert list(drive.glob("checkpoints/gpt2_small/step_*/manifest.json"))
 
 
 def anchors(page: Path) -> set[str]:

@@ -20,10 +20,9 @@ from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, open_tokens,
 from tokenization.token_folder import require_tokens_of
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
-from training.checkpoints.resume import find_old
+from training.checkpoints.resume import find_old, start_or_resume
 from training.checkpoints.run import Run
 from training.checkpoints.run_folder import require_ours
-from training.checkpoints.start import start_or_resume
 from training.checkpoints.state import Saved
 from training.config import Config, parse_config
 from training.numbers.evaluate import bits_per_byte, check_prompts, read_prompts
@@ -101,7 +100,7 @@ class Training:
         for _ in range(2):
             self.take_step(run)
         run.save()
-        run.saver.finish()
+        run.wait_for_save()
         self.checkpoint = folder / "run" / "checkpoints" / "step_00000002"
 
     def start_or_resume(self) -> Run:

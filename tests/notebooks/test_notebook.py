@@ -23,6 +23,7 @@ import train_colab_mmap
 from common.chat import ChatTemplate
 from tests.helpers import ROOT, generated_text
 from tests.models import write_model
+from tests.training.helpers import checkpoint_of
 from training.config import parse_config
 from training.numbers.evaluate import read_prompts
 from training.reports.records import read_metrics
@@ -159,8 +160,8 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
         )
         assert "/600, loss" not in text and "\r" not in text  # progress lines take each other's place
 
-    saved = Path("MyDrive") / "gpt2" / "checkpoints" / "quickstart" / "checkpoints" / f"step_{stopped:08d}"
-    assert (drive / saved / "manifest.json").exists()
+    copies = Path("MyDrive") / "gpt2" / "checkpoints" / "quickstart"
+    saved = copies / checkpoint_of(drive / copies, stopped).name
     shutil.rmtree(tmp_path / "first" / "content")
     machine = Machine(tmp_path / "second", drive, {**SHORT, "vocab_size": 512, "download": True})
     run, saved = machine.project / "runs" / "quickstart", machine.content / "drive" / saved

@@ -427,3 +427,12 @@ def test_the_newest_run_and_runs_of_one_name(run: Path, tmp_path: Path, monkeypa
     make_run(tmp_path / "elsewhere" / "plain")
     page = write_page(tmp_path, "runs/plain", "elsewhere/plain", run, "runs/newer")
     assert re.findall(r'"name": "([^"]*)"', page) == ["runs/plain", "elsewhere/plain", "newer"]
+
+
+def test_the_copies_of_a_run_show_it_as_it_was_at_the_newest(tmp_path: Path) -> None:
+    copies = tmp_path / "drive" / "run"
+    for step in (20, 40):
+        copies.joinpath(f"step_{step:08d}-0123abcd").mkdir(parents=True)
+        make_run(tmp_path / "made", steps=step).rename(copies / f"step_{step:08d}-0123abcd" / "run")
+    assert watch_page.runs_in(tmp_path / "drive") == watch_page.runs_in(copies) == [copies]
+    assert read(copies)["columns"]["step"][-1] == 40

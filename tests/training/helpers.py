@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from common.checkpoint import step_folders
+from common.checkpoint import step_folders, step_of
 from tests.helpers import Killed
 from training import loop
-from training.checkpoints.run import Saver
+from training.checkpoints.run import Run
 from training.reports.records import read_metrics
 
 TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # what differs between two runs
@@ -33,25 +33,31 @@ def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) 
 
 def save_at_once(patch: pytest.MonkeyPatch) -> None:
     """Each save is on the disk before the next step begins, however busy the machine is."""
-    original = Saver.save
+    original = Run.save
 
-    def save(saver: Saver, *args: Any) -> None:
-        original(saver, *args)
-        saver.finish()
+    def save(run: Run, best_only: bool = False) -> None:
+        original(run, best_only)
+        run.wait_for_save()
 
-    patch.setattr(Saver, "save", save)
+    patch.setattr(Run, "save", save)
 
 
 def die() -> None:
     raise Killed
 
 
-def steps_of(run_dir: Path) -> list[int]:
-    return [int(path.name.removeprefix("step_")) for path in step_folders(run_dir / "checkpoints")]
+def steps_of(folder: Path) -> list[int]:
+    """Of a run folder or a mirror."""
+    return [step_of(path) for path in step_folders(folder / "checkpoints", folder)]
 
 
-def final_weights(run_dir: Path, step: int = 24) -> bytes:
-    return (run_dir / "checkpoints" / f"step_{step:08d}" / "model.safetensors").read_bytes()
+def checkpoint_of(folder: Path, step: int = 24) -> Path:
+    """In a run folder or a mirror."""
+    return next(path for path in step_folders(folder / "checkpoints", folder) if step_of(path) == step)
+
+
+def final_weights(folder: Path, step: int = 24) -> bytes:
+    return (checkpoint_of(folder, step) / "model.safetensors").read_bytes()
 
 
 def measured(run_dir: Path) -> list[dict[str, Any]]:

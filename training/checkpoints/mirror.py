@@ -1,7 +1,15 @@
-"""The mirror of a run: a second folder, on Drive for instance, with verified copies of what the run folder holds.
+"""The mirror of a run, below `--checkpoint_dir` (on Drive, say): copies of its checkpoints that never change.
 
-A worker thread makes the copies. The training neither waits for it nor fails with it: if the Drive is full, read-only,
-slow or gone, the mirror says so and retries.
+    run.json                    which run they are of
+    step_00001000-1f0c9a3b/     a checkpoint, and in run/ the records of the run; 1f0c9a3b is the session that made it
+    best_00000900-1f0c9a3b/     the best weights
+
+A copy gets its name when it is complete and verified. The newest whole one is continued from. A session deletes only
+copies that are older than the newest two, so machines that share a mirror need not know of each other: one that sleeps,
+wakes up or runs twice can add a copy, and never takes one away that somebody needs.
+
+A thread makes the copies. The training neither waits for it nor fails with it: if the Drive is full, read-only, slow or
+gone, the mirror says so and retries.
 """
 
 from __future__ import annotations
@@ -11,65 +19,81 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+import uuid
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
-from common.checkpoint import MANIFEST, problems_of, prune, step_folders
-from common.errors import ConfigError
-from common.files import PUBLISHING, atomic_write, discard, publish, read_json, write_json
-from common.output import byte_size, clock, log
+from common.checkpoint import BEST, KEEP, MANIFEST, Checkpoint, delete_folder, problems_of, step_folders, step_of
+from common.errors import CheckpointError, ConfigError
+from common.files import read_json, write_json
+from common.output import clock, log
 from training.checkpoints.interruption import Interruption
-from training.checkpoints.lease import HEARTBEAT, MARKER, Lease, TakenOver
-from training.reports.records import CONFIG, CURVE, METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
+from training.checkpoints.state import TrainState, read_state
+from training.reports.records import OF_RUN, RECORDS
 
-MIRRORED_FILES = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY)
-COPIES = 5  # checkpoints in the mirror at the most: two kept, the best one, and a new one of each kind
+MARKER = "run.json"  # in a mirror: which run it is of; in a run folder: where its mirror is
+COPIES = 4  # at the most, in checkpoints: two, the best weights, and one that is being made
 PIECE_BYTES = 4 << 20  # copied at a time
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two attempts
 COPY_SECONDS = 600.0  # to wait for the last copy
 COPY_SECONDS_IF_STOPPED = 60.0  # likewise, once somebody has pressed stop
 LAST_ATTEMPTS_SECONDS = 30.0  # of failures, after the training has ended
-LAST_CALL_SECONDS = 5.0  # to wait for a call to the Drive, when the mirror is closed
+LAST_CALL_SECONDS = 5.0  # to wait for the thread, when the mirror is closed
 
 
-class GivenUp(Exception):
-    """Nobody waits for this copy any more. The next session deletes what is left of it."""
+class Overtaken(CheckpointError):
+    """Another session has copied a newer state of this run, or another run."""
 
 
 class Mirror:
-    """Where the copies of a run folder go, and the worker that makes them.
+    """Where the copies of a run folder go, and the thread that makes them.
 
-    There is at most one request to copy. It asks for whatever is new when the worker gets to it, so a newer request
+    There is at most one request to copy. It asks for whatever is new when the thread gets to it, so a newer request
     replaces the one before.
     """
 
     def __init__(self, run_dir: Path, checkpoint_dir: str):
         self.run_dir = run_dir
         self.root = Path(checkpoint_dir).expanduser()
-        absolute = os.path.abspath(run_dir)  # identifies the run, however its folder is spelled
-        self.dir = self.root / os.path.basename(absolute)
-        self.lease = Lease(self.dir, absolute)
-        self.worker: threading.Thread | None = None
+        self.dir = self.root / os.path.basename(os.path.abspath(run_dir))
+        self.session = uuid.uuid4().hex[:8]
+        self.run_id = ""  # not known before the run is started or continued
+        self.known: set[str] = set()  # copies that were there at the start: the newest whole one is continued from
+        self.thread: threading.Thread | None = None
         self.woken = threading.Event()
         self.request = threading.Event()  # set once everything that was new at the last `wake` is copied
+        self.closed = False
+        self.has_tidied = False  # what sessions that were killed left
         self.copy_seconds: float | None = None  # of the last checkpoint that was copied
+        self.copied_at: float | None = None  # time.time() of the newest copy
         self.failing_since: float | None = None  # time.monotonic() at which this request failed first
         self.problem: str | None = None  # the reason why the last attempt failed
-        self.copied_at: float | None = None  # time.time() of the newest copy
-        self.taken_over: TakenOver | None = None  # another session copies now, and this one has stopped
-        self.closed = False
+        self.overtaken: Overtaken | None = None  # this session has stopped copying
 
-    def require_mounted(self) -> None:
-        """Raises ConfigError if there is no folder to make `checkpoint_dir` in, or if this run's copies are gone: an
-        unmounted disk leaves an empty folder behind, and copies in it would lie on the local disk."""
+    def marker(self) -> dict[str, Any]:
+        """What stands in `run.json`; {} if there is none, or none that can be read."""
+        try:
+            return read_json(self.dir / MARKER, CheckpointError)
+        except CheckpointError:
+            return {}
+
+    def require_usable(self) -> None:
+        """Raises ConfigError if there is no folder to make `checkpoint_dir` in, if the mirror would be the run folder
+        itself, or if this run's copies are gone: an unmounted disk leaves an empty folder behind, and copies in it
+        would lie on the local disk."""
         if not self.root.parent.is_dir():
             raise ConfigError(
                 f"--checkpoint_dir is {self.root}, and there is no folder {self.root.parent}. Mount the Drive first "
                 f'(in Colab: from google.colab import drive; drive.mount("/content/drive")), or make the folder: '
                 f"mkdir -p {self.root.parent}"
             )
-        if self.had_copies and not self.lease.path.exists():
+        if self.dir.resolve() == self.run_dir.resolve():
+            raise ConfigError(
+                f"The copies below --checkpoint_dir {self.root} would lie in the run folder itself, {self.run_dir}: "
+                f"name another --checkpoint_dir, on another disk, or leave it out."
+            )
+        if self.are_gone:
             raise ConfigError(
                 f"The copies of this run are gone from {self.dir}: there is no {MARKER} in it. Is the disk of "
                 f"--checkpoint_dir {self.root} unmounted? Mount it again. If you deleted the copies, delete "
@@ -77,69 +101,51 @@ class Mirror:
             )
 
     @property
-    def had_copies(self) -> bool:
-        """Whether the run folder says that this mirror was in use."""
+    def are_gone(self) -> bool:
+        """Whether the run folder says that this mirror was in use, and there is none."""
         try:
-            return read_json(self.run_dir / MARKER, ConfigError).get("copies") == os.path.abspath(self.dir)
-        except (ConfigError, OSError):  # there were none, or an older version wrote no such file
+            was = read_json(self.run_dir / MARKER, ConfigError).get("copies")
+        except (ConfigError, OSError):  # there were none
             return False
+        return was == os.path.abspath(self.dir) and not (self.dir / MARKER).exists()
 
-    def require_apart(self) -> None:
-        """Raises ConfigError if the mirror is the run folder: each file would be copied onto itself."""
-        if self.dir.resolve() == self.run_dir.resolve():
-            raise ConfigError(
-                f"The copies below --checkpoint_dir {self.root} would lie in the run folder itself, {self.run_dir}: "
-                f"name another --checkpoint_dir, on another disk, or leave it out."
-            )
+    def best_copies(self) -> list[Path]:
+        return sorted(self.dir.glob(f"{BEST}_*"))
 
-    def begin(self, run_id: str, checkpoint_bytes: int) -> None:
-        """Start the worker. Its first request makes up for what an earlier session could not copy."""
-        self.lease.run_id = run_id
+    def begin(self, run_id: str) -> None:
+        """Start the thread. Its first request makes up for what an earlier session could not copy."""
+        self.run_id = run_id
         with contextlib.suppress(OSError):  # the first attempt meets the same problem, and tells it
-            manifests = [folder / MANIFEST for folder in step_folders(self.dir / "checkpoints")]
+            manifests = [folder / MANIFEST for folder in step_folders(self.dir)]
             self.copied_at = max((path.stat().st_mtime for path in manifests), default=None)
-            self.lease.renew()
-            write_json(self.run_dir / MARKER, {"copies": os.path.abspath(self.dir)})
-            missing = COPIES - len(manifests) - (self.dir / "best").is_dir()
-            free = shutil.disk_usage(self.dir).free
-            if missing * checkpoint_bytes > free:
-                log.info(
-                    f"Warning: {self.dir} will need about {byte_size(missing * checkpoint_bytes)} more, and "
-                    f"{byte_size(free)} are free there."
-                )
-        self.worker = threading.Thread(target=self.work, name="mirror", daemon=True)
-        self.worker.start()
+        self.thread = threading.Thread(target=self.work, name="mirror", daemon=True)
+        self.thread.start()
         self.wake()
 
     def wake(self) -> None:
-        """Request a copy: there is something new."""
+        """Request a copy of what is new. Returns at once."""
         self.request, self.failing_since = threading.Event(), None
         self.woken.set()
 
     def work(self) -> None:
-        """What the worker does until it is closed or taken over. A copy that fails is retried after as long as it has
+        """What the thread does until it is closed or overtaken. A copy that fails is retried after as long as it has
         failed so far, so the pause doubles from one attempt to the next. A new request is tried at once."""
-        try:
-            while True:
-                since, pause = self.failing_since, HEARTBEAT
-                if since is not None:
-                    pause = min(LONGEST_PAUSE, max(FIRST_PAUSE, time.monotonic() - since))
-                self.woken.wait(pause)
-                self.woken.clear()
-                self.go_on()
-                request = self.request
-                if not request.is_set():
-                    self.attempt(request)
-        except GivenUp:
-            pass
-        except TakenOver as error:
-            self.taken_over = error
+        while self.overtaken is None:
+            since, pause = self.failing_since, None
+            if since is not None:
+                pause = min(LONGEST_PAUSE, max(FIRST_PAUSE, time.monotonic() - since))
+            self.woken.wait(pause)
+            self.woken.clear()
+            if self.closed:
+                return
+            if not self.request.is_set():
+                self.attempt(self.request)
 
     def attempt(self, request: threading.Event) -> None:
         try:
             self.bring_up_to_date()
-        except (GivenUp, TakenOver):
-            raise
+        except Overtaken as error:
+            self.overtaken = error
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             if reason != self.problem:
@@ -154,81 +160,103 @@ class Mirror:
             self.problem = self.failing_since = None
             request.set()
 
-    def go_on(self) -> None:
-        """Called between two pieces of a copy, too. Gives a sign of life if one is due. Raises GivenUp, TakenOver."""
-        if self.closed:
-            raise GivenUp
-        self.lease.renew_if_due()
-
     def bring_up_to_date(self) -> None:
-        """Copy what is new in the run folder and verify the copies. Only then delete older ones.
-
-        Raises TakenOver and GivenUp at once, and other errors after everything has been tried: a damaged best/ must not
-        keep the checkpoints from being copied.
-        """
-        errors: list[Exception] = []
-
-        def attempt(copy: Callable[[], object]) -> None:
-            try:
-                copy()
-            except (GivenUp, TakenOver):
-                raise
-            except Exception as error:
-                errors.append(error)
-
-        def copy_the_rest() -> None:
-            attempt(self.copy_files)
-            attempt(lambda: self.copy_if_new(self.run_dir / "best"))
-
-        copy_the_rest()
-        attempt(lambda: self.copy_newest_step(copy_the_rest))
-        if errors:
-            raise errors[-1]
-
-    def copy_files(self) -> None:
-        self.lease.renew()
-        for name in MIRRORED_FILES:
-            source = self.run_dir / name
-            if source.exists():
-                with atomic_write(self.dir / name, self.lease.staging) as file:
-                    file.write(source.read_bytes())
-            elif name == SUMMARY:  # the mirror has that of a shorter run, which this one continues
-                with contextlib.suppress(FileNotFoundError):
-                    os.replace(self.dir / name, self.lease.staging / name)
-
-    def copy_newest_step(self, copy_the_rest: Callable[[], None]) -> None:
-        """`copy_the_rest` is called before the copy gets its name: metrics and best weights in the mirror go as far as
-        its newest checkpoint, for whoever has nothing else. It also sees whether another session took the mirror over
-        during a long copy."""
-        for newest in step_folders(self.run_dir / "checkpoints")[:1]:
-            began = time.time()
-            if self.copy_if_new(newest, copy_the_rest):
-                self.copied_at = began
-                log.info(f"Copied {newest.name} to {self.dir}")
-                prune(self.dir / "checkpoints", truncate=True, staging=self.lease.staging)
-
-    def copy_if_new(self, folder: Path, before_publish: Callable[[], None] = lambda: None) -> bool:
-        """Whether a checkpoint is copied now, because the mirror lacked it. Raises OSError if it cannot be copied."""
+        """Copy what is new in the run folder. Raises Overtaken at once, and other errors after everything has been
+        tried: a damaged best/ must not keep the checkpoints from being copied."""
+        self.claim()
+        # The step is chosen first, and the best weights are copied first: they are those of that step, or newer.
+        newest = next(iter(step_folders(self.run_dir / "checkpoints")), None)
+        problem: OSError | None = None
         try:
-            manifest = (folder / MANIFEST).read_bytes()
-        except FileNotFoundError:  # there is none yet, or another one replaces it: whoever saves that calls `wake`
+            self.copy_best()
+        except OSError as error:
+            problem = error
+        if newest is not None:
+            self.require_ahead(newest)
+            self.copy_step(newest)
+        if problem is not None:
+            raise problem
+
+    def claim(self) -> None:
+        """Name this run in the mirror, if it is new. Raises Overtaken if it is another run's by now, CheckpointError if
+        it is gone, OSError if it cannot be written."""
+        if self.are_gone:
+            raise CheckpointError(f"{self.dir / MARKER} is gone: was the disk unmounted?")
+        theirs = self.marker().get("run_id")
+        if theirs is None:
+            self.root.mkdir(exist_ok=True)  # not its parents: they are gone if the disk was unmounted
+            self.dir.mkdir(exist_ok=True)
+            write_json(self.dir / MARKER, {"run_id": self.run_id, "output_dir": str(self.run_dir)})
+        elif theirs != self.run_id:
+            raise Overtaken(f"{self.dir} holds the copies of another run by now. Choose another --checkpoint_dir.")
+        write_json(self.run_dir / MARKER, {"copies": os.path.abspath(self.dir)})
+        if not self.has_tidied:  # a session on another machine that copies right now starts its copy anew
+            for leftover in self.dir.glob(".tmp-*"):
+                delete_folder(leftover, is_on_drive=True)
+            self.has_tidied = True
+
+    def require_ahead(self, newest: Path) -> None:
+        """Raises Overtaken if another session has copied a later step than `newest`, the last that this one saved."""
+        for copy in step_folders(self.dir):
+            is_new = copy.name not in self.known and not copy.name.endswith(self.session)
+            if is_new and step_of(copy) > step_of(newest):
+                raise Overtaken(
+                    f"Another session has trained this run further: {copy}. This one is saved in {self.run_dir}, at "
+                    f"step {step_of(newest):,}, and stops. The same command continues from the newest of both; to "
+                    f"train a second run, choose another --output_dir."
+                )
+
+    def copy_step(self, newest: Path) -> None:
+        """Copy the newest checkpoint with the records of the run. Then delete old copies: those that are older than the
+        newest two, up to this step."""
+        began, seconds = time.time(), time.perf_counter()
+        if self.copy(newest, newest.name):
+            self.copied_at, self.copy_seconds = began, time.perf_counter() - seconds
+            log.info(f"Copied {newest.name} to {self.dir}")
+        passed = [copy for copy in step_folders(self.dir) if step_of(copy) <= step_of(newest)]
+        for copy in passed[KEEP:]:
+            delete_folder(copy, is_on_drive=True)
+
+    def copy_best(self) -> None:
+        """Copy the best weights, unless there are better ones. Then delete those that they beat."""
+        best = self.run_dir / BEST
+        ours, others = standing(best), {copy: standing(copy) for copy in self.best_copies()}
+        if ours is None or any(theirs is not None and beats(theirs, ours) for theirs in others.values()):
+            return
+        self.copy(best, f"{BEST}_{ours.step:08d}")
+        for copy, theirs in others.items():
+            if theirs is not None and beats(ours, theirs):
+                delete_folder(copy, is_on_drive=True)
+
+    def copy(self, source: Path, name: str) -> bool:
+        """Copy a checkpoint, verify the copy and give it its name. Returns False if there is one already, or if the
+        checkpoint makes way for a newer one in this moment. Raises OSError."""
+        temporary = self.dir / f".tmp-{name}-{self.session}"
+        manifest = manifest_of(source)
+        if manifest is None or any(manifest_of(copy) == manifest for copy in self.dir.glob(f"{name}-*")):
             return False
-        target = self.dir / folder.relative_to(self.run_dir)
-        if (target / MANIFEST).exists() and (target / MANIFEST).read_bytes() == manifest:
+        try:
+            delete_folder(temporary, is_on_drive=True)
+            copy_files(source.iterdir(), temporary)
+            if source.name != BEST:
+                records = (self.run_dir / name for name in RECORDS)
+                copy_files((path for path in records if path.is_file()), temporary / OF_RUN)
+            if problems := problems_of(temporary):
+                raise OSError(f"the copy of {source.name} is damaged: {'; '.join(problems)}")
+            os.replace(temporary, self.dir / f"{name}-{self.session}")
+        except OSError:
+            if manifest_of(source) == manifest:
+                raise
             return False
-        self.lease.renew()
-        began = time.perf_counter()
-        problem = copy_checkpoint(folder, target, self.go_on, before_publish, self.lease.staging)
-        self.copy_seconds = time.perf_counter() - began
-        if problem and folder.exists():  # else it was pruned, and a newer one saved
-            raise OSError(problem)
-        return problem is None
+        finally:
+            delete_folder(temporary, is_on_drive=True)
+        return True
 
     def what_is_there(self) -> str:
         """The newest copy, for the end of a sentence; "" if there is none, or if the Drive cannot be read."""
         with contextlib.suppress(OSError):
-            for newest in step_folders(self.dir / "checkpoints")[:1]:
-                return f"; the newest checkpoint there is {newest.name}"
+            for newest in step_folders(self.dir)[:1]:
+                return f"; the newest copy there is {newest.name}"
         return ""
 
     def status(self) -> str:
@@ -242,74 +270,58 @@ class Mirror:
         self.wake()
         began = time.monotonic()
         has_told = False
-        while not self.request.wait(0.02) and self.taken_over is None:
+        while not self.request.wait(0.02) and self.overtaken is None:
             now, failing_since = time.monotonic(), self.failing_since
             limit = COPY_SECONDS_IF_STOPPED if interruption is not None and interruption.requested else COPY_SECONDS
             if not has_told and now - began > 1.0:
                 has_told = True
                 log.info(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")
-            keeps_failing = failing_since is not None and now - failing_since > LAST_ATTEMPTS_SECONDS
-            is_alive = self.worker is not None and self.worker.is_alive()
-            if now - began > limit or keeps_failing or not is_alive:
-                reason = self.problem or f"not done within {clock(limit)}"
+            if now - began > limit or (failing_since is not None and now - failing_since > LAST_ATTEMPTS_SECONDS):
                 log.info(
-                    f"Warning: the copies in {self.dir} are not up to date ({reason}){self.what_is_there()}. Nothing "
-                    f"is missing in {self.run_dir}. Once the problem is solved, the same command makes the copies."
+                    f"Warning: the copies in {self.dir} are not up to date "
+                    f"({self.problem or f'not done within {clock(limit)}'}){self.what_is_there()}. Nothing is missing "
+                    f"in {self.run_dir}. Once the problem is solved, the same command makes the copies."
                 )
                 return
 
     def close(self) -> None:
-        """End the worker and let other sessions have the mirror."""
-        if self.worker is None:
-            return
+        """End the thread. One that still copies, or hangs in a call to the Drive, ends with the process."""
         self.closed = True
         self.woken.set()
-        self.worker.join(LAST_CALL_SECONDS)
-        if self.worker.is_alive():  # it hangs in a call to the Drive
-            return
-        self.lease.release()
-        self.worker = None
+        if self.thread is not None:
+            self.thread.join(LAST_CALL_SECONDS)
 
 
-def copy_checkpoint(
-    folder: Path,
-    target: Path,
-    between: Callable[[], None] = lambda: None,
-    before_publish: Callable[[], None] = lambda: None,
-    staging: Path | None = None,
-) -> str | None:
-    """Copy a whole checkpoint to `target` (on Drive, say) and check the copy.
-
-    Returns None, or the reason why it could not be copied. `folder` may be replaced or pruned meanwhile. `between` is
-    called between two pieces of a file, `before_publish` before the copy gets its name; both may raise to give the copy
-    up. `staging` is the folder that the copy is made in, on the same disk; by default that of `target`.
-    """
-    temporary = (staging or target.parent) / f".tmp-{target.name}"
+def manifest_of(checkpoint: Path) -> bytes | None:
     try:
-        with contextlib.ExitStack() as stack:
-            with PUBLISHING:  # an open file can be read to its end, even if its folder is replaced
-                sources = {path.name: stack.enter_context(open(path, "rb")) for path in folder.iterdir()}
-            discard(temporary, truncate=True)
-            target.parent.mkdir(exist_ok=True)  # not its parents: they are gone if the disk was unmounted
-            temporary.mkdir()
-            for name, source in sources.items():
-                copy_file(source, temporary / name, between)
-        if problems := problems_of(temporary):
-            raise OSError(f"the copy of {folder.name} is damaged: {'; '.join(problems)}")
-        between()
-        before_publish()
-        publish(temporary, target, truncate=True)
-    except OSError as problem:
-        return problem.strerror or str(problem)
-    finally:
-        discard(temporary, truncate=True)  # nothing is left of it if it has its name
-    return None
+        return (checkpoint / MANIFEST).read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
-def copy_file(source: BinaryIO, target: Path, between: Callable[[], None]) -> None:
-    with open(target, "wb") as file:
-        while piece := source.read(PIECE_BYTES):
-            between()
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
+def copy_files(paths: Iterable[Path], target: Path) -> None:
+    """Copy files into a new folder `target`."""
+    with contextlib.ExitStack() as stack:
+        # An open file can be read to its end, even if its folder is deleted.
+        sources = {path.name: stack.enter_context(open(path, "rb")) for path in paths}
+        target.mkdir()
+        for name, source in sources.items():
+            with open(target / name, "wb") as file:
+                shutil.copyfileobj(source, file, PIECE_BYTES)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def standing(best: Path) -> TrainState | None:
+    """Where the training stood that these best weights are of; None if that cannot be read."""
+    try:
+        return read_state(Checkpoint(best)).state
+    except (CheckpointError, OSError):
+        return None
+
+
+def beats(one: TrainState, other: TrainState) -> bool:
+    """Whether best weights have the lower loss, or are of a later step if the losses are over other windows."""
+    if one.best_val_loss is not None and other.best_val_loss is not None and one.best_windows == other.best_windows:
+        return one.best_val_loss < other.best_val_loss
+    return one.step > other.step

@@ -1,29 +1,42 @@
-"""The checkpoint that a run continues from, and what may not have changed since it was saved."""
+"""How a session begins: what its folders hold, what it continues from, and what may not have changed since."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
+import sys
 from dataclasses import dataclass, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint import (
+    BEST,
     Checkpoint,
     newest_valid,
     open_checkpoint,
     problems_of,
+    publish,
     step_folders,
+    step_of,
 )
 from common.errors import CheckpointError, ConfigError
 from common.files import STEP_NAME, atomic_write, sha256_file
 from common.lora import LoRA, find_base, lora_of
 from model_config import ModelConfig
-from training.checkpoints.mirror import MIRRORED_FILES, Mirror, copy_checkpoint
-from training.checkpoints.state import Saved, read_state
+from training.checkpoints.mirror import Mirror, beats, standing
+from training.checkpoints.run import Run
+from training.checkpoints.run_folder import quarantine, require_movable, require_ours, set_aside, tidy
+from training.checkpoints.state import Saved, TrainState, read_state
 from training.config import Config, scope_of
+from training.machine.processes import any_process, broadcast_tensors, count, on_rank_0
+from training.machine.sharding import shard
 from training.numbers.data import TokenData
+from training.numbers.optimizer import apply_hyperparameters, build_optimizer
+from training.numbers.schedule import epoch_sequences, has_stopped_early, last_step, learning_rate
 from training.numbers.step import Trainer
+from training.reports.records import OF_RUN, RECORDS
 
 
 @dataclass(frozen=True)
@@ -34,7 +47,6 @@ class Old:
     checkpoint: Checkpoint | None = None  # that is continued
     saved: Saved | None = None  # its training state
     own: bool = True  # it is this run's, here or in the mirror
-    damaged: tuple[Path, ...] = ()  # newer checkpoints that are not whole
     given: Checkpoint | None = None  # of `init_from`, if a new run starts
 
     @property
@@ -73,41 +85,49 @@ class Old:
         return str(path) if is_asked_for and sha256_file(path) == self.saved.data.get("tokenizer_sha256") else None
 
 
-def require_own_mirror(run_dir: Path, mirror: Mirror) -> None:
-    """Raises CheckpointError if the mirror holds the copies of another run whose folder has the same last name."""
-    theirs, ours = newest_state(mirror.dir), newest_state(run_dir)
-    if theirs is None:
-        return
-    place = mirror.lease.read().get("run_dir")
-    spelled = theirs.config.get("output_dir") or Path("runs") / mirror.dir.name
-    if ours is not None:
-        is_other = ours.state.run_id != theirs.state.run_id
-    else:  # the local folder was lost with its machine, or this is a new run
-        is_other = not leads_to(str(spelled), place, run_dir)
-    if is_other:
-        named = f"--output_dir {place or spelled}"
-        raise CheckpointError(
-            f"{mirror.dir} holds the copies of another run ({named}), not of {run_dir}. Give this one a "
-            f"--checkpoint_dir or an --output_dir of its own; to continue the other, train {named}."
-        )
+def look(config: Config, mirror: Mirror | None, will_train: bool = True) -> Old:
+    """What was there before. `will_train`: this session cleans up after one that was killed.
 
-
-def leads_to(spelled: str, place: Any, run_dir: Path) -> bool:
-    """Whether a run was trained in `run_dir`, which is empty now. Its `--output_dir` was `spelled`, and its folder was
-    `place` (None: not known).
-
-    The same absolute path is the same folder. The same relative path counts as the same folder, too: the working
-    directory may be another one on this machine. It does not count if the run is still at `place`, or if the path
-    begins with "..".
+    Raises ConfigError or CheckpointError if a folder is not this run's, cannot be used, or holds nothing whole.
     """
-    if place == os.path.abspath(run_dir):
-        return True
-    way = os.path.normpath(os.path.expanduser(spelled))
-    if way != os.path.normpath(run_dir):
-        return False
-    if not isinstance(place, str):
-        return True
-    return Path(way).parts[:1] not in ((), ("..",)) and not step_folders(Path(place) / "checkpoints")
+    if config.resume == "never":
+        require_movable(config.run_dir)
+    if mirror is not None:
+        try:
+            require_own(mirror, config)
+        except OSError as problem:
+            raise ConfigError(
+                f"--checkpoint_dir {mirror.root} cannot be read ({problem.strerror}). Mount the Drive again, or leave "
+                f"--checkpoint_dir out to train without copies."
+            ) from None
+    if will_train:
+        tidy(config.run_dir)
+    old = find_old(config, mirror)
+    if mirror is not None:
+        mirror.require_usable()  # again: in a mirror that has gone meanwhile, there seem to be no copies
+    return old
+
+
+def require_own(mirror: Mirror, config: Config) -> None:
+    """Raises ConfigError or CheckpointError if the mirror is not there, or is not this run's."""
+    require_ours(mirror.dir, "--checkpoint_dir")
+    mirror.require_usable()
+    if config.resume == "never":
+        require_movable(mirror.dir)
+        return
+    mirror.known = {copy.name for copy in step_folders(mirror.dir)}
+    theirs, ours = mirror.marker(), newest_state(config.run_dir)
+    spelled = str(theirs.get("output_dir"))
+    if ours is not None:
+        is_other = theirs.get("run_id") not in (None, ours.state.run_id)
+    else:  # the run folder was lost with its machine, or this is a new run; the working directory may be another one
+        is_other = bool(theirs) and os.path.normpath(spelled) != os.path.normpath(config.run_dir)
+    if is_other:
+        raise CheckpointError(
+            f"{mirror.dir} holds the copies of another run (--output_dir {spelled}), not of {config.run_dir}. Give "
+            f"this one a --checkpoint_dir or an --output_dir of its own; to continue the other, train --output_dir "
+            f"{spelled}."
+        )
 
 
 def newest_state(run_dir: Path) -> Saved | None:
@@ -118,17 +138,16 @@ def newest_state(run_dir: Path) -> Saved | None:
     return None
 
 
-def find_old(config: Config, mirror_dir: Path | None) -> Old:
+def find_old(config: Config, mirror: Mirror | None) -> Old:
     """The newest whole checkpoint here or in the mirror, or the one that `resume_from` asks for; else the weights of
     `init_from`.
 
     Raises CheckpointError if there are checkpoints and none is whole, or if the folder holds a run that did not start
     from `resume_from` or `init_from`.
     """
-    parents = [config.run_dir, mirror_dir] if config.resume != "never" else []
-    folders = step_folders(*(parent / "checkpoints" for parent in parents if parent is not None))
+    places = [config.run_dir / "checkpoints", *([mirror.dir] if mirror is not None else [])]
     try:
-        newest = newest_valid(folders)
+        newest = newest_valid(*places) if config.resume != "never" else None
     except CheckpointError as problem:
         raise CheckpointError(
             f"{problem}\nNothing was changed or deleted. If there are copies elsewhere, put them back; --resume never "
@@ -138,7 +157,7 @@ def find_old(config: Config, mirror_dir: Path | None) -> Old:
         asked = open_checkpoint(config.resume_from) if config.resume_from else None
         given = open_checkpoint(config.init_from) if config.init_from else None
         return Old(asked, read_state(asked) if asked else None, own=False, given=given)
-    old = Old(newest, read_state(newest), damaged=tuple(folders[: folders.index(newest.path)]))
+    old = Old(newest, read_state(newest))
     assert old.saved is not None
     if config.init_from and resolved(config.init_from) != old.saved.state.initialized_from:
         raise CheckpointError(
@@ -210,28 +229,43 @@ def print_changes(saved: dict[str, Any], trainer: Trainer) -> None:
             print(f"  changed: {key} {value} -> {now[key]} ({sources.get(key, '')})")
 
 
-def bring_back_files(checkpoint: Checkpoint, run_dir: Path, mirror_dir: Path | None) -> None:
-    """Copy metrics, samples and best weights that belong to a checkpoint from elsewhere into the run folder: from the
-    mirror, for instance, if another machine has trained on. A best/ that was lost here comes back from the mirror."""
-    source = checkpoint.path.resolve().parent  # of best/, or of a folder of checkpoints
-    if source.name == "checkpoints":
-        source = source.parent
-    folders = []
-    if source.resolve() != run_dir.resolve():
+def bring_back(checkpoint: Checkpoint, run_dir: Path, mirror: Mirror | None) -> None:
+    """Copy into the run folder what belongs to a checkpoint from elsewhere (a mirror, another run): itself, the records
+    of its run, its best weights. Best weights that were lost here come back from the mirror."""
+    folder = checkpoint.path.resolve()
+    parent = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
+    wanted: dict[Path, Path] = {}
+    best: list[Path] = []
+    if parent != run_dir.resolve():
+        best = [run_dir / BEST, parent / BEST, *parent.glob(f"{BEST}_*")]
+        records = folder / OF_RUN if (folder / OF_RUN).is_dir() else parent
         run_dir.mkdir(parents=True, exist_ok=True)
-        for name in MIRRORED_FILES:
-            if (source / name).exists():
+        for name in RECORDS:
+            if (records / name).is_file():
                 with atomic_write(run_dir / name) as file:
-                    file.write((source / name).read_bytes())
-        folders.append(source / "best")
-        if STEP_NAME.fullmatch(checkpoint.path.name):
-            folders.append(source / "checkpoints" / checkpoint.path.name)
-    elif mirror_dir is not None and problems_of(run_dir / "best"):
-        source = mirror_dir
-        folders.append(source / "best")
-    for folder in folders:
-        if folder.is_dir() and (problem := copy_checkpoint(folder, run_dir / folder.relative_to(source))):
-            print(f"Warning: {folder} could not be copied to {run_dir} ({problem}); the training goes on.")
+                    file.write((records / name).read_bytes())
+        if STEP_NAME.fullmatch(folder.name):
+            wanted[run_dir / "checkpoints" / f"step_{step_of(folder):08d}"] = folder
+    elif mirror is not None and problems_of(run_dir / BEST):
+        best = mirror.best_copies()
+    scores = {path: score for path in best if (score := standing(path)) is not None and not problems_of(path)}
+    if scores:
+        wanted[run_dir / BEST] = reduce(lambda a, b: b if beats(scores[b], scores[a]) else a, scores)
+    for target, source in wanted.items():
+        if target == source:
+            continue
+        temporary = target.with_name(f".tmp-{target.name}")
+        try:
+            target.parent.mkdir(exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(OF_RUN))
+            if problems := problems_of(temporary):
+                raise OSError("; ".join(problems))
+            publish(temporary, target)
+        except OSError as problem:
+            shutil.rmtree(temporary, ignore_errors=True)
+            reason = problem.strerror or problem
+            print(f"Warning: {source} could not be copied to {run_dir} ({reason}); the training goes on.")
 
 
 def require_tokenizer(checkpoint: Checkpoint, data: TokenData) -> None:
@@ -242,3 +276,132 @@ def require_tokenizer(checkpoint: Checkpoint, data: TokenData) -> None:
             f"The data was not tokenized with the tokenizer of {checkpoint.path}. Tokenize it with: python "
             f"tokenize_local_bpe.py --input my_text.txt --tokenizer_file {tokenizer_path}"
         )
+
+
+def start_or_resume(run: Run, old: Old) -> None:
+    """Continue the run of `old` if there is one, else start it.
+
+    Raises CheckpointError if what is there belongs to another model or other data.
+    """
+    trainer, config = run.trainer, run.trainer.config
+    state = on_rank_0(lambda: open_run(run, old))
+    most = last_step(state.step, state.sequences_seen, trainer.data.windows, config)
+    if state.cooldown is not None and not state.cooldown.is_for(config.minutes, most):
+        state = replace(state, cooldown=None)  # the length that was asked for has changed
+    run.state = state = replace(state, max_steps=planned_steps(trainer, state))
+    run.saved_step = state.step
+    share_rank_0(run)
+    # As the last step left it: what is saved before the next one is then what was saved there.
+    first = state.cooldown.first if state.cooldown else None
+    lr = learning_rate(max(state.step - 1, 0), state.max_steps, config, first)
+    apply_hyperparameters(trainer.optimizer, lr, config)
+
+
+def planned_steps(trainer: Trainer, state: TrainState) -> int:
+    """Steps that the run takes in all: no more than now if it has stopped early."""
+    if has_stopped_early(state.worse, trainer.config):
+        return state.step
+    if state.cooldown is not None:
+        return state.cooldown.last
+    return last_step(state.step, state.sequences_seen, trainer.data.windows, trainer.config)
+
+
+def open_run(run: Run, old: Old) -> TrainState:
+    """Continue the run that the folders hold, or set it aside and start a new one. Returns where the run stands."""
+    config, mirror = run.trainer.config, run.mirror
+    state = restore(run, old) if old.checkpoint is not None else new_state(run, old)
+    if config.resume == "never":  # last: the new weights may come from the old run
+        for folder in [run.dir] if mirror is None else [run.dir, mirror.dir]:
+            set_aside(folder)
+    run.dir.mkdir(parents=True, exist_ok=True)
+    return state
+
+
+def new_state(run: Run, old: Old) -> TrainState:
+    """That of a run which starts now: with trained weights if `init_from` names some."""
+    trainer, mirror, state = run.trainer, run.mirror, run.state
+    if old.given is not None:
+        require_tokenizer(old.given, trainer.data)
+        if lora_of(trainer.model) is None:  # else the model has them as its base
+            old.given.load_weights(trainer.model)
+        print(f"Starting from the weights of {old.given.path}.")
+        state = replace(state, initialized_from=resolved(str(trainer.config.init_from)))
+    if mirror is not None:
+        if trainer.config.resume != "never":  # a session that has begun this run may only be asleep
+            state = replace(state, run_id=mirror.marker().get("run_id") or state.run_id)
+        print(
+            f"Copies     go to {mirror.dir}. There are none of this run yet: if there should be, stop and mount the "
+            f"disk they are on."
+        )
+    return state
+
+
+def restore(run: Run, old: Old) -> TrainState:
+    """Load everything that a checkpoint holds, and print what changed since."""
+    trainer, checkpoint, saved = run.trainer, old.checkpoint, old.saved
+    assert checkpoint is not None and saved is not None
+    state, asked = saved.state, trainer.config.resume_from
+    require_the_same(checkpoint, saved, trainer)
+    for folder in step_folders(run.dir / "checkpoints"):
+        if step_of(folder) >= step_of(checkpoint.path) and folder.resolve() != checkpoint.path.resolve() and old.own:
+            quarantine(folder)  # damaged: else the run would continue from it
+    checkpoint.load_weights(trainer.model)
+    checkpoint.load_optimizer(trainer.optimizer)
+    if saved.scaler and trainer.scaler.is_enabled():
+        trainer.scaler.load_state_dict(saved.scaler)
+    bring_back(checkpoint, run.dir, run.mirror)
+    epoch = state.sequences_seen / epoch_sequences(trainer.data.windows, trainer.config)
+    print(f"Continuing from {checkpoint.path}: step {state.step:,}, epoch {epoch:.2f}.")
+    print_changes(saved.config, trainer)
+    best_val_loss, best_step, best_windows = best_of(run)
+    return replace(
+        state,
+        run_id=state.run_id if old.own else run.state.run_id,
+        resumed_from=resolved(asked) if asked else state.resumed_from,
+        best_val_loss=best_val_loss,
+        best_step=best_step,
+        best_windows=best_windows,
+    )
+
+
+def best_of(run: Run) -> tuple[float | None, int, int | None]:
+    """Validation loss, step and validation windows of the weights in best/, which later weights have to beat."""
+    if not (run.dir / "best").exists():
+        return None, 0, None
+    try:
+        saved = read_state(open_checkpoint(run.dir / "best"))
+    except CheckpointError as problem:
+        print(f"Warning: {problem} The next evaluation replaces it.", file=sys.stderr)
+        return None, 0, None
+    best = saved.state
+    return best.best_val_loss, best.step, best.best_windows
+
+
+def share_rank_0(run: Run) -> None:
+    """Give all processes what rank 0 has loaded. Raises CheckpointError if this run was begun on another machine than
+    that of rank 0."""
+    if count() == 1:
+        return
+    trainer = run.trainer
+    trainer.scaler.load_state_dict(on_rank_0(trainer.scaler.state_dict))
+    broadcast_tensors(list(trainer.model.state_dict().values()))
+    if trainer.config.is_sharded:
+        shard_trainer(trainer)
+    else:
+        broadcast_tensors(list(trainer.optimizer.tensors().values()))
+    own = step_folders(run.dir / "checkpoints") if trainer.config.resume == "auto" else []
+    (is_elsewhere,) = any_process(bool(own) and run.state.step == 0)
+    if is_elsewhere:
+        raise CheckpointError(
+            f"There are checkpoints in {run.dir} on one of the machines, and none on that of process 0, which "
+            f"reads and writes them. Give torchrun --node_rank=0 on the machine that has them, or --resume never "
+            f"to start over."
+        )
+
+
+def shard_trainer(trainer: Trainer) -> None:
+    """Divide the model, and the optimizer's state that rank 0 has loaded, among the processes."""
+    loaded = trainer.optimizer.loaded
+    shard(trainer.model, trainer.hardware)
+    trainer.optimizer = build_optimizer(trainer.model, trainer.config)
+    trainer.optimizer.take_rows(loaded)

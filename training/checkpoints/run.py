@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
 from common.checkpoint import (
+    BEST,
     BYTES_A_PARAMETER,
+    KEEP,
     Checkpoint,
     Snapshot,
-    prune,
+    delete_folder,
+    step_folders,
     stored_config,
     stored_weights,
-    take_snapshot,
     write_checkpoint,
 )
 from common.errors import CheckpointError, is_out_of_memory
-from common.files import STEP_NAME
 from common.machine import available_ram
 from common.output import log
 from common.script import is_rank_0
+from common.tensors import on_host
 from training.checkpoints.interruption import Interruption
-from training.checkpoints.lease import TakenOver
 from training.checkpoints.mirror import Mirror
 from training.checkpoints.state import Saved, TrainState
 from training.machine.processes import all_reduce_sum, any_process, broadcast_tensors, on_rank_0
@@ -40,7 +40,8 @@ SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
 
 
 class Run:
-    """A run folder, the mirror with its copies, and what is saved there of `parts` and `state`."""
+    """A run folder, the mirror with its copies, and what is saved there of `trainer` and `state`. A thread writes one
+    checkpoint at a time while the training goes on; if it fails, the next save, or the end, raises its error."""
 
     def __init__(self, trainer: Trainer, mirror: Mirror | None = None):
         """Touches no file. The state is that of a new run; `start_or_resume` may replace it."""
@@ -49,16 +50,14 @@ class Run:
         self.state = TrainState(max_steps=last_step(0, 0, trainer.data.windows, config))
         self.dir = config.run_dir
         self.mirror = mirror  # of rank 0
-        self.saver = Saver(self.mirror.wake if self.mirror else lambda: None)
         self.saved_step = 0  # of the newest checkpoint
         self.last_saved = time.monotonic()
         self.is_due = False  # a checkpoint that could not be written when it was due
         self.best_is_new = False  # the best weights so far are not saved yet
-
-    @property
-    def taken_over(self) -> TakenOver | None:
-        """Set once another session has taken the mirror over: this one stops."""
-        return self.mirror.taken_over if self.mirror is not None else None
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self.under_way: Future[None] | None = None
+        self.write_seconds: float | None = None  # of the last folder that was written
+        self.seconds_held = 0.0  # how long the training has waited for saves, in all
 
     @property
     def epoch(self) -> float:
@@ -72,10 +71,11 @@ class Run:
     @contextlib.contextmanager
     def saving(self, interruption: Interruption | None = None) -> Iterator[None]:
         """Save and copy in the background of what happens inside; at its end, wait until that is done, for a shorter
-        time once somebody has pressed stop."""
-        self.saver.begin()
+        time once somebody has pressed stop. Raises CheckpointError if a save failed, or if another session has copied a
+        newer state."""
+        self.thread.submit(int).result()  # start the thread now: later there may be no memory for it
         if self.mirror is not None:
-            self.mirror.begin(self.state.run_id, self.checkpoint_bytes)
+            self.mirror.begin(self.state.run_id)
         try:
             yield
         except KeyboardInterrupt:  # stop at once
@@ -88,26 +88,34 @@ class Run:
             raise
         else:
             self.finish(interruption)
-            on_rank_0(self.require_not_taken_over)
         finally:
-            try:
-                self.saver.close()
-            finally:
-                if self.mirror is not None:
-                    self.mirror.close()
+            self.thread.shutdown(cancel_futures=True)
+            if self.mirror is not None:
+                self.mirror.close()
+        on_rank_0(self.require_not_overtaken)
 
-    def require_not_taken_over(self) -> None:
-        """Raises TakenOver."""
-        if self.taken_over is not None:
-            raise self.taken_over
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether another session has copied a newer state: this one stops."""
+        return self.mirror is not None and self.mirror.overtaken is not None
+
+    def require_not_overtaken(self) -> None:
+        if self.mirror is not None and self.mirror.overtaken is not None:
+            raise self.mirror.overtaken
 
     def finish(self, interruption: Interruption | None) -> None:
         """Wait for the save under way, and a limited time for the mirror. Raises CheckpointError if a save fails."""
         try:
-            self.saver.finish()
+            self.wait_for_save()
         finally:
             if self.mirror is not None:
                 self.mirror.finish(interruption)
+
+    def wait_for_save(self) -> None:
+        """Raises CheckpointError if it fails."""
+        if self.under_way is not None:
+            under_way, self.under_way = self.under_way, None
+            under_way.result()
 
     def checkpoint_due(self) -> bool:
         """Whether this step is one of those that the configuration wants saved, by steps, epochs or minutes."""
@@ -123,7 +131,8 @@ class Run:
     def save_is_due(self) -> bool:
         """Whether there is something to be saved at this step; waits for no GPU. Clocks differ: what is due on one rank
         is due on all. Raises CheckpointError if the last save failed."""
-        self.saver.check()
+        if self.under_way is not None and self.under_way.done():
+            self.wait_for_save()
         (self.is_due,) = any_process(self.is_due or self.checkpoint_due())
         return self.is_due or self.best_is_new
 
@@ -137,7 +146,7 @@ class Run:
         total = torch.stack([local(parameter.detach()).sum() for parameter in trainer.model.parameters()]).sum()
         if not torch.isfinite(all_reduce_sum(total) if trainer.config.is_sharded else total):
             raise diverged(state.step, self.saved_step, "a weight is not finite")
-        folders = [self.dir / "best"] if self.best_is_new else []
+        folders = [self.dir / BEST] if self.best_is_new else []
         if not best_only:
             folders.append(self.dir / "checkpoints" / f"step_{state.step:08d}")
             self.saved_step = state.step
@@ -145,11 +154,41 @@ class Run:
             self.is_due = False
         self.best_is_new = False
         if trainer.config.is_sharded and is_rank_0():
-            self.saver.finish()  # what it writes and what is gathered would be in memory together
+            self.wait_for_save()  # what it writes and what is gathered would be in memory together
         weights, optimizer = self.gathered()
         if is_rank_0():
-            take = functools.partial(self.snapshot, weights, optimizer)
-            self.saver.save(folders, take, self.checkpoint_bytes)
+            began = time.perf_counter()
+            self.wait_for_save()
+            if (snapshot := self.copied(weights, optimizer)) is not None:
+                self.under_way = self.thread.submit(self.write, folders, snapshot)
+            else:  # the training waits until the weights themselves are written
+                self.write(folders, self.snapshot(weights, optimizer, copy=False))
+            self.seconds_held += time.perf_counter() - began
+
+    def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
+        """Write a snapshot to each of the folders, and delete old checkpoints."""
+        for folder in folders:
+            began = time.perf_counter()
+            write_checkpoint(folder, snapshot)
+            self.write_seconds = time.perf_counter() - began
+            if folder.name != BEST:
+                for old in step_folders(folder.parent)[KEEP:]:
+                    delete_folder(old)
+                log.info(f"Saved {folder}")
+        if self.mirror is not None and not self.state.finished:  # a finished run is copied with its summary
+            self.mirror.wake()
+
+    def copied(self, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> Snapshot | None:
+        """A snapshot that stays as it is while the training goes on; None if there is too little memory for one."""
+        free = available_ram()
+        if free is not None and self.checkpoint_bytes > SNAPSHOT_SHARE * free:
+            return None
+        try:
+            return self.snapshot(weights, optimizer, copy=True)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
 
     @contextlib.contextmanager
     def best_weights(self) -> Iterator[None]:
@@ -159,7 +198,7 @@ class Run:
         current = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         try:
             whole = unsharded_copy(model, torch.device("cpu")) if is_sharded(model) else model
-            on_rank_0(lambda: Checkpoint(self.dir / "best").load_weights(whole))
+            on_rank_0(lambda: Checkpoint(self.dir / BEST).load_weights(whole))
             if whole is model:
                 broadcast_tensors(list(model.state_dict().values()))
             else:
@@ -180,72 +219,5 @@ class Run:
         trainer, metadata = self.trainer, self.trainer.data.metadata
         copy = copy and not trainer.config.is_sharded  # gathered tensors are copies
         config = stored_config(trainer.model, metadata.tokenizer_type, metadata.chat_template)
-        saved = Saved(self.state, trainer.scaler.state_dict(), trainer.data.fingerprint, trainer.resolved())
-        return take_snapshot(weights, optimizer, trainer.data.tokenizer_file, config, saved.to_json(), copy)
-
-
-class Saver:
-    """One save at a time. If it fails, the next call of `save`, `check` or `finish` raises its error."""
-
-    def __init__(self, saved: Callable[[], None] = lambda: None):
-        self.saved = saved  # called after each save, by the thread that made it
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
-        self.under_way: Future[None] | None = None
-        self.write_seconds: float | None = None  # of the last folder that was written
-        self.seconds_held = 0.0  # how long the training has waited for saves, in all
-        self.closed = False
-
-    def begin(self) -> None:
-        """Start the thread now: later there may be no memory for it."""
-        self.thread.submit(int).result()
-
-    def save(self, folders: Sequence[Path], take: Callable[[bool], Snapshot], size: int) -> None:
-        """Write the snapshot that `take(copy)` returns to each of the folders. `size`: about how many bytes it has.
-
-        If there is too little memory for a copy, the training waits until the weights themselves are written.
-        """
-        began = time.perf_counter()
-        self.finish()
-        free, snapshot = available_ram(), None
-        if free is None or size <= SNAPSHOT_SHARE * free:
-            try:
-                snapshot = take(True)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-        if snapshot is not None:
-            self.under_way = self.thread.submit(self.write, folders, snapshot)
-        else:
-            self.write(folders, take(False))
-        self.seconds_held += time.perf_counter() - began
-
-    def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
-        for folder in folders:
-            began = time.perf_counter()
-            write_checkpoint(folder, snapshot, self.go_on)
-            self.write_seconds = time.perf_counter() - began
-            if STEP_NAME.fullmatch(folder.name):
-                prune(folder.parent)
-                log.info(f"Saved {folder}")
-        self.saved()
-
-    def go_on(self) -> None:
-        """Raises CheckpointError after `close`: the folder may be another run's by now."""
-        if self.closed:
-            raise CheckpointError("The save was canceled.")
-
-    def check(self) -> None:
-        """Raises CheckpointError if the last save failed. Does not wait."""
-        if self.under_way is not None and self.under_way.done():
-            self.finish()
-
-    def finish(self) -> None:
-        """Wait for the save under way. Raises CheckpointError if it fails."""
-        if self.under_way is not None:
-            under_way, self.under_way = self.under_way, None
-            under_way.result()
-
-    def close(self) -> None:
-        """Cancel the save under way, and end the thread."""
-        self.closed = True
-        self.thread.shutdown(wait=True, cancel_futures=True)
+        saved = Saved(self.state, trainer.scaler.state_dict(), trainer.data.fingerprint, trainer.resolved()).to_json()
+        return Snapshot(on_host(weights, copy), on_host(optimizer, copy), trainer.data.tokenizer_file, config, saved)

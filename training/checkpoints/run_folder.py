@@ -9,15 +9,13 @@ import os
 import shutil
 from pathlib import Path
 
-from common.checkpoint import step_folders
+from common.checkpoint import clean_up, step_folders
 from common.errors import CheckpointError, ConfigError
-from common.files import FolderLock, holder, read_json, restore_interrupted, session, write_json
-from training.checkpoints.lease import MARKER, STAGING
+from common.files import FolderLock, holder, read_json, session, write_json
+from training.checkpoints.mirror import MARKER
 from training.config import MODEL_KEYS, is_resolved
 from training.numbers.step import Trainer
-from training.reports.records import CONFIG, CURVE, METRICS, SAMPLES, SAMPLES_TABLE, SUMMARY
-
-FILES = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY, MARKER)
+from training.reports.records import CONFIG, RECORDS
 
 
 def write_config(trainer: Trainer) -> None:
@@ -36,7 +34,7 @@ def require_ours(folder: Path, flag: str) -> None:
     if not existing.is_dir():
         kind = "a file" if existing.exists() else "a link to nothing"
         raise ConfigError(f"{folder} ({flag}) cannot be a folder, because {existing} is {kind}: choose another {flag}.")
-    if not folder.exists() or (folder / MARKER).exists() or step_folders(folder / "checkpoints"):
+    if not folder.exists() or (folder / MARKER).exists() or step_folders(folder / "checkpoints", folder):
         return
     with contextlib.suppress(ConfigError):
         if is_resolved(read_json(folder / CONFIG, ConfigError)):
@@ -50,16 +48,15 @@ def require_ours(folder: Path, flag: str) -> None:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a killed process left this: an unfinished file of a run, as `atomic_write` names it, or the folder that a
-    session wrote in."""
-    return name.startswith(STAGING) or any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in FILES)
+    """Whether a killed process left this: an unfinished file of a run, as `atomic_write` names it."""
+    return any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in (*RECORDS, MARKER))
 
 
-def tidy(run_dir: Path, truncate: bool = False) -> None:
-    """Clean up after a process that was killed while it wrote into a run folder. `truncate` is that of `discard`."""
-    with contextlib.suppress(OSError):  # a Drive that is not there: the first copy tells it
-        restore_interrupted(run_dir, truncate)
-        restore_interrupted(run_dir / "checkpoints", truncate)
+def tidy(run_dir: Path) -> None:
+    """Clean up after a process that was killed while it wrote into a run folder."""
+    with contextlib.suppress(OSError):  # there is none, or it is read-only: the first save tells that
+        clean_up(run_dir)
+        clean_up(run_dir / "checkpoints")
         for path in run_dir.iterdir():
             if is_leftover(path.name) and path.is_file():
                 path.unlink(missing_ok=True)

@@ -56,7 +56,7 @@ class Costs:
 
 def ending_seconds(run: Run) -> float:
     """Seconds to write, and to copy, what the last step leaves: as measured, or else by its size."""
-    write = run.saver.write_seconds
+    write = run.write_seconds
     if write is None:
         write = run.checkpoint_bytes / WRITE_BYTES_PER_SECOND
     if run.mirror is not None:

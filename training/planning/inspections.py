@@ -21,9 +21,8 @@ from common.lora import lora_of
 from common.machine import available_ram
 from common.output import byte_size, clock, si
 from training.checkpoints.mirror import COPIES, Mirror
-from training.checkpoints.resume import Old, require_the_same
+from training.checkpoints.resume import Old, planned_steps, require_the_same
 from training.checkpoints.run import Run
-from training.checkpoints.start import planned_steps
 from training.machine.hardware import Hardware
 from training.machine.processes import on_rank_0
 from training.machine.sharding import is_sharded, unsharded_copy
@@ -193,10 +192,10 @@ def time_save(run: Run, weights: dict[str, torch.Tensor], optimizer: dict[str, t
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        write_checkpoint(folder / "best", run.snapshot(weights, optimizer, copy=False))
-        if problems := problems_of(folder / "best"):
+        write_checkpoint(folder / "step", run.snapshot(weights, optimizer, copy=False))
+        if problems := problems_of(folder / "step"):
             raise CheckpointError(f"A checkpoint written below {parent} is damaged: {'; '.join(problems)}.")
-        checkpoint = Checkpoint(folder / "best")
+        checkpoint = Checkpoint(folder / "step")
         model = run.trainer.model
         checkpoint.load_weights(unsharded_copy(model, torch.device("cpu")) if is_sharded(model) else model)
         checkpoint.load_optimizer(run.trainer.optimizer)

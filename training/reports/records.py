@@ -33,7 +33,15 @@ SAMPLES = "samples.jsonl"
 SAMPLES_TABLE = "samples.md"  # drawn from SAMPLES, for people
 CURVE = "loss_curve.png"
 SUMMARY = "summary.md"
+RECORDS = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY)
+OF_RUN = "run"  # the folder that holds them in a copy below --checkpoint_dir
 Count = Annotated[int, Field(ge=0, lt=10**15)]
+
+
+def records_in(folder: Path) -> Path:
+    """Where the records of a run are: in its run folder, or, in a mirror, in the newest copy."""
+    copies = sorted(folder.glob(f"step_*/{OF_RUN}"))
+    return copies[-1] if copies and not (folder / CONFIG).exists() else folder
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -73,6 +81,8 @@ def rewind(run_dir: Path, step: int) -> None:
         (run_dir / SUMMARY).unlink()
     for name in (METRICS, SAMPLES, SAMPLES_TABLE):
         path = run_dir / name
+        if not path.is_file():
+            continue
         try:
             content = path.read_bytes()
             if name == SAMPLES_TABLE:  # of what is left of the samples
@@ -84,8 +94,6 @@ def rewind(run_dir: Path, step: int) -> None:
             if kept != content:
                 with atomic_write(path) as file:
                     file.write(kept)
-        except FileNotFoundError:  # there is none yet
-            continue
         except OSError as problem:
             print(f"Warning: {path} cannot be brought back to step {step:,} ({reason(problem)}); the training goes on.")
 
@@ -111,11 +119,15 @@ def step_of(line: str) -> float:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, none if it cannot be read. Torn lines are skipped: a full disk can leave one."""
-    try:
-        lines = (run_dir / METRICS).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # there is none yet, or it cannot be read, of which the run has warned
-        lines = []
+    lines: list[str] = []
+    with contextlib.suppress(OSError):  # of which the run has warned
+        lines = lines_of(run_dir / METRICS)
     return [json.loads(line) for line in lines if step_of(line) < math.inf]
+
+
+def lines_of(path: Path) -> list[str]:
+    """Of a regular file; none if there is none. A device may have no end. Raises OSError if it cannot be read."""
+    return path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
 
 
 def draw_curve(rows: list[dict[str, Any]], path: Path) -> None:
@@ -141,12 +153,8 @@ def sample_line(sample: Sample) -> str:
 def read_samples(run_dir: Path) -> list[Sample]:
     """The evaluations of a run, in order. Lines that are torn or hold something else are skipped. Raises OSError for a
     file that is there and cannot be read."""
-    try:
-        lines = (run_dir / SAMPLES).read_text(encoding="utf-8", errors="replace").split("\n")
-    except FileNotFoundError:
-        return []
     samples = []
-    for line in lines:
+    for line in lines_of(run_dir / SAMPLES):
         with contextlib.suppress(ValueError, RecursionError):
             samples.append(build(Sample, json.loads(line)))
     return samples

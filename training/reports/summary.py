@@ -30,7 +30,7 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
         facts["Speed"] = f"{si(timer.tokens_per_second)} tokens/s while training"
     if peak := hardware.peak_memory():
         facts["Peak memory"] = f"{peak / 1e9:.2f} GB"
-    facts["Saving"] = f"held this session for {run.saver.seconds_held:.1f} s of its {clock(timer.session_seconds)}"
+    facts["Saving"] = f"held this session for {run.seconds_held:.1f} s of its {clock(timer.session_seconds)}"
     if (units := timer.compute_units) is not None:
         facts["Compute units"] = f"{units:.2f}"
     if evaluated := [row for row in read_metrics(run.dir) if "val_loss" in row]:

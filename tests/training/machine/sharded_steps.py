@@ -18,8 +18,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 import torch
 from torch._dynamo.utils import counters
 
-from training.checkpoints.resume import find_old
-from training.checkpoints.start import shard_trainer
+from training.checkpoints.resume import find_old, shard_trainer
 from training.config import parse_config
 from training.machine.compilation import compile_model
 from training.machine.processes import count, process_group, rank

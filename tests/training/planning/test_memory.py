@@ -27,7 +27,7 @@ from tests.helpers import ALPHABET, CPU, ROOT, estimated, rows_of, trainer_of, w
 from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
 from training.checkpoints.resume import Old
-from training.checkpoints.run import Saver
+from training.checkpoints.run import Run
 from training.config import Config, parse_config
 from training.machine import hardware as hardware_module
 from training.numbers import evaluate as evaluate_module
@@ -405,16 +405,16 @@ def test_memory_that_runs_out_in_a_save_ends_the_training(
     fails: int, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A smaller micro-batch would not help, and nothing would save this step again."""
-    original, saves = Saver.write, list[int]()
+    original, saves = Run.write, list[int]()
 
-    def write(saver: Saver, *args: Any) -> None:
+    def write(run: Run, *args: Any) -> None:
         saves.append(len(saves) + 1)
         if len(saves) == fails:
             raise MemoryError
-        original(saver, *args)
+        original(run, *args)
 
     save_at_once(monkeypatch)
-    monkeypatch.setattr(Saver, "write", write)
+    monkeypatch.setattr(Run, "write", write)
     result = train(tmp_path / "run", eval_interval=0)
     assert result.code == 5 and "same batch again" not in result.out
     assert steps_of(tmp_path / "run") == [6 * step for step in range(fails - 1, 0, -1)][:2]
