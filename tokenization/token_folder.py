@@ -202,9 +202,16 @@ def folder_of_text(text: str, tokenizer: str, vocab_size: int) -> str:
 
 def require_tokens_of(folder: Path, inputs: Sequence[str], sources: Sequence[Source], kind: str) -> None:
     """Raises DataError if a folder has tokens of another kind, or of other files than `sources` (those of `inputs`),
-    compared by names and sizes."""
+    compared by names and sizes, or tokens that have lost their metadata."""
     files = [{"name": source.name, "size": source.size} for source in sources]
-    for path in metadata_files(folder):
+    there = metadata_files(folder)
+    lost = [] if there or holds_unfinished(folder) else sorted(path.name for path in folder.glob("*.bin*"))
+    if lost:
+        raise DataError(
+            f"{folder} holds {', '.join(lost)} without the metadata. The tokens stay, because a run may need them. "
+            f"Put their *_metadata.json back, or name another --data_dir."
+        )
+    for path in there:
         metadata = TokenMetadata.read(path)
         if metadata.tokenizer_type != kind or list(metadata.source_files) != files:
             raise holds_others(metadata, f"not {kind} tokens of {', '.join(inputs)} as it is now")

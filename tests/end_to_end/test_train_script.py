@@ -491,6 +491,17 @@ def test_names_that_are_not_utf8(train: Callable, tmp_path: Path, monkeypatch: p
         assert result.code == 2 and r"'caf\udce9' is not UTF-8" in result.err
 
 
+def test_tokens_that_lost_their_metadata_are_not_replaced(train: Callable, tmp_path: Path) -> None:
+    (tmp_path / "my.txt").write_text(generated_text(3_000))
+    tokenize([str(tmp_path / "my.txt")], tmp_path / "tokens", vocab_size=300, quiet=True)
+    (tmp_path / "tokens" / "tokens_bpe_metadata.json").unlink()
+    before = snapshot(tmp_path / "tokens")
+    (tmp_path / "other.txt").write_text(generated_text(3_000, seed=1))
+    result = train(tmp_path / "run", data_dir=tmp_path / "tokens", input=tmp_path / "other.txt")
+    assert result.code == 3 and "tokens_bpe.bin without the metadata" in result.err
+    assert snapshot(tmp_path / "tokens") == before
+
+
 @pytest.mark.parametrize(
     "given",
     ["another name", "same name", "same name and size", "folder", "pattern", "appended", "vocabulary", "characters"],

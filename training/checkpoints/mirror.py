@@ -66,7 +66,7 @@ class Mirror:
         self.closed = False
         self.has_tidied = False  # what sessions that were killed left
         self.copy_seconds: float | None = None  # of the last checkpoint that was copied
-        self.copied_at: float | None = None  # time.time() of the newest copy
+        self.copied_at: float | None = None  # time.monotonic() at which the newest copy was begun
         self.failing_since: float | None = None  # time.monotonic() at which this request failed first
         self.problem: str | None = None  # the reason why the last attempt failed
         self.overtaken: Overtaken | None = None  # this session has stopped copying
@@ -115,9 +115,6 @@ class Mirror:
     def begin(self, run_id: str) -> None:
         """Start the thread. Its first request makes up for what an earlier session could not copy."""
         self.run_id = run_id
-        with contextlib.suppress(OSError):  # the first attempt meets the same problem, and tells it
-            manifests = [folder / MANIFEST for folder in step_folders(self.dir)]
-            self.copied_at = max((path.stat().st_mtime for path in manifests), default=None)
         self.thread = threading.Thread(target=self.work, name="mirror", daemon=True)
         self.thread.start()
         self.wake()
@@ -146,12 +143,13 @@ class Mirror:
             self.bring_up_to_date()
         except Overtaken as error:
             self.overtaken = error
+            request.set()
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             if reason != self.problem:
                 log.info(
-                    f"Warning: copying to {self.dir} failed ({reason}){self.what_is_there()}. The training goes on, "
-                    f"and the copy is tried again."
+                    f"Warning: copying to {self.dir} failed ({reason}). The training goes on, and the copy is tried "
+                    f"again."
                 )
             self.problem = reason
             if self.failing_since is None and request is self.request:  # else there is more to copy than was tried
@@ -209,9 +207,9 @@ class Mirror:
     def copy_step(self, newest: Path) -> None:
         """Copy the newest checkpoint with the records of the run. Then delete old copies: those that are older than the
         newest two, up to this step."""
-        began, seconds = time.time(), time.perf_counter()
+        began = time.monotonic()
         if self.copy(newest, newest.name):
-            self.copied_at, self.copy_seconds = began, time.perf_counter() - seconds
+            self.copied_at, self.copy_seconds = began, time.monotonic() - began
             log.info(f"Copied {newest.name} to {self.dir}")
         passed = [copy for copy in step_folders(self.dir) if step_of(copy) <= step_of(newest)]
         for copy in passed[KEEP:]:
@@ -252,35 +250,28 @@ class Mirror:
             delete_folder(temporary, is_on_drive=True)
         return True
 
-    def what_is_there(self) -> str:
-        """The newest copy, for the end of a sentence; "" if there is none, or if the Drive cannot be read."""
-        with contextlib.suppress(OSError):
-            for newest in step_folders(self.dir)[:1]:
-                return f"; the newest copy there is {newest.name}"
-        return ""
-
     def status(self) -> str:
-        """How old the newest copy is, for the progress line."""
-        age = f"copy {clock(max(0.0, time.time() - self.copied_at))} old" if self.copied_at else "no copy yet"
+        """How old the newest copy of this session is, for the progress line."""
+        age = "no copy yet" if self.copied_at is None else f"copy {clock(time.monotonic() - self.copied_at)} old"
         return f"{age} ({self.problem})" if self.problem else age
 
     def finish(self, interruption: Interruption | None = None) -> None:
         """Request a last copy and wait for it: COPY_SECONDS at most, fewer once somebody has pressed stop, or until it
         has failed for LAST_ATTEMPTS_SECONDS."""
+        if self.overtaken is not None:
+            return
         self.wake()
-        began = time.monotonic()
-        has_told = False
-        while not self.request.wait(0.02) and self.overtaken is None:
-            now, failing_since = time.monotonic(), self.failing_since
+        began, patience = time.monotonic(), 1.0
+        while not self.request.wait(patience):
             limit = COPY_SECONDS_IF_STOPPED if interruption is not None and interruption.requested else COPY_SECONDS
-            if not has_told and now - began > 1.0:
-                has_told = True
+            if patience == 1.0:
                 log.info(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")
+            patience, now, failing_since = 0.02, time.monotonic(), self.failing_since
             if now - began > limit or (failing_since is not None and now - failing_since > LAST_ATTEMPTS_SECONDS):
                 log.info(
                     f"Warning: the copies in {self.dir} are not up to date "
-                    f"({self.problem or f'not done within {clock(limit)}'}){self.what_is_there()}. Nothing is missing "
-                    f"in {self.run_dir}. Once the problem is solved, the same command makes the copies."
+                    f"({self.problem or f'not done within {clock(limit)}'}). Nothing is missing in {self.run_dir}. "
+                    f"Once the problem is solved, the same command makes the copies."
                 )
                 return
 

@@ -14,6 +14,7 @@ from typing import Any
 from common.checkpoint import (
     BEST,
     Checkpoint,
+    describe_damage,
     newest_valid,
     open_checkpoint,
     problems_of,
@@ -114,28 +115,20 @@ def require_own(mirror: Mirror, config: Config) -> None:
     mirror.require_usable()
     if config.resume == "never":
         require_movable(mirror.dir)
-        return
     mirror.known = {copy.name for copy in step_folders(mirror.dir)}
-    theirs, ours = mirror.marker(), newest_state(config.run_dir)
+    theirs = mirror.marker()
     spelled = str(theirs.get("output_dir"))
-    if ours is not None:
-        is_other = theirs.get("run_id") not in (None, ours.state.run_id)
-    else:  # the run folder was lost with its machine, or this is a new run; the working directory may be another one
-        is_other = bool(theirs) and os.path.normpath(spelled) != os.path.normpath(config.run_dir)
+    # If the run folder was lost with its machine, or this is a new run. The working directory may be another one.
+    is_other = bool(theirs) and os.path.normpath(spelled) != os.path.normpath(config.run_dir)
+    for newest in step_folders(config.run_dir / "checkpoints")[:1]:
+        with contextlib.suppress(CheckpointError, OSError):  # it is damaged
+            is_other = theirs.get("run_id") not in (None, read_state(Checkpoint(newest)).state.run_id)
     if is_other:
         raise CheckpointError(
             f"{mirror.dir} holds the copies of another run (--output_dir {spelled}), not of {config.run_dir}. Give "
             f"this one a --checkpoint_dir or an --output_dir of its own; to continue the other, train --output_dir "
             f"{spelled}."
         )
-
-
-def newest_state(run_dir: Path) -> Saved | None:
-    """The training state of the newest checkpoint whose state can be read."""
-    for folder in step_folders(run_dir / "checkpoints"):
-        with contextlib.suppress(CheckpointError, OSError):
-            return read_state(Checkpoint(folder))
-    return None
 
 
 def find_old(config: Config, mirror: Mirror | None) -> Old:
@@ -353,28 +346,24 @@ def restore(run: Run, old: Old) -> TrainState:
     epoch = state.sequences_seen / epoch_sequences(trainer.data.windows, trainer.config)
     print(f"Continuing from {checkpoint.path}: step {state.step:,}, epoch {epoch:.2f}.")
     print_changes(saved.config, trainer)
-    best_val_loss, best_step, best_windows = best_of(run)
+    best = best_of(run) or TrainState()
     return replace(
         state,
         run_id=state.run_id if old.own else run.state.run_id,
         resumed_from=resolved(asked) if asked else state.resumed_from,
-        best_val_loss=best_val_loss,
-        best_step=best_step,
-        best_windows=best_windows,
+        best_val_loss=best.best_val_loss,
+        best_step=best.step,
+        best_windows=best.best_windows,
     )
 
 
-def best_of(run: Run) -> tuple[float | None, int, int | None]:
-    """Validation loss, step and validation windows of the weights in best/, which later weights have to beat."""
-    if not (run.dir / "best").exists():
-        return None, 0, None
-    try:
-        saved = read_state(open_checkpoint(run.dir / "best"))
-    except CheckpointError as problem:
-        print(f"Warning: {problem} The next evaluation replaces it.", file=sys.stderr)
-        return None, 0, None
-    best = saved.state
-    return best.best_val_loss, best.step, best.best_windows
+def best_of(run: Run) -> TrainState | None:
+    """Where the training stood that best/ is of, which later weights have to beat; None without whole best weights."""
+    best = run.dir / BEST
+    if best.exists() and (problems := problems_of(best)):
+        print(f"Warning: {describe_damage(best, problems)} The next evaluation replaces it.", file=sys.stderr)
+        return None
+    return standing(best)
 
 
 def share_rank_0(run: Run) -> None:

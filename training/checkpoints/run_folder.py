@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import itertools
 import os
 import shutil
 from pathlib import Path
@@ -87,10 +86,7 @@ def set_aside(run_dir: Path) -> None:
     if not is_there(run_dir):
         return
     folder = Path(os.path.normpath(run_dir))  # which ends in a name: `require_movable` refuses . and ..
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    candidates = (folder.with_name(f"{folder.name}.{stamp}{ending}") for ending in endings)
-    old = next(path for path in candidates if not path.exists())
+    old = folder.with_name(f"{folder.name}.{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
     try:
         os.replace(folder, old)
     except OSError as problem:  # a disk is mounted on the folder, or its disk is read-only

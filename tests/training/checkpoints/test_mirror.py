@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import shutil
 import signal
 import threading
@@ -156,9 +155,10 @@ def test_the_mirror_of_another_run_of_the_same_name_is_refused_with_both_named(t
     first, second = tmp_path / "lr1" / "run", tmp_path / "lr2" / "run"
     assert train(first, checkpoint_dir=drive).code == 0
     before = snapshot(drive)
-    result = train(second, checkpoint_dir=drive)
-    assert result.code == 4 and str(first) in result.err and str(second) in result.err
-    assert snapshot(drive) == before and not second.exists()
+    for more in ({}, {"resume": "never"}):
+        result = train(second, checkpoint_dir=drive, **more)
+        assert result.code == 4 and str(first) in result.err and str(second) in result.err
+        assert snapshot(drive) == before and not second.exists()
     assert train(second).code == 0
     assert train(second, checkpoint_dir=drive, max_steps=30).code == 4  # it has checkpoints of its own, of another run
     shutil.rmtree(first)
@@ -332,12 +332,11 @@ def test_what_lies_in_a_mirror_that_is_read_only_from_the_start_is_told(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(mirror_module, "copy_files", refuse)
-    longer = train(tmp_path / "run", **flags, max_steps=14)
-    why = r"\(Read-only file system\); the newest copy there is step_00000012-"
-    assert longer.code == 0 and re.search(rf"Warning: the copies in {copies} are not up to date {why}", longer.out)
-    assert len(re.findall(rf"Warning: copying to {copies} failed {why}", longer.out)) == 1, longer.out
-    assert re.search(r"step 13/14, .*, copy \d:\d\d old", longer.out), longer.out
-    assert "no copy yet" not in longer.out and snapshot(tmp_path / "drive") == before
+    result = train(tmp_path / "run", **flags, max_steps=14)
+    why = "(Read-only file system)"
+    assert result.code == 0 and f"Warning: the copies in {copies} are not up to date {why}" in result.out
+    assert result.out.count(f"Warning: copying to {copies} failed {why}") == 1, result.out
+    assert snapshot(tmp_path / "drive") == before
 
 
 def test_an_error_of_any_kind_while_copying_is_told_and_tried_again(
