@@ -81,9 +81,11 @@ def rewind(run_dir: Path, step: int) -> None:
         (run_dir / SUMMARY).unlink()
     for name in (METRICS, SAMPLES, SAMPLES_TABLE):
         path = run_dir / name
-        if not path.is_file():
+        if not path.exists():
             continue
         try:
+            if not path.is_file():  # a device may have no end
+                raise OSError("it is not a regular file")
             content = path.read_bytes()
             if name == SAMPLES_TABLE:  # of what is left of the samples
                 kept = drawn(read_samples(run_dir)).encode(errors="replace")
