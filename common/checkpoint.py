@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import pydantic.dataclasses
 import safetensors.torch
@@ -24,7 +24,7 @@ import torch
 
 from common.chat import AnyTemplate, template_from_dict
 from common.errors import CheckpointError
-from common.files import CHECKPOINT_NAME, STEP_NAME, json_bytes, read_json, sha256_file, sync_directory, write_json
+from common.files import CHECKPOINT_NAME, STEP_NAME, read_json, sha256_file, sync_directory, write_json
 from common.lora import LoRA, adapters_of, find_base, load_adapters, lora_of, merge
 from common.tensors import (
     Content,
@@ -57,12 +57,6 @@ CONFIG_EXTRAS = (
     "description",
     "model_name",
 )
-
-
-class Stateful(Protocol):
-    """An optimizer."""
-
-    def load_tensors(self, tensors: dict[str, torch.Tensor], /) -> None: ...
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -162,7 +156,7 @@ class Checkpoint:
     def training_state(self) -> dict[str, Any]:
         return read_json(self.path / STATE, CheckpointError)
 
-    def load_optimizer(self, optimizer: Stateful) -> None:
+    def load_optimizer(self, optimizer: Any) -> None:
         try:
             optimizer.load_tensors(read_safetensors(self.path / OPTIMIZER))
         except FileNotFoundError:
@@ -172,17 +166,6 @@ class Checkpoint:
             ) from None
         except (ValueError, safetensors.SafetensorError) as problem:
             raise CheckpointError(f"The optimizer state in {self.path} cannot be loaded: {problem}.") from None
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The content of a checkpoint, in memory."""
-
-    weights: dict[str, torch.Tensor]  # on the CPU
-    optimizer: dict[str, torch.Tensor]  # likewise
-    tokenizer_file: bytes  # not its path: the file may have changed since training began
-    config: dict[str, Any]
-    training_state: dict[str, Any]
 
 
 def stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
@@ -209,34 +192,26 @@ def stored_config(
     }
 
 
-def write_checkpoint(folder: Path, snapshot: Snapshot) -> None:
-    """Write the checkpoint `folder`. `best`, which has no optimizer state, replaces the one before.
+def write_checkpoint(folder: Path, contents: dict[str, Content]) -> None:
+    """Write the files of a checkpoint. `best`, which has no optimizer state, replaces the one before.
 
     Raises CheckpointError (a full disk, say), and then leaves all older checkpoints as they were.
     """
-    optimizer: dict[str, Content] = {} if folder.name == BEST else {OPTIMIZER: snapshot.optimizer}
-    contents: dict[str, Content] = {
-        ADAPTERS if "lora" in snapshot.config else WEIGHTS_FILES[0]: snapshot.weights,
-        **optimizer,
-        "tokenizer.json": snapshot.tokenizer_file,
-        "config.json": json_bytes(snapshot.config),
-        STATE: json_bytes(snapshot.training_state),
-    }
     temporary = folder.with_name(f".tmp-{folder.name}")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-        write_files(temporary, contents)
+        write_files(temporary, {name: contents[name] for name in contents if folder.name != BEST or name != OPTIMIZER})
         publish(temporary, folder)
     except (OSError, safetensors.SafetensorError) as problem:
         shutil.rmtree(temporary, ignore_errors=True)
         is_full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        size = BYTES_A_PARAMETER * sum(tensor.numel() for tensor in snapshot.weights.values())
-        remedy = f"Free some space (one takes about {size / 1e6:,.0f} MB)" if is_full else "Fix that"
-        reason = getattr(problem, "strerror", None) or problem
+        tensors = [tensor for content in contents.values() if isinstance(content, dict) for tensor in content.values()]
+        size = sum(tensor.nbytes for tensor in tensors) / 1e6
+        remedy = f"Free some space (one takes about {size:,.0f} MB)" if is_full else "Fix that"
         raise CheckpointError(
-            f"{folder} could not be saved: {reason}. Checkpoints saved before are whole. {remedy} or choose another "
-            "--output_dir, then run the same command to continue."
+            f"{folder} could not be saved: {getattr(problem, 'strerror', None) or problem}. Checkpoints saved before "
+            f"are whole. {remedy} or choose another --output_dir, then run the same command to continue."
         ) from problem
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from common.chat import AnyTemplate
-from common.checkpoint import Snapshot, stored_config, stored_weights, write_checkpoint
-from common.files import sha256_file
-from common.lora import LoRA, adapters_of, add_adapters
-from common.tensors import on_host
+from common.checkpoint import stored_config, stored_weights, write_checkpoint
+from common.files import json_bytes, sha256_file
+from common.lora import LoRA, adapters_of, add_adapters, lora_of
+from common.tensors import Content, on_host
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ALPHABET, generated_text
@@ -51,11 +51,15 @@ def save_checkpoint(
     training_state: dict[str, Any],
     chat: AnyTemplate | None = None,
 ) -> None:
-    config = stored_config(model, tokenizer_type, chat)
-    write_checkpoint(
-        folder,
-        Snapshot(on_host(stored_weights(model)), on_host(optimizer.tensors()), tokenizer_file, config, training_state),
-    )
+    weights = "model.safetensors" if lora_of(model) is None else "adapter.safetensors"
+    contents: dict[str, Content] = {
+        weights: on_host(stored_weights(model)),
+        "optimizer.safetensors": on_host(optimizer.tensors()),
+        "tokenizer.json": tokenizer_file,
+        "config.json": json_bytes(stored_config(model, tokenizer_type, chat)),
+        "training_state.json": json_bytes(training_state),
+    }
+    write_checkpoint(folder, contents)
 
 
 def write_model(

@@ -174,31 +174,18 @@ def resolved(path: str) -> str:
     return str(Path(path).resolve())
 
 
-def require_the_same(checkpoint: Checkpoint, saved_as: Saved, trainer: Trainer) -> None:
+def require_the_same(checkpoint: Checkpoint, saved: Saved, trainer: Trainer) -> None:
     """Raises CheckpointError listing what changed since and may not: architecture, adapters, optimizer, tokenizer and
     data; and if the base of the adapters is gone."""
-    config, lora = trainer.config, lora_of(trainer.model)
-    adapted = checkpoint.lora()
-    if adapted is not None:
-        find_base(adapted, checkpoint.path)
-    saved, ours = checkpoint.model_config().to_dict(), trainer.model.config.to_dict()
+    config, lora = trainer.config, checkpoint.lora()
+    if lora is not None:
+        find_base(lora, checkpoint.path)
+    then = identity(checkpoint.model_config(), lora, saved.config.get("optimizer"), saved.data)
+    now = identity(trainer.shape, lora_of(trainer.model), config.optimizer, trainer.data.fingerprint)
     clashes = [
-        f"{key}: {saved[key]!r} in the checkpoint, {ours[key]!r} now"
-        for key in saved
-        if saved[key] != ours[key] and key != "dropout"
-    ]
-    clashes += [
-        f"lora_{key}: {saved!r} in the checkpoint, {now!r} now"
-        for (key, saved), now in zip(what_adapts(adapted).items(), what_adapts(lora).values(), strict=True)
-        if saved != now
-    ]
-    saved_with = saved_as.config.get("optimizer")
-    if saved_with != config.optimizer:
-        clashes.append(f"optimizer: {saved_with!r} in the checkpoint, {config.optimizer!r} now")
-    clashes += [
-        f"{key} of the data: {str(saved_as.data.get(key))[:16]} in the checkpoint, {str(value)[:16]} now"
-        for key, value in trainer.data.fingerprint.items()
-        if saved_as.data.get(key) != value
+        f"{key}: {then.get(key)!r} in the checkpoint, {now.get(key)!r} now"
+        for key in dict.fromkeys([*then, *now])
+        if then.get(key) != now.get(key)
     ]
     if clashes:
         said = f"{checkpoint.path} cannot be continued: model, adapters, optimizer, tokenizer and data may not change."
@@ -208,10 +195,12 @@ def require_the_same(checkpoint: Checkpoint, saved_as: Saved, trainer: Trainer) 
         )
 
 
-def what_adapts(lora: LoRA | None) -> dict[str, Any]:
-    """The fields of adapters that may not change: all except the path of their base."""
-    keys = ("rank", "alpha", "targets", "base_sha256")
-    return {key: getattr(lora, key) for key in keys} if lora else {"rank": 0} | dict.fromkeys(keys[1:])
+def identity(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dict[str, Any]) -> dict[str, Any]:
+    """What a run keeps, by name. The base of adapters may move."""
+    values = {key: value for key, value in shape.to_dict().items() if key != "dropout"}
+    values |= {f"lora_{key}": getattr(lora, key, 0) for key in ("rank", "alpha", "targets", "base_sha256")}
+    values["optimizer"] = optimizer
+    return values | {f"{key} of the data": value for key, value in data.items()}
 
 
 def print_changes(saved: dict[str, Any], trainer: Trainer) -> None:

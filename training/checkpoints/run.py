@@ -11,11 +11,14 @@ from pathlib import Path
 import torch
 
 from common.checkpoint import (
+    ADAPTERS,
     BEST,
     BYTES_A_PARAMETER,
     KEEP,
+    OPTIMIZER,
+    STATE,
+    WEIGHTS_FILES,
     Checkpoint,
-    Snapshot,
     delete_folder,
     step_folders,
     stored_config,
@@ -23,10 +26,12 @@ from common.checkpoint import (
     write_checkpoint,
 )
 from common.errors import CheckpointError, is_out_of_memory
+from common.files import json_bytes
+from common.lora import lora_of
 from common.machine import available_ram
 from common.output import log
 from common.script import is_rank_0
-from common.tensors import on_host
+from common.tensors import Content, on_host
 from training.checkpoints.interruption import Interruption
 from training.checkpoints.mirror import Mirror
 from training.checkpoints.state import Saved, TrainState
@@ -36,6 +41,8 @@ from training.numbers.optimizer import whole_state
 from training.numbers.schedule import epoch_sequences, last_step
 from training.numbers.step import Trainer, diverged
 
+Tensors = dict[str, torch.Tensor]
+Snapshot = dict[str, Content]  # the files of a checkpoint, in memory
 SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
 
 
@@ -178,7 +185,7 @@ class Run:
         if self.mirror is not None and not self.state.finished:  # a finished run is copied with its summary
             self.mirror.wake()
 
-    def copied(self, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> Snapshot | None:
+    def copied(self, weights: Tensors, optimizer: Tensors) -> Snapshot | None:
         """A snapshot that stays as it is while the training goes on; None if there is too little memory for one."""
         free = available_ram()
         if free is not None and self.checkpoint_bytes > SNAPSHOT_SHARE * free:
@@ -207,17 +214,23 @@ class Run:
         finally:
             model.load_state_dict(current)
 
-    def gathered(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def gathered(self) -> tuple[Tensors, Tensors]:
         """The weights to keep and the optimizer's tensors; if sharded, rank 0 gets them whole. Every process must call
         this."""
         model = self.trainer.model
         weights = stored_weights(model)
         return gather(weights) if is_sharded(model) else weights, whole_state(self.trainer.optimizer)
 
-    def snapshot(self, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor], copy: bool) -> Snapshot:
-        """Everything that a checkpoint holds; a `copy` of it stays as it is while the training goes on."""
+    def snapshot(self, weights: Tensors, optimizer: Tensors, copy: bool) -> Snapshot:
+        """The files of a checkpoint; a `copy` of their content stays as it is while the training goes on."""
         trainer, metadata = self.trainer, self.trainer.data.metadata
         copy = copy and not trainer.config.is_sharded  # gathered tensors are copies
         config = stored_config(trainer.model, metadata.tokenizer_type, metadata.chat_template)
         saved = Saved(self.state, trainer.scaler.state_dict(), trainer.data.fingerprint, trainer.resolved()).to_json()
-        return Snapshot(on_host(weights, copy), on_host(optimizer, copy), trainer.data.tokenizer_file, config, saved)
+        return {
+            WEIGHTS_FILES[0] if lora_of(trainer.model) is None else ADAPTERS: on_host(weights, copy),
+            OPTIMIZER: on_host(optimizer, copy),
+            "tokenizer.json": trainer.data.tokenizer_file,  # not its path: the file may have changed since
+            "config.json": json_bytes(config),
+            STATE: json_bytes(saved),
+        }

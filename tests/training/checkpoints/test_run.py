@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 
 from common import script
-from common.checkpoint import KEEP, Snapshot, open_checkpoint, problems_of, step_folders
+from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
 from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import flip, snapshot, write_tokens
@@ -961,7 +961,7 @@ def test_a_full_disk_ends_the_run_and_the_same_command_continues(
 ) -> None:
     write_checkpoint = run_module.write_checkpoint
 
-    def on_a_full_disk(folder: Path, content: Snapshot) -> None:
+    def on_a_full_disk(folder: Path, content: dict[str, Any]) -> None:
         if folder.name != "step_00000018":
             return write_checkpoint(folder, content)
         with monkeypatch.context() as patch:
