@@ -179,7 +179,7 @@ class Round:
         elif code is None and what == "unmount" and (self.drive / "MyDrive" / "copies").exists():
             self.unmount(pid)
         elif code is None and what == "two machines":
-            self.train_elsewhere(pid, session)
+            self.train_elsewhere(pid)
         if code is None:
             code = wait(pid, LONGEST_SESSION)
         if code is None:
@@ -193,36 +193,42 @@ class Round:
         # After these, copies may be missing; the next session writes them.
         return code == 0 and what not in ("full disk", "unmount", "two machines")
 
-    def train_elsewhere(self, pid: int, first: Session) -> None:
-        """Another machine trains the run and is killed, stopped or left alone, while this one sleeps or goes on. If it
-        sleeps, it wakes up meanwhile or afterwards."""
-        clock_off = self.moments.uniform(-CLOCKS_APART, CLOCKS_APART)
-        machine = Machine("another", self.folder / "its disk", self.disk, clock_off)
+    def train_elsewhere(self, pid: int) -> None:
+        """One or two other machines train the run and are killed, stopped or left alone, while this one sleeps or goes
+        on. If it sleeps, it wakes up meanwhile or afterwards."""
+        machines = [
+            Machine(name, self.folder / f"disk of {name}", self.disk, self.moments.uniform(-CLOCKS_APART, CLOCKS_APART))
+            for name in ("another", "a third")[: self.moments.choice([1, 1, 2])]
+        ]
         sleeps = self.moments.random() < 0.7
         if sleeps:
             os.kill(pid, signal.SIGSTOP)
             os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)  # a rename under way is done by then
-        there = machine.disk / self.run.name / "checkpoints"
-        expected = max(whole(there) | whole(self.copies), default=0) if sleeps else None
-        session = self.training(machine)
-        other = session.start()
-        what = self.moments.choice(["kill", "stop signal", "nothing"])
-        code = wait(other, self.moments.uniform(0.0, 3 * LATEST))
-        if sleeps and self.moments.random() < 0.3:
-            os.kill(pid, signal.SIGCONT)
-            self.tally.counts["woken beside another machine"] += 1
-        if code is None and what == "kill":
-            os.kill(other, signal.SIGKILL)
-            self.tally.counts["SIGKILL while training elsewhere"] += 1
-        elif code is None and what == "stop signal":
-            os.kill(other, signal.SIGINT)
-        code = wait(other, LONGEST_SESSION) if code is None else code
-        if code is None:
-            os.kill(other, signal.SIGKILL)
-            code = wait(other, LONGEST_SESSION)
-            self.tally.require(False, f"a session elsewhere hung:\n{session.output()}")
-        self.tally.counts["trained elsewhere, the first machine asleep" if sleeps else "two machines at once"] += 1
-        self.examine("training elsewhere", session, 1 if code is None else code, what, expected)
+        expected = None
+        if sleeps and len(machines) == 1:
+            there = whole(machines[0].disk / self.run.name / "checkpoints") | whole(self.copies)
+            expected = max(there, default=0)
+        sessions = [self.training(machine) for machine in machines]
+        others = [session.start() for session in sessions]
+        for number, (session, other) in enumerate(zip(sessions, others, strict=True)):
+            what = self.moments.choice(["kill", "stop signal", "nothing"])
+            code = wait(other, self.moments.uniform(0.0, 3 * LATEST))
+            if sleeps and number == 0 and self.moments.random() < 0.3:
+                os.kill(pid, signal.SIGCONT)
+                self.tally.counts["woken beside another machine"] += 1
+            if code is None and what == "kill":
+                os.kill(other, signal.SIGKILL)
+                self.tally.counts["SIGKILL while training elsewhere"] += 1
+            elif code is None and what == "stop signal":
+                os.kill(other, signal.SIGINT)
+            code = wait(other, LONGEST_SESSION) if code is None else code
+            if code is None:
+                os.kill(other, signal.SIGKILL)
+                code = wait(other, LONGEST_SESSION)
+                self.tally.require(False, f"a session elsewhere hung:\n{session.output()}")
+            self.examine("training elsewhere", session, 1 if code is None else code, what, expected)
+        how = "asleep" if sleeps else "awake"
+        self.tally.counts[f"{len(machines)} other machine{'s' * (len(machines) > 1)}, the first {how}"] += 1
         if sleeps:
             os.kill(pid, signal.SIGCONT)
 
