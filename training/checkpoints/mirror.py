@@ -26,7 +26,7 @@ from typing import Any
 
 from common.checkpoint import BEST, KEEP, MANIFEST, Checkpoint, delete_folder, problems_of, step_folders, step_of
 from common.errors import CheckpointError, ConfigError
-from common.files import read_json, write_json
+from common.files import json_bytes, read_json, write_json
 from common.output import clock, log
 from training.checkpoints.interruption import Interruption
 from training.checkpoints.state import TrainState, read_state
@@ -64,7 +64,7 @@ class Mirror:
         self.woken = threading.Event()
         self.request = threading.Event()  # set once everything that was new at the last `wake` is copied
         self.closed = False
-        self.has_tidied = False  # what sessions that were killed left
+        self.is_clean = False
         self.copy_seconds: float | None = None  # of the last checkpoint that was copied
         self.copied_at: float | None = None  # time.monotonic() at which the newest copy was begun
         self.failing_since: float | None = None  # time.monotonic() at which this request failed first
@@ -143,7 +143,6 @@ class Mirror:
             self.bring_up_to_date()
         except Overtaken as error:
             self.overtaken = error
-            request.set()
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             if reason != self.problem:
@@ -161,7 +160,10 @@ class Mirror:
     def bring_up_to_date(self) -> None:
         """Copy what is new in the run folder. Raises Overtaken at once, and other errors after everything has been
         tried: a damaged best/ must not keep the checkpoints from being copied."""
-        self.claim()
+        if self.claim(self.run_id) != self.run_id:
+            raise Overtaken(f"{self.dir} holds the copies of another run by now. Choose another --checkpoint_dir.")
+        if not self.is_clean:
+            self.clean_up()
         # The step is chosen first, and the best weights are copied first: they are those of that step, or newer.
         newest = next(iter(step_folders(self.run_dir / "checkpoints")), None)
         problem: OSError | None = None
@@ -175,23 +177,26 @@ class Mirror:
         if problem is not None:
             raise problem
 
-    def claim(self) -> None:
-        """Name this run in the mirror, if it is new. Raises Overtaken if it is another run's by now, CheckpointError if
-        it is gone, OSError if it cannot be written."""
+    def claim(self, run_id: str) -> str:
+        """Name the run in `run.json`, unless another session has done so. Returns the run that stands there. Raises
+        CheckpointError if the mirror is gone, OSError if it cannot be written."""
         if self.are_gone:
             raise CheckpointError(f"{self.dir / MARKER} is gone: was the disk unmounted?")
-        theirs = self.marker().get("run_id")
-        if theirs is None:
-            self.root.mkdir(exist_ok=True)  # not its parents: they are gone if the disk was unmounted
-            self.dir.mkdir(exist_ok=True)
-            write_json(self.dir / MARKER, {"run_id": self.run_id, "output_dir": str(self.run_dir)})
-        elif theirs != self.run_id:
-            raise Overtaken(f"{self.dir} holds the copies of another run by now. Choose another --checkpoint_dir.")
+        self.root.mkdir(exist_ok=True)  # not its parents: they are gone if the disk was unmounted
+        self.dir.mkdir(exist_ok=True)
+        content = json_bytes({"run_id": run_id, "output_dir": str(self.run_dir)})
+        with contextlib.suppress(FileExistsError), open(self.dir / MARKER, "xb") as file:
+            file.write(content)
+        if "run_id" not in self.marker():  # a kill has cut it off
+            (self.dir / MARKER).write_bytes(content)
+        return str(self.marker().get("run_id"))
+
+    def clean_up(self) -> None:
+        """Delete what sessions left that were killed. A machine that is copying right now starts its copy anew."""
         write_json(self.run_dir / MARKER, {"copies": os.path.abspath(self.dir)})
-        if not self.has_tidied:  # a session on another machine that copies right now starts its copy anew
-            for leftover in self.dir.glob(".tmp-*"):
-                delete_folder(leftover, is_on_drive=True)
-            self.has_tidied = True
+        for leftover in self.dir.glob(".tmp-*"):
+            delete_folder(leftover, is_on_drive=True)
+        self.is_clean = True
 
     def require_ahead(self, newest: Path) -> None:
         """Raises Overtaken if another session has copied a later step than `newest`, the last that this one saved."""
@@ -258,11 +263,9 @@ class Mirror:
     def finish(self, interruption: Interruption | None = None) -> None:
         """Request a last copy and wait for it: COPY_SECONDS at most, fewer once somebody has pressed stop, or until it
         has failed for LAST_ATTEMPTS_SECONDS."""
-        if self.overtaken is not None:
-            return
         self.wake()
         began, patience = time.monotonic(), 1.0
-        while not self.request.wait(patience):
+        while not self.request.wait(patience) and self.overtaken is None:
             limit = COPY_SECONDS_IF_STOPPED if interruption is not None and interruption.requested else COPY_SECONDS
             if patience == 1.0:
                 log.info(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")

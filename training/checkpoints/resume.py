@@ -23,7 +23,7 @@ from common.checkpoint import (
     step_of,
 )
 from common.errors import CheckpointError, ConfigError
-from common.files import STEP_NAME, atomic_write, sha256_file
+from common.files import atomic_write, sha256_file
 from common.lora import LoRA, find_base, lora_of
 from model_config import ModelConfig
 from training.checkpoints.mirror import Mirror, beats, standing
@@ -127,7 +127,7 @@ def require_own(mirror: Mirror, config: Config) -> None:
         raise CheckpointError(
             f"{mirror.dir} holds the copies of another run (--output_dir {spelled}), not of {config.run_dir}. Give "
             f"this one a --checkpoint_dir or an --output_dir of its own; to continue the other, train --output_dir "
-            f"{spelled}."
+            f"{spelled}, without this run in it."
         )
 
 
@@ -211,10 +211,11 @@ def print_changes(saved: dict[str, Any], trainer: Trainer) -> None:
             print(f"  changed: {key} {value} -> {now[key]} ({sources.get(key, '')})")
 
 
-def bring_back(checkpoint: Checkpoint, run_dir: Path, mirror: Mirror | None) -> None:
-    """Copy into the run folder what belongs to a checkpoint from elsewhere (a mirror, another run): itself, the records
-    of its run, its best weights. Best weights that were lost here come back from the mirror."""
-    folder = checkpoint.path.resolve()
+def bring_back(old: Old, run_dir: Path, mirror: Mirror | None) -> None:
+    """Copy into the run folder what belongs to a checkpoint from elsewhere: the records of its run, its best weights,
+    and itself if it is a copy of this run. Best weights that were lost here come back from the mirror."""
+    assert old.checkpoint is not None
+    folder = old.checkpoint.path.resolve()
     parent = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
     wanted: dict[Path, Path] = {}
     best: list[Path] = []
@@ -226,7 +227,7 @@ def bring_back(checkpoint: Checkpoint, run_dir: Path, mirror: Mirror | None) -> 
             if (records / name).is_file():
                 with atomic_write(run_dir / name) as file:
                     file.write((records / name).read_bytes())
-        if STEP_NAME.fullmatch(folder.name):
+        if old.own:
             wanted[run_dir / "checkpoints" / f"step_{step_of(folder):08d}"] = folder
     elif mirror is not None and problems_of(run_dir / BEST):
         best = mirror.best_copies()
@@ -291,6 +292,11 @@ def planned_steps(trainer: Trainer, state: TrainState) -> int:
 def open_run(run: Run, old: Old) -> TrainState:
     """Continue the run that the folders hold, or set it aside and start a new one. Returns where the run stands."""
     config, mirror = run.trainer.config, run.mirror
+    run_id = old.saved.state.run_id if old.saved is not None and old.own else run.state.run_id
+    if mirror is not None and config.resume != "never":
+        with contextlib.suppress(OSError):  # of the session that was first, if two begin this run
+            run_id = mirror.claim(run_id)
+    run.state = replace(run.state, run_id=run_id)
     state = restore(run, old) if old.checkpoint is not None else new_state(run, old)
     if config.resume == "never":  # last: the new weights may come from the old run
         for folder in [run.dir] if mirror is None else [run.dir, mirror.dir]:
@@ -309,8 +315,6 @@ def new_state(run: Run, old: Old) -> TrainState:
         print(f"Starting from the weights of {old.given.path}.")
         state = replace(state, initialized_from=resolved(str(trainer.config.init_from)))
     if mirror is not None:
-        if trainer.config.resume != "never":  # a session that has begun this run may only be asleep
-            state = replace(state, run_id=mirror.marker().get("run_id") or state.run_id)
         print(
             f"Copies     go to {mirror.dir}. There are none of this run yet: if there should be, stop and mount the "
             f"disk they are on."
@@ -324,21 +328,21 @@ def restore(run: Run, old: Old) -> TrainState:
     assert checkpoint is not None and saved is not None
     state, asked = saved.state, trainer.config.resume_from
     require_the_same(checkpoint, saved, trainer)
-    for folder in step_folders(run.dir / "checkpoints"):
-        if step_of(folder) >= step_of(checkpoint.path) and folder.resolve() != checkpoint.path.resolve() and old.own:
+    for folder in step_folders(run.dir / "checkpoints") if old.own else []:
+        if step_of(folder) >= step_of(checkpoint.path) and folder.resolve() != checkpoint.path.resolve():
             quarantine(folder)  # damaged: else the run would continue from it
     checkpoint.load_weights(trainer.model)
     checkpoint.load_optimizer(trainer.optimizer)
     if saved.scaler and trainer.scaler.is_enabled():
         trainer.scaler.load_state_dict(saved.scaler)
-    bring_back(checkpoint, run.dir, run.mirror)
+    bring_back(old, run.dir, run.mirror)
     epoch = state.sequences_seen / epoch_sequences(trainer.data.windows, trainer.config)
     print(f"Continuing from {checkpoint.path}: step {state.step:,}, epoch {epoch:.2f}.")
     print_changes(saved.config, trainer)
     best = best_of(run) or TrainState()
     return replace(
         state,
-        run_id=state.run_id if old.own else run.state.run_id,
+        run_id=run.state.run_id,
         resumed_from=resolved(asked) if asked else state.resumed_from,
         best_val_loss=best.best_val_loss,
         best_step=best.step,

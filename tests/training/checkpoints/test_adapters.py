@@ -230,7 +230,7 @@ def test_resume_from_brings_shape_and_base(train: Callable, finished: Path, tmp_
     shape = dict.fromkeys(("num_layers", "embed_dim", "num_heads", "max_seq_len"))
     result = train(tmp_path / "new", resume_from=finished, lora_rank=4, max_steps=30, **shape)
     assert result.code == 0 and "Continuing from" in result.out, result.err
-    assert steps_of(tmp_path / "new") == [30, 24]
+    assert steps_of(tmp_path / "new") == [30]
     assert train(tmp_path / "new", resume_from=finished, lora_rank=4, max_steps=36, **shape).code == 0
     assert steps_of(tmp_path / "new") == [36, 30]
 

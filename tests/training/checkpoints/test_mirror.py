@@ -185,6 +185,18 @@ def test_a_run_is_not_copied_onto_itself(dry_run: str, train: Callable, tmp_path
     assert os.listdir(tmp_path / "drive") == []
 
 
+def test_a_run_that_ended_before_its_first_copy_begins_again(
+    interrupt: Callable, train: Callable, unbroken: Path, tmp_path: Path
+) -> None:
+    for start in ({}, {"resume_from": unbroken, "max_steps": 30}):
+        flags = {**start, "checkpoint_dir": tmp_path / f"drive{len(start)}"}
+        interrupt(tmp_path / "run", after=26 if start else 2, **flags)
+        wait_until((tmp_path / f"drive{len(start)}" / "run" / "run.json").exists)
+        shutil.rmtree(tmp_path / "run")
+        assert train(tmp_path / "run", **flags).code == 0
+        shutil.rmtree(tmp_path / "run")
+
+
 def test_a_new_run_says_that_its_mirror_holds_nothing_yet(train: Callable, tmp_path: Path) -> None:
     """All that is left to say where neither the run folder nor the disk with its copies is there."""
     flags = {"checkpoint_dir": tmp_path / "drive", "eval_interval": 0}
@@ -494,7 +506,7 @@ def test_the_best_weights_with_the_lowest_loss_stay(train: Callable, tmp_path: P
     for name, order in (("one", (6, 18)), ("other", (18, 6))):
         for steps in order:
             session = Mirror(runs[steps], str(tmp_path / name))
-            session.claim()
+            session.claim(session.run_id)
             session.copy_best()
         assert snapshot(only_best(tmp_path / name / "run")) == snapshot(runs[18] / "best")
     late.best_windows = None
