@@ -320,7 +320,7 @@ def test_challenge_9_another_tokenizer(train: Callable, tmp_path: Path) -> None:
             shutil.copytree(data, tmp_path / "mixed")
             assert train(run, data_dir=data, **QUICK).code == 0
     refused = refusal(train(run, data_dir=data, **{**QUICK, "max_steps": 8}), 4)
-    assert f"tokenizer_sha256 of the data: {hashes[0][:16]} in the checkpoint, {hashes[1][:16]} now" in refused
+    assert f"tokenizer_sha256 of the data: '{hashes[0][:16]}' in the checkpoint, '{hashes[1][:16]}' now" in refused
     assert "Give the old values" in refused and "--output_dir" in refused
 
     shutil.copy(data / "bpe_tokenizer.json", tmp_path / "mixed")  # the tokens of one, the tokenizer of the other

@@ -200,7 +200,7 @@ def identity(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dict[s
     values = {key: value for key, value in shape.to_dict().items() if key != "dropout"}
     values |= {f"lora_{key}": getattr(lora, key, 0) for key in ("rank", "alpha", "targets", "base_sha256")}
     values["optimizer"] = optimizer
-    return values | {f"{key} of the data": value for key, value in data.items()}
+    return values | {f"{key} of the data": str(value)[:16] for key, value in data.items()}
 
 
 def print_changes(saved: dict[str, Any], trainer: Trainer) -> None:
