@@ -26,13 +26,7 @@ from common.chat import AnyTemplate, template_from_dict
 from common.errors import CheckpointError
 from common.files import CHECKPOINT_NAME, STEP_NAME, read_json, sha256_file, sync_directory, write_json
 from common.lora import LoRA, adapters_of, find_base, load_adapters, lora_of, merge
-from common.tensors import (
-    Content,
-    read_safetensors,
-    read_weights,
-    require_weights,
-    write_file,
-)
+from common.tensors import Content, read_safetensors, read_weights, require_weights, write_file
 from common.validation import build, fields_of
 from model import TransformerLanguageModel
 from model_config import ModelConfig
@@ -343,8 +337,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return open_checkpoint(newest_run(path))
     if not (path / MANIFEST).exists():
         if (path / "pytorch_model.bin").exists():
-            if not (path / "config.json").exists():
-                raise CheckpointError(describe_damage(path, ["config.json is missing"]))
             return Checkpoint(path)
         if not any((path / name).exists() for name in ("model.safetensors", "config.json")):
             raise CheckpointError(f"{path} is not a checkpoint or run folder.{list_checkpoints()}")

@@ -239,6 +239,8 @@ class Mirror:
         if manifest is None or any(manifest_of(copy) == manifest for copy in self.dir.glob(f"{name}-*")):
             return False
         try:
+            if problems := problems_of(source):
+                raise OSError(f"{source} is damaged: {'; '.join(problems)}")
             delete_folder(temporary, is_on_drive=True)
             copy_files(source.iterdir(), temporary)
             if source.name != BEST:

@@ -493,7 +493,7 @@ def test_best_weights_that_are_damaged_do_not_keep_the_steps_from_the_mirror(
     (copy_of / "best" / "tokenizer.json").unlink()
     result = train(copy_of, checkpoint_dir=tmp_path / "drive", max_steps=26, eval_interval=0)
     assert result.code == 0
-    assert "failed (the copy of best is damaged: tokenizer.json is missing)" in result.out
+    assert f"failed ({copy_of / 'best'} is damaged: tokenizer.json is missing)" in result.out
     assert steps_of(tmp_path / "drive" / "run")[0] == 26
 
 

@@ -29,14 +29,11 @@ from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import flip, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
-from training import loop
 from training.checkpoints import interruption
-from training.checkpoints import run as run_module
 from training.checkpoints.run import Run
 from training.numbers import evaluate
 from training.numbers.data import TokenData
 from training.planning import memory
-from training.reports import report as timer_module
 from training.reports.records import read_metrics
 
 # Resuming exactly
@@ -360,24 +357,15 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
 def test_a_run_stops_at_its_limit_saved_and_goes_on_with_more_of_it(
     train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Here an hour is over in ten steps."""
-    flags = {"eval_interval": 12}
-    clock = [0.0]
-    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock[0])
-    original = loop.accumulate
-
-    def accumulate(*args: Any) -> torch.Tensor:
-        clock[0] += 360.0
-        return original(*args)
-
-    monkeypatch.setattr(loop, "accumulate", accumulate)
-    result = train(tmp_path / "run", **flags, max_hours=1)
-    assert result.code == 130
-    assert "Stopped after step 10: --max_hours 1 is reached" in result.out
-    assert steps_of(tmp_path / "run")[0] == 10
-    again = train(tmp_path / "run", **flags, max_hours=1)
-    assert again.code == 130 and steps_of(tmp_path / "run")[0] == 10  # of all sessions
-    assert train(tmp_path / "run", **flags, max_hours=10).code == 0
+    second = 1 / 3600
+    with monkeypatch.context() as patch:
+        at_step(patch, 8, lambda: time.sleep(1))
+        result = train(tmp_path / "run", max_hours=second)
+    stopped = steps_of(tmp_path / "run")
+    assert result.code == 130 and f"Stopped after step {stopped[0]}: --max_hours " in result.out and stopped[0] < 10
+    again = train(tmp_path / "run", max_hours=second)
+    assert again.code == 130 and steps_of(tmp_path / "run") == stopped, "the limit is not that of all sessions"
+    assert train(tmp_path / "run", max_hours=10).code == 0
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
 
 
@@ -959,18 +947,15 @@ def test_each_interval_saves_and_zero_is_off(
 def test_a_full_disk_ends_the_run_and_the_same_command_continues(
     train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_checkpoint = run_module.write_checkpoint
+    save_file = safetensors.torch.save_file
 
-    def on_a_full_disk(folder: Path, content: dict[str, Any]) -> None:
-        if folder.name != "step_00000018":
-            return write_checkpoint(folder, content)
-        with monkeypatch.context() as patch:
-            full = OSError(28, os.strerror(28))
-            patch.setattr(safetensors.torch, "save_file", lambda *_, **__: (_ for _ in ()).throw(full))
-            return write_checkpoint(folder, content)
+    def on_a_full_disk(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> None:
+        if "step_00000018" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save_file(tensors, path, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(run_module, "write_checkpoint", on_a_full_disk)
+        patch.setattr(safetensors.torch, "save_file", on_a_full_disk)
         result = train(tmp_path / "run")
     assert result.code == 4
     assert result.err.startswith("error: ") and "No space left" in result.err and "step_00000018" in result.err
