@@ -40,8 +40,8 @@ from common.errors import ConfigError
 from common.flags import Parser
 from common.machine import cpu_bf16_flag, pick_device
 from common.script import script
-from generation.decoding import continuations
 from generation.sampling import Sampling
+from generation.stream import stream
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 
@@ -62,8 +62,8 @@ def ours(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Gener
 
     def run(prompts: torch.Tensor, new_tokens: int, sampled: bool) -> list[float]:
         sampling = Sampling(new_tokens, temperature=0.8 if sampled else 0.0, top_p=0.9)
-        uniforms = torch.rand(len(prompts), new_tokens, dtype=torch.float64).to(device)
-        return [time.perf_counter() for _ in continuations(model, prompts.tolist(), [], uniforms, sampling)]
+        bias = torch.zeros(config.vocab_size, device=device)
+        return [time.perf_counter() for _ in stream(model, prompts.tolist(), sampling, bias)]
 
     return run
 

@@ -17,7 +17,7 @@ from common.checkpoint import Checkpoint, newest_run, open_checkpoint
 from common.errors import ConfigError, DataError
 from common.files import read_text
 from common.output import cell, printable, table_row
-from generation.decoding import ROWS_AT_ONCE, generate, prompt_ids
+from generation.completion import ROWS_AT_ONCE, generate, prompt_ids
 from generation.loading import load_checkpoint
 from generation.scoring import Score, json_row, score_file, table_head, table_line, table_rows
 from generation.settings import Request, Sampling
@@ -133,14 +133,14 @@ def rows_as_dicts(
         completions = generate(model, tokenizer, [ids[prompt] for prompt in batch], seeded)
         seconds = time.perf_counter() - started
         speed = sum(completion.tokens for completion in completions) / seconds
-        for prompt, completion in zip(batch, completions, strict=True):
+        for i, (prompt, completion) in enumerate(zip(batch, completions, strict=True)):
             yield {
                 "prompt": prompt,
                 "completion": completion.text if template is None else completion.text.strip(),
                 "tokens": completion.tokens,
                 "tokens_per_second": round(speed, 1),
                 "checkpoint": str(checkpoint.path),
-                "seed": completion.seed,
+                "seed": seeded.seed + i,
             }
 
 

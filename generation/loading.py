@@ -12,7 +12,7 @@ from common.errors import CheckpointError
 from common.machine import has_fast_bf16, pick_device
 from common.tensors import Uninitialized
 from common.validation import build
-from generation.decoding import generate
+from generation.completion import generate
 from generation.settings import Sampling
 from model import TransformerLanguageModel
 from model_config import ModelConfig

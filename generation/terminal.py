@@ -9,8 +9,9 @@ from common.chat import AnyTemplate, Message
 from common.flags import meant
 from common.output import printable
 from common.validation import check, fields_of, suggest
-from generation.decoding import Completion, generate
+from generation.completion import Completion, prompt_ids
 from generation.settings import Sampling, unescape
+from generation.stream import only_text, stream
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError
@@ -21,14 +22,13 @@ def stream_one(
 ) -> Completion:
     """Print the continuation of a prompt as it is generated, an answer (the prompt is ids) without its first space."""
     begun = isinstance(prompt, str)
-
-    def show(_: int, piece: str) -> None:
-        nonlocal begun
+    completion = Completion(tokenizer, sampling.stop)
+    for piece in completion.pieces(
+        stream(model, [prompt_ids(tokenizer, prompt)], sampling, only_text(model, tokenizer))
+    ):
         piece = piece if begun else piece.lstrip()
         begun = begun or bool(piece)
         print(printable(piece), end="", flush=True)
-
-    completion = generate(model, tokenizer, [prompt], sampling, on_text=show)[0]
     print(flush=True)
     return completion
 

@@ -14,6 +14,7 @@ Everything here is plain Python; demo_page.py puts it on a page.
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,14 +24,17 @@ from typing import Any
 
 from common.chat import Message
 from common.errors import CheckpointError
-from generation.inspection import Chosen, inspect, token_label
+from generation.completion import Completion
 from generation.sampling import Sampling
+from generation.scoring import Likelihood, likelihoods
+from generation.stream import only_text, stream
 from serving.demo_library import MOST_COMPARED, Library, standing
 from serving.openai_request import Parameters, RequestError, chat_ids, explain, read_sampling, text_ids
 from serving.served import Served
 from tokenizer import Tokenizer
 from tokenizer_base import valid_unicode
 
+CONSIDERED = 8  # likeliest tokens that are listed
 LONGEST_PROMPT = 20_000  # characters; several times what these models read
 SHOW_EVERY = 0.05  # seconds between two batches of events
 END = "end of text"
@@ -88,21 +92,25 @@ class Card:
         self.writing = self.write(served, ids, sampling)
 
     def write(self, served: Served, ids: list[int], sampling: Sampling) -> Iterator[None]:
-        turn, started, how = self.turns[-1], time.perf_counter(), "length reached"
+        turn, started = self.turns[-1], time.perf_counter()
         is_answer = self.turns[-2].who == "user"
-        for count, chosen in enumerate(inspect(served.model, served.tokenizer, ids, sampling), 1):
-            entry = token_entry(chosen, served.tokenizer)
+        completion, bias = Completion(served.tokenizer, sampling.stop), only_text(served.model, served.tokenizer)
+        for (token,), logits in stream(served.model, [ids], sampling, bias):
+            (chosen,) = likelihoods(logits, [token], CONSIDERED, bias)
+            rank = 1 + int((logits[0] > logits[0, token]).sum())
+            text = completion.push(token)
             if is_answer and not turn.text:  # the space between a label and an answer
-                entry[0] = entry[0].lstrip()
+                text = text.lstrip()
+            entry = token_entry(text, chosen, rank, served.tokenizer)
             turn.tokens.append(entry)
-            turn.text += entry[0]
+            turn.text += text
             self.tell(token=entry)
-            speed = f"{count / max(time.perf_counter() - started, 1e-9):,.0f} tokens/s"
-            self.note = f"{count:,} token{'s' * (count > 1)}, {speed}, seed {sampling.seed}"
-            if chosen.token in served.tokenizer.end_ids:
-                how = "ended by itself"
+            count, seconds = completion.tokens, max(time.perf_counter() - started, 1e-9)
+            self.note = f"{count:,} token{'s' * (count > 1)}, {count / seconds:,.0f} tokens/s, seed {sampling.seed}"
             yield
-        self.end(f"{self.note}, {how}")
+            if completion.ended:
+                break
+        self.end(f"{self.note}, {'ended by itself' if completion.ended else 'length reached'}")
 
     def go_on(self) -> None:
         """Write one more token, or end."""
@@ -113,14 +121,24 @@ class Card:
             self.fail(problem)
 
 
-def token_entry(chosen: Chosen, tokenizer: Tokenizer) -> list[Any]:
-    """[text, label, probability, rank, [[label, probability], ...] of the likeliest]"""
+def token_entry(text: str, chosen: Likelihood, rank: int, tokenizer: Tokenizer) -> list[Any]:
+    """[text, label, probability, rank, [[label, probability], ...] of the likeliest], before temperature, penalties,
+    top-k and top-p. The text is what the token completes; empty if it ends inside a character."""
+    assert chosen.logprob is not None
+    likeliest = [
+        [token_label(token, tokenizer), round(math.exp(logprob), 6)]
+        for token, logprob in [(chosen.token, chosen.logprob), *chosen.likeliest]
+    ]
+    return [text, *likeliest[0], rank, likeliest[1:]]
 
-    def label(token: int) -> str:
-        return END if token in tokenizer.end_ids else token_label(tokenizer, token)
 
-    likeliest = [[label(token), round(probability, 6)] for token, probability in chosen.likeliest]
-    return [chosen.text, label(chosen.token), round(chosen.probability, 6), chosen.rank, likeliest]
+def token_label(token: int, tokenizer: Tokenizer) -> str:
+    """How to show a token alone: its text, or the hexadecimal bytes of a part of a character."""
+    data = tokenizer.token_bytes(token)
+    try:
+        return END if token in tokenizer.end_ids else data.decode()
+    except UnicodeDecodeError:
+        return data.hex(" ").upper()
 
 
 def complete(
@@ -150,7 +168,7 @@ def complete(
                 card.begin(Turn("user", prompt), served, ids, sampling)
         except Exception as problem:
             card.fail(problem)
-    yield from stream(cards, seconds)
+    yield from write_in_turn(cards, seconds)
 
 
 def converse(
@@ -180,11 +198,11 @@ def converse(
         card.begin(Turn("user", question), served, ids, sampling)
     except Exception as problem:
         card.fail(problem)
-    for events in stream([card], seconds):
+    for events in write_in_turn([card], seconds):
         yield events, card.turns
 
 
-def stream(cards: list[Card], seconds: float) -> Iterator[list[Event]]:
+def write_in_turn(cards: list[Card], seconds: float) -> Iterator[list[Event]]:
     """Events while the cards write in turn, for at most `seconds`."""
     started = shown = time.monotonic()
     while any(card.writing for card in cards):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from generation.decoding import Completion, generate
-from generation.scoring import Likelihoods
+from generation.completion import Completion
+from generation.scoring import Likelihood, likelihoods, prompt_likelihoods
+from generation.stream import only_text, stream
 from serving.openai_request import Question, RequestError
 from serving.served import Served
 
@@ -28,7 +28,9 @@ class Job:
 
     def __init__(self, question: Question, deadline: float) -> None:
         self.question, self.deadline = question, deadline
-        self.likelihoods = None if question.logprobs is None else Likelihoods(question.logprobs, question.echo)
+        # If they are asked for: of each text's prompt, if that is echoed, and of each text, growing.
+        self.of_prompts: list[list[Likelihood]] = []
+        self.of_texts: list[list[Likelihood]] = [[] for _ in question.prompts]
         self.abandoned = threading.Event()
         self.began = False
         self.fresh: asyncio.Queue[tuple[int, str] | None] = asyncio.Queue()  # None: the end
@@ -105,16 +107,6 @@ class GenerationQueue:
         return job
 
     async def run(self, job: Job) -> list[Completion]:
-        loop = asyncio.get_running_loop()
-        model, tokenizer, question = self.served.model, self.served.tokenizer, job.question
-
-        def on_text(index: int, piece: str) -> None:
-            if piece:
-                loop.call_soon_threadsafe(job.fresh.put_nowait, (index, piece))
-
-        def go_on() -> bool:
-            return not (job.abandoned.is_set() or self.stopping.is_set() or time.monotonic() >= job.deadline)
-
         async with self.turn:
             if self.stopping.is_set():
                 raise ending()
@@ -122,8 +114,33 @@ class GenerationQueue:
                 message = f"The request waited {self.seconds:g} s for its turn; try again later."
                 raise RequestError(message, status=503, code="timeout")
             job.began = True
-            work = functools.partial(generate, on_text=on_text, go_on=go_on, told=job.likelihoods)
-            return await loop.run_in_executor(self.thread, work, model, tokenizer, question.prompts, question.sampling)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self.thread, self.answer, job, loop)
+
+    def answer(self, job: Job, loop: asyncio.AbstractEventLoop) -> list[Completion]:
+        """Make the texts of a job, in the thread."""
+        model, tokenizer, question = self.served.model, self.served.tokenizer, job.question
+        count, bias = question.logprobs, only_text(model, tokenizer)
+        if count is not None and question.echo:
+            job.of_prompts = [prompt_likelihoods(model, prompt, count, bias) for prompt in question.prompts]
+        completions = [Completion(tokenizer, question.sampling.stop) for _ in question.prompts]
+
+        def show(index: int, piece: str) -> None:
+            if piece:
+                loop.call_soon_threadsafe(job.fresh.put_nowait, (index, piece))
+
+        for tokens, logits in stream(model, question.prompts, question.sampling, bias):
+            chosen = [] if count is None else likelihoods(logits, tokens, count, bias)
+            for i, (completion, token) in enumerate(zip(completions, tokens, strict=True)):
+                if chosen and not completion.ended and token not in tokenizer.end_ids:
+                    job.of_texts[i].append(chosen[i])
+                show(i, completion.push(token))
+            late = job.abandoned.is_set() or self.stopping.is_set() or time.monotonic() >= job.deadline
+            if late or all(completion.ended for completion in completions):
+                break
+        for i, completion in enumerate(completions):
+            show(i, completion.finish())
+        return completions
 
     def stop(self) -> None:
         """Stop the running generation within one token and refuse the waiting ones."""

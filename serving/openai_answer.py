@@ -8,9 +8,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from generation.decoding import Completion
-from generation.scoring import Likelihood, Likelihoods
-from serving.openai_request import Question
+from generation.completion import Completion
+from generation.scoring import Likelihood
+from serving.generation_queue import Job
 from serving.served import Served
 from tokenizer import Tokenizer
 
@@ -18,9 +18,9 @@ from tokenizer import Tokenizer
 class Answer:
     """Each text is sent once: `whole`, or as `opening`, `piece` by `piece`, and `closing`."""
 
-    def __init__(self, question: Question, served: Served, likelihoods: Likelihoods | None) -> None:
-        """`likelihoods` grow with the texts; None: not asked for."""
-        self.question, self.served, self.likelihoods = question, served, likelihoods
+    def __init__(self, job: Job, served: Served) -> None:
+        self.job, self.question, self.served = job, job.question, served
+        question = job.question
         self.id, self.created = uuid.uuid4().hex, int(time.time())
         self.places = [TokenPlaces(served.tokenizer, len(text)) for text in question.asked]
         self.lengths = [0] * len(question.prompts)  # characters of each text that were sent
@@ -88,7 +88,7 @@ class Answer:
         completion: Completion | None = None,
     ) -> dict[str, Any]:
         form = chat_logprobs if self.question.is_chat else logprobs
-        values = None if self.likelihoods is None else form(tokens, self.served.tokenizer)
+        values = None if self.question.logprobs is None else form(tokens, self.served.tokenizer)
         reason = None if completion is None else "stop" if completion.ended else "length"
         return {"index": index, **content, "logprobs": values, "finish_reason": reason}
 
@@ -100,13 +100,13 @@ class Answer:
         return self.question.asked[index] if self.question.echo else ""
 
     def echoed_tokens(self, index: int) -> list[PlacedToken]:
-        if self.likelihoods is None or not self.echo(index):  # a prompt of nothing is the token that stands for it
+        if self.question.logprobs is None or not self.echo(index):  # no text: its token only stands for it
             return []
-        return TokenPlaces(self.served.tokenizer).take(self.likelihoods.prompts[index])
+        return TokenPlaces(self.served.tokenizer).take(self.job.of_prompts[index])
 
     def tokens(self, index: int, length: int) -> list[PlacedToken]:
         """Those within the first `length` characters of a text that were not sent yet."""
-        return [] if self.likelihoods is None else self.places[index].take(self.likelihoods.texts[index], length)
+        return self.places[index].take(self.job.of_texts[index], length)
 
 
 class PlacedToken(NamedTuple):

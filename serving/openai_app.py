@@ -136,7 +136,7 @@ class Completions:
     async def respond(self, job: Job, deadline: float) -> Response:
         """Waits for the whole text, or for the first piece of a stream: then the status is certain. Raises
         RequestError, Abandoned."""
-        answer, pieces = Answer(job.question, self.served, job.likelihoods), job.pieces()
+        answer, pieces = Answer(job, self.served), job.pieces()
         try:
             async with self.queue.time_limit(deadline):
                 first = await anext(pieces, None) if job.question.stream else None

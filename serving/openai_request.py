@@ -16,7 +16,7 @@ from common.chat import Message, require_order
 from common.errors import is_out_of_memory
 from common.script import LONGEST_MESSAGE
 from common.validation import build, suggest
-from generation.decoding import ROWS_AT_ONCE, prompt_ids
+from generation.completion import ROWS_AT_ONCE, prompt_ids
 from generation.sampling import Sampling
 from generation.terminal import room_for_prompt
 from serving.served import Served

@@ -105,7 +105,7 @@ def test_under_autocast_the_adapters_gradients_are_fp32_and_near_those_without()
 
 def test_a_cache_holds_what_the_adapters_say() -> None:
     """For answers to prompts in the middle of a training."""
-    from generation.decoding import generate
+    from generation.completion import generate
     from generation.sampling import Sampling
 
     model, merged = adapted(), random_model(300)

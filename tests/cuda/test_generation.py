@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.checkpoint import open_checkpoint
-from generation.decoding import generate
+from generation.completion import generate
 from generation.sampling import Sampling
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, opened

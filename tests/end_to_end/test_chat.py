@@ -15,7 +15,7 @@ import torch
 import generate
 from common.chat import ChatTemplate, Message
 from common.checkpoint import open_checkpoint
-from generation.decoding import generate as complete
+from generation.completion import generate as complete
 from generation.sampling import Sampling
 from tests.helpers import run_script
 from tests.models import bpe, random_model, save_checkpoint, write_model

@@ -25,7 +25,7 @@ from common.errors import CheckpointError
 from exchange.comparison import largest_difference
 from exchange.hf_folder import build_theirs
 from exchange.hf_model import ConversionError, from_hf, to_hf
-from generation.decoding import generate
+from generation.completion import generate
 from generation.sampling import Sampling
 from model import ACTIVATIONS
 from model_config import GATED, ModelConfig

@@ -21,7 +21,7 @@ from exchange.hf_llama import LLAMA3
 from exchange.hf_model import FORMS as FORMS_OF_THEIRS
 from exchange.hf_model import from_hf, hf_kind, to_hf
 from generate import load_model
-from generation.decoding import generate
+from generation.completion import generate
 from generation.sampling import Sampling
 from model import KVCache, TransformerLanguageModel, rotate
 from model_config import ModelConfig

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,13 @@ from common.chat import ChatML, ChatTemplate, Message
 from common.checkpoint import open_checkpoint
 from exchange.folders import load_in_fp32
 from exchange.page_weights import pack
-from generation.decoding import generate
-from generation.inspection import inspect, token_label
+from generation.completion import generate
 from generation.sampling import choose
+from generation.scoring import likelihoods
 from generation.settings import Sampling
+from generation.stream import only_text, stream
 from model import ACTIVATIONS, TransformerLanguageModel
+from serving.demo_model import CONSIDERED, token_label
 from tests.foreign_tokenizers import QWEN
 from tests.helpers import ROOT, flip, generated_text, run_script
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_adapters, write_model
@@ -330,17 +333,19 @@ def test_a_click_shows_what_else_was_considered(browser: Any, tmp_path: Path) ->
         visitor.settings(8)
         visitor.write("the cat")
         sampling = Sampling(max_new_tokens=8, temperature=0)
-        expected = [*inspect(model, bpe(), bpe().encode("the cat").tolist(), sampling)]
+        bias = only_text(model, bpe())
+        steps = stream(model, [bpe().encode("the cat").tolist()], sampling, bias)
+        expected = [likelihoods(logits, tokens, CONSIDERED, bias)[0] for tokens, logits in steps]
         tokens = visitor.tab.locator(".turn.model .token")
         assert tokens.count() == len(expected)
         for i in (0, 3):
             tokens.nth(i).click()
             shown = visitor.tab.locator(".considered tr").all_inner_texts()
             assert len(shown) == 8 and visitor.tab.locator(".considered").is_visible()
-            for line, (token, share) in zip(shown, expected[i].likeliest, strict=True):
+            for line, (token, logprob) in zip(shown, expected[i].likeliest, strict=True):
                 _, label, percent = line.split("\t")
-                assert label == token_label(bpe(), token).replace(" ", "\u2423").replace("\n", "\u23ce")
-                assert float(percent.strip("< %")) == pytest.approx(100 * share, rel=0.02, abs=0.01)
+                assert label == token_label(token, bpe()).replace(" ", "\u2423").replace("\n", "\u23ce")
+                assert float(percent.strip("< %")) == pytest.approx(100 * math.exp(logprob), rel=0.02, abs=0.01)
         visitor.tab.keyboard.press("ArrowRight")
         assert visitor.tab.locator(".token.active").count() == 1
         visitor.tab.keyboard.press("Escape")

@@ -8,17 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from generation import decoding, sampling
-from generation.decoding import generate
+from generation import sampling, stream
+from generation.completion import generate
 from generation.sampling import Sampling
-from model import TransformerLanguageModel
 from tests.generation.helpers import CHARACTERS, CONTEXT, GREEDY, SAMPLED, changed, either_way, random_model, texts
 
 
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (decoding, sampling):
+        for module in (stream, sampling):
             patch.setattr(module, "runs_ahead", lambda device: True)
         yield
 
@@ -27,7 +26,8 @@ def test_generation_leaves_cudnns_attention_out_and_back_in(model, characters):
     """cuDNN plans each new length anew."""
     seen = []
     model.register_forward_pre_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    generate(model, characters, ["abc"], changed(GREEDY, max_new_tokens=3))
+    for _ in stream.stream(model, [[1]], changed(GREEDY, max_new_tokens=3), torch.zeros(len(CHARACTERS))):
+        assert torch.backends.cuda.cudnn_sdp_enabled(), "it leaks to the caller"
     assert not any(seen) and len(seen) == 2 and torch.backends.cuda.cudnn_sdp_enabled()
 
 
@@ -44,19 +44,15 @@ def test_running_ahead_gives_the_same_text(characters, sampling, penalty):
     assert len(set(texts(expected))) == 4
 
 
-def test_running_ahead_streams_and_stops_the_same(bpe):
+def test_running_ahead_stops_the_same(bpe):
     """Stop strings, the end of the text and pieces of characters: decided on the host, a step late."""
     model, prompts = random_model(bpe.vocab_size, max_seq_len=64), ["the", "cat and", "dog"]
     sampling = Sampling(max_new_tokens=120, temperature=1.0, top_p=1.0, stop=("a", "th"), seed=5)
 
-    def streamed() -> tuple[list, list]:
-        pieces = []
-        return generate(model, bpe, prompts, sampling, on_text=lambda *piece: pieces.append(piece)), pieces
-
-    expected = streamed()
+    expected = generate(model, bpe, prompts, sampling)
     with as_on_a_gpu():
-        assert streamed() == expected
-    assert all(completion.tokens < 120 for completion in expected[0])
+        assert generate(model, bpe, prompts, sampling) == expected
+    assert all(completion.tokens < 120 for completion in expected)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3])
@@ -77,12 +73,11 @@ def test_running_ahead_in_the_smallest_contexts(characters, context):
 
 def test_on_a_gpu_the_next_step_is_queued_before_a_token_is_read(model, characters):
     steps, steps_when_shown = [], []
-    real = TransformerLanguageModel.next_logits
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(TransformerLanguageModel, "next_logits", lambda *given: steps.append(1) or real(*given))
-        for ahead in (False, True):
-            steps.clear()
-            with as_on_a_gpu() if ahead else contextlib.nullcontext():
-                show = lambda i, piece: steps_when_shown.append(len(steps))  # noqa: E731
-                generate(model, characters, ["abc"], changed(GREEDY, max_new_tokens=2), on_text=show)
-    assert steps_when_shown == [0, 1, 1, 1, 1, 1]  # each token, and what remains at the end
+    hook = model.ln_f.register_forward_hook(lambda *_: steps.append(1))
+    for ahead in (False, True):
+        steps.clear()
+        with as_on_a_gpu() if ahead else contextlib.nullcontext():
+            tokens = stream.stream(model, [[1]], changed(GREEDY, max_new_tokens=2), torch.zeros(len(CHARACTERS)))
+            steps_when_shown.append([len(steps) for _ in tokens])
+    hook.remove()
+    assert steps_when_shown == [[1, 2], [2, 2]]

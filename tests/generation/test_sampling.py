@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.validation import build
 from generation import sampling as sampling_module
-from generation.sampling import Sampling, choose, penalize_counts, penalize_repetition
+from generation.sampling import Penalties, Sampling, choose
 from tests.generation.helpers import next_token
 
 logit_rows = st.lists(
@@ -132,19 +132,31 @@ def test_choose_bears_extreme_temperatures(temperature):
 def test_repetition_penalty_is_ctrls():
     """Scores of tokens already there are divided by the penalty where positive, multiplied where negative."""
     logits = torch.tensor([[2.0, -2.0, 3.0, -3.0], [2.0, -2.0, 3.0, -3.0]])
-    seen = torch.tensor([[True, True, False, False], [False, False, False, True]])
-    assert penalize_repetition(logits, seen, 4.0).tolist() == [
-        [0.5, -8.0, 3.0, -3.0],
-        [2.0, -2.0, 3.0, -12.0],
-    ]
+    penalties = Penalties(Sampling(repetition_penalty=4.0), [[0, 1], [3]], torch.zeros(4))
+    assert penalties.apply(logits).tolist() == [[0.5, -8.0, 3.0, -3.0], [2.0, -2.0, 3.0, -12.0]]
 
 
 def test_frequency_and_presence_penalty_are_openais():
     """From each logit: the token's count times the one, and the other where the count is not 0."""
     logits = torch.tensor([[1.0, -1.0, 5.0, -math.inf], [1.0, -1.0, 5.0, 0.0]])
-    counts = torch.tensor([[0.0, 1.0, 4.0, 0.0], [2.0, 0.0, 0.0, 1.0]])
-    sampling = Sampling(frequency_penalty=0.5, presence_penalty=-2.0)
-    assert penalize_counts(logits, counts, sampling).tolist() == [[1.0, 0.5, 5.0, -math.inf], [2.0, -1.0, 5.0, 1.5]]
+    penalties = Penalties(Sampling(frequency_penalty=0.5, presence_penalty=-2.0), [[3], []], torch.zeros(4))
+    for tokens in ([2, 0], [2, 0], [1, 3], [2, 3], [2, 3]):
+        penalties.count(torch.tensor(tokens))
+    assert penalties.apply(logits).tolist() == [[1.0, 0.5, 5.0, -math.inf], [2.0, -1.0, 5.0, 0.5]]
+    assert logits[0].tolist() == [1.0, -1.0, 5.0, -math.inf], "the caller's logits stay"
+
+
+def test_the_bias_is_added_and_forbids():
+    penalties = Penalties(Sampling(), [[0]], torch.tensor([0.0, 1.5, -math.inf]))
+    assert penalties.apply(torch.tensor([[1.0, 2.0, 9.0]])).tolist() == [[1.0, 3.5, -math.inf]]
+
+
+@pytest.mark.parametrize(("min_p", "kept"), [(0.0, 4), (0.09, 3), (0.11, 2), (0.6, 1), (1.0, 1)])
+def test_min_p_keeps_tokens_by_their_share_of_the_likeliest(min_p, kept):
+    logits = torch.tensor([[1.0, 0.5, 0.1, 0.01]]).log().expand(1000, -1)
+    uniforms = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
+    tokens = choose(logits, uniforms, Sampling(temperature=1, top_p=1.0, min_p=min_p))
+    assert set(tokens.tolist()) == set(range(kept))
 
 
 # Settings

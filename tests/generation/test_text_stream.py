@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from generation.decoding import TextStream
+from generation.completion import Completion
 
 
 class Pieces:
@@ -15,6 +15,8 @@ class Pieces:
 
     def __init__(self, pieces: Sequence[str]):
         self.pieces = pieces
+
+    end_ids = frozenset()
 
     def decoder(self):
         return self
@@ -42,27 +44,27 @@ words = st.text("ab\n", max_size=5)
 @given(st.lists(words, max_size=8), st.lists(words.filter(bool), max_size=3))
 def test_streamed_text_ends_before_the_first_stop_string(pieces, stop):
     """However the text is cut into tokens: what was shown is the final text, and none of the stop string with it."""
-    stream = TextStream(Pieces(pieces), tuple(stop))
+    stream = Completion(Pieces(pieces), tuple(stop))
     expected, stops = until_stop("".join(pieces), stop)
     shown = ""
     for i in range(len(pieces)):
         shown += stream.push(i)
         assert expected.startswith(shown)
-        if stream.stopped:
+        if stream.ended:
             break
     shown += stream.finish()
-    assert (shown, stream.text, stream.stopped) == (expected, expected, stops)
+    assert (shown, stream.text, stream.ended) == (expected, expected, stops)
 
 
 @settings(max_examples=200)
 @given(st.lists(words, max_size=8), st.lists(words.filter(bool), max_size=3))
 def test_text_is_held_back_no_longer_than_needed(pieces, stop):
     """What waits is the beginning of a stop string; without stop strings, nothing does."""
-    stream = TextStream(Pieces(pieces), tuple(stop))
+    stream = Completion(Pieces(pieces), tuple(stop))
     shown = ""
     for i in range(len(pieces)):
         shown += stream.push(i)
-        if stream.stopped:
+        if stream.ended:
             break
         waiting = "".join(pieces[: i + 1])[len(shown) :]
         assert not waiting or any(word.startswith(waiting) for word in stop)

@@ -14,7 +14,7 @@ import torch
 import generate
 from common.chat import ChatTemplate, Message
 from common.errors import CheckpointError
-from generation.decoding import generate as complete_rows
+from generation.completion import generate as complete_rows
 from generation.sampling import Sampling
 from generation.terminal import room_for_prompt
 from serving import demo_library, demo_model

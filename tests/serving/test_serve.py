@@ -140,7 +140,7 @@ def test_chat_answers_as_generate_does(talker: Server, models: Path, capsys: pyt
 
 def test_chat_is_the_template_and_what_follows(talker: Server, models: Path) -> None:
     model, tokenizer = generate.load_model(models / "runs" / "talker", "cpu")
-    from generation.decoding import generate as complete
+    from generation.completion import generate as complete
 
     turns = [{"role": "developer", "content": "Be brief."}, *QUESTION, {"role": "assistant", "content": "A cat."}]
     parts = [{"type": "text", "text": "And"}, {"type": "text", "text": "that?"}]
@@ -167,7 +167,7 @@ def test_chat_is_the_template_and_what_follows(talker: Server, models: Path) -> 
 
 
 def test_penalties_are_those_of_generation(talker: Server, models: Path) -> None:
-    from generation.decoding import generate as complete
+    from generation.completion import generate as complete
 
     model, tokenizer = generate.load_model(models / "runs" / "talker", "cpu")
     texts = set()

@@ -15,7 +15,7 @@ from common.chat import Message
 from common.errors import DataError
 from common.files import read_text
 from common.machine import exact_device
-from generation.decoding import ROWS_AT_ONCE, generate
+from generation.completion import ROWS_AT_ONCE, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX
 from tokenizer_base import UnknownCharacterError

@@ -299,7 +299,7 @@ def test_base_and_tuned_stand_side_by_side(chats: Path, base: Path, tmp_path: Pa
     before = float(result.out.partition("Before           validation loss ")[2].split(",")[0])
     assert before > losses[-1] and f"{before:.4f}" in half.out
     model, tokenizer = load_checkpoint(open_checkpoint(base), "cpu", torch.float32)
-    from generation.decoding import generate
+    from generation.completion import generate
     from generation.sampling import Sampling
     from training.numbers.evaluate import ANSWER_TOKENS
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from common.validation import build
-from generation import decoding
-from generation.decoding import generate
+from generation import completion, stream
+from generation.completion import Completion, generate, prompt_ids
 from generation.sampling import Sampling
+from generation.stream import only_text
 from model import KVCache, TransformerLanguageModel
 from model_config import ModelConfig
 from tests.generation.helpers import (
@@ -117,15 +118,8 @@ def test_a_prompt_longer_than_the_context_does_not_disturb_the_others(model, cha
 def test_more_prompts_than_fit_at_once(model, characters, monkeypatch):
     prompts = [CHARACTERS[i % 8] * (1 + i % 3) for i in range(11)]
     expected = generate(model, characters, prompts, SAMPLED)
-    monkeypatch.setattr(decoding, "ROWS_AT_ONCE", 4)
-    shown = [""] * len(prompts)
-
-    def show(i: int, piece: str) -> None:
-        shown[i] += piece
-
-    assert generate(model, characters, prompts, SAMPLED, on_text=show) == expected
-    assert shown == texts(expected)
-    assert [completion.seed for completion in expected] == [SAMPLED.seed + i for i in range(11)]
+    monkeypatch.setattr(completion, "ROWS_AT_ONCE", 4)
+    assert generate(model, characters, prompts, SAMPLED) == expected
 
 
 def test_no_prompts_give_no_completions(model, characters):
@@ -174,11 +168,8 @@ def test_fewer_tokens_are_the_beginning_of_more(model, characters):
 
 
 def test_no_new_tokens(model, characters):
-    pieces = []
-    completion = generate(
-        model, characters, ["ab"], changed(SAMPLED, max_new_tokens=0), on_text=lambda i, piece: pieces.append(piece)
-    )[0]
-    assert (completion.text, completion.tokens, "".join(pieces)) == ("", 0, "")
+    (made,) = generate(model, characters, ["ab"], changed(SAMPLED, max_new_tokens=0))
+    assert (made.text, made.tokens, made.ended) == ("", 0, False)
 
 
 def test_an_empty_prompt_starts_a_document(bpe):
@@ -244,12 +235,9 @@ def favour(model: TransformerLanguageModel, ids: Sequence[int]) -> TransformerLa
 def test_special_tokens_but_end_of_text_are_never_sampled(bpe, sampling):
     unused = {1, 2}  # <|pad|> and <|unk|>
     model = favour(random_model(bpe.vocab_size), unused)
-    seen = []
-    real_choose = decoding.choose
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoding, "choose", lambda *given: seen.append(real_choose(*given)) or seen[-1])
-        generate(model, bpe, ["the", "cat and"], sampling)
-    assert seen and not unused & set(torch.cat(seen).tolist())
+    rows = [prompt_ids(bpe, prompt) for prompt in ("the", "cat and")]
+    steps = list(stream.stream(model, rows, sampling, only_text(model, bpe)))
+    assert len(steps) == 10 and not unused & {token for tokens, _ in steps for token in tokens}
 
 
 @either_way
@@ -261,6 +249,13 @@ def test_ids_of_the_model_beyond_the_tokenizers_are_never_sampled(characters, sa
 
 
 # Text as it comes: stop strings, end of text, whole characters
+
+
+def streamed(model, bpe: BPETokenizer, sampling: Sampling, prompt: str = "the") -> tuple[Completion, list[str]]:
+    """A completion, and the pieces as which its text came."""
+    made = Completion(bpe, sampling.stop)
+    steps = stream.stream(model, [prompt_ids(bpe, prompt)], sampling, only_text(model, bpe))
+    return made, list(made.pieces(steps))
 
 
 def scripted(bpe: BPETokenizer, text_or_ids: str | list[int], prompt: str = "the") -> ScriptedModel:
@@ -280,18 +275,13 @@ def scripted(bpe: BPETokenizer, text_or_ids: str | list[int], prompt: str = "the
 )
 def test_a_stop_string_ends_the_text_wherever_the_tokens_are_cut(bpe, stop, expected):
     whole = " cat and the dog and the hat"
-    pieces = []
-    completion = generate(
-        scripted(bpe, whole),
-        bpe,
-        ["the"],
-        Sampling(max_new_tokens=len(bpe.encode(whole)), temperature=0, stop=stop),
-        on_text=lambda i, piece: pieces.append(piece),
-    )[0]
-    assert completion.text == "".join(pieces) == expected
+    made, pieces = streamed(
+        scripted(bpe, whole), bpe, Sampling(max_new_tokens=len(bpe.encode(whole)), temperature=0, stop=stop)
+    )
+    assert made.text == "".join(pieces) == expected
     stopped_after = next((n for n in range(len(whole) + 1) if any(w in whole[:n] for w in stop)), len(whole))
     needed = next(n for n in range(99) if len(bpe.decode(bpe.encode(whole)[:n])) >= stopped_after)
-    assert completion.tokens == needed  # not one more than it takes to know
+    assert made.tokens == needed  # not one more than it takes to know
 
 
 def test_a_stop_string_in_the_prompt_does_not_count(bpe):
@@ -311,30 +301,16 @@ def test_characters_of_several_tokens_are_shown_whole(bpe):
     whole = " naïve 😀👩‍👧 日本 end"
     script = bpe.encode(whole).tolist()
     assert len(bpe.encode("😀")) == 4
-    pieces = []
-    completion = generate(
-        scripted(bpe, whole),
-        bpe,
-        ["the"],
-        Sampling(max_new_tokens=len(script), temperature=0),
-        on_text=lambda i, piece: pieces.append(piece),
-    )[0]
-    assert completion.text == "".join(pieces) == whole
+    made, pieces = streamed(scripted(bpe, whole), bpe, Sampling(max_new_tokens=len(script), temperature=0))
+    assert made.text == "".join(pieces) == whole
     assert "\ufffd" not in "".join(pieces)
     assert len([piece for piece in pieces if piece]) > 5  # shown as it came
 
 
 def test_a_character_cut_off_by_the_limit_becomes_one_replacement(bpe):
     script = bpe.encode(" 😀").tolist()
-    pieces = []
-    completion = generate(
-        scripted(bpe, script),
-        bpe,
-        ["the"],
-        Sampling(max_new_tokens=len(script) - 1, temperature=0),
-        on_text=lambda i, piece: pieces.append(piece),
-    )[0]
-    assert completion.text == "".join(pieces) == " \ufffd"
+    made, pieces = streamed(scripted(bpe, script), bpe, Sampling(max_new_tokens=len(script) - 1, temperature=0))
+    assert made.text == "".join(pieces) == " \ufffd"
 
 
 def test_end_of_text_ends_the_text_and_is_not_in_it(bpe):
@@ -346,35 +322,31 @@ def test_end_of_text_ends_the_text_and_is_not_in_it(bpe):
 
 def test_text_held_back_for_a_stop_string_is_shown_at_the_end_of_the_document(bpe):
     script = [*bpe.encode(" cat do").tolist(), bpe.end_of_text_id]
-    pieces = []
-    sampling = Sampling(max_new_tokens=20, temperature=0, stop=("dog",))
-    completion = generate(scripted(bpe, script), bpe, ["the"], sampling, on_text=lambda i, p: pieces.append(p))[0]
-    assert completion.text == "".join(pieces) == " cat do"
+    made, pieces = streamed(scripted(bpe, script), bpe, Sampling(max_new_tokens=20, temperature=0, stop=("dog",)))
+    assert made.text == "".join(pieces) == " cat do"
 
 
 def test_a_text_that_has_ended_stays_as_it_is_while_others_go_on(characters):
-    """Rows of one batch stop at different times, and each has its own text, streamed and returned."""
+    """Rows of one batch stop at different times, and each has its own text."""
     model = random_model(len(CHARACTERS))
     prompts = ["a", "cab", "hh", "fed"]
     sampling = Sampling(max_new_tokens=12, temperature=1.5, top_p=1.0, seed=4, stop=("a",))
     free = texts(generate(model, characters, prompts, changed(sampling, stop=())))
-    shown = [""] * 4
-
-    def show(i: int, piece: str) -> None:
-        shown[i] += piece
-
-    stopped = generate(model, characters, prompts, sampling, on_text=show)
+    stopped = generate(model, characters, prompts, sampling)
     expected = [text.split("a")[0] for text in free]
     assert len({len(text) for text in expected}) > 1
-    assert texts(stopped) == shown == expected
+    assert texts(stopped) == expected
 
 
 def test_who_asked_may_have_enough(model, characters):
-    """Generation ends within a token of `go_on` saying no, with the text made so far."""
-    whole = generate(model, characters, ["a", "b"], SAMPLED)
-    answers = iter([True, True, False])
-    cut = generate(model, characters, ["a", "b"], SAMPLED, go_on=lambda: next(answers))
-    assert texts(cut) == [text[:3] for text in texts(whole)] and [c.tokens for c in cut] == [3, 3]
+    """A caller that stops reading costs no further pass."""
+    passes = []
+    hook = model.ln_f.register_forward_hook(lambda *_: passes.append(1))
+    steps = stream.stream(model, [[1]], changed(SAMPLED, max_new_tokens=1_000), only_text(model, characters))
+    for _, _ in zip(range(3), steps, strict=False):
+        pass
+    hook.remove()
+    assert len(passes) == 3
 
 
 def test_what_ended_a_text_is_told(model, characters):

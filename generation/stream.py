@@ -1,0 +1,122 @@
+"""The next tokens of a batch of prompts, one step of all rows at a time, with a key/value cache.
+
+`sampling.py` chooses each token, `completion.py` turns tokens into text. A text may become longer than the context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from common.machine import exact_device, runs_ahead
+from generation.sampling import Penalties, Sampling, choose, draws
+from model import KVCache, TransformerLanguageModel
+from tokenizer import Tokenizer
+
+# Not cuDNN's, which plans each new length anew: seconds for a text on an H100.
+ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+@torch.inference_mode()
+def stream(
+    model: TransformerLanguageModel, rows: Sequence[list[int]], sampling: Sampling, bias: torch.Tensor
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yields the next token of each row, and the model's logits for it in fp32, (B, V); max_new_tokens times.
+
+    `bias` (V,) is added to the logits before a token is chosen: see `only_text`. Row i has the seed
+    `sampling.seed + i`: its random numbers do not depend on the batch. (In bf16 the rounding does, which may change a
+    choice.)
+
+    On a GPU the next step is queued before the host reads the token, so that the GPU never waits for the host. So
+    everything that depends on tokens stays on the device. Only a full context has to wait.
+    """
+    rows = [list(row) for row in rows]
+    exact = exact_device(model.device)  # tokens are chosen here
+    uniforms = torch.stack([draws(sampling, i) for i in range(len(rows))]).to(exact)  # (B, max_new_tokens)
+    penalties = Penalties(sampling, rows, bias)
+    context, ahead = model.config.max_seq_len, runs_ahead(model.device)
+    cache, logits = read(model, rows, min(context, max(map(len, rows)) + sampling.max_new_tokens))
+    for t in range(sampling.max_new_tokens):
+        logits = logits.to(exact).float()
+        tokens = choose(penalties.apply(logits), uniforms[:, t], sampling)  # (B,)
+        penalties.count(tokens)
+        arrive = send_to_host(tokens)
+        is_last = t + 1 == sampling.max_new_tokens
+        queued = ahead and not is_last and max(cache.lengths) < context
+        following = next_logits(model, cache, tokens) if queued else logits
+        values = arrive()
+        for row, token in zip(rows, values, strict=True):
+            row.append(token)
+        yield values, logits
+        if not queued and not is_last:
+            make_room(model, cache, rows)
+            following = next_logits(model, cache, tokens.to(model.device))
+        logits = following
+
+
+def only_text(model: TransformerLanguageModel, tokenizer: Tokenizer) -> torch.Tensor:
+    """The `bias` that forbids ids without text, also those that the model has and its tokenizer does not: -inf for
+    them, 0 for the others, (V,)."""
+    bias = torch.zeros(model.config.vocab_size, device=exact_device(model.device))
+    bias[[*tokenizer.unused_ids, *range(tokenizer.vocab_size, len(bias))]] = -torch.inf
+    return bias
+
+
+def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
+    """Start a copy. The returned function waits for the copy, but not for work that is queued after it."""
+    if not tokens.is_cuda:
+        return tokens.tolist
+    values = tokens.to("cpu", non_blocking=True)  # into pinned memory
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def arrive() -> list[int]:
+        copied.synchronize()
+        return values.tolist()
+
+    return arrive
+
+
+# `stream` itself is not decorated: the choice of a kernel would leak to its caller at each `yield`.
+@sdpa_kernel(ATTENTION)
+def next_logits(model: TransformerLanguageModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+    return model.next_logits(cache, tokens)
+
+
+@sdpa_kernel(ATTENTION)
+def read(model: TransformerLanguageModel, rows: list[list[int]], capacity: int) -> tuple[KVCache, torch.Tensor]:
+    """Read the last max_seq_len tokens of each row into a cache with room for `capacity`. Returns the cache and the
+    logits of each row's next token, (B, V).
+
+    Shorter rows are padded on the right: attention is causal, so no token sees the padding after it.
+    """
+    rows = [row[-model.config.max_seq_len :] for row in rows]
+    lengths = [len(row) for row in rows]
+    padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in rows], device=model.device)
+    cache = KVCache(model.config, len(rows), model.device, model.token_embedding.weight.dtype, capacity)
+    hidden = model.hidden(padded, cache)  # (B, T, C)
+    cache.truncate(lengths)
+    last = torch.tensor(lengths, device=model.device) - 1
+    # Run the head on one position per row: all logits of a long prompt would take more memory than the model.
+    return cache, model.logits(hidden[torch.arange(len(rows), device=model.device), last]).float()
+
+
+def make_room(model: TransformerLanguageModel, cache: KVCache, rows: list[list[int]]) -> None:
+    """If a row fills the context, read its second half again, without the last token: that one is the next input.
+
+    Sliding by one token would change all positions, so each token would cost a full pass. Only full rows are read
+    again: a row's text must not depend on the other rows of its batch.
+    """
+    full = [i for i, length in enumerate(cache.lengths) if length == model.config.max_seq_len]
+    if not full:
+        return
+    keep = max(1, model.config.max_seq_len // 2)
+    lengths = list(cache.lengths)
+    if keep > 1:
+        fresh, _ = read(model, [rows[i][-keep:-1] for i in full], keep)
+        cache.keys[:, full, :, :keep], cache.values[:, full, :, :keep] = fresh.keys, fresh.values
+    for i in full:
+        lengths[i] = keep - 1
+    cache.truncate(lengths)
