@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -96,7 +97,7 @@ def choose_among(
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:] if sampling.top_k else weigh(logits).sum(dim=-1, keepdim=True)
     before = cumulative - weights  # 0 for the most likely token, which always stays
-    kept = (before < sampling.top_p * total) & (weights > 0) & (weights >= sampling.min_p)
+    kept = (before < sampling.top_p * total) & (weights >= (sampling.min_p or math.ulp(0.0)))
     last = kept.sum(dim=-1, keepdim=True) - 1  # of the nucleus
     last = last.clamp(min=0)  # enormous finite weights give logits that are nan: then take any token
     everything = sampling.top_p == 1 and not sampling.top_k and not sampling.min_p

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -14,9 +15,6 @@ from common.machine import exact_device, runs_ahead
 from generation.sampling import Penalties, Sampling, choose, draws
 from model import KVCache, TransformerLanguageModel
 from tokenizer import Tokenizer
-
-# Not cuDNN's, which plans each new length anew: seconds for a text on an H100.
-ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @torch.inference_mode()
@@ -37,23 +35,23 @@ def stream(
     uniforms = torch.stack([draws(sampling, i) for i in range(len(rows))]).to(exact)  # (B, max_new_tokens)
     penalties = Penalties(sampling, rows, bias)
     context, ahead = model.config.max_seq_len, runs_ahead(model.device)
-    cache, logits = read(model, rows, min(context, max(map(len, rows)) + sampling.max_new_tokens))
+    cache, following = read(model, rows, min(context, max(map(len, rows)) + sampling.max_new_tokens))
     for t in range(sampling.max_new_tokens):
-        logits = logits.to(exact).float()
+        logits = following.to(exact).float()
         tokens = choose(penalties.apply(logits), uniforms[:, t], sampling)  # (B,)
         penalties.count(tokens)
         arrive = send_to_host(tokens)
         is_last = t + 1 == sampling.max_new_tokens
         queued = ahead and not is_last and max(cache.lengths) < context
-        following = next_logits(model, cache, tokens) if queued else logits
+        if queued:
+            following = step(model, cache, tokens)
         values = arrive()
         for row, token in zip(rows, values, strict=True):
             row.append(token)
         yield values, logits
         if not queued and not is_last:
             make_room(model, cache, rows)
-            following = next_logits(model, cache, tokens.to(model.device))
-        logits = following
+            following = step(model, cache, tokens.to(model.device))
 
 
 def only_text(model: TransformerLanguageModel, tokenizer: Tokenizer) -> torch.Tensor:
@@ -79,13 +77,17 @@ def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
     return arrive
 
 
-# `stream` itself is not decorated: the choice of a kernel would leak to its caller at each `yield`.
-@sdpa_kernel(ATTENTION)
-def next_logits(model: TransformerLanguageModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
-    return model.next_logits(cache, tokens)
+def attention(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Leaves cuDNN's kernel out. It plans each new length anew: seconds for a text on an H100."""
+    kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(kernels) if device.type == "cuda" else contextlib.nullcontext()
 
 
-@sdpa_kernel(ATTENTION)
+def step(model: TransformerLanguageModel, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:
+    with attention(model.device):
+        return model.next_logits(cache, tokens)
+
+
 def read(model: TransformerLanguageModel, rows: list[list[int]], capacity: int) -> tuple[KVCache, torch.Tensor]:
     """Read the last max_seq_len tokens of each row into a cache with room for `capacity`. Returns the cache and the
     logits of each row's next token, (B, V).
@@ -96,7 +98,8 @@ def read(model: TransformerLanguageModel, rows: list[list[int]], capacity: int) 
     lengths = [len(row) for row in rows]
     padded = torch.tensor([row + [0] * (max(lengths) - len(row)) for row in rows], device=model.device)
     cache = KVCache(model.config, len(rows), model.device, model.token_embedding.weight.dtype, capacity)
-    hidden = model.hidden(padded, cache)  # (B, T, C)
+    with attention(model.device):
+        hidden = model.hidden(padded, cache)  # (B, T, C)
     cache.truncate(lengths)
     last = torch.tensor(lengths, device=model.device) - 1
     # Run the head on one position per row: all logits of a long prompt would take more memory than the model.

@@ -11,6 +11,7 @@ import torch
 from common.checkpoint import open_checkpoint
 from generation.completion import generate
 from generation.sampling import Sampling
+from generation.stream import stream
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, opened
 from tests.generation.helpers import CHARACTERS, CONTEXT, changed, either_way, random_model
@@ -27,6 +28,15 @@ def test_a_gpu_gives_the_text_of_the_cpu(sampling: Sampling) -> None:
     sampling = changed(sampling, max_new_tokens=3 * CONTEXT, repetition_penalty=1.5)
     expected = generate(model, characters, prompts, sampling)
     assert generate(model.to(DEVICE), characters, prompts, sampling) == expected
+
+
+def test_generation_leaves_cudnns_attention_out_and_back_in() -> None:
+    """cuDNN plans each new length anew."""
+    model, seen = random_model(len(CHARACTERS)).to(DEVICE), []
+    model.ln_f.register_forward_hook(lambda *_: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    for _ in stream(model, [[1]], Sampling(max_new_tokens=3), torch.zeros(len(CHARACTERS), device=DEVICE)):
+        assert torch.backends.cuda.cudnn_sdp_enabled(), "it leaks to the caller"
+    assert not any(seen) and len(seen) == 3
 
 
 def test_greedy_text_is_that_of_the_cpu(tmp_path: Path, train: Callable, token_folder: Path) -> None:
