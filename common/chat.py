@@ -93,6 +93,11 @@ class ChatTemplate:
 
         return fitting(messages, room, encode)
 
+    def answer_ids(self, tokenizer: Tokenizer, begun: str) -> list[int]:
+        """The ids of an answer's beginning, which follow those of its prompt."""
+        ids: list[int] = tokenizer.encode(f" {begun.strip()}").tolist()
+        return ids
+
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ChatML:
@@ -132,6 +137,11 @@ class ChatML:
         begin, _ = self.special_ids(tokenizer)
         asks = [begin, *tokenizer.encode("assistant\n").tolist()]
         return fitting(messages, room, lambda kept: [*self.encode(tokenizer, kept)[0].tolist(), *asks])
+
+    def answer_ids(self, tokenizer: Tokenizer, begun: str) -> list[int]:
+        """As `ChatTemplate.answer_ids`."""
+        ids: list[int] = tokenizer.encode(begun.strip()).tolist()
+        return ids
 
     @staticmethod
     def special_ids(tokenizer: Tokenizer) -> tuple[int, int]:

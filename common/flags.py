@@ -9,13 +9,14 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from pydantic.fields import FieldInfo
 
 from common.errors import ConfigError
-from common.validation import about, choices_of, is_tuple, kind_of, suggest
+from common.validation import about, check, choices_of, fields_of, is_tuple, kind_of, suggest
 
+T = TypeVar("T")
 METAVARS = {int: "N", float: "X", str: "TEXT", bool: "true|false"}
 
 
@@ -51,6 +52,10 @@ class Parser(argparse.ArgumentParser):
         self.options, self.elsewhere = options, elsewhere or {}
         groups: dict[str, argparse._ArgumentGroup] = {}
         for key, f in options.items():
+            if word := about(f).get("word"):
+                count = "*" if is_tuple(f) else None
+                self.add_argument(key, nargs=count, default=argparse.SUPPRESS, metavar=word, help=f.description)
+                continue
             heading = about(f).get("group", "model")
             is_set = not (f.default is None or f.default is False or f.default == ())
             groups[heading] = groups.get(heading) or self.add_argument_group(heading)
@@ -107,6 +112,19 @@ class Parser(argparse.ArgumentParser):
         for flag, word in itertools.pairwise(self.words):
             if flag in known and known[flag].nargs != 0 and word.startswith("-") and word.split("=")[0] not in known:
                 yield flag, word, f" A value that begins with a dash is written {flag}={shlex.quote(word)}."
+
+    def settings(self, argv: Sequence[str] | None, model: type[T]) -> T:
+        """The words and flags as `model`, a pydantic dataclass whose fields are options. Raises ConfigError that lists
+        what is wrong with them."""
+        self.add_options(fields_of(model))
+        add_debug(self)
+        problems: list[str] = []
+        given = self.read(argv, problems)
+        names = {key: str(about(f).get("word") or f"--{key}") for key, f in self.options.items()}
+        made = check(model, given, problems, names)
+        self.require_none(problems)
+        assert made is not None
+        return made
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith((".", "?")) else "."

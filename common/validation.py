@@ -43,10 +43,11 @@ ALIASES = {
 def option(default: Any, group: str, help: str, **more: Any) -> Any:
     """A field that is a flag of the same name. `group` is its heading in --help; with "" it is no flag.
 
-    `more`: `metavar`, the value's name in --help; `many`, whether several values follow the flag (without it, the flag
-    of a tuple is repeated); `switch`, the values for a bare flag (or JSON true) and for JSON false; `of`, the (key,
-    value) that it has no effect without; `scope`: "command" for what belongs to a command, "place" for where things
-    are, "fixed" for what a run keeps; the rest are limits of pydantic's Field (ge, gt, le, lt, min_length).
+    `more`: `word`, the name in --help of a word of the command, which is no flag; `metavar`, the value's name in
+    --help; `many`, whether several values follow the flag (without it, the flag of a tuple is repeated); `switch`, the
+    values for a bare flag (or JSON true) and for JSON false; `of`, the (key, value) that it has no effect without;
+    `scope`: "command" for what belongs to a command, "place" for where things are, "fixed" for what a run keeps; the
+    rest are limits of pydantic's Field (ge, gt, le, lt, min_length).
     """
     limits = {key: more.pop(key) for key in ("ge", "gt", "le", "lt", "min_length") if key in more}
     return Field(default, description=help, json_schema_extra={"group": group, **more}, **limits)

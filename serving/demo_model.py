@@ -19,18 +19,16 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from common.chat import Message
-from common.errors import CheckpointError
+from common.validation import build
 from generation.completion import Completion
 from generation.sampling import Sampling
 from generation.scoring import Likelihood, likelihoods
 from generation.stream import only_text, stream
-from serving.demo_library import MOST_COMPARED, Library, standing
-from serving.openai_request import Parameters, RequestError, chat_ids, explain, read_sampling, text_ids
-from serving.served import Served
+from serving.library import MOST_COMPARED, Library, Served, standing
+from serving.openai_request import RequestError, chat_ids, explain, text_ids
 from tokenizer import Tokenizer
 from tokenizer_base import valid_unicode
 
@@ -146,7 +144,7 @@ def complete(
 ) -> Iterator[list[Event]]:
     """Each checkpoint continues one prompt, one token of each in turn.
 
-    `given` are parameters as tools/serve.py takes them. A model of conversations gets the prompt as a question. A
+    `given` are the values of a Sampling. A model of conversations gets the prompt as a question. A
     problem is shown in its card. To stop the models, stop iterating.
     """
     if why := refusal(names, prompt):
@@ -160,9 +158,10 @@ def complete(
         yield card.take()
         try:
             served = library.open(name)
-            sampling = read_sampling(Parameters(given), served)
+            sampling = sampling_of(given, served)
             if served.chat is None:
-                card.begin(Turn("prompt", prompt), served, text_ids(prompt, served), sampling)
+                card.remark = "" if prompt else ". Without a prompt, the model begins a text of its own."
+                card.begin(Turn("prompt", prompt), served, text_ids(valid_unicode(prompt), served), sampling)
             else:
                 ids = chat_ids([Message("user", asked(prompt))], sampling, served)
                 card.begin(Turn("user", prompt), served, ids, sampling)
@@ -188,7 +187,7 @@ def converse(
         if why := refusal([name] if name else [], question):
             raise RequestError(why)
         served = library.open(str(name))
-        sampling = read_sampling(Parameters(with_seed(given)), served)
+        sampling = sampling_of(with_seed(given), served)
         messages = [Message("assistant" if turn.who == "model" else "user", turn.text) for turn in card.turns]
         messages.append(Message("user", asked(question)))
         ids = chat_ids(messages, sampling, served)
@@ -253,9 +252,12 @@ def with_seed(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "seed": int(seed) if seed.isdecimal() else seed or random.randrange(2**31)}
 
 
-def no_checkpoints(places: Sequence[Path]) -> CheckpointError:
-    named = ", ".join(f"{place}/" for place in places)
-    return CheckpointError(
-        f"There is no trained model in {named}. Train one first, for instance: python train_colab_mmap.py --config "
-        "quickstart.json; or name a checkpoint or run folder."
-    )
+def sampling_of(given: Mapping[str, Any], served: Served) -> Sampling:
+    """Raises RequestError for a value that the page's own sliders do not allow."""
+    try:
+        sampling = build(Sampling, dict(given))
+    except ValueError as problem:
+        raise RequestError(f"{problem}.") from None
+    if sampling.max_new_tokens > served.max_tokens:
+        raise RequestError(f"max_new_tokens is {sampling.max_new_tokens:,}; {served.max_tokens:,} at most.")
+    return sampling

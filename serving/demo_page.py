@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import html
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
+from fastapi import FastAPI
+from starlette.middleware import Middleware
 
+from common.errors import ConfigError
 from generation.sampling import Sampling
-from serving.demo_library import MOST_COMPARED, Library
 from serving.demo_model import LONGEST_PROMPT, Event, Turn, complete, converse
+from serving.library import MOST_COMPARED, Library
 from serving.watch_page import page as watch_page
 
 FILES = Path(__file__).resolve().parent
 TEMPLATE = (FILES / "demo_tokens.html").read_text(encoding="utf-8")
 # JavaScript that keeps a frame as high as its content.
 FIT = "new ResizeObserver(([{ target }]) => { this.height = target.offsetHeight; }).observe(this.contentDocument.body)"
-SETTINGS = ("max_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
+HEIGHT = 900  # pixels, in a notebook
+SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
 
 
 def theme() -> Any:
@@ -37,8 +42,45 @@ def theme() -> Any:
     )
 
 
-def style() -> str:
-    return (FILES / "demo_page.css").read_text(encoding="utf-8")
+def look() -> dict[str, Any]:
+    """What it has in common mounted and launched."""
+    return {
+        "theme": theme(),
+        "css": (FILES / "demo_page.css").read_text(encoding="utf-8"),
+        "allowed_paths": [],
+        "enable_monitoring": False,
+        "run_history": False,
+        "footer_links": [],
+        "ssr_mode": False,
+    }
+
+
+def mount(app: FastAPI, page: Any, auth: tuple[str, str] | None) -> None:
+    """Answer with the page where the app has no route of its own. `auth`: the name and password to ask for."""
+    gr.mount_gradio_app(app, page, path="/", auth=auth, **look())
+
+
+def launch(page: Any, listener: socket.socket, guard: Middleware, auth: tuple[str, str] | None, share: bool) -> None:
+    """Start a server with the page alone, in the background: for a notebook, and to `share` it.
+
+    Raises ConfigError if there is no address on the internet.
+    """
+    address, port = listener.getsockname()[:2]
+    listener.close()  # Gradio opens its own
+    page.launch(
+        server_name=f"[{address}]" if ":" in address else address,
+        server_port=port,
+        share=share,
+        auth=auth,
+        app_kwargs={"middleware": [guard]},
+        quiet=True,
+        prevent_thread_lock=True,
+        height=HEIGHT,
+        **look(),
+    )
+    if share and not page.share_url:
+        page.close(verbose=False)
+        raise ConfigError("--share got no address: is this machine on the internet? Without --share it stays local.")
 
 
 def make_page(library: Library, queue: int, seconds: float) -> Any:
@@ -89,7 +131,7 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
     with gr.Blocks(title="Try the model", analytics_enabled=False) as page:
         with gr.Row(elem_classes="demo-title"):
             gr.Markdown("## Try the model")
-            again = gr.Button("Look again", size="sm", scale=0, min_width=110)
+            again = gr.Button("Refresh checkpoints", size="sm", scale=0, min_width=160)
         with gr.Row():
             with gr.Column(scale=3, min_width=320):
                 with gr.Tab("Text") as texting:
@@ -100,24 +142,35 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
                         multiselect=True,
                         max_choices=MOST_COMPARED,
                     )
-                    prompt = gr.Textbox(label="Prompt (Shift+Enter generates)", lines=3, max_length=LONGEST_PROMPT)
+                    prompt = gr.Textbox(
+                        label="Prompt (Shift+Enter generates)",
+                        lines=3,
+                        max_length=LONGEST_PROMPT,
+                        placeholder="The beginning of a text, or a question for a chat model: Once upon a time",
+                    )
                     with gr.Row():
                         go = gr.Button("Generate", variant="primary", scale=2, min_width=120)
-                        stop = gr.Button("Stop", min_width=80)
+                        stop = gr.Button("Stop", min_width=80, elem_classes="halt")
                     texts = tokens_view()
                 with gr.Tab("Conversation", visible=bool(answerers())) as conversation:
                     answerer = gr.Dropdown(
                         answerers(), value=next((path for _, path in answerers()), None), label="Checkpoint"
                     )
                     dialogue = tokens_view()
-                    question = gr.Textbox(label="Question", lines=1, max_lines=8, max_length=LONGEST_PROMPT)
+                    question = gr.Textbox(
+                        label="Question",
+                        lines=1,
+                        max_lines=8,
+                        max_length=LONGEST_PROMPT,
+                        placeholder="What is the capital of France?",
+                    )
                     with gr.Row():
                         send = gr.Button("Ask", variant="primary", scale=2, min_width=100)
-                        halt = gr.Button("Stop", min_width=80)
+                        halt = gr.Button("Stop", min_width=80, elem_classes="halt")
                         reset = gr.Button("Clear", min_width=80)
                 with gr.Tab("Loss curve") as training:
                     plot = gr.HTML(elem_classes=["losses"], padding=False, apply_default_css=False)
-            with gr.Column(scale=1, min_width=260) as beside, gr.Accordion("Settings"):
+            with gr.Column(scale=1, min_width=260) as beside, gr.Accordion("Settings", elem_classes="settings"):
                 most = library.max_tokens
                 settings = [
                     gr.Slider(1, most, min(Sampling.max_new_tokens, most), step=1, label="Length"),

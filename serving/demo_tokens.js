@@ -58,6 +58,7 @@ function update() {
   for (const line of value.slice(told.length).split("\n")) if (line) apply(JSON.parse(line));
   told = value;
   legend.hidden = !cards.querySelector(".token");
+  canStop(cards.querySelector(".running"));
   if (active && !active.isConnected) close();
 }
 
@@ -157,6 +158,7 @@ element.addEventListener("request", ({ detail }) => {
   if (!element.offsetParent) return; // the texts of another tab
   if (detail === "waiting" && !cards.children.length) cards.append(cardNode({}));
   cards.classList.toggle("waiting", detail === "waiting");
+  canStop(detail === "waiting");
   for (const card of cards.children) {
     const note = card.querySelector(".note");
     if (detail === "waiting") {
@@ -168,6 +170,11 @@ element.addEventListener("request", ({ detail }) => {
     }
   }
 });
+
+function canStop(isAtWork) {
+  const button = element.closest(".tabitem")?.querySelector("button.halt");
+  if (button) button.disabled = !isAtWork;
+}
 
 colours.addEventListener("change", () => element.classList.toggle("plain", !colours.checked));
 watch("value", update);

@@ -1,70 +1,96 @@
-"""Text as OpenAI's completions and chat completions, whole or in the parts of a stream."""
+"""The texts of a question as they are made, and as OpenAI's completions: whole, or in the parts of a stream."""
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from generation.completion import Completion
-from generation.scoring import Likelihood
-from serving.generation_queue import Job
-from serving.served import Served
+from generation.scoring import Likelihood, likelihoods, prompt_likelihoods
+from generation.stream import stream
+from serving.library import Served
+from serving.openai_request import Question
 from tokenizer import Tokenizer
 
 
+class PlacedToken(NamedTuple):
+    likelihood: Likelihood
+    offset: int  # characters before it, with those of the prompt
+
+
 class Answer:
-    """Each text is sent once: `whole`, or as `opening`, `piece` by `piece`, and `closing`."""
+    """`make` writes the texts; each is sent once, `whole` or by `opening`, `piece` after piece, and `closing`."""
 
-    def __init__(self, job: Job, served: Served) -> None:
-        self.job, self.question, self.served = job, job.question, served
-        question = job.question
+    def __init__(self, question: Question, served: Served) -> None:
+        self.question, self.served = question, served
         self.id, self.created = uuid.uuid4().hex, int(time.time())
-        self.places = [TokenPlaces(served.tokenizer, len(text)) for text in question.asked]
-        self.lengths = [0] * len(question.prompts)  # characters of each text that were sent
+        self.completions = [Completion(served.tokenizer, question.sampling.stop) for _ in question.rows]
+        self.echoed: list[list[PlacedToken]] = [[] for _ in question.rows]
+        self.tokens: list[list[PlacedToken]] = [[] for _ in question.rows]  # that are not sent yet
+        self.sent = [len(text) for text in question.asked]  # characters, with those of the prompt
         # In a conversation, the space before an answer is left out.
-        self.begun = [not question.is_chat] * len(question.prompts)
+        self.begun = [not question.is_chat] * len(question.rows)
 
-    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+    def make(self) -> Iterator[list[tuple[int, str]]]:
+        """Yields after each token the pieces that can be shown: (index of a text, piece)."""
+        model, tokenizer, question = self.served.model, self.served.tokenizer, self.question
+        if question.count is not None and question.echo:
+            for i, (row, text) in enumerate(zip(question.rows, question.asked, strict=True)):
+                if text:  # a prompt of nothing is the token that stands for it
+                    said = prompt_likelihoods(model, row, question.count, question.bias)
+                    self.echoed[i] = placed(said, tokenizer)
+        for tokens, logits in stream(model, question.rows, question.sampling, question.bias):
+            told = question.count is not None and likelihoods(logits, tokens, question.count, question.bias)
+            pieces = []
+            for i, (completion, token) in enumerate(zip(self.completions, tokens, strict=True)):
+                if told and not completion.ended and token not in tokenizer.end_ids:
+                    offset = len(question.asked[i]) + len(completion.text)
+                    self.tokens[i].append(PlacedToken(told[i], offset))
+                pieces.append((i, completion.push(token)))
+            yield pieces
+            if all(completion.ended for completion in self.completions):
+                break
+
+    def finish(self) -> list[tuple[int, str]]:
+        """The last pieces, once `make` is not asked for more."""
+        return [(i, completion.finish()) for i, completion in enumerate(self.completions)]
+
+    def whole(self) -> dict[str, Any]:
         choices = []
-        for i, completion in enumerate(completions):
-            tokens = [*self.echoed_tokens(i), *self.tokens(i, len(completion.text))]
+        for i, completion in enumerate(self.completions):
             text: dict[str, Any] = {"text": self.echo(i) + completion.text}
             if self.question.is_chat:
                 text = {"message": {"role": "assistant", "content": completion.text.lstrip(), "refusal": None}}
-            choices.append(self.choice(i, text, tokens, completion))
-        return self.envelope(choices, "") | {"usage": self.usage(completions)}
+            choices.append(self.choice(i, text, [*self.echoed[i], *self.fresh_tokens(i, all_of_it=True)], completion))
+        return self.envelope(choices, "") | {"usage": self.usage()}
 
     def opening(self) -> list[dict[str, Any]]:
         """The first parts of a stream."""
-        texts = range(len(self.question.prompts))
+        texts = range(len(self.completions))
         if self.question.is_chat:
             return [self.part([self.choice(i, {"delta": {"role": "assistant", "content": ""}})]) for i in texts]
-        return [
-            self.part([self.choice(i, {"text": self.echo(i)}, self.echoed_tokens(i))]) for i in texts if self.echo(i)
-        ]
+        return [self.part([self.choice(i, {"text": self.echo(i)}, self.echoed[i])]) for i in texts if self.echo(i)]
 
     def piece(self, index: int, text: str) -> list[dict[str, Any]]:
         """The next piece of a text."""
-        self.lengths[index] += len(text)
-        if not self.begun[index]:
-            text = text.lstrip()
+        self.sent[index] += len(text)
+        text = text if self.begun[index] else text.lstrip()
         if not text:
             return []
         self.begun[index] = True
         content = {"delta": {"content": text}} if self.question.is_chat else {"text": text}
-        return [self.part([self.choice(index, content, self.tokens(index, self.lengths[index]))])]
+        return [self.part([self.choice(index, content, self.fresh_tokens(index))])]
 
-    def closing(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+    def closing(self) -> list[dict[str, Any]]:
         nothing: dict[str, Any] = {"delta": {}} if self.question.is_chat else {"text": ""}
         parts = [
-            self.part([self.choice(i, nothing, self.tokens(i, len(completion.text)), completion)])
-            for i, completion in enumerate(completions)
+            self.part([self.choice(i, nothing, self.fresh_tokens(i, all_of_it=True), completion)])
+            for i, completion in enumerate(self.completions)
         ]
         if self.question.include_usage:
-            parts.append(self.part([]) | {"usage": self.usage(completions)})
+            parts.append(self.part([]) | {"usage": self.usage()})
         return parts
 
     def part(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -88,50 +114,32 @@ class Answer:
         completion: Completion | None = None,
     ) -> dict[str, Any]:
         form = chat_logprobs if self.question.is_chat else logprobs
-        values = None if self.question.logprobs is None else form(tokens, self.served.tokenizer)
+        values = None if self.question.count is None else form(tokens, self.served.tokenizer)
         reason = None if completion is None else "stop" if completion.ended else "length"
         return {"index": index, **content, "logprobs": values, "finish_reason": reason}
 
-    def usage(self, completions: Sequence[Completion]) -> dict[str, int]:
-        read, written = self.question.prompt_tokens, sum(completion.tokens for completion in completions)
+    def usage(self) -> dict[str, int]:
+        read, written = self.question.prompt_tokens, sum(completion.tokens for completion in self.completions)
         return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
 
     def echo(self, index: int) -> str:
         return self.question.asked[index] if self.question.echo else ""
 
-    def echoed_tokens(self, index: int) -> list[PlacedToken]:
-        if self.question.logprobs is None or not self.echo(index):  # no text: its token only stands for it
-            return []
-        return TokenPlaces(self.served.tokenizer).take(self.job.of_prompts[index])
-
-    def tokens(self, index: int, length: int) -> list[PlacedToken]:
-        """Those within the first `length` characters of a text that were not sent yet."""
-        return self.places[index].take(self.job.of_texts[index], length)
+    def fresh_tokens(self, index: int, all_of_it: bool = False) -> list[PlacedToken]:
+        """The tokens that begin in the text sent so far (or in all of it) and were not sent themselves."""
+        end = len(self.question.asked[index]) + len(self.completions[index].text) if all_of_it else self.sent[index]
+        fresh = [token for token in self.tokens[index] if token.offset < end]
+        del self.tokens[index][: len(fresh)]
+        return fresh
 
 
-class PlacedToken(NamedTuple):
-    likelihood: Likelihood
-    offset: int  # characters before it
-
-
-class TokenPlaces:
-    """Where the tokens of a text begin in it, of which `offset` characters come before them."""
-
-    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
-        self.decoder = tokenizer.decoder()
-        self.offset = offset
-        self.length = 0  # characters of the tokens that were taken, without an unfinished one
-        self.taken = 0
-
-    def take(self, tokens: Sequence[Likelihood], length: float = math.inf) -> list[PlacedToken]:
-        """The tokens that begin within the first `length` characters of the text and were not taken yet."""
-        placed = []
-        while self.taken < len(tokens) and self.length < length:
-            token = tokens[self.taken]
-            placed.append(PlacedToken(token, self.offset + self.length))
-            self.length += len(self.decoder.push([token.token]))
-            self.taken += 1
-        return placed
+def placed(tokens: Sequence[Likelihood], tokenizer: Tokenizer) -> list[PlacedToken]:
+    """The tokens of a prompt, with their places in it."""
+    found, decoder, offset = [], tokenizer.decoder(), 0
+    for token in tokens:
+        found.append(PlacedToken(token, offset))
+        offset += len(decoder.push([token.token]))
+    return found
 
 
 def logprobs(tokens: Sequence[PlacedToken], tokenizer: Tokenizer) -> dict[str, Any]:

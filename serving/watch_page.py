@@ -18,7 +18,7 @@ from typing import Any, cast
 from common.errors import ConfigError
 from common.validation import suggest
 from serving.run_reader import RunReader
-from serving.server import OWN_HOSTS, host_name
+from serving.server import is_own
 from training.reports.records import CONFIG, METRICS, records_in
 
 TEMPLATE = Path(__file__).with_name("watch.html")
@@ -89,8 +89,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         server = cast(Server, self.server)
-        # A page from elsewhere could point its own name here and read the answers (DNS rebinding).
-        if host_name(self.headers.get("Host", "")) not in OWN_HOSTS:
+        if not is_own(self.headers.get("Host", "")):
             self.send_error(HTTPStatus.FORBIDDEN, "Ask for 127.0.0.1")
         elif self.path == "/":
             self.answer(page(server.read(), POLL_SECONDS), "text/html; charset=utf-8")

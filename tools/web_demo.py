@@ -18,7 +18,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from common.flags import Parser
 from common.script import script
-from serving.server import add_flags, check_flags
+from serving.server import Settings, require
 
 
 @script
@@ -27,18 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="tools/web_demo.py",
         usage="%(prog)s [PATH ...] [--FLAG VALUE ...]",
         description="A page to try trained models on. By default only this machine can open it. With --host or "
-        "--share, others need a password, which is new each time and printed.",
+        "--share, others need a password, which is printed.",
     )
-    parser.add_argument(
-        "places", nargs="*", metavar="PATH", default=["runs"], help="checkpoints, run folders, folders of runs [runs]"
-    )
-    add_flags(parser, port=7860, queue=16, max_tokens=1000, timeout=120)
-    parser.add_argument("--share", action="store_true", help="an address on the internet, through Gradio's servers")
-    arguments = parser.parse_args(argv)
-    check_flags(arguments, least_queue=1, packages=("gradio",))
-    from serving.demo_server import serve_demo  # here, because --help must not import torch
+    settings = parser.settings(argv, Settings)
+    require("fastapi", "uvicorn", "gradio")
+    from serving.serve import serve  # here, because --help must not import torch
 
-    serve_demo(arguments)
+    serve(settings, for_programs=False)
     return 0
 
 

@@ -32,7 +32,7 @@ class Server:
     @property
     def port(self) -> int:
         """Waits until it listens."""
-        while not (found := re.search(r"Listening  http://[\d.]+:(\d+)/v1,.*\n(?s:.*)curl .*\n", self.printed)):
+        while not (found := re.search(r"Listening  http://[\d.]+:(\d+)/, .*\n(?s:.*)curl .*\n", self.printed)):
             assert self.process.returncode is None, self.printed
             time.sleep(0.05)
         return int(found[1])
@@ -87,7 +87,7 @@ def started(folder: Path, *words: str, key: str = "", end: int = signal.SIGTERM)
         process.send_signal(end)
         ends_well = end == signal.SIGTERM or signal.getsignal(end) == signal.SIG_IGN  # as in a shell's background
         assert process.wait(10) == (0 if ends_well else 130), server.printed
-        assert "Traceback" not in server.printed and (not key or key not in server.printed)
+        assert "Traceback" not in server.printed and (not key or key not in server.printed), server.printed
     finally:
         process.kill()
         process.wait(10)

@@ -23,6 +23,7 @@ import torch
 
 import generate
 from common.chat import ChatTemplate, Message
+from generation.completion import generate as complete
 from generation.sampling import Sampling
 from serving.server import checked_origin
 from tests.models import CHARACTERS, random_model, write_model
@@ -31,12 +32,11 @@ from tools import serve
 
 if TYPE_CHECKING:
     from model import TransformerLanguageModel
-    from serving.generation_queue import GenerationQueue
-    from serving.served import Served
+    from serving.library import Served
     from tokenizer_bpe import BPETokenizer
 
 openai = pytest.importorskip("openai")
-pytestmark = pytest.mark.extras("starlette", "uvicorn", "openai")
+pytestmark = pytest.mark.extras("fastapi", "uvicorn", "openai")
 KEY = "secretSECRETsecret"
 ENDLESS = 1_000_000  # tokens, which take minutes; a model of characters never ends by itself
 SECONDS = 60.0  # that a request has of the strict server
@@ -140,8 +140,6 @@ def test_chat_answers_as_generate_does(talker: Server, models: Path, capsys: pyt
 
 def test_chat_is_the_template_and_what_follows(talker: Server, models: Path) -> None:
     model, tokenizer = generate.load_model(models / "runs" / "talker", "cpu")
-    from generation.completion import generate as complete
-
     turns = [{"role": "developer", "content": "Be brief."}, *QUESTION, {"role": "assistant", "content": "A cat."}]
     parts = [{"type": "text", "text": "And"}, {"type": "text", "text": "that?"}]
     turns.append({"role": "user", "content": parts})
@@ -167,8 +165,6 @@ def test_chat_is_the_template_and_what_follows(talker: Server, models: Path) -> 
 
 
 def test_penalties_are_those_of_generation(talker: Server, models: Path) -> None:
-    from generation.completion import generate as complete
-
     model, tokenizer = generate.load_model(models / "runs" / "talker", "cpu")
     texts = set()
     for penalties in ({}, {"frequency_penalty": 2.0}, {"frequency_penalty": 2.0, "presence_penalty": 2.0}):
@@ -383,6 +379,44 @@ def test_logprobs_in_a_conversation(talker: Server, talking: Any, n: int) -> Non
     assert talker.client().chat.completions.create(**request | {"logprobs": False}).choices[0].logprobs is None
 
 
+def test_an_answer_that_is_begun_goes_on(talker: Server, models: Path) -> None:
+    begun = [*QUESTION, {"role": "assistant", "content": "the cat"}]
+    answer = talker.client().chat.completions.create(model="talker", messages=begun, **GREEDY)
+    model, tokenizer = generate.load_model(models / "runs" / "talker", "cpu")
+    template = ChatTemplate()
+    ids = [*template.prompt_ids(tokenizer, [Message("user", "What is it?")]), *tokenizer.encode(" the cat").tolist()]
+    (expected,) = complete(model, tokenizer, [ids], Sampling(max_new_tokens=30, temperature=0))
+    assert answer.choices[0].message.content == expected.text.lstrip()
+
+
+def test_a_bias_makes_a_token_certain_or_impossible(talker: Server, models: Path) -> None:
+    from serving.openai_answer import token_name
+
+    _, _, plain = talker.ask({"prompt": "the", "temperature": 0, "max_tokens": 1, "logprobs": 5})
+    ((first, _), (second, _)) = sorted(
+        plain["choices"][0]["logprobs"]["top_logprobs"][0].items(), key=lambda item: -item[1]
+    )[:2]
+    _, tokenizer = generate.load_model(models / "runs" / "talker", "cpu")
+    ids = {token_name(tokenizer.token_bytes(i), "bytes:"): i for i in range(300)}
+    for bias, expected in (({str(ids[first]): -100}, second), ({str(ids[second]): 100}, second)):
+        _, _, answer = talker.ask(
+            {"prompt": "the", "temperature": 0, "max_tokens": 1, "logprobs": 0, "logit_bias": bias}
+        )
+        assert answer["choices"][0]["logprobs"]["tokens"] == [expected]
+
+
+def test_more_tokens_than_the_server_gives_are_cut(models: Path, served: Served) -> None:
+    status, answer = ask_app(served._replace(max_tokens=7), {"max_tokens": 10**6})
+    assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 7
+
+
+def test_connections_that_send_slowly_take_no_place(letters: Server) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(10):
+            stack.enter_context(letters.send({}, length=1_000))
+        assert letters.client().completions.create(model="letters", prompt="a", max_tokens=3).choices
+
+
 # What is refused
 
 
@@ -394,8 +428,8 @@ def test_logprobs_in_a_conversation(talker: Server, talking: Any, n: int) -> Non
         ("completions", b"\xff", 400, None, "is not JSON"),
         ("completions", [], 400, None, "no JSON object"),
         ("completions", {"model": "gpt-4"}, 404, "model", "'gpt-4' does not exist; this server has 'talker'"),
-        ("completions", {"model": 1}, 404, "model", "does not exist"),
-        ("completions", {"prompt": 1}, 400, "prompt", "prompt is 1; a text, a list of token ids, or a list of these"),
+        ("completions", {"model": 1}, 400, "model", "model is 1"),
+        ("completions", {"prompt": 1}, 400, "prompt", "prompt is 1: a text, a list of token ids, or"),
         ("completions", {"prompt": [1, True]}, 400, "prompt", "a text, a list of token ids, or"),
         ("completions", {"prompt": [[1], []]}, 400, "prompt", "a text, a list of token ids, or"),
         ("completions", {"prompt": [1, 300]}, 400, "prompt", "the token id 300; talker has 0 to 299"),
@@ -403,32 +437,35 @@ def test_logprobs_in_a_conversation(talker: Server, talking: Any, n: int) -> Non
         ("completions", {"prompt": [1] * 129}, 400, "prompt", "A prompt makes 129 tokens"),
         ("completions", {"prompt": []}, 400, "prompt", "0 prompts"),
         ("completions", {"prompt": ["a"] * 20, "n": 2}, 400, "prompt", "40 texts; 1 to 32"),
-        ("completions", {"n": 33}, 400, "n", "n is 33; a whole number from 1 to 32"),
-        ("completions", {"max_tokens": "9"}, 400, "max_tokens", 'max_tokens is "9"; a whole number from 0 to 4,096'),
-        ("completions", {"max_tokens": 4097}, 400, "max_tokens", "from 0 to 4,096"),
+        ("completions", {"n": 33}, 400, "n", "n is 33: Input should be less than or equal to 32"),
+        ("completions", {"max_tokens": "9"}, 400, "max_tokens", 'max_tokens is "9"'),
+        ("completions", {"max_tokens": -1}, 400, "max_tokens", "max_tokens is -1"),
         ("completions", {"max_tokens": True}, 400, "max_tokens", "max_tokens is true"),
-        ("completions", {"max_tokens": 1, "max_completion_tokens": 2}, 400, "max_tokens", "give one of them"),
-        ("completions", {"temperature": "hot"}, 400, "temperature", "a number is needed"),
+        ("completions", {"max_tokens": 1, "max_completion_tokens": 2}, 400, "max_tokens", "give one"),
+        ("completions", {"temperature": "hot"}, 400, "temperature", "temperature is"),
         ("completions", {"temperature": -1}, 400, "temperature", "temperature is -1.0; allowed: at least 0"),
         ("completions", b'{"temperature": NaN}', 400, "temperature", "is NaN"),
-        ("completions", b'{"temperature": 1' + b"0" * 400 + b"}", 400, "temperature", "a number is needed"),
+        ("completions", b'{"temperature": 1' + b"0" * 400 + b"}", 400, "temperature", "temperature is"),
         ("completions", {"top_p": 2}, 400, "top_p", "at most 1"),
-        ("completions", {"seed": 1.5}, 400, "seed", "a whole number from 0 on"),
+        ("completions", {"seed": 1.5}, 400, "seed", "seed is 1.5"),
         ("completions", {"stop": list("abcde")}, 400, "stop", "up to 4 texts"),
         ("completions", {"stop": ""}, 400, "stop", "up to 4 texts of 1 to 1,000"),
-        ("completions", {"stream": 1}, 400, "stream", "true or false"),
+        ("completions", {"stream": 1}, 400, "stream", "stream is 1"),
         ("completions", {"stream_options": {}}, 400, "stream_options", '"stream": true'),
-        ("completions", {"logprobs": 6}, 400, "logprobs", "logprobs is 6; a whole number from 0 to 5"),
-        ("completions", {"logprobs": True}, 400, "logprobs", "logprobs is true; a whole number from 0 to 5"),
-        ("completions", {"top_logprobs": 2}, 400, "top_logprobs", "does not support"),
-        ("completions", {"logit_bias": {"9": 1}}, 400, "logit_bias", "does not support"),
+        ("completions", {"logprobs": 6}, 400, "logprobs", "logprobs is 6"),
+        ("completions", {"logprobs": True}, 400, "logprobs", "logprobs is true"),
+        ("completions", {"top_logprobs": 2}, 400, "top_logprobs", "no parameter"),
+        ("completions", {"logit_bias": {"900": 1}}, 400, "logit_bias", "the token id 900; talker has 0 to 299"),
+        ("completions", {"logit_bias": {"a": 1}}, 400, "logit_bias", "the token id"),
+        ("completions", {"best_of": 2}, 400, "best_of", "best_of is 2"),
+        ("completions", {"min_p": 2}, 400, "min_p", "min_p is 2.0"),
         ("completions", {"presence_penalty": 3}, 400, "presence_penalty", "is 3.0; allowed: at least -2 and"),
         ("completions", {"temprature": 1}, 400, "temprature", "'temprature'. Did you mean temperature?"),
-        ("chat/completions", {}, 400, "messages", "messages is null"),
+        ("chat/completions", {}, 400, "messages", "messages is missing"),
         ("chat/completions", {"messages": []}, 400, "messages", "it has no turns"),
         ("chat/completions", {"messages": QUESTION * 2}, 400, "messages", "turn 2 is from the user"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", "role 'tool'"),
-        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "is null"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, 400, "messages[0].content", "is missing"),
         ("chat/completions", {"messages": [{"role": 1, "content": "a"}]}, 400, "messages[0].role", "is 1"),
         (
             "chat/completions",
@@ -438,17 +475,17 @@ def test_logprobs_in_a_conversation(talker: Server, talking: Any, n: int) -> Non
             '{"type": "text", "text": ...} is needed',
         ),
         ("chat/completions", {"messages": QUESTION, "tools": [{}]}, 400, "tools", "does not support"),
-        ("chat/completions", {"messages": QUESTION, "logprobs": 1}, 400, "logprobs", "true or false is needed"),
-        ("chat/completions", {"messages": QUESTION, "top_logprobs": 21}, 400, "top_logprobs", "from 0 to 20"),
+        ("chat/completions", {"messages": QUESTION, "logprobs": 1}, 400, "logprobs", "logprobs is 1"),
+        ("chat/completions", {"messages": QUESTION, "top_logprobs": 21}, 400, "top_logprobs", "equal to 20"),
         ("chat/completions", {"messages": QUESTION, "top_logprobs": 1}, 400, "top_logprobs", 'needs "logprobs": true'),
-        ("chat/completions", {"messages": QUESTION, "max_tokens": 0}, 400, "max_tokens", "from 1 to 4,096"),
+        ("chat/completions", {"messages": QUESTION, "max_tokens": 0}, 400, "max_tokens", "needs 1 or more"),
         ("chat/completions", {"messages": QUESTION, "response_format": {"type": "json_object"}}, 400, *[
             "response_format", "does not support"
         ]),
         ("chat/completions", {"messages": QUESTION, "echo": True}, 400, "echo", "no parameter"),
-        ("chat/completions", {"messages": [QUESTION[0] | {"name": "Al"}]}, 400, "messages[0]", "'name'"),
+        ("chat/completions", {"messages": [QUESTION[0] | {"nam": "Al"}]}, 400, "messages[0].nam", "no parameter"),
         ("nothing", {}, 404, None, "There is no POST /v1/nothing"),
-        ("models", {}, 405, None, "There is no POST /v1/models"),
+        ("models", {}, 404, None, "There is no POST /v1/models"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_said(talker: Server, path: str, body: Any, status: int, param: str | None, said: str) -> None:
@@ -480,6 +517,9 @@ def test_what_changes_nothing_is_accepted(talker: Server) -> None:
     neutral = {"presence_penalty": 0.0, "logit_bias": {}, "tools": [], "response_format": {"type": "text"}}
     same = talker.client().chat.completions.create(model="talker", messages=QUESTION, **GREEDY, **known, **neutral)
     assert same.choices == plain.choices
+    named = [QUESTION[0] | {"name": "Al"}]
+    assert talker.client().chat.completions.create(model="talker", messages=named, **GREEDY).choices == plain.choices
+    assert talker.ask({"prompt": "the", "n": 2, "best_of": 2, "min_p": 0.5, "max_tokens": 2})[0] == 200
     assert talker.ask({"prompt": "\ud800 half a character", "max_tokens": 1, "echo": True})[0] == 200
     assert talker.ask({"top_k": 10**30, "seed": 10**30, "max_tokens": 2, "stop": None})[0] == 200
 
@@ -539,7 +579,7 @@ def test_its_health_is_told_without_a_key(talker: Server, letters: Server) -> No
 
 def test_a_key_is_needed_where_there_is_one(letters: Server) -> None:
     assert letters.port and "for whoever has the key; the connection is not encrypted" in letters.printed
-    (other,) = re.findall(rf"^Network    http://([\w.-]+):{letters.port}/v1,", letters.printed, flags=re.MULTILINE)
+    (other,) = re.findall(rf"^Network    http://([\w.-]+):{letters.port}/,", letters.printed, flags=re.MULTILINE)
     assert other not in ("127.0.0.1", "localhost", "0.0.0.0")
     assert letters.client().models.list().data[0].id == "letters"
     for wrong in ("wrong", KEY[:-1], KEY + "x", "ключ"):
@@ -572,7 +612,7 @@ def wait_until_full(server: Server) -> tuple[int, Any, Any]:
     """What another request is told then. Whoever is on the way comes first: asking takes a place, too."""
     deadline = time.monotonic() + SOON
     time.sleep(0.5)
-    while (answer := server.ask({"n": 0}))[0] != 429:
+    while (answer := server.ask({"prompt": "X"}))[0] != 429:
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return answer
@@ -600,7 +640,7 @@ def test_a_client_that_goes_away_makes_room(letters: Server) -> None:
     waiting = letters.send({"max_tokens": ENDLESS})
     wait_until_full(letters)
     waiting.close()
-    while letters.ask({"n": 0})[0] == 429:
+    while letters.ask({"prompt": "X"})[0] == 429:
         time.sleep(0.02)
     whole.close()
     assert letters.client().completions.create(model="letters", prompt="a", max_tokens=3).choices
@@ -609,10 +649,10 @@ def test_a_client_that_goes_away_makes_room(letters: Server) -> None:
 
 def test_a_signal_ends_what_is_under_way(models: Path, tmp_path: Path) -> None:
     """A stream ends in form, who waits is told, and nobody holds it up: not an idle connection, not half a request."""
-    from serving.openai_server import SHUTDOWN_SECONDS
+    from serving.serve import SHUTDOWN_SECONDS
 
     with (
-        started(tmp_path, str(models / "letters"), "--max_tokens", str(ENDLESS), "--queue", "2") as server,
+        started(tmp_path, str(models / "letters"), "--max_tokens", str(ENDLESS), "--queue", "1") as server,
         ThreadPoolExecutor(1) as thread,
         endless(server) as stream,
         server.send({}, length=1_000),
@@ -624,13 +664,13 @@ def test_a_signal_ends_what_is_under_way(models: Path, tmp_path: Path) -> None:
         assert streamed(stream)[1] == "length"
         status, headers, answer = waiting.result()
         assert status == 503 and "shutting down" in answer["error"]["message"] and headers["retry-after"]
-        assert server.process.wait(SHUTDOWN_SECONDS - 1) == 0
+        assert server.process.wait(SHUTDOWN_SECONDS + 2) == 0
 
 
-def ask_app(served: Served, body: dict[str, Any], seconds: float = 60) -> tuple[int, str]:
-    """(status, answer) of the application in this process."""
-    from serving.generation_queue import GenerationQueue
-    from serving.openai_app import make_app
+def ask_app(served: Served, body: dict[str, Any], seconds: float = 60, is_taken: bool = False) -> tuple[int, str]:
+    """(status, answer) of the application in this process. `is_taken`: somebody else's text is being made."""
+    from serving.app import Turns, make_app
+    from serving.server import Settings
 
     sent: list[dict[str, Any]] = []
     came = iter([{"type": "http.request", "body": json.dumps(body).encode()}])
@@ -644,11 +684,13 @@ def ask_app(served: Served, body: dict[str, Any], seconds: float = 60) -> tuple[
         sent.append(message)
 
     async def ask() -> None:
-        queue = GenerationQueue(served, 0, seconds)
+        turns = Turns(served, 1, seconds)
+        if is_taken:
+            await turns.turn.acquire()
         headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers, "query_string": b""}
-        await make_app(served, queue, None, "127.0.0.1")(scope, receive, send)
-        assert queue.places == 1
+        await make_app(turns, Settings(), "", "127.0.0.1")(scope, receive, send)
+        assert turns.places == 2
 
     asyncio.run(ask())
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
@@ -656,9 +698,9 @@ def ask_app(served: Served, body: dict[str, Any], seconds: float = 60) -> tuple[
 
 @pytest.fixture
 def served() -> Served:
-    from serving.served import Served
+    from serving.library import Served
 
-    return Served("letters", random_model(CHARACTERS.vocab_size), CHARACTERS, None, 0, ENDLESS)
+    return Served("letters", random_model(CHARACTERS.vocab_size), CHARACTERS, None, ENDLESS)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -670,21 +712,9 @@ def test_when_its_time_is_up_a_text_ends_where_it_is(served: Served, stream: boo
     assert status == 200 and reasons == {'"length"', *(["null"] if stream else [])}
 
 
-def test_that_time_is_the_flags(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served_with: list[float] = []
-
-    async def note(queue: GenerationQueue, *_: Any) -> None:
-        served_with.append(queue.seconds)
-
-    monkeypatch.delenv("SERVE_API_KEY", raising=False)
-    monkeypatch.setattr("serving.openai_server.answer_until_signal", note)
-    assert serve.main([str(models / "letters"), "--port", "0", "--device", "cpu", "--timeout", "2.5"]) == 0
-    assert served_with == [2.5]
-
-
 def test_whose_turn_does_not_come_in_time_is_told(served: Served) -> None:
-    status, answer = ask_app(served, {}, seconds=0)
-    assert status == 503 and "waited 0 s for its turn" in answer
+    status, answer = ask_app(served, {}, seconds=0.1, is_taken=True)
+    assert status == 503 and "waited 0.1 s for its turn" in answer
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -693,14 +723,14 @@ def test_what_fails_while_a_text_is_made_is_told(
     served: Served, stream: bool, error: Exception, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the status, or at the end of a stream that has begun; a bug is shown to whoever runs the server."""
-    calls = iter(range(100))
+    calls = iter(range(1_000))
 
     def fail(*_: Any) -> None:
-        if next(calls) == 10:
+        if next(calls) == 500:
             raise error
 
     served.model.ln_f.register_forward_pre_hook(fail)
-    status, answer = ask_app(served, {"stream": stream, "max_tokens": 50})
+    status, answer = ask_app(served, {"stream": stream, "max_tokens": 999})
     assert status == (200 if stream else 500)
     is_bug = isinstance(error, RuntimeError)
     assert ("The server failed: RuntimeError" if is_bug else "do not fit in memory") in answer
@@ -720,13 +750,10 @@ def test_what_is_wrong_with_a_command_is_said(
         port = taken.getsockname()[1]
         for words, said in (
             (["--port", str(port)], f"Port {port} is in use by another program; choose another with --port."),
-            (["--host", "0.0.0.0"], "--host 0.0.0.0 lets other machines in, and they need a key: set the environment"),
-            (["--host", ""], "lets other machines in"),
-            (["--host", "::", "--port", "0"], "lets other machines in"),
             (["--host", "no.such.host.invalid"], "--host no.such.host.invalid is no address"),
-            (["--port", "70000", "--queue", "-1"], "--port is 70000; 0 to 65535 is allowed; --queue is -1; 0 or more"),
-            (["--timeout", "nan"], "--timeout is nan; more than 0"),
-            (["--max_tokens", "0"], "--max_tokens is 0; 1 or more"),
+            (["--port", "70000", "--queue", "-1"], "--queue is -1; allowed: at least 1"),
+            (["--timeout", "nan"], "--timeout is NaN; a number"),
+            (["--max_tokens", "0"], "--max_tokens is 0; allowed: at least 1"),
             (["--cors", "localhost:3000"], "--cors is localhost:3000; the beginning of a page's address is needed"),
             (["--cors", "http://a.example/page"], "--cors is http://a.example/page; the beginning"),
             (["--prot", "1"], "unknown flag --prot. Did you mean --port?"),
@@ -737,16 +764,16 @@ def test_what_is_wrong_with_a_command_is_said(
     assert serve.main([]) == 2 and "SERVE_API_KEY has spaces" in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert serve.main([]) == 2
-    assert "This needs starlette and uvicorn: pip install -r requirements-extras.txt" in capsys.readouterr().err
+    assert "This needs fastapi and uvicorn: pip install -r requirements-extras.txt" in capsys.readouterr().err
 
 
 def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert serve.main([str(tmp_path / "none"), "--port", "0"]) == 4
-    assert "There is no checkpoint folder" in capsys.readouterr().err
+    assert f"There is no trained model in {tmp_path}/none/." in capsys.readouterr().err
 
 
 def test_a_model_goes_by_the_name_of_its_run() -> None:
-    from serving.served import run_folder
+    from serving.library import run_folder
 
     for path in ("a/run", "a/run/best", "a/run/checkpoints/step_00000012"):
         assert run_folder(Path(path)).name == "run"

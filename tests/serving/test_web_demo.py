@@ -21,7 +21,7 @@ from tests.serving.contrast import assert_readable
 from tests.serving.demos import Demo, Visitor, started
 from tools import web_demo
 
-pytestmark = pytest.mark.extras("gradio")
+pytestmark = pytest.mark.extras("fastapi", "uvicorn", "gradio")
 ENDLESS = 100_000  # tokens, which take minutes; a model of characters never ends by itself
 WAITING = 10
 
@@ -211,7 +211,7 @@ def test_text_is_never_html(visitor: Visitor) -> None:
 def test_a_checkpoint_that_is_deleted_meanwhile(visitor: Visitor, models: Path) -> None:
     run = models / "runs" / "passing" / "checkpoints"
     shutil.copytree(models / "runs" / "letters" / "checkpoints" / "step_00000009", run / "step_00000001")
-    visitor.button("Look again").click()
+    visitor.button("Refresh checkpoints").click()
     visitor.choose("letters, step 9")  # until the new one is in the list
     visitor.page.wait_for_timeout(300)
     visitor.choose("passing, step 1", "letters, step 9")
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_is_deleted_meanwhile(visitor: Visitor, models: Path) 
     visitor.page.get_by_role("alert").filter(has_text="no longer there; choose another").wait_for()
     visitor.page.locator(".note", has_text="length reached").wait_for()
     assert [len(text) for text in visitor.texts()] == [0, 6], "the other one answers"
-    visitor.button("Look again").click()
+    visitor.button("Refresh checkpoints").click()
     visitor.page.locator(".gradio-container").get_by_text("passing, step 1", exact=True).wait_for(state="hidden")
     visitor.page.get_by_role("alert").filter(has_text="no longer there").wait_for(state="hidden")
     assert visitor.cards().count() == 1 and [len(text) for text in visitor.texts()] == [6], "that one stays as it is"
@@ -395,8 +395,9 @@ def test_only_names_of_this_machine_are_answered(demo: Demo) -> None:
 def test_other_machines_need_a_password(models: Path, tmp_path: Path, browser: Any) -> None:
     with started(tmp_path / "server", str(models / "runs"), "--host", "0.0.0.0") as demo:
         assert demo.port
-        name, password = re.search(r", for user (\w+), password ([0-9a-f]{16});", demo.printed).groups()
-        (other,) = re.findall(rf"^Network    http://([\w.-]+):{demo.port}/, unencrypted", demo.printed, re.MULTILINE)
+        (password,) = re.findall(r"^Key        ([0-9a-f]{16}), new each time", demo.printed, re.MULTILINE)
+        (name,) = re.findall(r"^Page       user (\w+); the key is the password", demo.printed, re.MULTILINE)
+        (other,) = re.findall(rf"^Network    http://([\w.-]+):{demo.port}/,", demo.printed, re.MULTILINE)
         assert other not in ("127.0.0.1", "localhost", "0.0.0.0")
         assert demo.ask("/config")[0] == 401 and demo.ask("/gradio_api/queue/join", "POST", b"{}")[0] == 401
         assert "letters" not in demo.ask("/")[2]
@@ -423,11 +424,7 @@ def test_what_is_wrong_with_a_command_is_said(
         for words, code, said in (
             (["--port", str(port)], 2, f"Port {port} is in use by another program; choose another with --port."),
             (["--host", "no.such.host.invalid"], 2, "--host no.such.host.invalid is no address"),
-            (
-                ["--queue", "0", "--max_tokens", "0"],
-                2,
-                "--queue is 0; 1 or more is needed; --max_tokens is 0; 1 or more",
-            ),
+            (["--queue", "0", "--max_tokens", "0"], 2, "--max_tokens is 0; allowed: at least 1"),
             (["--shar"], 2, "unknown flag --shar. Did you mean --share?"),
             (["--port", "0"], 4, "There is no trained model in runs/. Train one first"),
             (["nowhere", "--port", "0"], 4, "There is no trained model in nowhere/."),
@@ -436,4 +433,4 @@ def test_what_is_wrong_with_a_command_is_said(
             assert said in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert web_demo.main([]) == 2
-    assert "This needs gradio: pip install -r requirements-extras.txt" in capsys.readouterr().err
+    assert "This needs fastapi and uvicorn and gradio: pip install -r" in capsys.readouterr().err

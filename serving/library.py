@@ -1,4 +1,4 @@
-"""The checkpoints that the demo finds, the models used last, and the losses of their runs."""
+"""The checkpoints that a server finds, the models used last, and the losses of their runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.checkpoint import Checkpoint, step_folders
+from common.chat import AnyTemplate
+from common.checkpoint import Checkpoint, open_checkpoint, step_folders
 from common.errors import CheckpointError, UserError
-from common.files import STEP_NAME
+from common.files import CHECKPOINT_NAME, STEP_NAME
+from generation.loading import load_checkpoint
+from model import TransformerLanguageModel
 from serving.run_reader import RunReader
-from serving.served import Served, load_served, run_folder
 from serving.watch_page import named
+from tokenizer import Tokenizer
 from training.reports.records import read_metrics
 
 MOST_COMPARED = 4  # checkpoints on one prompt, and models kept in memory
@@ -26,6 +29,16 @@ class Found(NamedTuple):
     path: Path
     name: str
     answers: bool
+
+
+class Served(NamedTuple):
+    """A model under its name."""
+
+    name: str
+    model: TransformerLanguageModel
+    tokenizer: Tokenizer
+    chat: AnyTemplate | None
+    max_tokens: int  # that a request may ask for
 
 
 class Library:
@@ -43,6 +56,25 @@ class Library:
             runs.setdefault(run_folder(path), []).append(path)
         newest_first = sorted(runs.values(), key=lambda paths: max(map(written, paths)), reverse=True)
         return [Found(path, name_of(path), is_chat(path)) for paths in newest_first for path in paths]
+
+    def first(self) -> Served:
+        """The model that the page begins with and that programs ask: the first that is not damaged.
+
+        Raises CheckpointError if there is none, else what is wrong with the newest.
+        """
+        problem: UserError | None = None
+        for found in self.find():
+            try:
+                return self.open(str(found.path))
+            except UserError as error:
+                problem = problem or error
+        if problem:
+            raise problem
+        named = ", ".join(f"{place}/" for place in self.places)
+        raise CheckpointError(
+            f"There is no trained model in {named}. Train one first, for instance: python train_colab_mmap.py --config "
+            "quickstart.json; or name a checkpoint or run folder."
+        )
 
     def open(self, name: str) -> Served:
         """The model of the checkpoint folder `name`, from memory if the folder has not changed.
@@ -72,6 +104,21 @@ class Library:
         there = [found.path for found in self.find() if str(found.path) in names]
         read = [RunReader(folder, name).read() for folder, name in named(list(map(run_folder, there))).items()]
         return [run | {"folder": run["name"], "config": {}, "samples": []} for run in read if run["columns"]]
+
+
+def load_served(path: Path, device: str, max_tokens: int) -> Served:
+    """Raises what `open_checkpoint` and `load_checkpoint` raise."""
+    checkpoint = open_checkpoint(path)
+    chat = checkpoint.chat_template()
+    return Served(run_folder(path).name or "model", *load_checkpoint(checkpoint, device), chat, max_tokens)
+
+
+def run_folder(checkpoint: Path) -> Path:
+    """The run folder that the checkpoint belongs to, or else the checkpoint folder itself."""
+    path = checkpoint.resolve()
+    if CHECKPOINT_NAME.fullmatch(path.name):
+        path = path.parent
+    return path.parent if path.name == "checkpoints" else path
 
 
 def checkpoints_below(place: Path) -> Iterator[Path]:
