@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import ipaddress
 import json
@@ -45,8 +44,13 @@ def serve(settings: Settings, for_programs: bool) -> None:
         if settings.share or in_notebook():
             show_page(library, settings, listener, key)
         else:
+            server = make_server(settings, library, served, address, key)
+            before = signal.signal(signal.SIGTERM, server.handle_exit)
             print(*lines, *(examples(served, url, key) if for_programs else []), sep="\n", flush=True)
-            asyncio.run(answer_until_signal(settings, library, served, listener, key))
+            try:
+                server.run(sockets=[listener])
+            finally:
+                signal.signal(signal.SIGTERM, before)
 
 
 def introduction(served: Served, url: str, key: str, network: str) -> list[str]:
@@ -98,14 +102,11 @@ def wait_for_a_signal() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-async def answer_until_signal(
-    settings: Settings, library: Library, served: Served, listener: socket.socket, key: str
-) -> None:
-    """Answer until a signal comes; then refuse new requests and end the running text. uvicorn raises the signal again
-    when it is done."""
+def make_server(settings: Settings, library: Library, served: Served, address: str, key: str) -> uvicorn.Server:
+    """A signal makes it refuse new requests and end the running text; uvicorn raises the signal again in the end."""
     logging.getLogger("asyncio").setLevel(logging.ERROR)  # it logs every client that disconnects
     turns = Turns(served, settings.queue, settings.timeout)
-    app = make_app(turns, settings, key, listener.getsockname()[0])
+    app = make_app(turns, settings, key, address)
     if importlib.util.find_spec("gradio") is not None:
         from serving.demo_page import make_page, mount
 
@@ -117,26 +118,18 @@ async def answer_until_signal(
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # of connections that are cut off now
             super().handle_exit(sig, frame)
 
-    on_main_thread = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGTERM, lambda signum, frame: None) if on_main_thread else None
-    try:
-        await Server(
-            uvicorn.Config(
-                app,
-                http="h11",
-                ws="none",
-                log_level="warning",
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            )
-        ).serve(sockets=[listener])
-    finally:
-        if before is not None:
-            signal.signal(signal.SIGTERM, before)
-        turns.is_ending = True
-        turns.thread.shutdown()
+    return Server(
+        uvicorn.Config(
+            app,
+            http="h11",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        )
+    )
 
 
 def examples(served: Served, url: str, key: str) -> list[str]:
