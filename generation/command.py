@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from common.chat import AnyTemplate, Message
-from common.checkpoint import Checkpoint, newest_run, open_checkpoint
+from common.checkpoint import newest_run, open_checkpoint
 from common.errors import ConfigError, DataError
 from common.files import read_text
 from common.output import cell, printable, table_row
@@ -29,142 +30,154 @@ from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError, UnknownCharacterError
 
 
-def run(arguments: Request, sampling: Sampling) -> None:
-    if arguments.score:
-        return score(arguments)
-    if arguments.compare:
-        return compare(arguments, sampling)
-    checkpoint = open_checkpoint(arguments.checkpoint or newest_run())
-    model, tokenizer = load_checkpoint(checkpoint, arguments.device)
-    template = None if arguments.raw else checkpoint.chat_template()
-    if arguments.interactive:
-        print(f"{checkpoint.path}: {model.num_parameters():,} parameters.")
-        interact(model, tokenizer, sampling, template)
-        return
-    prompts = [prompt for prompt in read_prompts(arguments) for _ in range(arguments.num_samples)]
+class Opened(NamedTuple):
+    """A checkpoint that answers prompts."""
+
+    path: Path
+    model: TransformerLanguageModel
+    tokenizer: Tokenizer
+    template: AnyTemplate | None  # None: it continues them as text
+
+    def ids(self, prompt: str) -> list[int]:
+        """The prompt as it was trained. Raises TokenizerError for a character that it does not know."""
+        if self.template is None:
+            return prompt_ids(self.tokenizer, prompt)
+        return self.template.prompt_ids(self.tokenizer, [Message("user", prompt)])
+
+
+def run(request: Request, sampling: Sampling) -> None:
+    if request.score:
+        return score(request)
+    if request.compare:
+        return compare(request, sampling)
+    checkpoint = open_checkpoint(request.checkpoint or newest_run())
+    template = None if request.raw else checkpoint.chat_template()
+    opened = Opened(checkpoint.path, *load_checkpoint(checkpoint, request.device), template)
+    answerer = f"{checkpoint.path}: {opened.model.num_parameters():,} parameters."
+    if request.interactive:
+        print(answerer)
+        return interact(opened.model, opened.tokenizer, sampling, template)
+    prompts = repeated(read_prompts(request, must_ask=template is not None), request)
+    encoded = {prompt: opened.ids(prompt) for prompt in dict.fromkeys(prompts)}  # any error before the first text
+    print(answerer, file=sys.stderr)
     after_prompt = "" if template is None else "\n"
-    stream = arguments.stream or (len(prompts) == 1 and not arguments.json and not arguments.no_stream)
-    if arguments.json:
-        for row in rows_as_dicts(model, tokenizer, checkpoint, prompts, sampling, template):
-            print(json.dumps(row), flush=True)
-    elif stream:
+    if request.stream or (len(prompts) == 1 and not request.json and not request.no_stream):
         for i, prompt in enumerate(prompts):
             separate(i)
-            seeded = dataclasses.replace(sampling, seed=sampling.seed + i)
             print(printable(prompt), end=after_prompt, flush=True)
-            stream_one(model, tokenizer, as_trained(prompt, template, tokenizer), seeded)
-    else:
-        for i, row in enumerate(rows_as_dicts(model, tokenizer, checkpoint, prompts, sampling, template)):
+            seeded = dataclasses.replace(sampling, seed=sampling.seed + i)
+            stream_one(opened.model, opened.tokenizer, encoded[prompt], seeded, is_answer=template is not None)
+        return
+    for i, row in enumerate(rows_as_dicts(opened, prompts, sampling)):
+        if request.json:
+            print(json.dumps(row), flush=True)
+        else:
             separate(i)
             print(printable(row["prompt"] + after_prompt + row["completion"]), flush=True)
 
 
-def score(arguments: Request) -> None:
+def score(request: Request) -> None:
     """Print how well the model predicts each file: a table, or one JSON object per file. Always in fp32."""
     named = [  # a file has the name that was typed; the files of a folder or pattern have their whole path
         (name if Path(name).is_file() else str(source.path), source)
-        for name in arguments.score
+        for name in request.score
         for source in find_sources([name])
     ]
-    checkpoint = open_checkpoint(arguments.checkpoint or newest_run())
-    model, tokenizer = load_checkpoint(checkpoint, arguments.device, torch.float32)
+    checkpoint = open_checkpoint(request.checkpoint or newest_run())
+    model, tokenizer = load_checkpoint(checkpoint, request.device, torch.float32)
     context = model.config.max_seq_len
-    stride = max(1, context // 2) if arguments.stride is None else arguments.stride
+    stride = max(1, context // 2) if request.stride is None else request.stride
     if stride > context:
         raise ConfigError(f"--stride is {stride}; use at most {context}, the context of {checkpoint.path}.")
-    if not arguments.json:
+    if not request.json:
         print(f"{checkpoint.path}: fp32, windows of {context} tokens, stride {stride}\n")
-    total = Score()
-    for i, (name, source) in enumerate(named):
+    total, heads = Score(), table_head()
+    for name, source in named:
         size = None if source.is_compressed else source.size  # unpacked, it is not known yet
         with tqdm(total=size, desc=source.name, unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
             documents = encode_documents(tokenizer, read_pieces([source], on_read=bar.update))
             try:
-                scored = score_file(model, tokenizer, name, documents, stride)
+                scored = score_file(model, tokenizer, documents, stride)
             except UnknownCharacterError as error:
                 raise TokenizerError(
                     f"{name}: {error.finding}. The model has no probability for it; remove it."
                 ) from None
         total.add(scored.total)
-        if arguments.json:
+        if not scored.total.tokens:
+            nothing = f"{name} holds no text to score, or no document of two tokens or more"
+            if len(named) == 1:
+                raise DataError(f"{nothing}.")
+            print(f"{nothing}: it is left out.", file=sys.stderr)
+        elif request.json:
             row = json_row(scored.total) | {"stride": stride, "checkpoint": str(checkpoint.path)}
             print(json.dumps({"file": name} | row), flush=True)
         else:
-            print(*([] if i else table_head()), *table_rows(name, scored), sep="\n", flush=True)
-    if len(named) > 1 and not arguments.json:
+            print(*heads, *table_rows(name, scored), sep="\n", flush=True)
+            heads = []
+    if len(named) > 1 and not request.json:
         print(table_line("total", total))
 
 
-def read_prompts(arguments: Request) -> list[str]:
-    """All prompts; without any, one empty prompt."""
-    prompts = list(arguments.prompt or [])
-    if arguments.prompts_file:
-        lines = read_text(arguments.prompts_file, DataError, "--prompts_file").split("\n")
+def read_prompts(request: Request, must_ask: bool) -> list[str]:
+    """All prompts; without any, one empty prompt. A chat model `must_ask` something: it gets no empty ones."""
+    prompts = list(request.prompt)
+    if request.prompts_file:
+        lines = read_text(request.prompts_file, DataError, "--prompts_file").split("\n")
         prompts += [line.rstrip("\r") for line in lines if line.strip()]
         if not prompts:
-            raise DataError(f"{arguments.prompts_file} holds no prompts.")
+            raise DataError(f"{request.prompts_file} holds no prompts.")
+    if must_ask:
+        prompts = [prompt for prompt in prompts if prompt.strip()]
+        if not prompts:
+            raise ConfigError("A chat model needs a --prompt to answer. To generate text without a prompt, add --raw.")
     return prompts or [""]
 
 
-def as_trained(prompt: str, template: AnyTemplate | None, tokenizer: Tokenizer) -> str | list[int]:
-    """The prompt for a model of plain text; for a chat model the ids of the prompt as a question."""
-    if template is None:
-        return prompt
-    if not prompt.strip():
-        raise ConfigError("A chat model needs a --prompt to answer. To generate text without a prompt, add --raw.")
-    return template.prompt_ids(tokenizer, [Message("user", prompt)])
+def repeated(prompts: list[str], request: Request) -> list[str]:
+    return [prompt for prompt in prompts for _ in range(request.num_samples)]
 
 
-def rows_as_dicts(
-    model: TransformerLanguageModel,
-    tokenizer: Tokenizer,
-    checkpoint: Checkpoint,
-    prompts: list[str],
-    sampling: Sampling,
-    template: AnyTemplate | None,
-) -> Iterator[dict[str, Any]]:
+def rows_as_dicts(opened: Opened, prompts: list[str], sampling: Sampling) -> Iterator[dict[str, Any]]:
     """Complete all prompts, batch by batch. `tokens_per_second` is that of the whole batch."""
-    # Encode all of them first: one may have a character that the model does not know.
-    ids = {each: prompt_ids(tokenizer, as_trained(each, template, tokenizer)) for each in dict.fromkeys(prompts)}
+    ids = {prompt: opened.ids(prompt) for prompt in dict.fromkeys(prompts)}  # any error before the first text
     for first in range(0, len(prompts), ROWS_AT_ONCE):
         batch = prompts[first : first + ROWS_AT_ONCE]
         started = time.perf_counter()
         seeded = dataclasses.replace(sampling, seed=sampling.seed + first)
-        completions = generate(model, tokenizer, [ids[prompt] for prompt in batch], seeded)
+        completions = generate(opened.model, opened.tokenizer, [ids[prompt] for prompt in batch], seeded)
         seconds = time.perf_counter() - started
         speed = sum(completion.tokens for completion in completions) / seconds
         for i, (prompt, completion) in enumerate(zip(batch, completions, strict=True)):
             yield {
                 "prompt": prompt,
-                "completion": completion.text if template is None else completion.text.strip(),
+                "completion": completion.text.strip() if opened.template else completion.text,
                 "tokens": completion.tokens,
                 "tokens_per_second": round(speed, 1),
-                "checkpoint": str(checkpoint.path),
+                "checkpoint": str(opened.path),
                 "seed": seeded.seed + i,
             }
 
 
-def compare(arguments: Request, sampling: Sampling) -> None:
+def compare(request: Request, sampling: Sampling) -> None:
     """Print one table per prompt: the completion of each checkpoint."""
-    prompts = read_prompts(arguments)
-    repeated = [prompt for prompt in prompts for _ in range(arguments.num_samples)]
-    checkpoints = [open_checkpoint(path) for path in arguments.compare]  # check all before using the first
     answers: list[list[dict[str, Any]]] = []
-    for checkpoint in checkpoints:
-        model, tokenizer = load_checkpoint(checkpoint, arguments.device)
-        template = None if arguments.raw else checkpoint.chat_template()
-        answers.append(list(rows_as_dicts(model, tokenizer, checkpoint, repeated, sampling, template)))
-    if arguments.json:
-        for rows in answers:
-            print(*map(json.dumps, rows), sep="\n")
+    checkpoints = [open_checkpoint(path) for path in request.compare]  # all are checked before the first is used
+    templates = [None if request.raw else checkpoint.chat_template() for checkpoint in checkpoints]
+    prompts = read_prompts(request, must_ask=any(templates))
+    for checkpoint, template in zip(checkpoints, templates, strict=True):
+        opened = Opened(checkpoint.path, *load_checkpoint(checkpoint, request.device), template)
+        answers.append(list(rows_as_dicts(opened, repeated(prompts, request), sampling)))
+    if request.json:
+        for each in answers:
+            print(*map(json.dumps, each), sep="\n")
         return
     for i, prompt in enumerate(prompts):
         separate(i)
         print(table_row(["checkpoint", cell(prompt) or "(no prompt)"]))
         print(table_row(["---", "---"]))
-        for checkpoint, rows in zip(checkpoints, answers, strict=True):
-            for row in rows[i * arguments.num_samples : (i + 1) * arguments.num_samples]:
-                print(table_row([str(checkpoint.path), cell(row["completion"])]))
+        for each in answers:
+            for row in each[i * request.num_samples : (i + 1) * request.num_samples]:
+                print(table_row([row["checkpoint"], cell(row["completion"])]))
 
 
 def separate(index: int) -> None:

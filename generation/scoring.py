@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.errors import DataError
 from common.machine import exact_device
 from common.output import cell, table_row
 from model import TransformerLanguageModel
@@ -67,10 +66,8 @@ class FileScore:
     listed: list[Score]
 
 
-def score_file(
-    model: TransformerLanguageModel, tokenizer: Tokenizer, name: str, documents: Documents, stride: int
-) -> FileScore:
-    """Score the documents of the file `name`. Raises DataError if it has none, and `documents`' errors."""
+def score_file(model: TransformerLanguageModel, tokenizer: Tokenizer, documents: Documents, stride: int) -> FileScore:
+    """Score the documents of a file; see `score_documents`."""
     result = FileScore(Score(), 0, [])
     for score in score_documents(model, tokenizer, documents, stride):
         result.total.add(score)
@@ -79,13 +76,6 @@ def score_file(
             result.listed.append(score)
     if not 2 <= result.documents <= DOCUMENTS_LISTED:
         result.listed.clear()
-    if not result.documents:
-        raise DataError(f"{name} holds no text to score.")
-    if not result.total.tokens:
-        raise DataError(
-            f"{name} holds no document of two tokens or more, and this vocabulary has no end-of-text token from which "
-            "a model could predict the first one."
-        )
     return result
 
 

@@ -62,6 +62,15 @@ class Request:
 SAMPLING = {key: f for key, f in fields_of(Sampling).items() if about(f)["group"]}
 REQUEST = options_of(Request)
 FLAGS = REQUEST | SAMPLING
+CONTRADICTIONS = {
+    "score": ("generates no text", FLAGS.keys() - {"score", "stride", "checkpoint", "device", "json"}),
+    "interactive": (
+        "asks for one prompt after the other and shows the text as it comes",
+        {"prompt", "prompts_file", "json", "compare", "num_samples", "no_stream"},
+    ),
+    "compare": ("names the checkpoints", {"checkpoint"}),
+    "stream": ("shows plain text as it comes", {"json", "compare", "no_stream"}),
+}
 
 
 def settings_of(given: Mapping[str, Any], problems: list[str]) -> tuple[Request, Sampling]:
@@ -71,7 +80,7 @@ def settings_of(given: Mapping[str, Any], problems: list[str]) -> tuple[Request,
         of_sampling["stop"] = tuple(unescape(word) if isinstance(word, str) else word for word in of_sampling["stop"])
     names = {key: f"--{key}" for key in given}
     request, sampling = check(Request, of_request, problems, names), check(Sampling, of_sampling, problems, names)
-    problems += contradictions(request or Request(), {key for key, value in given.items() if value is not False})
+    problems += contradictions({key for key, value in given.items() if value is not False})
     return request or Request(), sampling or Sampling()
 
 
@@ -80,25 +89,11 @@ def unescape(word: str) -> str:
     return word.replace("\\n", "\n").replace("\\t", "\t")
 
 
-def contradictions(request: Request, given: set[str]) -> list[str]:
+def contradictions(given: set[str]) -> list[str]:
     """Flags that contradict each other. `given`: the names of the typed flags."""
-    problems = []
-    allowed = {"score", "stride", "checkpoint", "device", "json"}
-    if request.stride is not None and not request.score:
-        problems.append("--stride needs --score and the files to score")
-    if request.score and given - allowed:
-        named = ", ".join(f"--{name}" for name in FLAGS if name in given - allowed)
-        problems.append(f"--score generates no text; leave {named} out")
-    if request.interactive and given & {"prompt", "prompts_file", "json", "compare"}:
-        problems.append("--interactive asks for prompts itself; leave --prompt, --prompts_file, --json, --compare out")
-    if request.interactive and request.num_samples > 1:
-        problems.append("--interactive generates one text per prompt; leave --num_samples out")
-    if request.interactive and request.no_stream:
-        problems.append("--interactive shows text as it is generated; leave --no_stream out")
-    if request.compare and request.checkpoint:
-        problems.append("--compare names the checkpoints; leave --checkpoint out")
-    if request.stream and (request.json or request.compare):
-        problems.append("--stream shows plain text; leave --json and --compare out")
-    if request.stream and request.no_stream:
-        problems.append("--stream and --no_stream contradict each other; give one of them")
-    return problems
+    problems = [
+        f"--{flag} {why}; leave {', '.join(f'--{name}' for name in FLAGS if name in given & others)} out"
+        for flag, (why, others) in CONTRADICTIONS.items()
+        if flag in given and given & others
+    ]
+    return problems + ["--stride needs --score and the files to score"] * ("stride" in given and "score" not in given)

@@ -18,16 +18,13 @@ from tokenizer_base import TokenizerError
 
 
 def stream_one(
-    model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: str | list[int], sampling: Sampling
+    model: TransformerLanguageModel, tokenizer: Tokenizer, ids: list[int], sampling: Sampling, is_answer: bool
 ) -> Completion:
-    """Print the continuation of a prompt as it is generated, an answer (the prompt is ids) without its first space."""
-    begun = isinstance(prompt, str)
+    """Print the continuation of a prompt's ids as it is generated, an answer without its first space."""
     completion = Completion(tokenizer, sampling.stop)
-    for piece in completion.pieces(
-        stream(model, [prompt_ids(tokenizer, prompt)], sampling, only_text(model, tokenizer))
-    ):
-        piece = piece if begun else piece.lstrip()
-        begun = begun or bool(piece)
+    for piece in completion.pieces(stream(model, [ids], sampling, only_text(model, tokenizer))):
+        piece = piece.lstrip() if is_answer else piece
+        is_answer = is_answer and not piece
         print(printable(piece), end="", flush=True)
     print(flush=True)
     return completion
@@ -59,7 +56,7 @@ def interact(
             print()
             return
         command, _, value = line[1:].strip().partition(" ") if line.startswith("/") else ("", "", "")
-        if command in ("quit", "exit"):
+        if (command or line.strip()) in ("quit", "exit"):
             return
         if conversation and command in ("reset", "system"):
             print(conversation.reset() if command == "reset" else conversation.instruct(value))
@@ -71,9 +68,10 @@ def interact(
             try:
                 if conversation is None:
                     print(printable(line), end="", flush=True)
-                    stream_one(model, tokenizer, line, sampling)
+                    stream_one(model, tokenizer, prompt_ids(tokenizer, line), sampling, is_answer=False)
                 else:
-                    conversation.answered(stream_one(model, tokenizer, conversation.ask(line), sampling).text)
+                    answer = stream_one(model, tokenizer, conversation.ask(line), sampling, is_answer=True)
+                    conversation.answered(answer.text)
             except KeyboardInterrupt:  # stops this text, not the program
                 print()
             except TokenizerError as problem:  # unknown characters

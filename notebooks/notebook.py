@@ -27,6 +27,7 @@ from common.script import Script
 from common.validation import build
 from examples import conversations
 from exchange import gguf_export
+from generation.completion import prompt_ids
 from generation.sampling import Sampling
 from generation.terminal import Conversation, room_for_prompt, stream_one
 from model import TransformerLanguageModel
@@ -285,14 +286,17 @@ def talk(prompt: str, checkpoint: Path, is_new: bool = True, **sampling: Any) ->
         with contextlib.suppress(KeyboardInterrupt):
             if loaded.template is None:
                 print(prompt, end="", flush=True)
-                stream_one(loaded.model, loaded.tokenizer, prompt, settings)
+                stream_one(
+                    loaded.model, loaded.tokenizer, prompt_ids(loaded.tokenizer, prompt), settings, is_answer=False
+                )
                 return
             room = room_for_prompt(loaded.model, settings)
             if is_new or loaded.conversation is None:
                 loaded.conversation = Conversation(loaded.template, loaded.tokenizer, room)
             loaded.conversation.room = room
             print(f"> {prompt}")
-            answer = stream_one(loaded.model, loaded.tokenizer, loaded.conversation.ask(prompt), settings)
+            asked = loaded.conversation.ask(prompt)
+            answer = stream_one(loaded.model, loaded.tokenizer, asked, settings, is_answer=True)
             loaded.conversation.answered(answer.text)
     except (UserError, ValueError) as problem:  # wrong settings, or unknown characters
         raise Stopped(str(problem)) from None

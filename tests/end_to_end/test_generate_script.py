@@ -17,7 +17,7 @@ import torch
 
 import generate as script
 from common.errors import CheckpointError, ConfigError
-from generation import command, decoding, loading
+from generation import command, completion, loading
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ROOT, with_large_weights
@@ -130,7 +130,7 @@ def test_a_run_folder_and_a_checkpoint_folder_of_either_tokenizer(make_checkpoin
     make_checkpoint(tmp_path / "my_run/best", kind, seed=1)
     flags = ("--prompt", "bad", *SHORT)
     code, newest, err = run("--checkpoint", "my_run", *flags)
-    assert (code, err) == (0, "")
+    assert code == 0 and "error" not in err, err
     assert newest.startswith("bad") and len(newest) > len("bad\n")
     older = run("--checkpoint", "my_run/checkpoints/step_00000001", *flags)[1]
     assert run("--checkpoint", "my_run/checkpoints/step_00000002", *flags)[1] == newest != older
@@ -177,7 +177,7 @@ def blog_checkpoint(tmp_path) -> Path:
 def test_the_blogs_checkpoints_load(blog_checkpoint, checkpoint, run):
     flags = ("--prompt", "bad", *SHORT)
     code, out, err = run("--checkpoint", blog_checkpoint, *flags)
-    assert (code, err) == (0, "")
+    assert code == 0 and "error" not in err, err
     assert "know" not in out and out == run("--checkpoint", checkpoint, *flags)[1]  # the same weights
 
 
@@ -246,12 +246,17 @@ def test_streamed_and_whole_output_are_the_same(checkpoint, run, rows):
 def test_one_prompt_is_streamed_unless_told_otherwise(checkpoint, run, monkeypatch):
     streamed = []
     real = command.stream_one
-    monkeypatch.setattr(command, "stream_one", lambda *given: streamed.append(given) or real(*given))
+    monkeypatch.setattr(command, "stream_one", lambda *given, **more: streamed.append(given) or real(*given, **more))
     one = ("--checkpoint", checkpoint, "--prompt", "a", *SHORT)
     for flags, expected in (((), 1), (("--no_stream",), 0), (("--json",), 0), (("--prompt", "b"), 0)):
         streamed.clear()
         run(*one, *flags)
         assert len(streamed) == expected, flags
+
+
+def test_which_checkpoint_answers_is_said_beside_the_text(checkpoint, run):
+    code, out, err = run("--checkpoint", checkpoint, "--prompt", "a", *SHORT)
+    assert code == 0 and err == f"{checkpoint}: 4,176 parameters.\n" and out.startswith("a")
 
 
 def test_without_a_prompt_text_starts_from_nothing(checkpoint, rows):
@@ -300,7 +305,7 @@ def test_compare_answers_each_prompt_with_each_checkpoint(make_checkpoint, run, 
     paths = [make_checkpoint(tmp_path / f"runs/r/checkpoints/step_0000000{n}", seed=n) for n in (1, 2)]
     flags = ("--prompt", "bad", "--prompt", "cafe", *SHORT)
     code, out, err = run("--compare", *paths, *flags)
-    assert (code, err) == (0, "")
+    assert code == 0 and "error" not in err, err
     for prompt, part in zip(("bad", "cafe"), out.split("---\n|"), strict=True):
         header, rule, *answers = table(part)
         assert header[-1] == prompt and set("".join(rule)) == {"-"}
@@ -328,7 +333,7 @@ def talk(run, checkpoint, monkeypatch) -> Callable[..., str]:
     def call(*lines: str, flags: tuple = SHORT) -> list[str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
         code, out, err = run("--interactive", "--checkpoint", checkpoint, *flags)
-        assert (code, err) == (0, "")
+        assert code == 0 and "error" not in err, err
         greeting, *answers = out.split("> ")
         assert str(checkpoint) in greeting
         return [answer.rstrip("\n") for answer in answers]
@@ -643,7 +648,7 @@ def test_many_samples_are_shown_batch_by_batch(checkpoint, rows, run, monkeypatc
     """What was made is there when somebody presses Ctrl-C."""
     flags = ("--checkpoint", checkpoint, "--prompt", "bad", "--max_new_tokens", 2, "--json", "--num_samples", 34)
     assert [row["seed"] for row in rows(*flags)] == list(range(1337, 1337 + 34))
-    original, calls = decoding.generate, []
+    original, calls = completion.generate, []
 
     def generate_once(*arguments):
         calls.append(arguments)
@@ -653,7 +658,7 @@ def test_many_samples_are_shown_batch_by_batch(checkpoint, rows, run, monkeypatc
 
     monkeypatch.setattr(command, "generate", generate_once)
     code, out, _ = run(*flags)
-    assert code == 130 and len(out.splitlines()) == decoding.ROWS_AT_ONCE
+    assert code == 130 and len(out.splitlines()) == completion.ROWS_AT_ONCE
 
 
 def test_prompts_are_not_waited_for(checkpoint, fails, pipe):

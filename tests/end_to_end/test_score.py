@@ -194,7 +194,7 @@ def test_strides_out_of_range(checkpoint, fails, argv, said):
     ("name", "content", "said"),
     [
         ("empty.txt", b"", "empty.txt holds no text"),
-        ("one_token.txt", b"a", "one_token.txt holds no document of two tokens or more"),
+        ("one_token.txt", b"a", "one_token.txt .* no document of two tokens or more"),
         ("latin.txt", b"caf\xe9s", "latin.txt is not UTF-8 text: .* at byte 3"),
         ("strange.txt", b"bad\ncafe!", "strange.txt: 1 character is not in the vocabulary: '!' .* line 2, column 5"),
         ("missing.txt", None, "There is no file or folder missing.txt"),
@@ -220,6 +220,13 @@ def test_a_folder_stands_for_its_text_files(checkpoint, rows):
     made = rows("--score", "texts")
     assert [Path(row["file"]).name for row in made] == ["one.txt", "two.txt"]
     assert [row["loss"] for row in made] == [row["loss"] for row in rows("--score", "one.txt", "two.txt")]
+
+
+def test_a_file_without_text_among_others_is_left_out(checkpoint, run):
+    Path("empty.txt").write_bytes(b"")
+    code, out, err = run("--score", "empty.txt", "one.txt", "--json")
+    assert code == 0 and [json.loads(line)["file"] for line in out.splitlines()] == ["one.txt"]
+    assert "empty.txt holds no text to score" in err
 
 
 def test_a_missing_file_is_told_before_another_is_scored(checkpoint, run):

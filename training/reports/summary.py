@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import torch
 
 from common.files import atomic_write
@@ -73,8 +75,8 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
     there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES_TABLE) if (run.dir / name).exists()]
     there += [f"{name}/" for name in ("checkpoints", "best") if (run.dir / name).exists()]
     print(f"{'Files':<16} {run.dir}: {', '.join(there)}")
-    checkpoint = f"--checkpoint {run.dir / 'best'} " if stopped_early else ""
-    print(f'\nTalk to it: python generate.py {checkpoint}--prompt "..." or --interactive')
+    checkpoint = shlex.quote(str(run.dir / "best" if stopped_early else run.dir))
+    print(f'\nTalk to it: python generate.py --checkpoint {checkpoint} --prompt "..." or --interactive')
 
 
 def finished_message(run: Run) -> str:
