@@ -19,8 +19,7 @@ from common.errors import ConfigError
 from common.files import atomic_write
 from exchange.extras import require_package
 from exchange.hf_common import ConversionError
-from exchange.hf_llama import llama_tensors
-from exchange.hf_model import hf_kind
+from exchange.hf_model import FORMS, hf_kind
 from model import TransformerLanguageModel, scaled
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer
@@ -196,7 +195,7 @@ def named_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.
 def llama_form_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
     """llama.cpp's "llama" rotates neighbours where transformers rotates the halves of a head: `interleaved`."""
     config = model.config
-    tensors = llama_tensors(config, model.state_dict())
+    tensors = FORMS[hf_kind(config)].tensors(config, model.state_dict())
     yield from ((LLAMA_ENDS[name], tensor) for name, tensor in tensors.items() if name in LLAMA_ENDS)
     for layer in range(config.num_layers):
         for theirs, name in LLAMA_PARTS:

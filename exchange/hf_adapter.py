@@ -7,6 +7,7 @@ adapters are transposed. Shapes in comments: C = embed_dim, V = vocab_size, r = 
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,9 @@ from exchange.comparison import Difference, largest_difference
 from exchange.extras import require_package
 from exchange.folders import load_in_fp32
 from exchange.hf_card import adapter_card
-from exchange.hf_common import Tensors
+from exchange.hf_common import Tensors, expanded
 from exchange.hf_folder import load_theirs, written_folder
-from exchange.hf_gpt2 import GPT2_BLOCK
-from exchange.hf_llama import STACKED, rows_of
-from exchange.hf_model import hf_kind
-from exchange.hf_nanochat import NANOCHAT_BLOCK, swap_halves
+from exchange.hf_model import FORMS, hf_kind
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer
@@ -106,45 +104,35 @@ def peft_config(config: ModelConfig, lora: LoRA, modules: list[str], base: Path)
 def to_peft(config: ModelConfig, adapters: Tensors, lora: LoRA, vocab_size: int) -> tuple[Tensors, list[str]]:
     """Our adapters -> the tensors of an adapter_model.safetensors, and the names of the modules they adapt. The ids
     that only the exported base has, up to `vocab_size`, get zeros."""
-    kind = hf_kind(config)
-    is_gpt2 = kind == "gpt2"
-    blocks = "transformer.h" if is_gpt2 else "model.layers"
+    form = FORMS[hf_kind(config)]
+    entries = {entry.ours: entry for entry in expanded(form.table(config), config)}
     tensors: Tensors = {}
-    modules: list[str] = []
+    modules: dict[str, None] = {}  # in order, each once
     for module in lora.end_modules:
         holder = EMBEDDING if config.tie_embeddings else module
         a, b = (adapters[f"{holder}.lora_{kind}"].float() for kind in "AB")  # (r, C), (V, r)
         b = torch.cat([b, torch.zeros(vocab_size - len(b), lora.rank)])
         if module == EMBEDDING:
-            path = "transformer.wte" if is_gpt2 else "model.embed_tokens"
+            path = form.embedding.removesuffix(".weight")
             prefix = f"base_model.model.{path}.lora_embedding"
             tensors |= {f"{prefix}_A": b.T.contiguous(), f"{prefix}_B": a.T.contiguous()}
         else:
             path = "lm_head"
             tensors |= {f"base_model.model.{path}.lora_{kind}.weight": t.clone() for kind, t in (("A", a), ("B", b))}
-        modules.append(path)
-    for module in lora.block_modules:
-        names = their_modules(module, kind)
-        modules += names
-        for layer in range(config.num_layers):
-            a, b = (adapters[f"blocks.{layer}.{module}.lora_{kind}"].float() for kind in "AB")  # (r, in), (out, r)
-            rows = rows_of(config)[module] if len(names) > 1 else (len(b),)
-            parts = [part.contiguous() for part in b.split(rows)]  # of qkv (H * D, r), twice (K * D, r)
-            if kind == "nanochat" and len(names) == 3:
-                parts[:2] = [swap_halves(part, config.num_heads) for part in parts[:2]]
-            for name, part in zip(names, parts, strict=True):
-                prefix = f"base_model.model.{blocks}.{layer}.{name}"
-                tensors |= {f"{prefix}.lora_A.weight": a.clone(), f"{prefix}.lora_B.weight": part}
-    return tensors, modules
-
-
-def their_modules(module: str, kind: str) -> list[str]:
-    """The names there for a module of our blocks, with their parent: a bare c_proj would match two."""
-    if kind == "gpt2":
-        return [GPT2_BLOCK[module]]
-    if kind != "nanochat":
-        return [*STACKED[module]]
-    return [f"self_attn.{part}_proj" for part in "qkv"] if module == "attention.qkv" else [NANOCHAT_BLOCK[module]]
+        modules[path] = None
+    for module, layer in itertools.product(lora.block_modules, range(config.num_layers)):
+        path = f"blocks.{layer}.{module}"
+        a, b = (adapters[f"{path}.lora_{kind}"].float() for kind in "AB")  # (r, in), (out, r)
+        entry = entries[f"{path}.weight"]._replace(transposed=False)
+        for name, part in zip(entry.theirs, entry.split(b), strict=True):
+            path = name.removesuffix(".weight")
+            tensors |= {
+                f"base_model.model.{path}.lora_A.weight": a.clone(),
+                f"base_model.model.{path}.lora_B.weight": part,
+            }
+            # With its parent: a bare c_proj would match two.
+            modules[path.removeprefix(f"{form.blocks}{layer}.")] = None
+    return tensors, list(modules)
 
 
 def adapted_by_peft(theirs: Any, folder: Path) -> Any:

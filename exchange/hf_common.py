@@ -1,8 +1,9 @@
-"""What the conversions of all forms share. See hf_model.py."""
+"""What the conversions of all forms share: a form is a table of entries, read in both directions. See hf_model.py."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,7 +12,6 @@ from model import listed
 from model_config import ModelConfig
 
 Tensors = dict[str, torch.Tensor]
-Shapes = dict[str, tuple[int, ...]]
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}  # ours -> theirs
 OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {"gelu_pytorch_tanh": "gelu_tanh"}
@@ -19,6 +19,72 @@ OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {"gel
 
 class ConversionError(ValueError):
     """A model that the other side cannot express, or tensors that do not belong to the model."""
+
+
+class Entry(NamedTuple):
+    """A tensor of ours, and those that hold it there. "{}" in the names stands for each layer's number."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    rows: tuple[int, ...] = ()  # of each of theirs, where ours has them one above the other
+    swapped: tuple[int, ...] = ()  # heads of each of theirs whose halves stand the other way round: see `swap_halves`
+    transposed: bool = False
+    absent: torch.Tensor | None = None  # what theirs is where a model of ours has no such tensor
+
+    def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts = tensor.split(self.rows) if self.rows else (tensor,)
+        return [part.T.contiguous() if self.transposed else part.contiguous() for part in self.swap(parts)]
+
+    def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        parts = self.swap([part.T.contiguous() if self.transposed else part for part in parts])
+        return torch.cat(list(parts)) if self.rows else parts[0]
+
+    def swap(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [swap_halves(part, self.swapped[i]) if i < len(self.swapped) else part for i, part in enumerate(parts)]
+
+
+Table = list[Entry]
+
+
+def linear(ours: str, theirs: Sequence[str], has_bias: bool, rows: tuple[int, ...] = (), **more: Any) -> Table:
+    """A linear layer, or the norm with the same two parameters."""
+    return [
+        Entry(f"{ours}.{part}", tuple(f"{name}.{part}" for name in theirs), rows, **more)
+        for part in ("weight", "bias")[: 1 + has_bias]
+    ]
+
+
+def expanded(table: Table, config: ModelConfig) -> Iterator[Entry]:
+    """Each entry, those of a layer for each layer."""
+    for entry in table:
+        for layer in range(config.num_layers if "{}" in entry.ours else 1):
+            yield entry._replace(
+                ours=entry.ours.format(layer), theirs=tuple(name.format(layer) for name in entry.theirs)
+            )
+
+
+def to_theirs(table: Table, config: ModelConfig, state: Tensors) -> Tensors:
+    tensors: Tensors = {}
+    for entry in expanded(table, config):
+        if (tensor := state.get(entry.ours)) is None:
+            assert entry.absent is not None, entry.ours
+            tensor = entry.absent.clone()  # each layer's its own: a file of safetensors holds none twice
+        tensors |= zip(entry.theirs, entry.split(tensor), strict=True)
+    return tensors
+
+
+def to_ours(table: Table, config: ModelConfig, tensors: Tensors) -> Tensors:
+    return {entry.ours: entry.join([tensors[name] for name in entry.theirs]) for entry in expanded(table, config)}
+
+
+def swap_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """The rows of q's or k's projection, (C, C) or (C, rank), with the two halves of every head swapped.
+
+    RoPE rotates the pairs (x[i], x[i + D/2]). NanoChat rotates them by the negative angle; with the members of each
+    pair swapped, that is our rotation. The swap is the same in q and k, so their products do not change, and a norm
+    over the head ignores the order. The function is its own inverse.
+    """
+    return weight.view(heads, 2, -1, weight.size(1)).flip(1).reshape(weight.shape)  # (H, 2, D/2, C)
 
 
 def checked_config(**values: Any) -> ModelConfig:
@@ -42,10 +108,6 @@ def our_activation(name: Any) -> str:
     if not isinstance(name, str) or name not in OUR_ACTIVATIONS:
         raise ConversionError(f"the activation is {name!r:.100}; what can be expressed is {', '.join(OUR_ACTIVATIONS)}")
     return OUR_ACTIVATIONS[name]
-
-
-def with_head(config: ModelConfig, state: Tensors, tensors: Tensors) -> Tensors:
-    return state if config.tie_embeddings else state | {"head.weight": tensors["lm_head.weight"]}
 
 
 def others_than(needed: dict[str, Any], config: ModelConfig) -> list[str]:

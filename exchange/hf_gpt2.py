@@ -12,27 +12,17 @@ import torch
 
 from exchange.hf_common import (
     ACTIVATIONS,
-    Shapes,
-    Tensors,
+    Entry,
+    Table,
     checked_config,
+    linear,
     of_one_kind_of_head,
     others_than,
     our_activation,
     require_options,
-    with_head,
 )
 from model_config import ModelConfig
 
-GPT2_ENDS = {"token_embedding": "wte", "positional_embedding": "wpe", "ln_f": "ln_f"}
-GPT2_BLOCK = {
-    "norm1": "ln_1",
-    "attention.qkv": "attn.c_attn",
-    "attention.out_proj": "attn.c_proj",
-    "norm2": "ln_2",
-    "feed_forward.fc1": "mlp.c_fc",
-    "feed_forward.fc2": "mlp.c_proj",
-}
-KINDS = ("weight", "bias")
 GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")  # the causal mask, in files of older versions
 
 
@@ -86,54 +76,23 @@ def config_of_gpt2(hf_config: dict[str, Any], tied: bool) -> ModelConfig:
     )
 
 
-def gpt2_modules(config: ModelConfig) -> dict[str, str]:
-    """Our module -> theirs, the head aside."""
-    modules = {ours: f"transformer.{theirs}" for ours, theirs in GPT2_ENDS.items()}
-    for layer in range(config.num_layers):
-        modules |= {f"blocks.{layer}.{ours}": f"transformer.h.{layer}.{name}" for ours, name in GPT2_BLOCK.items()}
-    return modules
-
-
-def gpt2_shapes(config: ModelConfig) -> Shapes:
+def gpt2_table(config: ModelConfig) -> Table:
+    """OpenAI wrote its linear layers as convolutions of width 1, whose weight is (in, out); ours is (out, in). Biases
+    cannot be turned off there; zeros change no bit."""
     C, F = config.embed_dim, config.ff_dim
-    weights = {
-        "wte": (config.vocab_size, C), "wpe": (config.max_seq_len, C), "ln_f": (C,), "ln_1": (C,), "ln_2": (C,),
-        "attn.c_attn": (C, 3 * C), "attn.c_proj": (C, C), "mlp.c_fc": (C, F), "mlp.c_proj": (F, C),
-    }  # fmt: skip
-    shapes: Shapes = {}
-    for module in gpt2_modules(config).values():
-        shape = next(shape for name, shape in weights.items() if module.endswith(f".{name}"))
-        shapes[f"{module}.weight"] = shape
-        if not module.endswith(("wte", "wpe")):
-            shapes[f"{module}.bias"] = shape[-1:]
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, C)
-    return shapes
 
+    def both(ours: str, theirs: str, rows: int, transposed: bool) -> Table:
+        weight, bias = linear(ours, [f"transformer.{theirs}"], has_bias=True)
+        return [weight._replace(transposed=transposed), bias._replace(absent=torch.zeros(rows))]
 
-def is_conv1d(name: str) -> bool:
-    """OpenAI wrote its linear layers as convolutions of width 1, whose weight is (in, out); ours is (out, in)."""
-    return ".c_" in name and name.endswith(".weight")
-
-
-def gpt2_tensors(config: ModelConfig, state: Tensors) -> Tensors:
-    tensors: Tensors = {}
-    names = {f"{ours}.{kind}": f"{theirs}.{kind}" for ours, theirs in gpt2_modules(config).items() for kind in KINDS}
-    names["head.weight"] = "lm_head.weight"
-    theirs_to_ours = {theirs: ours for ours, theirs in names.items()}
-    for name, shape in gpt2_shapes(config).items():
-        tensor = state.get(theirs_to_ours[name])
-        if tensor is None:  # biases cannot be turned off there; adding zeros changes no bit
-            assert name.endswith(".bias") and not config.bias, name
-            tensor = torch.zeros(shape)
-        tensors[name] = tensor.T.contiguous() if is_conv1d(name) else tensor
-    return tensors
-
-
-def state_of_gpt2(config: ModelConfig, tensors: Tensors) -> Tensors:
-    state: Tensors = {}
-    for ours, theirs in gpt2_modules(config).items():
-        for kind in KINDS:
-            if (tensor := tensors.get(f"{theirs}.{kind}")) is not None:
-                state[f"{ours}.{kind}"] = tensor.T.contiguous() if is_conv1d(f"{theirs}.{kind}") else tensor
-    return with_head(config, state, tensors)
+    return [
+        Entry("token_embedding.weight", ("transformer.wte.weight",)),
+        Entry("positional_embedding.weight", ("transformer.wpe.weight",)),
+        *both("ln_f", "ln_f", C, transposed=False),
+        *both("blocks.{}.norm1", "h.{}.ln_1", C, transposed=False),
+        *both("blocks.{}.attention.qkv", "h.{}.attn.c_attn", 3 * C, transposed=True),
+        *both("blocks.{}.attention.out_proj", "h.{}.attn.c_proj", C, transposed=True),
+        *both("blocks.{}.norm2", "h.{}.ln_2", C, transposed=False),
+        *both("blocks.{}.feed_forward.fc1", "h.{}.mlp.c_fc", F, transposed=True),
+        *both("blocks.{}.feed_forward.fc2", "h.{}.mlp.c_proj", C, transposed=True),
+    ]

@@ -9,11 +9,21 @@ Shapes in comments: C = embed_dim, F = ff_dim, H = heads, K = heads of keys and 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from exchange.hf_common import ConversionError, Shapes, Tensors, checked_config, others_than, require_options, with_head
+from exchange.hf_common import (
+    ConversionError,
+    Entry,
+    Table,
+    Tensors,
+    checked_config,
+    linear,
+    others_than,
+    require_options,
+)
 from model import rms_norm
 from model_config import ModelConfig
 
@@ -25,15 +35,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"vocab_size": 151_936, "intermediate_size": 22_016, "max_position_embeddings": 32_768, "head_dim": 128},
 }
 LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")  # as in rope_scaling
-NORMS = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
-QK_NORMS = {"attention.q_norm": "self_attn.q_norm", "attention.k_norm": "self_attn.k_norm"}
-# Our parameter -> theirs, of which it is made by putting one above the other.
-STACKED = {
-    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "attention.out_proj": ("self_attn.o_proj",),
-    "feed_forward.fc1": ("mlp.gate_proj", "mlp.up_proj"),
-    "feed_forward.fc2": ("mlp.down_proj",),
-}
 
 
 def kind_of(config: ModelConfig) -> str:
@@ -55,26 +56,6 @@ def llama_obstacles(config: ModelConfig) -> list[str]:
     if config.embed_norm and config.tie_embeddings:
         wrong.append("embed_norm with tie_embeddings (the norm goes into the table, which the head would share)")
     return wrong
-
-
-def rows_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The rows of each of their tensors, for ours in STACKED."""
-    return {
-        "attention.qkv": config.qkv_rows,
-        "attention.out_proj": (config.embed_dim,),
-        "feed_forward.fc1": (config.ff_dim, config.ff_dim),
-        "feed_forward.fc2": (config.embed_dim,),
-    }
-
-
-def columns_of(config: ModelConfig) -> dict[str, int]:
-    heads = config.num_heads * config.head_dim
-    C, F = config.embed_dim, config.ff_dim
-    return {"attention.qkv": C, "attention.out_proj": heads, "feed_forward.fc1": C, "feed_forward.fc2": F}
-
-
-def has_bias(config: ModelConfig, ours: str) -> bool:
-    return config.qkv_bias if ours == "attention.qkv" else config.bias
 
 
 def llama_config(config: ModelConfig) -> dict[str, Any]:
@@ -162,60 +143,35 @@ def rope_of(hf_config: dict[str, Any]) -> tuple[float, tuple[float, ...]]:
     return base, tuple(rope[key] for key in LLAMA3)
 
 
-def llama_shapes(config: ModelConfig) -> Shapes:
-    C = config.embed_dim
-    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, C), "model.norm.weight": (C,)}
-    rows, columns = rows_of(config), columns_of(config)
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        shapes |= {f"{prefix}.{name}.weight": (C,) for name in NORMS.values()}
-        if config.qk_norm:
-            shapes |= {f"{prefix}.{name}.weight": (config.head_dim,) for name in QK_NORMS.values()}
-        for ours, names in STACKED.items():
-            for name, count in zip(names, rows[ours], strict=True):
-                shapes[f"{prefix}.{name}.weight"] = (count, columns[ours])
-                if has_bias(config, ours):
-                    shapes[f"{prefix}.{name}.bias"] = (count,)
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, C)
-    return shapes
+def llama_table(config: ModelConfig) -> Table:
+    C, F, D = config.embed_dim, config.ff_dim, config.head_dim
+    layer, theirs = "blocks.{}", "model.layers.{}"
+
+    def norm(ours: str, name: str, width: int) -> Entry:
+        return Entry(f"{ours}.weight", (f"{name}.weight",), absent=torch.ones(width))
+
+    def stacked(ours: str, names: Sequence[str], has_bias: bool, rows: tuple[int, ...]) -> Table:
+        return linear(f"{layer}.{ours}", [f"{theirs}.{name}" for name in names], has_bias, rows)
+
+    qkv = [f"self_attn.{part}_proj" for part in "qkv"]
+    qk_norms = [norm(f"{layer}.attention.{part}_norm", f"{theirs}.self_attn.{part}_norm", D) for part in "qk"]
+    return [
+        Entry("token_embedding.weight", ("model.embed_tokens.weight",)),
+        norm("ln_f", "model.norm", C),
+        norm(f"{layer}.norm1", f"{theirs}.input_layernorm", C),
+        norm(f"{layer}.norm2", f"{theirs}.post_attention_layernorm", C),
+        *(qk_norms if config.qk_norm else []),
+        *stacked("attention.qkv", qkv, config.qkv_bias, config.qkv_rows),
+        *stacked("attention.out_proj", ["self_attn.o_proj"], config.bias, (C,)),
+        *stacked("feed_forward.fc1", ["mlp.gate_proj", "mlp.up_proj"], config.bias, (F, F)),
+        *stacked("feed_forward.fc2", ["mlp.down_proj"], config.bias, (C,)),
+    ]
 
 
-def llama_tensors(config: ModelConfig, state: Tensors) -> Tensors:
-    def gain(ours: str, width: int) -> torch.Tensor:
-        return state[f"{ours}.weight"] if config.norm_gain else torch.ones(width)
-
-    embedding = state["token_embedding.weight"]  # (V, C)
-    if config.embed_norm:  # each row is normalised wherever it is looked up, so it can be once and for all
-        embedding = rms_norm(embedding, config.norm_eps, state.get("embed_norm.weight"))
-    tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": gain("ln_f", config.embed_dim)}
-    rows = rows_of(config)
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        tensors |= {f"{theirs}.{name}.weight": gain(f"{ours}.{norm}", config.embed_dim) for norm, name in NORMS.items()}
-        if config.qk_norm:
-            tensors |= {
-                f"{theirs}.{name}.weight": gain(f"{ours}.{norm}", config.head_dim) for norm, name in QK_NORMS.items()
-            }
-        for module, names in STACKED.items():
-            for part in ("weight", "bias") if has_bias(config, module) else ("weight",):
-                split = state[f"{ours}.{module}.{part}"].split(rows[module])
-                tensors |= {
-                    f"{theirs}.{name}.{part}": each.contiguous() for name, each in zip(names, split, strict=True)
-                }
-    return tensors if config.tie_embeddings else tensors | {"lm_head.weight": state["head.weight"]}
-
-
-def state_of_llama(config: ModelConfig, tensors: Tensors) -> Tensors:
-    state = {
-        "token_embedding.weight": tensors["model.embed_tokens.weight"],
-        "ln_f.weight": tensors["model.norm.weight"],
-    }
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        norms = NORMS | (QK_NORMS if config.qk_norm else {})
-        state |= {f"{ours}.{norm}.weight": tensors[f"{theirs}.{name}.weight"] for norm, name in norms.items()}
-        for module, names in STACKED.items():
-            for part in ("weight", "bias") if has_bias(config, module) else ("weight",):
-                state[f"{ours}.{module}.{part}"] = torch.cat([tensors[f"{theirs}.{name}.{part}"] for name in names])
-    return with_head(config, state, tensors)
+def folded(config: ModelConfig, state: Tensors) -> Tensors:
+    """The norm of the embeddings goes into their table: each row is normalised wherever it is looked up, so it can be
+    once and for all."""
+    if not config.embed_norm:
+        return state
+    table = rms_norm(state["token_embedding.weight"], config.norm_eps, state.get("embed_norm.weight"))  # (V, C)
+    return state | {"token_embedding.weight": table}

@@ -14,33 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from exchange import hf_llama
-from exchange.hf_common import ConversionError, Shapes, Tensors
-from exchange.hf_gpt2 import (
-    GPT2_BUFFERS,
-    config_of_gpt2,
-    gpt2_config,
-    gpt2_obstacles,
-    gpt2_shapes,
-    gpt2_tensors,
-    state_of_gpt2,
-)
-from exchange.hf_llama import (
-    config_of_llama,
-    llama_config,
-    llama_obstacles,
-    llama_shapes,
-    llama_tensors,
-    state_of_llama,
-)
-from exchange.hf_nanochat import (
-    config_of_nanochat,
-    nanochat_config,
-    nanochat_obstacles,
-    nanochat_shapes,
-    nanochat_tensors,
-    state_of_nanochat,
-)
-from model import listed, require_shapes
+from exchange.hf_common import ConversionError, Entry, Table, Tensors, to_ours, to_theirs
+from exchange.hf_gpt2 import GPT2_BUFFERS, config_of_gpt2, gpt2_config, gpt2_obstacles, gpt2_table
+from exchange.hf_llama import config_of_llama, folded, llama_config, llama_obstacles, llama_table
+from exchange.hf_nanochat import config_of_nanochat, nanochat_config, nanochat_obstacles, nanochat_table
+from model import TransformerLanguageModel, listed, require_shapes
 from model_config import ModelConfig
 
 
@@ -50,31 +28,39 @@ class Form(NamedTuple):
     model_class: str
     obstacles: Callable[[ModelConfig], list[str]]  # options of a model that the class cannot have
     config: Callable[[ModelConfig], dict[str, Any]]
-    tensors: Callable[[ModelConfig, Tensors], Tensors]
     config_of: Callable[[dict[str, Any], bool], ModelConfig]  # of their config, and whether the head is tied
-    shapes: Callable[[ModelConfig], Shapes]  # of their tensors
-    state_of: Callable[[ModelConfig, Tensors], Tensors]
+    entries: Callable[[ModelConfig], Table]  # all but the head's
     prefix: str = "model."  # of all tensors but the head's; files of the bare model lack it
     embedding: str = "model.embed_tokens.weight"
     blocks: str = "model.layers."
     is_tied: bool = False  # where a config does not say
+    fold: Callable[[ModelConfig, Tensors], Tensors] = lambda config, state: state  # what goes into another tensor
+
+    def table(self, config: ModelConfig) -> Table:
+        return [*self.entries(config), *([] if config.tie_embeddings else [Entry("head.weight", ("lm_head.weight",))])]
+
+    def tensors(self, config: ModelConfig, state: Tensors) -> Tensors:
+        """Their tensors of a model of ours."""
+        return to_theirs(self.table(config), config, self.fold(config, state))
+
+    def shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Of their tensors."""
+        with torch.device("meta"):
+            state = TransformerLanguageModel(config).state_dict()
+            return {name: tuple(tensor.shape) for name, tensor in self.tensors(config, state).items()}
 
 
 def llama_form(kind: str) -> Form:
     config_of = functools.partial(config_of_llama, kind)
-    name = hf_llama.CLASSES[kind]
-    return Form(name, llama_obstacles, llama_config, llama_tensors, config_of, llama_shapes, state_of_llama)
+    return Form(hf_llama.CLASSES[kind], llama_obstacles, llama_config, config_of, llama_table, fold=folded)
 
 
 FORMS = {
     "gpt2": Form(
-        "GPT2LMHeadModel", gpt2_obstacles, gpt2_config, gpt2_tensors, config_of_gpt2, gpt2_shapes, state_of_gpt2,
+        "GPT2LMHeadModel", gpt2_obstacles, gpt2_config, config_of_gpt2, gpt2_table,
         "transformer.", "transformer.wte.weight", "transformer.h.", is_tied=True,
     ),
-    "nanochat": Form(
-        "NanoChatForCausalLM", nanochat_obstacles, nanochat_config, nanochat_tensors, config_of_nanochat,
-        nanochat_shapes, state_of_nanochat,
-    ),
+    "nanochat": Form("NanoChatForCausalLM", nanochat_obstacles, nanochat_config, config_of_nanochat, nanochat_table),
     **{kind: llama_form(kind) for kind in hf_llama.CLASSES},
 }  # fmt: skip
 
@@ -113,7 +99,7 @@ def from_hf(hf_config: dict[str, Any], tensors: Tensors) -> tuple[ModelConfig, T
         require_shapes(tensors, form.shapes(config), "the weights do not fit the config")
     except ValueError as problem:
         raise ConversionError(str(problem)) from None
-    return config, form.state_of(config, {name: tensor.float() for name, tensor in tensors.items()})
+    return config, to_ours(form.table(config), config, {name: tensor.float() for name, tensor in tensors.items()})
 
 
 def with_rows(config: ModelConfig, state: Tensors, vocab_size: int, twin: int) -> tuple[ModelConfig, Tensors]:

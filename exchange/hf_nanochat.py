@@ -1,35 +1,25 @@
-"""nanochat's form under the names of Hugging Face `transformers`, NanoChatForCausalLM, which rotates the other way.
-
-Shapes in comments: C = embed_dim, F = ff_dim, H = heads, D = C / H, V = vocab_size.
-"""
+"""nanochat's form under the names of Hugging Face `transformers`, NanoChatForCausalLM, which rotates the other way."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from exchange.hf_common import (
     ACTIVATIONS,
     ConversionError,
-    Shapes,
-    Tensors,
+    Entry,
+    Table,
     checked_config,
+    linear,
     of_one_kind_of_head,
     others_than,
     our_activation,
     require_options,
-    with_head,
 )
 from model_config import ModelConfig
 
 DEFAULT_SOFTCAP = 15.0  # where its config.json has no such key
 ROPE_BASE = 10_000.0
-NANOCHAT_BLOCK = {
-    "attention.out_proj": "self_attn.o_proj",
-    "feed_forward.fc1": "mlp.fc1",
-    "feed_forward.fc2": "mlp.fc2",
-}
 
 
 def nanochat_obstacles(config: ModelConfig) -> list[str]:
@@ -98,46 +88,13 @@ def config_of_nanochat(hf_config: dict[str, Any], tied: bool) -> ModelConfig:
     return config
 
 
-def nanochat_shapes(config: ModelConfig) -> Shapes:
-    C, F = config.embed_dim, config.ff_dim
-    shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, C)}
-    for layer in range(config.num_layers):
-        prefix = f"model.layers.{layer}"
-        shapes |= {f"{prefix}.self_attn.{kind}_proj.weight": (C, C) for kind in "qkvo"}
-        shapes |= {f"{prefix}.mlp.fc1.weight": (F, C), f"{prefix}.mlp.fc2.weight": (C, F)}
-    if not config.tie_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, C)
-    return shapes
-
-
-def swap_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The rows of q's or k's projection, (C, C) or (C, rank), with the two halves of every head swapped.
-
-    RoPE rotates the pairs (x[i], x[i + D/2]). NanoChat rotates them by the negative angle; with the members of each
-    pair swapped, that is our rotation. The swap is the same in q and k, so their products do not change, and a norm
-    over the head ignores the order. The function is its own inverse.
-    """
-    return weight.view(heads, 2, -1, weight.size(1)).flip(1).reshape(weight.shape)  # (H, 2, D/2, C)
-
-
-def nanochat_tensors(config: ModelConfig, state: Tensors) -> Tensors:
-    tensors = {"model.embed_tokens.weight": state["token_embedding.weight"]}
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        q, k, v = (part.contiguous() for part in state[f"{ours}.attention.qkv.weight"].split(config.embed_dim))
-        tensors[f"{theirs}.self_attn.q_proj.weight"] = swap_halves(q, config.num_heads)
-        tensors[f"{theirs}.self_attn.k_proj.weight"] = swap_halves(k, config.num_heads)
-        tensors[f"{theirs}.self_attn.v_proj.weight"] = v
-        tensors |= {f"{theirs}.{n}.weight": state[f"{ours}.{o}.weight"] for o, n in NANOCHAT_BLOCK.items()}
-    return tensors if config.tie_embeddings else tensors | {"lm_head.weight": state["head.weight"]}
-
-
-def state_of_nanochat(config: ModelConfig, tensors: Tensors) -> Tensors:
-    state = {"token_embedding.weight": tensors["model.embed_tokens.weight"]}
-    for layer in range(config.num_layers):
-        ours, theirs = f"blocks.{layer}", f"model.layers.{layer}"
-        q, k, v = (tensors[f"{theirs}.self_attn.{kind}_proj.weight"] for kind in "qkv")
-        qkv = [swap_halves(q, config.num_heads), swap_halves(k, config.num_heads), v]
-        state[f"{ours}.attention.qkv.weight"] = torch.cat(qkv)  # (3C, C)
-        state |= {f"{ours}.{o}.weight": tensors[f"{theirs}.{n}.weight"] for o, n in NANOCHAT_BLOCK.items()}
-    return with_head(config, state, tensors)
+def nanochat_table(config: ModelConfig) -> Table:
+    heads, layer, theirs = config.num_heads, "blocks.{}", "model.layers.{}"
+    qkv = [f"{theirs}.self_attn.{part}_proj" for part in "qkv"]
+    return [
+        Entry("token_embedding.weight", ("model.embed_tokens.weight",)),
+        *linear(f"{layer}.attention.qkv", qkv, False, config.qkv_rows, swapped=(heads, heads)),
+        *linear(f"{layer}.attention.out_proj", [f"{theirs}.self_attn.o_proj"], False),
+        *linear(f"{layer}.feed_forward.fc1", [f"{theirs}.mlp.fc1"], False),
+        *linear(f"{layer}.feed_forward.fc2", [f"{theirs}.mlp.fc2"], False),
+    ]

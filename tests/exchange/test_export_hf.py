@@ -17,9 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import exchange.gguf_export
-import exchange.hf_folder
-import exchange.hf_nanochat
 from common.checkpoint import open_checkpoint
 from common.errors import CheckpointError
 from exchange.comparison import largest_difference
@@ -230,7 +227,7 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
     elif damage == "full disk":
         monkeypatch.setattr("exchange.hf_folder.write_file", full_disk)
     elif damage == "other logits":
-        monkeypatch.setattr(exchange.hf_nanochat, "swap_halves", lambda weight, heads: weight)
+        monkeypatch.setattr("exchange.hf_common.swap_halves", lambda weight, heads: weight)
     elif damage == "other ids":
         other = BPETokenizer.train([PROBE], vocab_size=290)
         monkeypatch.setattr("exchange.hf_folder.hf_tokenizer_json", lambda _: other.to_json().encode())

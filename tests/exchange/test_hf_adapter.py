@@ -169,9 +169,11 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
     elif damage == "full disk":
         monkeypatch.setattr("exchange.hf_folder.write_file", full_disk)
     elif damage == "other logits":
-        monkeypatch.setattr(exchange.hf_adapter, "swap_halves", lambda weight, heads: weight)
+        monkeypatch.setattr("exchange.hf_common.swap_halves", lambda weight, heads: weight)
     elif damage == "other names":
-        monkeypatch.setitem(exchange.hf_adapter.NANOCHAT_BLOCK, "feed_forward.fc1", "mlp.fc3")
+        real = exchange.hf_adapter.peft_config
+        names = {"target_modules": ["mlp.fc3"]}
+        monkeypatch.setattr(exchange.hf_adapter, "peft_config", lambda *given: real(*given) | names)
     elif damage == "no peft":
         original = importlib.util.find_spec
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else original(name))
