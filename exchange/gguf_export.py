@@ -14,7 +14,7 @@ from common.files import atomic_write
 from common.output import si
 from exchange.folders import load_in_fp32
 from exchange.gguf_file import require_gguf, write_gguf
-from exchange.hf_tokenizer import chat_jinja
+from exchange.hf_tokenizer import chat_jinja, tokens_to_generate
 from generation.settings import Sampling
 from model_config import ModelConfig
 from tokenizer import load_tokenizer
@@ -46,7 +46,7 @@ def export_file(path: str | Path, file: Path, gguf_type: str = "f16", ollama: bo
     if ollama:
         with atomic_write(modelfile_path(file)) as written:
             written.write(modelfile(file, model.config, template).encode())
-        print_commands(f"With Ollama, which reads {modelfile_path(file)}", ollama_commands(file))
+        print_commands("With Ollama", ollama_commands(file, template))
     else:
         print("\n--ollama would write a Modelfile for Ollama beside it.")
 
@@ -57,11 +57,6 @@ def print_commands(title: str, lines: str) -> None:
 
 def modelfile_path(file: Path) -> Path:
     return file.with_name("Modelfile")
-
-
-def tokens_to_generate(config: ModelConfig) -> int:
-    """generate.py's default, but at most half of the context."""
-    return min(Sampling().max_new_tokens, config.max_seq_len // 2)
 
 
 def llama_command(path: str | Path, config: ModelConfig, template: AnyTemplate | None = None) -> str:
@@ -106,7 +101,7 @@ def modelfile(path: str | Path, config: ModelConfig, template: AnyTemplate | Non
     return "\n".join([f"FROM ./{Path(path).name}", *lines, f'TEMPLATE """{form}"""', ""])
 
 
-def ollama_commands(path: str | Path) -> str:
-    """Commands to type in the folder of the file and the Modelfile."""
-    name = re.sub(r"[^a-z0-9._-]+", "-", Path(path).stem.lower()).strip("-._") or "model"
-    return f'ollama create {name} -f Modelfile\nollama run {name} "Once upon a time"'
+def ollama_commands(file: Path, template: AnyTemplate | None) -> str:
+    name = re.sub(r"[^a-z0-9._-]+", "-", file.stem.lower()).strip("-._") or "model"
+    prompt = "What is the capital of France?" if template else "Once upon a time"
+    return f'ollama create {name} -f {shlex.quote(str(modelfile_path(file)))}\nollama run {name} "{prompt}"'

@@ -152,6 +152,8 @@ def write_gguf(
         try:
             add_shape(writer, model.config, name)
             writer.add_file_type(file_type(gguf_type))
+            if gguf_type == "q8_0":
+                writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
             if isinstance(tokenizer, CharacterTokenizer):
                 add_characters(writer, tokenizer, model.config.vocab_size)
             else:

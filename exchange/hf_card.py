@@ -109,7 +109,7 @@ def card(
         *loading,
         "tokenizer = AutoTokenizer.from_pretrained(path)",
         *inputs_code(checkpoint.chat_template() is not None, json.dumps(example_prompt(checkpoint, tokenizer))),
-        "outputs = model.generate(**inputs)  # up to the context length; max_length=100 ends it earlier",
+        "outputs = model.generate(**inputs)  # max_new_tokens=20 ends it earlier",
         "print(tokenizer.decode(outputs[0]))",
         "```",
         "",
@@ -246,7 +246,8 @@ def newest_sample(run_dir: Path | None, step: int | None) -> list[tuple[str, str
 def example_prompt(checkpoint: Checkpoint, tokenizer: Tokenizer) -> str:
     """A prompt of its run, else a word or a character that its vocabulary has."""
     prompts = [prompt for prompt, _ in newest_sample(run_of(checkpoint.path), 2**31)]
-    for prompt in [*prompts, "Once upon a time", "the"]:
+    usual = "Once upon a time" if checkpoint.chat_template() is None else "What is the capital of France?"
+    for prompt in [*prompts, usual, "the"]:
         with contextlib.suppress(ValueError):  # a character that the vocabulary lacks
             tokenizer.encode(prompt)
             return prompt

@@ -11,6 +11,7 @@ import numpy as np
 
 from common.chat import CHATML_TOKENS, AnyTemplate, ChatML, ChatTemplate, Message
 from common.errors import DataError
+from generation.settings import Sampling
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 from tokenizer_base import ENDS_OF_TEXT, TokenizerError, read_tokenizer_json
@@ -111,12 +112,17 @@ def hf_special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
 
 
 def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
-    """A text ends at the context length, beyond which GPT-2 fails. Ids that generate.py never samples are suppressed.
-    `config` is that of the exported model."""
+    """A text has the length of generate.py's, and room in the context after a prompt of half of it: beyond the context,
+    GPT-2 fails. Ids that generate.py never samples are suppressed. `config` is that of the exported model."""
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, config.vocab_size)]
     suppressed = {"suppress_tokens": unused} if unused else {}
     ends = {"eos_token_id": sorted(tokenizer.end_ids)} if len(tokenizer.end_ids) > 1 else {}
-    return {**hf_special_ids(tokenizer), **ends, "max_length": config.max_seq_len, **suppressed}
+    return {**hf_special_ids(tokenizer), **ends, "max_new_tokens": tokens_to_generate(config), **suppressed}
+
+
+def tokens_to_generate(config: ModelConfig) -> int:
+    """generate.py's default, but at most half of the context."""
+    return min(Sampling().max_new_tokens, config.max_seq_len // 2)
 
 
 def import_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:

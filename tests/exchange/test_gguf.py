@@ -246,7 +246,7 @@ def test_missing_packages_are_said(tmp_path: Path, bpe: BPETokenizer, monkeypatc
 
 
 def test_what_to_type() -> None:
-    config, path = ModelConfig(65, max_seq_len=256), "runs/My Model!.gguf"
+    config, path = ModelConfig(65, max_seq_len=256), Path("runs/My Model!.gguf")
     command = gguf_export.llama_command(path, config)
     assert command == "llama-completion -m 'runs/My Model!.gguf' -no-cnv -n 128 -p 'Once upon a time'"
     assert gguf_export.modelfile(path, config).splitlines() == [
@@ -261,4 +261,6 @@ def test_what_to_type() -> None:
     ]
     chats = gguf_export.modelfile(path, config, ChatTemplate())
     assert 'PARAMETER stop "<|endoftext|>"\nTEMPLATE """<|endoftext|>{{ range .Messages }}' in chats
-    assert gguf_export.ollama_commands(path).startswith("ollama create my-model -f Modelfile\nollama run my-model ")
+    commands = gguf_export.ollama_commands(path, ChatTemplate())
+    assert commands.startswith("ollama create my-model -f runs/Modelfile\n")
+    assert commands.endswith('\nollama run my-model "What is the capital of France?"')

@@ -253,7 +253,7 @@ def test_another_programs_model_is_imported_trained_and_exported(kind: str, tmp_
     again = load_theirs(tmp_path / "again")
     assert again.config.model_type == kind and again.config.max_position_embeddings == 32
     with torch.inference_mode():
-        greedy = again.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None, max_length=None)
+        greedy = again.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
     sampling = Sampling(max_new_tokens=12, temperature=0)
     (completion,) = generate(ours, tokenizer, [ids[0].tolist()], sampling)
     assert tokenizer.decode(greedy[0, ids.size(1) :].tolist()).startswith(completion.text)
