@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.script import LONGEST_MESSAGE
 from common.validation import suggest
-from serving.library import Served
+from serving.models import Served
 from serving.openai_answer import Answer
 from serving.openai_request import ChatRequest, CompletionRequest, RequestError, explain, shown
 from serving.server import Settings, is_own

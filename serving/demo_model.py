@@ -27,7 +27,7 @@ from generation.completion import Completion
 from generation.sampling import Sampling
 from generation.scoring import Likelihood, likelihoods
 from generation.stream import only_text, stream
-from serving.library import MOST_COMPARED, Library, Served, standing
+from serving.models import MOST_COMPARED, Library, Served, standing
 from serving.openai_request import RequestError, chat_ids, explain, text_ids
 from tokenizer import Tokenizer
 from tokenizer_base import valid_unicode

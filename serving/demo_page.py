@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from common.errors import ConfigError
 from generation.sampling import Sampling
 from serving.demo_model import LONGEST_PROMPT, Event, Turn, complete, converse
-from serving.library import MOST_COMPARED, Library
+from serving.models import MOST_COMPARED, Library
 from serving.watch_page import page as watch_page
 
 FILES = Path(__file__).resolve().parent

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from generation.completion import Completion
 from generation.scoring import Likelihood, likelihoods, prompt_likelihoods
 from generation.stream import stream
-from serving.library import Served
+from serving.models import Served
 from serving.openai_request import Question
 from tokenizer import Tokenizer
 

@@ -22,7 +22,7 @@ from generation.completion import ROWS_AT_ONCE, prompt_ids
 from generation.sampling import Sampling
 from generation.stream import only_text
 from generation.terminal import room_for_prompt
-from serving.library import Served
+from serving.models import Served
 from tokenizer_base import TokenizerError, valid_unicode
 
 MOST_STOPS = 4

@@ -20,7 +20,7 @@ from starlette.middleware import Middleware
 
 from common.machine import device_name
 from serving.app import Guard, Turns, make_app
-from serving.library import Library, Served
+from serving.models import Library, Served
 from serving.server import KEY_VARIABLE, Settings, key_for, listen, own_address
 
 SHUTDOWN_SECONDS = 3  # at most, for answers that are on their way

@@ -17,10 +17,9 @@ from common.errors import CheckpointError
 from generation.completion import generate as complete_rows
 from generation.sampling import Sampling
 from generation.terminal import room_for_prompt
-from serving import demo_model
-from serving import library as library_module
+from serving import demo_model, models
 from serving.demo_model import END, Turn, complete, converse
-from serving.library import Library, standing
+from serving.models import Library, standing
 from tests.models import CHARACTERS, write_adapters, write_model
 
 USUAL = {"max_new_tokens": 12, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.0, "seed": "7"}
@@ -96,7 +95,7 @@ def test_a_model_is_read_once_and_again_when_its_folder_is_another(runs: Path, l
 
 
 def test_few_models_are_kept(runs: Path, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_module, "MOST_COMPARED", 2)
+    monkeypatch.setattr(models, "MOST_COMPARED", 2)
     paths = list(names(library).values())
     first, second = library.open(paths[0]), library.open(paths[1])
     assert library.open(paths[0]) is first

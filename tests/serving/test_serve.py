@@ -32,7 +32,7 @@ from tools import serve
 
 if TYPE_CHECKING:
     from model import TransformerLanguageModel
-    from serving.library import Served
+    from serving.models import Served
     from tokenizer_bpe import BPETokenizer
 
 openai = pytest.importorskip("openai")
@@ -698,7 +698,7 @@ def ask_app(served: Served, body: dict[str, Any], seconds: float = 60, is_taken:
 
 @pytest.fixture
 def served() -> Served:
-    from serving.library import Served
+    from serving.models import Served
 
     return Served("letters", random_model(CHARACTERS.vocab_size), CHARACTERS, None, ENDLESS)
 
@@ -773,7 +773,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_model_goes_by_the_name_of_its_run() -> None:
-    from serving.library import run_folder
+    from serving.models import run_folder
 
     for path in ("a/run", "a/run/best", "a/run/checkpoints/step_00000012"):
         assert run_folder(Path(path)).name == "run"
