@@ -24,6 +24,8 @@ class CharacterTokenizer:
     """One token per Unicode code point; ids follow the code points' order."""
 
     kind = "character"
+    bos_id: int | None = None
+    start_id: int | None = None
     end_of_text_id: int | None = None
     end_ids: frozenset[int] = frozenset()
     special_ids: ClassVar[dict[str, int]] = {}

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 END_OF_TEXT = "<|endoftext|>"
-# Names of the token that ends a document: GPT-2's, SmolLM2's and Qwen's; Llama 3's. The first that a tokenizer has.
-ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>")
+# Names of the token that ends a document: that of GPT-2, SmolLM2 and Qwen; Llama 3; DeepSeek; Mistral; nanochat. The
+# first that a tokenizer has.
+ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>", "<|bos|>")
 # And of those that end an answer, in chat models of others. Generation stops at each of them.
-ENDS_OF_ANSWERS = ("<|im_end|>", "<|eot_id|>")
+ENDS_OF_ANSWERS = ("<|im_end|>", "<|eot_id|>", "<|assistant_end|>")
 
 TokenIds = Sequence[int] | np.ndarray
 

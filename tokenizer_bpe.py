@@ -106,6 +106,9 @@ class BPETokenizer:
     `encode` treats everything as ordinary text, even the characters "<|endoftext|>": special tokens enter a sequence
     only by their id, so no document can forge one. `decode` gives a special token's name as text. Added tokens that are
     not special (Qwen's "<tool_call>") are found in the text, as in `transformers`.
+
+    `bos_id` is the id that stands before each text (Llama 3's "<|begin_of_text|>"), if the file says that there is one.
+    `encode` leaves it out, because what it encodes can be the middle of a text.
     """
 
     kind = "bpe"
@@ -128,6 +131,7 @@ class BPETokenizer:
         self.found_in_text = [token["content"] for token in added if not token.get("special")]
         self.splitting = splitting_of(content)
         self.normalizer = tokenizer.normalizer
+        self.bos_id = bos_id(tokenizer)
         self.fast: tiktoken.Encoding | None = None
         obstacle = obstacle_to_tiktoken(content)
         if not obstacle:
@@ -208,6 +212,11 @@ class BPETokenizer:
         return next((self.special_ids[name] for name in ENDS_OF_TEXT if name in self.special_ids), None)
 
     @property
+    def start_id(self) -> int | None:
+        """The id before the first token of a document: `bos_id`, or else the end of the document before it."""
+        return self.end_of_text_id if self.bos_id is None else self.bos_id
+
+    @property
     def end_ids(self) -> frozenset[int]:
         """Ids at which generation stops."""
         return frozenset(self.special_ids[name] for name in ENDS if name in self.special_ids)
@@ -268,6 +277,12 @@ class BPETokenizer:
 
     def decoder(self) -> IncrementalDecoder:
         return IncrementalDecoder(self.decode_bytes, "utf-8")
+
+
+def bos_id(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """The id that a `tokenizers` file puts before each text; None if it puts none there."""
+    bare, whole = (tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+    return whole[0] if bare and whole[0] != bare[0] else None
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -6,7 +6,8 @@ models, ChatML.
     Assistant: Paris.<|endoftext|>User: And of Italy?
     Assistant: Rome.<|endoftext|>
 
-The end-of-text token is written by its id, so no text that a user types can imitate it.
+The end-of-text token is written by its id, so no text that a user types can imitate it. With a tokenizer that has its
+own beginning of a text (Llama 3's), a conversation begins with that.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ class ChatML:
         begin, end = self.special_ids(tokenizer)
         if messages[0].role != "system" and self.chatml:
             messages = [Message("system", self.chatml), *messages]
-        arrays, counted = [], []
+        bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+        arrays, counted = [np.array(bos, np.int32)], [False] * len(bos)
         for role, content in messages:
             head = [begin, *tokenizer.encode(f"{role}\n")]
             turn = [*tokenizer.encode(content.strip()), end]
@@ -181,7 +183,7 @@ def fitting(
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[tuple[str, bool]]) -> tuple[np.ndarray, np.ndarray]:
     end = end_of_text(tokenizer)
-    arrays, counted = [np.array([end], np.int32)], [np.zeros(1, bool)]
+    arrays, counted = [np.array([tokenizer.start_id], np.int32)], [np.zeros(1, bool)]
     for text, is_answer in parts:
         ids = tokenizer.encode(text)
         arrays.append(np.append(ids, np.int32(end)) if is_answer else ids)

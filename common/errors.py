@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 
 INTERRUPTED = 130
 # How allocators that raise a plain RuntimeError say it: the CPU's (Linux, Windows), CUDA's and cuBLAS's.
@@ -65,3 +66,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_full_disk(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def require_packages(*names: str) -> None:
+    """Raises ConfigError if some are not installed: training needs none of requirements-extras.txt."""
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"This needs {' and '.join(missing)}: pip install -r requirements-extras.txt")

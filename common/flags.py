@@ -33,10 +33,10 @@ class Formatter(argparse.HelpFormatter):
 class Parser(argparse.ArgumentParser):
     """argparse that neither guesses abbreviated flags nor exits by itself."""
 
-    def __init__(self, **options: Any):
+    def __init__(self, prog: str, **options: Any):
         width = min(120, max(80, shutil.get_terminal_size((110, 24)).columns))
         formatter = lambda prog: Formatter(prog, max_help_position=32, width=width)  # noqa: E731
-        super().__init__(allow_abbrev=False, formatter_class=formatter, **options)
+        super().__init__(prog, allow_abbrev=False, formatter_class=formatter, **options)
         self.words: list[str] = []  # the words that were parsed last
         self.options: Mapping[str, FieldInfo] = {}
         self.elsewhere: Mapping[str, str] = {}
@@ -114,9 +114,13 @@ class Parser(argparse.ArgumentParser):
                 yield flag, word, f" A value that begins with a dash is written {flag}={shlex.quote(word)}."
 
     def settings(self, argv: Sequence[str] | None, model: type[T]) -> T:
-        """The words and flags as `model`, a pydantic dataclass whose fields are options. Raises ConfigError that lists
-        what is wrong with them."""
-        self.add_options(fields_of(model))
+        """The words and flags as `model`, a pydantic dataclass whose fields are options, and whose docstring says what
+        the script does. Raises ConfigError that lists what is wrong with them."""
+        options = fields_of(model)
+        words = [f"[{word} ...]" if is_tuple(f) else word for f in options.values() if (word := about(f).get("word"))]
+        self.usage = " ".join(["%(prog)s", *words, *(["[--FLAG VALUE ...]"] if len(words) < len(options) else [])])
+        self.description = self.description or model.__doc__
+        self.add_options(options)
         add_debug(self)
         problems: list[str] = []
         given = self.read(argv, problems)

@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-from common.chat import CHATML_TOKENS, AnyTemplate, ChatML
+from common.chat import CHATML_TOKENS, AnyTemplate, ChatML, end_of_text
 from common.checkpoint import open_checkpoint
 from common.errors import ConfigError
 from common.files import atomic_write
@@ -17,8 +17,7 @@ from exchange.gguf_file import require_gguf, write_gguf
 from exchange.hf_tokenizer import chat_jinja, tokens_to_generate
 from generation.settings import Sampling
 from model_config import ModelConfig
-from tokenizer import load_tokenizer
-from tokenizer_base import END_OF_TEXT
+from tokenizer import Tokenizer, load_tokenizer
 
 
 def require_file(path: str | Path, file: Path, ollama: bool = False) -> None:
@@ -32,7 +31,7 @@ def require_file(path: str | Path, file: Path, ollama: bool = False) -> None:
 
 
 def export_file(path: str | Path, file: Path, gguf_type: str = "f16", ollama: bool = False) -> None:
-    """Write the file with weights of `gguf_type` (GGUF_TYPES), and print what to type; with `ollama`, write a Modelfile
+    """Write the file with weights of `gguf_type`, and print what to type; with `ollama`, write a Modelfile
     beside it. Raises what `write_gguf` raises."""
     checkpoint = open_checkpoint(path)
     model, tokenizer = load_in_fp32(checkpoint)
@@ -45,7 +44,7 @@ def export_file(path: str | Path, file: Path, gguf_type: str = "f16", ollama: bo
     print_commands("With llama.cpp", llama_command(file, model.config, template))
     if ollama:
         with atomic_write(modelfile_path(file)) as written:
-            written.write(modelfile(file, model.config, template).encode())
+            written.write(modelfile(file, model.config, tokenizer, template).encode())
         print_commands("With Ollama", ollama_commands(file, template))
     else:
         print("\n--ollama would write a Modelfile for Ollama beside it.")
@@ -67,7 +66,7 @@ def llama_command(path: str | Path, config: ModelConfig, template: AnyTemplate |
     return f"llama-completion -m {command} -no-cnv -n {tokens} -p 'Once upon a time'"
 
 
-def modelfile(path: str | Path, config: ModelConfig, template: AnyTemplate | None = None) -> str:
+def modelfile(path: Path, config: ModelConfig, tokenizer: Tokenizer, template: AnyTemplate | None = None) -> str:
     """Ollama's Modelfile, to lie beside the file: with generate.py's defaults, and our context, for Ollama's is longer
     than most of ours."""
     sampling = Sampling()
@@ -88,10 +87,12 @@ def modelfile(path: str | Path, config: ModelConfig, template: AnyTemplate | Non
         )
         system = template.chatml
     elif template:
-        stops = (END_OF_TEXT,)
+        end = tokenizer.decode([end_of_text(tokenizer)])
+        stops = (end,)
+        start = end if tokenizer.bos_id is None else ""  # llama.cpp adds a beginning of the tokenizer's own
         form = (
-            f"{END_OF_TEXT}{{{{ range .Messages }}}}"
-            f'{{{{ if eq .Role "assistant" }}}}{template.assistant} {{{{ .Content }}}}{END_OF_TEXT}'
+            f"{start}{{{{ range .Messages }}}}"
+            f'{{{{ if eq .Role "assistant" }}}}{template.assistant} {{{{ .Content }}}}{end}'
             f'{{{{ else if eq .Role "system" }}}}{template.system} {{{{ .Content }}}}\n'
             f"{{{{ else }}}}{template.user} {{{{ .Content }}}}\n{{{{ end }}}}{{{{ end }}}}{template.assistant}"
         )

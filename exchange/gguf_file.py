@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, require_packages
 from common.files import atomic_write
-from exchange.extras import require_package
 from exchange.hf_common import ConversionError
 from exchange.hf_model import FORMS, hf_kind
 from model import TransformerLanguageModel, scaled
@@ -69,7 +68,7 @@ def require_gguf(config: ModelConfig, tokenizer: Tokenizer) -> None:
     the package gguf is missing."""
     if problem := obstacle_to_gguf(config, tokenizer):
         raise ConfigError(f"llama.cpp cannot run this model, so there is no GGUF file of it: {problem}.")
-    require_package("gguf", "Writing a GGUF file")
+    require_packages("gguf")
 
 
 def obstacle_to_gguf(config: ModelConfig, tokenizer: Tokenizer) -> str:
@@ -135,8 +134,8 @@ def write_gguf(
 ) -> None:
     """Write the model, in fp32 and on the CPU, and its tokenizer to `path`, whole or not at all.
 
-    `gguf_type` is one of GGUF_TYPES; `chat_template` is in Jinja. Raises what `require_gguf` raises, before anything is
-    written.
+    `gguf_type`: "f16", "f32" or "q8_0"; `chat_template` is in Jinja. Raises what `require_gguf` raises, before anything
+    is written.
     """
     require_gguf(model.config, tokenizer)
     import gguf
@@ -276,13 +275,11 @@ def add_bpe(writer: gguf.GGUFWriter, tokenizer: BPETokenizer, vocab_size: int) -
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([" ".join(pair) for pair in merges_of(content)])
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(tokenizer.bos_id is not None)
     # Without these, llama.cpp takes id 11 as the beginning and the end of a text.
-    end = tokenizer.end_of_text_id
-    if end is None:
-        end = next(iter(tokenizer.unused_ids), vocab_size - 1)
-    writer.add_bos_token_id(end)
-    writer.add_eos_token_id(end)
+    other = next(iter(tokenizer.unused_ids), vocab_size - 1)
+    writer.add_bos_token_id(other if tokenizer.start_id is None else tokenizer.start_id)
+    writer.add_eos_token_id(other if tokenizer.end_of_text_id is None else tokenizer.end_of_text_id)
     for token, add in (("<|pad|>", writer.add_pad_token_id), ("<|unk|>", writer.add_unk_token_id)):
         if token in tokenizer.special_ids:
             add(tokenizer.special_ids[token])

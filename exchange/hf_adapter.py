@@ -15,12 +15,11 @@ from typing import Any
 import torch
 
 from common.checkpoint import ADAPTERS, Checkpoint
-from common.errors import CheckpointError, ConfigError
+from common.errors import CheckpointError, ConfigError, require_packages
 from common.files import json_bytes
 from common.lora import EMBEDDING, LoRA, find_base
 from common.tensors import read_safetensors
 from exchange.comparison import Difference, largest_difference
-from exchange.extras import require_package
 from exchange.folders import load_in_fp32
 from exchange.hf_card import adapter_card
 from exchange.hf_common import Tensors, expanded
@@ -38,7 +37,7 @@ def export_adapters(checkpoint: Checkpoint, lora: LoRA, out: Path, base: Path | 
     Raises ConfigError if `base` is missing or another model, if peft is missing, or if something is at `out`;
     CheckpointError if peft reads other adapters from the files.
     """
-    require_package("peft", "Exporting adapters")
+    require_packages("peft")
     own = find_base(lora, checkpoint.path)
     remedy = f"python tools/export_hf.py {own} FOLDER writes it"
     if base is None:

@@ -15,7 +15,6 @@ from common.errors import CheckpointError
 from common.lora import LoRA
 from common.output import cell, table_row
 from exchange.hf_model import FORMS, hf_kind
-from exchange.hf_tokenizer import special_tokens
 from model_config import ModelConfig
 from tokenizer import Tokenizer
 from tokenizer_base import valid_unicode
@@ -131,7 +130,7 @@ def reading(checkpoint: Checkpoint, config: ModelConfig, tokenizer: Tokenizer) -
     if tokenizer.end_of_text_id is None:
         return lines
     about = OF_TEXT if checkpoint.chat_template() is None else OF_CONVERSATIONS
-    end = special_tokens(tokenizer)["eos_token"]
+    end = tokenizer.decode([tokenizer.end_of_text_id])
     return [*lines, *(line.format(end=end) for line in about)]
 
 

@@ -41,12 +41,12 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> Difference:
     if (vocab_size := hf_vocab_size(tokenizer)) > shape.vocab_size:
         shape, state = with_rows(shape, state, vocab_size, twin=least_likely(model, tokenizer))
     config, tensors = to_hf(shape, state)
+    template = checkpoint.chat_template()
     described = {
-        "config.json": json_bytes(config | hf_special_ids(tokenizer)),
-        "generation_config.json": json_bytes(hf_generation_config(tokenizer, shape)),
+        "config.json": json_bytes(config | hf_special_ids(tokenizer, template)),
+        "generation_config.json": json_bytes(hf_generation_config(tokenizer, shape, template)),
         "README.md": model_card(checkpoint, model.config, model.num_parameters(), tokenizer, out.name).encode(),
     }
     weights = "model.safetensors", tensors
-    context, template = model.config.max_seq_len, checkpoint.chat_template()
-    with written_folder(out, weights, described, tokenizer, context, template) as folder:
+    with written_folder(out, weights, described, tokenizer, shape.max_seq_len, template) as folder:
         return largest_difference(model, load_theirs(folder), tokenizer)

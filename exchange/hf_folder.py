@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from common.chat import AnyTemplate
-from common.errors import ConfigError
+from common.errors import ConfigError, require_packages
 from common.files import json_bytes
 from common.tensors import write_file
-from exchange.extras import INSTALL, require_package
 from exchange.folders import new_folder
 from exchange.hf_common import Tensors
 from exchange.hf_model import FORMS
@@ -31,11 +30,14 @@ from tokenizer import Tokenizer
 def require_transformers() -> None:
     """Raises ConfigError if it is missing or too old. Turns off its progress bars and warnings: we check the results
     ourselves."""
-    require_package("transformers", "Reading and checking such folders")
+    require_packages("transformers")
     import transformers
 
     if int(transformers.__version__.partition(".")[0]) < 5:
-        raise ConfigError(f"transformers is {transformers.__version__}, and 5.0 or later is needed: {INSTALL}")
+        raise ConfigError(
+            f"transformers is {transformers.__version__}, and 5.0 or later is needed: "
+            "pip install -r requirements-extras.txt"
+        )
     transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 
@@ -94,11 +96,10 @@ def load_their_tokenizer(folder: Path, config: Any = None) -> Any:
 def require_same_tokens(folder: Path, tokenizer: Tokenizer, template: AnyTemplate | None) -> None:
     """Raises TokenizerError if transformers reads other ids from an exported folder's tokenizer or chat template."""
     theirs = load_their_tokenizer(folder)
+    splitting = {"split_special_tokens": True} if template else {}
+    require_same_ids(tokenizer, theirs, add_special_tokens=True, **splitting)
     if template:
-        require_same_ids(tokenizer, theirs, split_special_tokens=True)
         require_same_conversation(template, tokenizer, theirs)
-    else:
-        require_same_ids(tokenizer, theirs)
 
 
 def build_theirs(hf_config: dict[str, Any], tensors: Tensors, tied: bool) -> Any:

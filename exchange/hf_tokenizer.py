@@ -11,16 +11,18 @@ import numpy as np
 
 from common.chat import CHATML_TOKENS, AnyTemplate, ChatML, ChatTemplate, Message
 from common.errors import DataError
+from common.files import read_json
 from generation.settings import Sampling
 from model_config import ModelConfig
 from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
-from tokenizer_base import ENDS_OF_TEXT, TokenizerError, read_tokenizer_json
+from tokenizer_base import TokenizerError, read_tokenizer_json
 from tokenizer_bpe import PROBE, SPECIAL_TOKENS, BPETokenizer
 
 PARAGRAPH = (
     "It was early when the two of them left the village. The road went down to the river, over a bridge of grey stone, "
     'and up into the hills. "How far is it?" she asked. "Nine miles," he said, "or ten; nobody ever measured it."\n'
 )
+PADS = (SPECIAL_TOKENS[1], "<|finetune_right_pad_id|>")  # ours, Llama 3.1's; most models have none
 CHARACTERS_HAVE = SPECIAL_TOKENS[1:]  # padding and unknown; there is no end of text
 ONE_CHARACTER = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
 
@@ -82,13 +84,15 @@ def hf_tokenizer_json(tokenizer: Tokenizer) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """What transformers calls our special tokens. Without `tokenizer_config.json` it would add GPT-2's own, whose id
-    lies beyond the vocabulary."""
+def special_tokens(tokenizer: Tokenizer, template: AnyTemplate | None) -> dict[str, str]:
+    """What transformers calls the special tokens. Without `tokenizer_config.json` it would add GPT-2's own, whose id
+    lies beyond the vocabulary. A vocabulary without padding is padded with its end, as Qwen's is."""
     known = hf_special_tokens(tokenizer)
-    end = next((name for name in ENDS_OF_TEXT if name in known), "")
-    _, pad, unknown = SPECIAL_TOKENS
-    roles = {"bos_token": end, "eos_token": end, "pad_token": pad, "unk_token": unknown}
+    names: dict[int | None, str] = {i: name for name, i in known.items()}
+    end = CHATML_TOKENS[1] if isinstance(template, ChatML) else names.get(tokenizer.end_of_text_id, "")
+    pad = next((name for name in PADS if name in known), names.get(tokenizer.end_of_text_id, end))
+    start = names.get(tokenizer.start_id, "")
+    roles = {"bos_token": start, "eos_token": end, "pad_token": pad, "unk_token": SPECIAL_TOKENS[2]}
     return {role: name for role, name in roles.items() if name in known}
 
 
@@ -100,24 +104,24 @@ def hf_tokenizer_config(tokenizer: Tokenizer, max_seq_len: int, template: AnyTem
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": max_seq_len,
         "clean_up_tokenization_spaces": False,
-        **special_tokens(tokenizer),
+        **special_tokens(tokenizer, template),
     }
 
 
-def hf_special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+def hf_special_ids(tokenizer: Tokenizer, template: AnyTemplate | None) -> dict[str, int | None]:
     """For config.json and generation_config.json. None is written too: the defaults are ids of other vocabularies."""
     known = hf_special_tokens(tokenizer)
-    names = special_tokens(tokenizer)
+    names = special_tokens(tokenizer, template)
     return {f"{role}_id": known.get(names.get(role, "")) for role in ("bos_token", "eos_token", "pad_token")}
 
 
-def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig) -> dict[str, Any]:
+def hf_generation_config(tokenizer: Tokenizer, config: ModelConfig, template: AnyTemplate | None) -> dict[str, Any]:
     """A text has the length of generate.py's, and room in the context after a prompt of half of it: beyond the context,
     GPT-2 fails. Ids that generate.py never samples are suppressed. `config` is that of the exported model."""
     unused = [*tokenizer.unused_ids, *range(tokenizer.vocab_size, config.vocab_size)]
     suppressed = {"suppress_tokens": unused} if unused else {}
     ends = {"eos_token_id": sorted(tokenizer.end_ids)} if len(tokenizer.end_ids) > 1 else {}
-    return {**hf_special_ids(tokenizer), **ends, "max_new_tokens": tokens_to_generate(config), **suppressed}
+    return {**hf_special_ids(tokenizer, template), **ends, "max_new_tokens": tokens_to_generate(config), **suppressed}
 
 
 def tokens_to_generate(config: ModelConfig) -> int:
@@ -138,13 +142,38 @@ def import_tokenizer(folder: Path) -> tuple[Tokenizer, bytes]:
         if (characters := characters_of(content)) is not None:
             tokenizer: Tokenizer = CharacterTokenizer(characters)
             return tokenizer, tokenizer.to_json().encode()
-        return load_tokenizer(path), path.read_bytes()
+        tokenizer = load_tokenizer(path)
+        if tokenizer.bos_id is None and (name := added_beginning(folder)) in tokenizer.special_ids:
+            tokenizer = with_beginning(tokenizer, name)
+            return tokenizer, tokenizer.to_json().encode()
+        return tokenizer, path.read_bytes()
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         tokenizer = from_vocab_and_merges(folder)
         return tokenizer, tokenizer.to_json().encode()
     if (folder / "tokenizer.model").exists():
         raise DataError(f"{folder} has only tokenizer.model, which is SentencePiece's: tokenizer.json is needed.")
     raise DataError(f"{folder} has no tokenizer: neither tokenizer.json, nor vocab.json and merges.txt.")
+
+
+def added_beginning(folder: Path) -> str:
+    """The name of the token that tokenizer_config.json puts before each text (DeepSeek's does); "" for none."""
+    path = folder / "tokenizer_config.json"
+    config = read_json(path, DataError) if path.exists() else {}
+    name = config.get("bos_token")
+    name = name.get("content") if isinstance(name, dict) else name
+    return name if config.get("add_bos_token") is True and isinstance(name, str) else ""
+
+
+def with_beginning(tokenizer: Tokenizer, name: str) -> BPETokenizer:
+    """The tokenizer with the special token `name` before each text, as its own file then says."""
+    from tokenizers.processors import TemplateProcessing
+
+    assert isinstance(tokenizer, BPETokenizer)
+    added = [(name, tokenizer.special_ids[name])]
+    tokenizer.backend.post_processor = TemplateProcessing(
+        single=[name, "$A"], pair=[name, "$A", "$B:1"], special_tokens=added
+    )
+    return BPETokenizer(tokenizer.backend)
 
 
 def characters_of(content: dict[str, Any]) -> list[str] | None:
@@ -239,10 +268,13 @@ def chat_template_of(folder: Path, tokenizer: Tokenizer, theirs: Any) -> AnyTemp
 
 def require_same_ids(tokenizer: Tokenizer, theirs: Any, **how: Any) -> None:
     """Raises TokenizerError if a tokenizer of transformers gives other ids for the probe text, or other text for the
-    ids. `how` are more arguments to call it with: names of special tokens are ordinary text in our tokenizers."""
+    ids. `how` are more arguments to call it with: names of special tokens are ordinary text in our tokenizers, and
+    what begins a text belongs to its ids only with `add_special_tokens`."""
     text = probe_text(tokenizer)
     ids = tokenizer.encode(text).tolist()
-    found = theirs(text, add_special_tokens=False, **how)["input_ids"]
+    if how.setdefault("add_special_tokens", False) and tokenizer.bos_id is not None:
+        ids = [tokenizer.bos_id, *ids]
+    found = theirs(text, **how)["input_ids"]
     if found != ids:
         first = next((i for i, (a, b) in enumerate(zip(ids, found, strict=False)) if a != b), min(len(ids), len(found)))
         raise TokenizerError(

@@ -100,8 +100,8 @@ def generate(
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
-    """The ids of a prompt. A model needs at least one token to continue, so an empty prompt becomes the end-of-text
-    token, or id 0 without one.
+    """The ids of a prompt, after the tokenizer's own beginning of a text if it has one. A model needs at least one
+    token to continue, so an empty prompt becomes the token that begins a document, or id 0 without one.
 
     Raises TokenizerError for characters that the tokenizer does not know.
     """
@@ -111,6 +111,6 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
         ids = tokenizer.encode(prompt).tolist()
     except UnknownCharacterError as error:
         raise TokenizerError(f"The prompt {prompt!r} cannot be read: {error.finding}.") from None
-    if ids:
-        return ids
-    return [tokenizer.end_of_text_id or 0]
+    if tokenizer.bos_id is not None:
+        return [tokenizer.bos_id, *ids]
+    return ids or [tokenizer.start_id or 0]

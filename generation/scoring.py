@@ -95,7 +95,7 @@ def score_documents(
     for document in documents:
         score = Score()
         unfinished.append(score)
-        ids = counted_ids(document, tokenizer.end_of_text_id, byte_lengths, score)
+        ids = counted_ids(document, tokenizer.start_id, byte_lengths, score)
         for window, first in windows(ids, context, stride):
             batch.append((score, window, first))
             if len(batch) == rows:
@@ -108,13 +108,13 @@ def score_documents(
 
 
 def counted_ids(
-    document: Iterable[np.ndarray], end_of_text_id: int | None, byte_lengths: np.ndarray, score: Score
+    document: Iterable[np.ndarray], start_id: int | None, byte_lengths: np.ndarray, score: Score
 ) -> Iterator[np.ndarray]:
-    """The ids of a document, after the end-of-text token if there is one. Adds the bytes of the predicted ones to
+    """The ids of a document, after that which begins it if there is one. Adds the bytes of the predicted ones to
     `score`."""
-    is_predicted = end_of_text_id is not None
-    if end_of_text_id is not None:
-        yield np.array([end_of_text_id])
+    is_predicted = start_id is not None
+    if start_id is not None:
+        yield np.array([start_id])
     for ids in document:
         score.bytes += int(byte_lengths[ids if is_predicted else ids[1:]].sum())
         is_predicted = is_predicted or len(ids) > 0

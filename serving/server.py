@@ -4,7 +4,6 @@ torch."""
 from __future__ import annotations
 
 import errno
-import importlib.util
 import os
 import re
 import secrets
@@ -87,12 +86,6 @@ def key_for(is_open: bool) -> str:
     if key and not re.fullmatch(r"[!-~]+", key):
         raise ConfigError(f"{KEY_VARIABLE} has spaces or characters outside ASCII; choose another key.")
     return key or (secrets.token_hex(8) if is_open else "")  # a double click selects all of it
-
-
-def require(*packages: str) -> None:
-    """Raises ConfigError if some are not installed."""
-    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
-        raise ConfigError(f"This needs {' and '.join(missing)}: pip install -r requirements-extras.txt")
 
 
 def is_own(host: str, address: str = "127.0.0.1") -> bool:

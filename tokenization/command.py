@@ -79,6 +79,8 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
                     tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_note:
                         log.info(tokenizer.encoder_note)
+                    if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text_id is None:
+                        log.info("Nothing separates the documents: no token of the tokenizer is known to end a text.")
                     written = encode_sources(folder, tokenizer, sources, options, total_bytes, bad)
                     if bad:
                         log.info(f"Left out: {len(bad):,} records that are not conversations. The first: {bad[0]}")

@@ -66,6 +66,7 @@ class Piece(NamedTuple):
     """A document, or a part of a long one."""
 
     text: str
+    begins_document: bool
     ends_document: bool
     line_break: str  # before the separator; part of no document, but a character vocabulary keeps it between documents
     source: Source
@@ -111,12 +112,13 @@ def read_pieces(
         if source.is_jsonl:
             yield from jsonl_pieces(source, text_key, on_read)
         else:
-            line = 1
+            line, begins_document = 1, True
             for text, ends_document, line_break, lines_before in split_documents(
                 decoded_blocks(source, on_read), separator
             ):
                 line += lines_before
-                yield Piece(text, ends_document, line_break, source, line)
+                yield Piece(text, begins_document, ends_document, line_break, source, line)
+                begins_document = ends_document
                 line += text.count("\n")
         require_unchanged(source)
 
@@ -283,10 +285,10 @@ def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) 
         while len(text) - start > PIECE_CHARACTERS:
             piece = text[start : start + PIECE_CHARACTERS + 1]
             end = start + (cut_point(piece, PIECE_CHARACTERS) or PIECE_CHARACTERS)
-            yield Piece(text[start:end], False, "", source, number)
+            yield Piece(text[start:end], start == 0, False, "", source, number)
             start = end
         if text:
-            yield Piece(text[start:], True, "\n", source, number)
+            yield Piece(text[start:], start == 0, True, "\n", source, number)
 
 
 def json_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[tuple[int, int, bytes]]:

@@ -99,9 +99,11 @@ def encode_in_order(
 
 
 def encode_chunk(tokenizer: Tokenizer, pieces: Sequence[Text], unknown: str, dtype: np.dtype) -> Encoded:
-    """A BPE document ends with the end-of-text token. A character vocabulary has none and keeps the line break before
-    the separator. A conversation is encoded with `encode_parts`."""
-    end_of_text = np.array([] if tokenizer.end_of_text_id is None else [tokenizer.end_of_text_id], dtype=np.int32)
+    """A BPE document ends with the end-of-text token, and begins with the tokenizer's own beginning if that is another
+    token. A character vocabulary has none and keeps the line break before the separator. A conversation is encoded with
+    `encode_parts`."""
+    begin = [] if tokenizer.bos_id in (None, tokenizer.end_of_text_id) else [np.array([tokenizer.bos_id], np.int32)]
+    end = [] if tokenizer.end_of_text_id is None else [np.array([tokenizer.end_of_text_id], np.int32)]
     arrays, ends, count, answers = [], [], 0, []
     for piece in pieces:
         if isinstance(piece, Conversation):
@@ -109,8 +111,8 @@ def encode_chunk(tokenizer: Tokenizer, pieces: Sequence[Text], unknown: str, dty
             answers.append(in_answer)
         else:
             ids = encode_piece(tokenizer, piece, unknown)
-            if piece.ends_document:
-                ids = np.concatenate([ids, end_of_text])
+            if piece.begins_document or piece.ends_document:
+                ids = np.concatenate([*begin * piece.begins_document, ids, *end * piece.ends_document])
         arrays.append(ids)
         count += len(ids)
         if isinstance(piece, Conversation) or piece.ends_document:

@@ -16,27 +16,30 @@ from pathlib import Path
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.flags import Parser, add_debug
+from pydantic.dataclasses import dataclass
+
+from common.flags import Parser
 from common.script import script
+from common.validation import STRICT, Text, option
+
+
+@dataclass(frozen=True, config=STRICT)
+class Options:
+    """Make a checkpoint of a Hugging Face folder: GPT-2, SmolLM2, Llama, Qwen2, Qwen3, NanoChat."""
+
+    folder: Text = option(..., "", "folder, or a name on the hub: openai-community/gpt2", word="FOLDER")
+    out: Text = option(..., "", "checkpoint folder to write; empty, or not there yet", word="OUT")
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="tools/import_hf.py",
-        usage="%(prog)s FOLDER OUT",
-        description="Make a checkpoint of a Hugging Face folder: GPT-2, SmolLM2, Llama, Qwen2, Qwen3, NanoChat.",
-    )
-    parser.add_argument("folder", metavar="FOLDER", help="folder, or a name on the hub: openai-community/gpt2")
-    parser.add_argument("out", metavar="OUT", help="checkpoint folder to write; empty, or not there yet")
-    add_debug(parser)
-    arguments = parser.parse_args(argv)
+    options = Parser("tools/import_hf.py").settings(argv, Options)
     from exchange.hf_import import import_model  # here, because --help must not import torch
 
-    out = Path(arguments.out)
-    imported = import_model(arguments.folder, out)
+    out = Path(options.out)
+    imported = import_model(options.folder, out)
     print(
-        f"{arguments.folder} is now {out}. Its logits differ from those of transformers by {imported.difference}, "
+        f"{options.folder} is now {out}. Its logits differ from those of transformers by {imported.difference}, "
         "its token ids not at all."
     )
     if imported.padding:

@@ -14,27 +14,30 @@ from pathlib import Path
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.flags import Parser, add_debug
+from pydantic.dataclasses import dataclass
+
+from common.flags import Parser
 from common.script import script
+from common.validation import STRICT, Text, option
+
+
+@dataclass(frozen=True, config=STRICT)
+class Options:
+    """Make an ordinary checkpoint of LoRA adapters and their base."""
+
+    checkpoint: Text = option(..., "", "checkpoint folder, or run folder for its newest", word="CHECKPOINT")
+    out: Text = option(..., "", "checkpoint folder to write; empty, or not there yet", word="OUT")
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="tools/merge_lora.py",
-        usage="%(prog)s CHECKPOINT OUT",
-        description="Make an ordinary checkpoint of LoRA adapters and their base.",
-    )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="checkpoint folder, or run folder for its newest")
-    parser.add_argument("out", metavar="OUT", help="checkpoint folder to write; empty, or not there yet")
-    add_debug(parser)
-    arguments = parser.parse_args(argv)
+    options = Parser("tools/merge_lora.py").settings(argv, Options)
     from exchange.folders import merge_checkpoint  # here, because --help must not import torch
 
-    out = Path(arguments.out)
-    difference = merge_checkpoint(arguments.checkpoint, out)
+    out = Path(options.out)
+    difference = merge_checkpoint(options.checkpoint, out)
     print(
-        f"{arguments.checkpoint} and its base are now {out}. Its logits differ from those of the adapted model by "
+        f"{options.checkpoint} and its base are now {out}. Its logits differ from those of the adapted model by "
         f"{difference}."
     )
     print(f'\nGenerate: python generate.py --checkpoint {out} --prompt "..."')

@@ -17,21 +17,21 @@ from pathlib import Path
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.errors import require_packages
 from common.flags import Parser
 from common.script import script
-from serving.server import KEY_VARIABLE, Settings, require
+from serving.server import KEY_VARIABLE, Settings
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog="tools/serve.py",
-        usage="%(prog)s [PATH ...] [--FLAG VALUE ...]",
+        "tools/serve.py",
         description="Serve a trained model to programs that speak OpenAI's API. Requests need the key in the "
         f"environment variable {KEY_VARIABLE} if there is one, and a new one where other machines are let in.",
     )
     settings = parser.settings(argv, Settings)
-    require("fastapi", "uvicorn")
+    require_packages("fastapi", "uvicorn")
     from serving.serve import serve  # here, because --help must not import torch
 
     serve(settings, for_programs=True)

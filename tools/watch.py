@@ -31,6 +31,9 @@ from serving.watch_page import listen, named, newest_run, page, runs_in
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
+    """Watch runs on a page that follows them: losses, learning rate, speed, memory, samples. Several runs share the
+    charts, by step, tokens or time."""
+
     runs: tuple[str, ...] = option((), "", "run folders, or folders of runs [the newest run in runs/]", word="RUN")
     html: Text | None = option(None, "page", "write the page to one file and exit", metavar="FILE")
     port: int = option(8001, "page", "0: any free one", ge=0, le=65535)
@@ -38,13 +41,7 @@ class Options:
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="tools/watch.py",
-        usage="%(prog)s [RUN ...] [--FLAG VALUE ...]",
-        description="Watch runs on a page that follows them: losses, learning rate, speed, memory, samples. Several "
-        "runs share the charts, by step, tokens or time.",
-    )
-    options = parser.settings(argv, Options)
+    options = Parser("tools/watch.py").settings(argv, Options)
     html = Path(options.html) if options.html else None
     if html and html.suffix not in (".html", ".htm"):
         raise ConfigError(f"--html is {html}; name an .html file; one that exists is replaced.")

@@ -16,21 +16,21 @@ from pathlib import Path
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from common.errors import require_packages
 from common.flags import Parser
 from common.script import script
-from serving.server import Settings, require
+from serving.server import Settings
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(
-        prog="tools/web_demo.py",
-        usage="%(prog)s [PATH ...] [--FLAG VALUE ...]",
+        "tools/web_demo.py",
         description="A page to try trained models on. By default only this machine can open it. With --host or "
         "--share, others need a password, which is printed.",
     )
     settings = parser.settings(argv, Settings)
-    require("fastapi", "uvicorn", "gradio")
+    require_packages("fastapi", "uvicorn", "gradio")
     from serving.serve import serve  # here, because --help must not import torch
 
     serve(settings, for_programs=False)

@@ -82,6 +82,8 @@ def make_plan(config: Config, old: Old) -> Plan:
             f"LoRA       rank {config.lora_rank} on {config.lora_targets.replace(',', ', ')}: "
             f"{model.num_parameters(trained_only=True):,} parameters train, those of {base.path} stay frozen"
         )
+        if lora.end_modules and shape.embed_norm and shape.is_gated:
+            print("           adapters for peft need --lora_targets attention,feed_forward with this form of the model")
     size, source = on_rank_0(lambda: fit_micro_batch(config, model, hardware, data.gpu_bytes))
     return Plan(config, hardware, data, prompts, shape, base, lora, size, source)
 

@@ -9,25 +9,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from tokenizers import normalizers
+from tokenizers import Tokenizer, normalizers
 
+import tokenize_local_bpe
+from common.chat import ChatTemplate, Message
 from common.errors import CheckpointError
 from exchange import gguf_file
-from exchange.extras import is_installed
 from exchange.hf_tokenizer import import_tokenizer
+from generation.completion import prompt_ids
 from tests.exchange import gguf_proof
 from tests.foreign_tokenizers import FORMS, FOUND, SPECIAL, build, strings, write_folder
 from tests.models import random_model
 from tokenization.corpus import cut_point
+from tokenizer import load_tokenizer
 from tokenizer_base import TokenizerError
 from tokenizer_bpe import BPETokenizer
 from tools import export_hf, import_hf
 
 needs_transformers = pytest.mark.extras("transformers")
-needs_llama_cpp = pytest.mark.skipif(
-    not (is_installed("xllamacpp") and is_installed("gguf")), reason="needs requirements-extras.txt"
-)
+needs_llama_cpp = pytest.mark.extras("xllamacpp", "gguf")
 LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "norm_gain": True}
 
 
@@ -205,10 +207,7 @@ def test_the_tools_keep_a_tokenizer(form: str, tmp_path: Path, capsys: pytest.Ca
     how = {"tokenizer_class": "GPT2Tokenizer"} if form == "smollm2" else {}
     theirs = write_model(tmp_path / "theirs", form, 2_048, **how)
     assert import_hf.main([str(theirs), str(tmp_path / "ours")]) == 0
-    words = [str(tmp_path / "ours"), str(tmp_path / "again")]
-    if is_installed("xllamacpp") and is_installed("gguf"):
-        words += ["--gguf", str(tmp_path / "a.gguf")]
-    assert export_hf.main(words) == 0, capsys.readouterr()
+    assert export_hf.main([str(tmp_path / "ours"), str(tmp_path / "again")]) == 0, capsys.readouterr()
     again, texts = AutoTokenizer.from_pretrained(tmp_path / "again"), texts_with_names(form, 500, seed=5)
     found = again(texts, add_special_tokens=False, split_special_tokens=True)["input_ids"]
     assert found == [ours(form).encode(text).tolist() for text in texts]
@@ -259,3 +258,57 @@ def test_llama_cpp_cuts_in_the_same_way_and_another_name_is_noticed(
         gguf_file.write_gguf(tmp_path / "b.gguf", small, tokenizer, "b")
         with pytest.raises(CheckpointError, match="gives other ids"):
             gguf_proof.verify_gguf(tmp_path / "b.gguf", small, tokenizer)
+
+
+# A beginning of its own
+
+
+def test_a_file_says_what_begins_a_text() -> None:
+    llama = ours("llama3")
+    assert llama.bos_id == llama.start_id == llama.special_ids["<|begin_of_text|>"]
+    assert prompt_ids(llama, "") == [llama.bos_id] and prompt_ids(llama, "a")[1:] == llama.encode("a").tolist()
+    qwen = ours("qwen2")
+    assert qwen.bos_id is None and qwen.start_id == qwen.end_of_text_id and prompt_ids(qwen, "a") == [*qwen.encode("a")]
+
+
+@needs_transformers
+def test_a_model_keeps_its_own_beginning_everywhere(tmp_path: Path) -> None:
+    """In documents, scores and conversations, and in what the exported folder gives."""
+    from transformers import AutoTokenizer
+
+    theirs = write_model(tmp_path / "theirs", "llama3", 2_048)
+    assert import_hf.main([str(theirs), str(tmp_path / "ours")]) == 0
+    (tmp_path / "a.txt").write_text("one\n<|endoftext|>\ntwo\n<|endoftext|>\n" + "three " * 50)
+    tokenizer_file = tmp_path / "ours" / "tokenizer.json"
+    command = ["--input", str(tmp_path / "a.txt"), "--tokenizer_file", str(tokenizer_file)]
+    assert tokenize_local_bpe.main([*command, "--output_dir", str(tmp_path / "data")]) == 0
+    tokens = np.fromfile(tmp_path / "data" / "tokens_bpe.bin", np.uint16).tolist()
+    begin, end = (ours("llama3").special_ids[name] for name in ("<|begin_of_text|>", "<|end_of_text|>"))
+    words = [ours("llama3").encode(text).tolist() for text in ("one", "two", "three " * 50)]
+    assert tokens == [i for ids in words for i in (begin, *ids, end)]
+    assert export_hf.main([str(tmp_path / "ours"), str(tmp_path / "again")]) == 0
+    again = AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert again("two")["input_ids"] == [begin, *words[1]]
+    assert (again.bos_token_id, again.eos_token_id, again.pad_token_id) == (begin, end, end)
+    conversation = ChatTemplate().encode(ours("llama3"), [Message("user", "a"), Message("assistant", "b")])[0]
+    assert conversation[0] == begin and conversation[-1] == end
+
+
+def test_a_beginning_that_only_tokenizer_config_names_is_kept(tmp_path: Path) -> None:
+    """As in DeepSeek's folders, which `transformers` 4 read so."""
+    folder = write_folder(tmp_path / "theirs", "gpt2")
+    end = {"add_bos_token": True, "bos_token": {"content": "<|endoftext|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(end))
+    tokenizer, content = import_tokenizer(folder)
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    assert tokenizer.bos_id == load_tokenizer(tmp_path / "tokenizer.json").bos_id == tokenizer.end_of_text_id
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"), [("</s>", True), ("<\uff5cend\u2581of\u2581sentence\uff5c>", True), ("<|other|>", False)]
+)
+def test_ends_of_text_of_other_models(name: str, is_known: bool) -> None:
+    content = build("gpt2").to_str().replace("<|endoftext|>", name)
+    tokenizer = BPETokenizer(Tokenizer.from_str(content))
+    expected = tokenizer.special_ids[name] if is_known else None
+    assert tokenizer.end_of_text_id == expected and tokenizer.end_ids == ({expected} if is_known else set())

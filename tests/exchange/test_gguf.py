@@ -241,15 +241,15 @@ def test_a_full_disk_leaves_the_file_that_was_there(
 def test_missing_packages_are_said(tmp_path: Path, bpe: BPETokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     model = build(bpe)
-    with pytest.raises(ConfigError, match=r"needs the package gguf: pip install -r requirements-extras\.txt"):
+    with pytest.raises(ConfigError, match=r"needs gguf: pip install -r requirements-extras\.txt"):
         gguf_file.write_gguf(tmp_path / "a.gguf", model, bpe, "a")
 
 
-def test_what_to_type() -> None:
+def test_what_to_type(bpe: BPETokenizer) -> None:
     config, path = ModelConfig(65, max_seq_len=256), Path("runs/My Model!.gguf")
     command = gguf_export.llama_command(path, config)
     assert command == "llama-completion -m 'runs/My Model!.gguf' -no-cnv -n 128 -p 'Once upon a time'"
-    assert gguf_export.modelfile(path, config).splitlines() == [
+    assert gguf_export.modelfile(path, config, bpe).splitlines() == [
         "FROM ./My Model!.gguf",
         "PARAMETER num_ctx 256",
         "PARAMETER num_predict 128",
@@ -259,7 +259,7 @@ def test_what_to_type() -> None:
         "PARAMETER repeat_penalty 1.0",
         'TEMPLATE """{{ .Prompt }}"""',
     ]
-    chats = gguf_export.modelfile(path, config, ChatTemplate())
+    chats = gguf_export.modelfile(path, config, bpe, ChatTemplate())
     assert 'PARAMETER stop "<|endoftext|>"\nTEMPLATE """<|endoftext|>{{ range .Messages }}' in chats
     commands = gguf_export.ollama_commands(path, ChatTemplate())
     assert commands.startswith("ollama create my-model -f runs/Modelfile\n")

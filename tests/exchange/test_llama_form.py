@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import train_colab_mmap
 from exchange import gguf_file
-from exchange.extras import is_installed
 from exchange.hf_common import ConversionError, Tensors
 from exchange.hf_folder import build_theirs, load_theirs
 from exchange.hf_llama import LLAMA3
@@ -31,7 +30,7 @@ from tests.models import MODERN, bpe, random_model
 from tokenize_local_bpe import tokenize
 from tools import export_hf, import_hf
 
-needs_transformers = pytest.mark.skipif(not is_installed("transformers"), reason="needs requirements-extras.txt")
+needs_transformers = pytest.mark.extras("transformers")
 LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False, "norm_gain": True}
 SCALING = (8.0, 1.0, 4.0, 16.0)
 # What another program wrote, or our own modern form.
@@ -145,7 +144,7 @@ def test_what_no_class_has_is_refused_by_its_name(changes: dict[str, Any], words
         hf_kind(config)
 
 
-@pytest.mark.skipif(not is_installed("xllamacpp"), reason="needs requirements-extras.txt")
+@pytest.mark.extras("xllamacpp")
 @pytest.mark.parametrize("name", FORMS)
 def test_llama_cpp_gives_the_same_next_tokens(name: str, tmp_path: Path) -> None:
     model = random_model(bpe().vocab_size, **{**FORMS[name], "embed_dim": 64, "max_seq_len": 96})

@@ -4,11 +4,9 @@ outlives its machine."""
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import re
-import shlex
 import shutil
 import threading
 import time
@@ -19,13 +17,9 @@ from typing import Any
 import pytest
 import torch
 
-import train_colab_mmap
-from common.chat import ChatTemplate
+import generate
 from tests.helpers import ROOT, generated_text
-from tests.models import write_model
 from tests.training.helpers import checkpoint_of
-from training.config import parse_config
-from training.numbers.evaluate import read_prompts
 from training.reports.records import read_metrics
 
 nbclient = pytest.importorskip("nbclient")
@@ -34,12 +28,11 @@ nbformat = pytest.importorskip("nbformat")
 
 NOTEBOOK = ROOT / "notebooks" / "train_in_colab.ipynb"
 # What the form fields of the cells are set to, for a model that trains in seconds.
+TINY = "--device cpu --num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 16 --batch_size 8 --eval_batches 1"
 SHORT = {
     "max_steps": 600,
-    "vocab_size": 300,
     "max_new_tokens": 10,
-    "more_flags": "--device cpu --num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 16 --batch_size 8 "
-    "--warmup_steps 1 --eval_interval 300 --eval_batches 1 --log_interval 5",
+    "more_flags": f"{TINY} --vocab_size 300 --eval_interval 300 --log_interval 5",
 }
 COLAB = """
 import json, pathlib, sys
@@ -138,60 +131,66 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
     run = machine.project / "runs" / "quickstart"
     with machine.client.setup_kernel(env=machine.environment):
         assert f"In {machine.project}" in machine.run(1)
-        about = machine.run(2)
-        assert "Device " in about and "Precision  " not in about
-        assert machine.run(3).count("Checkpoints are copied to") == 1
+        assert machine.run(2).count("Checkpoints are copied to") == 1
         assert machine.recorded() == [{"what": "mount", "point": str(machine.content / "drive")}]
-        assert "configs/quickstart.json" in machine.run(4)
-        told = machine.run(5)
-        assert "Vocabulary: 300" in told and "Train on it" not in told and "gpt2_small.json" not in told
-        assert "is already complete" in machine.run(5)
-        assert "Dry run: no run was written" in machine.run(6) and not run.exists()
+        assert "configs/quickstart.json" in machine.run(3)
+        assert "Dry run: no run was written" in machine.run(4) and not run.exists()
         presses = interrupt_once(machine, run)
         with pytest.raises(nbclient.exceptions.CellExecutionError, match="Stopped"):
-            machine.run(7)
+            machine.run(5)
         presses.join()
-        text = shown(machine.steps[6])
+        text = shown(machine.steps[4])
         stopped = int(re.findall(r"Interrupted after step (\d+)", text)[0])
-        assert (
-            stopped < 600
-            and "run this cell again to go on" in text
-            and re.search("Stopping (after this step|now)", text)
-        )
+        assert stopped < 600 and "run this cell again to go on" in text
         assert "/600, loss" not in text and "\r" not in text  # progress lines take each other's place
 
     copies = Path("MyDrive") / "gpt2" / "checkpoints" / "quickstart"
     saved = copies / checkpoint_of(drive / copies, stopped).name
     shutil.rmtree(tmp_path / "first" / "content")
-    machine = Machine(tmp_path / "second", drive, {**SHORT, "vocab_size": 512, "download": True})
+    machine = Machine(tmp_path / "second", drive, {**SHORT, "download": True})
     run, saved = machine.project / "runs" / "quickstart", machine.content / "drive" / saved
     with machine.client.setup_kernel(env=machine.environment):
-        for step in range(1, 6):
-            told = machine.run(step)
-        assert f"--tokenizer_file {saved}/tokenizer.json" in told  # whatever the field says
-        machine.run(6)
-        told = machine.run(7)
+        for step in range(1, 5):
+            machine.run(step)
+        told = machine.run(5)
         assert f"Continuing from {saved}: step {stopped}" in told
         assert "exactly right" in told and "What is the capital of Egypt?" in told  # the newest answers
         steps = [row["step"] for row in read_metrics(run)]
         assert set(range(5, 605, 5)) <= set(steps) and steps == sorted(set(steps))  # and the first of each session
-        assert "This run is finished: step 600 of 600" in machine.run(7)
-        assert "<th style='text-align: left'>expected</th>" in told
-        assert '<iframe srcdoc="&lt;!DOCTYPE html&gt;' in machine.run(8)
-        assert machine.run(9).startswith("What is the capital of France?")
-        machine.run(10)
-        tables = [output.data.get("text/markdown", "") for output in machine.steps[9].outputs if "data" in output]
-        assert "| bits per byte |" in "".join(tables)
-        assert "logits differ by" in machine.run(11) and "is there already" in machine.run(11)
+        assert "This run is finished: step 600 of 600" in machine.run(5)
+        assert '<iframe srcdoc="&lt;!DOCTYPE html&gt;' in machine.run(6)
+        assert "What is the capital of France?" in machine.run(7)
+        assert "| bits per byte |" in machine.run(8)
+        machine.run(9)
+        assert "logits differ by" in machine.run(9)  # an older export is replaced
         run.rename(tmp_path / "elsewhere")
-        for step, told in ((11, "There is no"), (12, "run step 11 first")):  # not the older one
+        for step, told in ((9, "exit code 4"), (10, "run step 9 first")):
             with pytest.raises(nbclient.exceptions.CellExecutionError, match=told):
                 machine.run(step)
         (tmp_path / "elsewhere").rename(run)
-        machine.run(11)
-        machine.run(12)
+        machine.run(9)
+        machine.run(10)
         (download,) = [entry for entry in machine.recorded() if entry["what"] == "download"]
-        assert Path(download["name"]).name == "quickstart_step_00000600.zip" and download["size"] > 10_000
+        assert Path(download["name"]).name == "quickstart.zip" and download["size"] > 10_000
+
+
+def test_a_text_of_ones_own(tmp_path: Path, drive: Path) -> None:
+    """Of another vocabulary, evaluated with prompts of its own; and it is not confused with a second text."""
+    fields = {"source": "path", "path": "mine.txt", "run_name": "mine", "vocab_size": 300, "max_steps": 4}
+    fields |= {"sample_prompts": " Once | Wie heißt | ", "use_drive": False, "eval_interval": 2}
+    machine = Machine(tmp_path / "first", drive, fields | {"more_flags": TINY})
+    for name, seed in (("mine", 0), ("other", 1)):
+        (machine.project / f"{name}.txt").write_text(generated_text(3_000, seed))
+    with machine.client.setup_kernel(env=machine.environment):
+        told = "".join(machine.run(step) for step in range(1, 6))
+        assert "configs/small_modern.json" in told and "--vocab_size 300" in told and "--max_steps 4" in told
+        assert "Wie hei" in shown(machine.steps[4])
+        assert "Once upon a time" in machine.run(7)
+        machine.steps[2].source = machine.steps[2].source.replace("mine.txt", "other.txt")
+        machine.run(3)
+        with pytest.raises(nbclient.exceptions.CellExecutionError, match="exit code"):
+            machine.run(4)
+            machine.run(5)
 
 
 def test_a_wrong_address_ends_in_a_sentence(tmp_path: Path, drive: Path) -> None:
@@ -234,21 +233,13 @@ def test_outside_colab(outside: Path, capsys: pytest.CaptureFixture[str]) -> Non
         notebook.get_text("path", "", None)
     Path("mine.txt").write_text("a text\n")
     text = notebook.get_text("path", "mine.txt", None)
-    with pytest.raises(notebook.Stopped, match="quickstart is for the built-in text"):
-        notebook.choose_config("quickstart", text, "path")
-    assert notebook.choose_config("medium", text, "path") == "medium"
+    assert notebook.choose_config("medium", text) == "medium" and notebook.choose_config("auto", None) == "quickstart"
     Path("mine.txt").write_text("")
     with pytest.raises(notebook.Stopped, match=r"mine\.txt is empty"):
         notebook.get_text("path", "mine.txt", None)
-    with pytest.raises(notebook.Stopped, match="There is no checkpoint folder"):
-        notebook.talk("hello", Path("runs/none"))
-    with pytest.raises(notebook.Stopped, match="temperature is -1"):
-        notebook.talk("hello", Path("runs/none"), temperature=-1)
-    with pytest.raises(notebook.Stopped, match="ended with exit code 3"):
-        notebook.tokenize(Path("none.txt"), Path("tokens"), 300, "small", Path("runs/none"), None)
-    assert notebook.training_flags("small", Path("t"), Path("r"), None, "--seed 3", max_steps=0, max_hours=1.5) == [
-        "--config", "small.json", "--data_dir", "t", "--output_dir", "r", "--max_hours", "1.5", "--seed", "3",
-    ]  # fmt: skip
+    with pytest.raises(notebook.Stopped, match="ended with exit code 4"):
+        notebook.run(generate.main, "--checkpoint", "runs/none")
+    assert notebook.flags(max_steps=0, max_hours=1.5, checkpoint_dir=None) == ["--max_hours", 1.5]
 
 
 @pytest.mark.parametrize(
@@ -264,71 +255,4 @@ def test_the_size_of_the_text_chooses_the_config(
     with text.open("wb") as file:
         file.truncate(size)  # no block of it is written
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert notebook.choose_config("auto", text, "path") == config
-
-
-def test_the_length_is_said_once(outside: Path) -> None:
-    from notebooks import notebook
-
-    for config, lengths, said in (
-        ("small", {"epochs": 4, "max_steps": 0}, ["--epochs", "4"]),
-        ("small", {"epochs": 4, "max_steps": 9}, ["--max_steps", "9"]),
-        ("quickstart", {"epochs": 4, "max_steps": 0, "eval_interval": 100}, []),
-        ("small", {"epochs": 0, "max_steps": 0}, []),
-    ):
-        flags = notebook.training_flags(config, Path("t"), Path("r"), None, **lengths)
-        assert flags[6:] == said
-        parse_config(flags)
-
-
-def test_own_text_is_sampled_while_it_trains(outside: Path) -> None:
-    from notebooks import notebook
-
-    flags = notebook.training_flags("small", Path("t"), Path("r"), None, "", " Once upon a time |Wie heißt | ")
-    assert flags[-2:] == ["--eval_prompts", str(Path("t/sample_prompts.jsonl"))]
-    assert [prompt.text for prompt in read_prompts(flags[-1])] == ["Once upon a time", "Wie heißt"]
-    for config, prompts in (("small", " | "), ("quickstart", "Once")):
-        assert "--eval_prompts" not in notebook.training_flags(config, Path("t"), Path("r"), None, "", prompts)
-
-
-def test_a_second_text_is_told_to_take_a_name_of_its_own(outside: Path) -> None:
-    from notebooks import notebook
-
-    run, (first, second) = Path("runs/mine"), (Path("first"), Path("second"))
-    for seed, text in enumerate((first, second)):
-        text.with_suffix(".txt").write_text(generated_text(3_000, seed))
-    notebook.tokenize(Path("first.txt"), first, 300, "small", run, None)
-    flags = shlex.split(SHORT["more_flags"])
-    assert train_colab_mmap.main(["--data_dir", "first", "--output_dir", str(run), *flags, "--max_steps", "1"]) == 0
-    notebook.tokenize(Path("first.txt"), first, 0, "small", run, None)  # to go on with it
-    with pytest.raises(notebook.Stopped, match=r"trained on another text than second\.txt\. In step 4 .* run_name"):
-        notebook.tokenize(Path("second.txt"), second, 0, "small", run, None)
-    notebook.tokenize(Path("second.txt"), second, 300, "small", Path("runs/another"), None)
-
-
-def test_without_gguf_the_folder_is_exported(
-    outside: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from notebooks import notebook
-
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    write_model(Path("runs/mine/checkpoints/step_00000007"))
-    out = Path("exported/mine_step_00000007")
-    out.mkdir(parents=True)
-    assert notebook.export(Path("runs/mine"), gguf=True) == out
-    assert f"There is no {out}.gguf. Writing a GGUF file needs the package gguf: pip" in capsys.readouterr().out
-
-
-def test_a_conversation_goes_on_until_a_new_one_is_asked_for(outside: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from notebooks import notebook
-
-    write_model(Path("runs/talker/checkpoints/step_00000007"), chat=ChatTemplate(), max_seq_len=128)
-    said = []
-    for is_new in (False, False, True):
-        notebook.talk("What is it?", Path("runs/talker"), is_new, temperature=0, max_new_tokens=20)
-        loaded = notebook.LOADED
-        assert loaded is not None and loaded.conversation is not None
-        said.append(len(loaded.conversation.turns))
-    assert said == [2, 4, 2] and capsys.readouterr().out.count("> What is it?\n") == 3
-    notebook.forget_model()
-    assert notebook.LOADED is None
+    assert notebook.choose_config("auto", text) == config

@@ -151,7 +151,7 @@ class TokenData:
         inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
         if not self.layout.has_mask:
             return inputs, targets
-        start_id = self.tokenizer.end_of_text_id
+        start_id = self.tokenizer.start_id
         assert start_id is not None, "conversations are tokenized with a vocabulary that has one"
         columns = torch.arange(self.seq_len, device=inputs.device)
         starts = torch.where(inputs == ~start_id, columns, 0).cummax(dim=1).values  # no loss is counted on a start

@@ -60,7 +60,7 @@ def pack_splits(
     Raises DataError if the mask belongs to other tokens, ConfigError if no answer fits.
     """
     in_answer = read_mask(metadata)
-    is_start = (tokens == tokenizer.end_of_text_id) & ~in_answer
+    is_start = (tokens == tokenizer.start_id) & ~in_answer
     split, length = metadata.train_tokens, seq_len + 1
     if not is_start[0] or not is_start[split]:
         raise DataError(
