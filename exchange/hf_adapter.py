@@ -21,7 +21,7 @@ from common.lora import EMBEDDING, LoRA, find_base
 from common.tensors import read_safetensors
 from exchange.comparison import Difference, largest_difference
 from exchange.folders import load_in_fp32
-from exchange.hf_card import adapter_card
+from exchange.hf_card import model_card
 from exchange.hf_common import Tensors, expanded
 from exchange.hf_folder import load_theirs, written_folder
 from exchange.hf_model import FORMS, hf_kind
@@ -57,7 +57,7 @@ def export_adapters(checkpoint: Checkpoint, lora: LoRA, out: Path, base: Path | 
     tensors, modules = to_peft(model.config, adapters, lora, theirs.config.vocab_size)
     described = {
         "adapter_config.json": json_bytes(peft_config(model.config, lora, modules, base)),
-        "README.md": adapter_card(checkpoint, lora, model.config, tokenizer, out.name, base.name).encode(),
+        "README.md": model_card(checkpoint, model, tokenizer, out.name, lora, base.name).encode(),
     }
     weights = "adapter_model.safetensors", tensors
     context, template = model.config.max_seq_len, checkpoint.chat_template()

@@ -45,7 +45,7 @@ def export(path: str | Path, out: Path, base: Path | None = None) -> Difference:
     described = {
         "config.json": json_bytes(config | hf_special_ids(tokenizer, template)),
         "generation_config.json": json_bytes(hf_generation_config(tokenizer, shape, template)),
-        "README.md": model_card(checkpoint, model.config, model.num_parameters(), tokenizer, out.name).encode(),
+        "README.md": model_card(checkpoint, model, tokenizer, out.name).encode(),
     }
     weights = "model.safetensors", tensors
     with written_folder(out, weights, described, tokenizer, shape.max_seq_len, template) as folder:

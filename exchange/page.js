@@ -4,7 +4,7 @@
 
 const byId = (id) => document.getElementById(id);
 const given = JSON.parse(byId("model").textContent);
-const { name, config, chat, parameters, type } = given;
+const { name, config, chat, parameters } = given;
 const form = byId("form"), text = byId("text"), news = byId("news"), go = byId("go"), stop = byId("stop"), clear = byId("clear");
 const turns = []; // of the conversation: { role, content }
 let answer = null; // what the model writes now
@@ -24,11 +24,14 @@ const colour = () => document.documentElement.classList.toggle("dark", dark.matc
 dark.addEventListener("change", colour);
 colour();
 
-document.title = byId("title").textContent = name;
-const millions = parameters >= 1e7 ? Math.round(parameters / 1e6) : (parameters / 1e6).toPrecision(2);
+document.title = `${name}: a language model`;
+byId("title").textContent = chat ? "A small language model that answers" : "A small language model that continues your text";
+const rounded = (count) => (count >= 1e7 ? Math.round(count / 1e6) : (count / 1e6).toPrecision(2));
 byId("about").textContent =
-  `A language model of ${millions} million parameters (${type}) that is part of this file. It computes in your browser: ` +
-  "nothing that you type leaves your device.";
+  `${name} has ${rounded(parameters)} million parameters` +
+  (given.trained_on ? ` and was trained on ${rounded(given.trained_on)} million tokens of ${chat ? "conversations" : "text"}. ` : ". ") +
+  "It knows nothing else, and makes things up. It is part of this file and computes in your browser: nothing that you type leaves your device.";
+text.value = given.example;
 byId("length").max = 4 * config.max_seq_len;
 byId("length").value = Math.min(200, 4 * config.max_seq_len);
 for (const input of form.querySelectorAll("input")) {

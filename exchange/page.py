@@ -23,6 +23,7 @@ from common.errors import ConfigError
 from common.files import atomic_write
 from common.tensors import Uninitialized
 from exchange.folders import load_in_fp32
+from exchange.hf_card import example_prompt, known_state
 from exchange.page_weights import pack, packed_size
 from model import KVCache, TransformerLanguageModel
 from model_config import ModelConfig
@@ -66,6 +67,11 @@ def export_page(path: str | Path, out: Path, kind: str) -> tuple[int, Proof]:
     require_page(config, load_tokenizer(checkpoint.tokenizer_path()), template, kind)
     model, tokenizer = load_in_fp32(checkpoint)
     described = describe(model, tokenizer, template, kind, out.stem)
+    saved = known_state(checkpoint)
+    described |= {
+        "trained_on": saved.data.get("train_tokens") if saved else None,
+        "example": example_prompt(checkpoint, tokenizer),
+    }
     packed = {name: pack(name, weights, kind) for name, weights in stored_weights(model).items()}
     page = fill_in(described, b"".join(each.data for each in packed.values()))
     with Uninitialized():
@@ -84,6 +90,8 @@ def require_page(config: ModelConfig, tokenizer: Tokenizer, template: AnyTemplat
         problem = obstacle_to_tiktoken(json.loads(tokenizer.to_json())) or tokenizer.encoder_note
         if not problem and (tokenizer.splitting != "gpt-2" or tokenizer.normalizer or tokenizer.found_in_text):
             problem = f"it reads text in another way ({tokenizer.splitting})"
+        if not problem and tokenizer.bos_id is not None:
+            problem = f"it puts {tokenizer.decode([tokenizer.bos_id])} before each text"
         if problem:
             raise ConfigError(f"The page has only GPT-2's kind of BPE, and of this model's tokenizer, {problem}.")
     if isinstance(template, ChatML):

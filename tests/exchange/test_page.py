@@ -359,6 +359,8 @@ def test_a_conversation(browser: Any, tmp_path: Path) -> None:
     model = rounded(write_model(tmp_path / "mine", chat=template, max_seq_len=80, std=0.4), "f16")
     with Visitor(browser, written(tmp_path / "mine", "--type", "f16")) as visitor:
         visitor.settings(12)
+        assert visitor.tab.locator("#text").input_value() == "What is the capital of France?"
+        visitor.tab.locator("#text").fill(" ")
         visitor.tab.locator("#go").click()
         visitor.tab.get_by_text("This model answers: type a question.").wait_for()
         messages: list[Message] = []
@@ -404,9 +406,9 @@ def test_texts_are_no_html(browser: Any, tmp_path: Path) -> None:
     page = tmp_path / f"{ATTACK.replace('/', '')}.html"
     assert run_script(export_page.main, tmp_path / "mine", page).code == 0
     with Visitor(browser, page) as visitor:
-        assert visitor.tab.title() == page.stem
+        assert visitor.tab.title() == f"{page.stem}: a language model"
         visitor.write(ATTACK)
-        assert visitor.tab.locator(".turn.prompt").text_content() == ATTACK and visitor.tab.title() == page.stem
+        assert visitor.tab.locator(".turn.prompt").text_content() == ATTACK and visitor.tab.title() == f"{page.stem}: a language model"
         assert visitor.tab.locator("img").count() == 0
 
 
