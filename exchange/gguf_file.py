@@ -28,38 +28,6 @@ from tokenizer_bpe import NFC, BPETokenizer, shortened
 if TYPE_CHECKING:
     import gguf
 
-# Parts of a layer: (GGUF's name, our name).
-PARTS = (
-    ("attn_norm", "norm1"),
-    ("attn_qkv", "attention.qkv"),
-    ("attn_output", "attention.out_proj"),
-    ("ffn_norm", "norm2"),
-    ("ffn_up", "feed_forward.fc1"),
-    ("ffn_down", "feed_forward.fc2"),
-)
-
-
-# The same of Llama's form: (GGUF's name, transformers' name).
-LLAMA_PARTS = (
-    ("attn_norm", "input_layernorm"),
-    ("attn_q", "self_attn.q_proj"),
-    ("attn_k", "self_attn.k_proj"),
-    ("attn_v", "self_attn.v_proj"),
-    ("attn_q_norm", "self_attn.q_norm"),
-    ("attn_k_norm", "self_attn.k_norm"),
-    ("attn_output", "self_attn.o_proj"),
-    ("ffn_norm", "post_attention_layernorm"),
-    ("ffn_gate", "mlp.gate_proj"),
-    ("ffn_up", "mlp.up_proj"),
-    ("ffn_down", "mlp.down_proj"),
-)
-LLAMA_ENDS = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-
-
 # What can be expressed
 
 
@@ -189,24 +157,23 @@ def storage(name: str, tensor: torch.Tensor, gguf_type: str) -> gguf.GGMLQuantiz
 
 
 def named_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights under GGUF's names, oriented as in nn.Linear."""
-    yield from (gpt2_tensors if hf_kind(model.config) == "gpt2" else llama_form_tensors)(model)
+    """The weights as transformers has them, under GGUF's names, oriented as in nn.Linear. llama.cpp's "llama" rotates
+    neighbours where transformers rotates the halves of a head: `interleaved`."""
+    from gguf import MODEL_ARCH, get_tensor_name_map
 
-
-def llama_form_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """llama.cpp's "llama" rotates neighbours where transformers rotates the halves of a head: `interleaved`."""
     config = model.config
-    tensors = FORMS[hf_kind(config)].tensors(config, model.state_dict())
-    yield from ((LLAMA_ENDS[name], tensor) for name, tensor in tensors.items() if name in LLAMA_ENDS)
-    for layer in range(config.num_layers):
-        for theirs, name in LLAMA_PARTS:
-            for part in ("weight", "bias"):
-                tensor = tensors.get(f"model.layers.{layer}.{name}.{part}")
-                if tensor is None:
-                    continue
-                if hf_kind(config) == "llama" and theirs in ("attn_q", "attn_k"):
-                    tensor = interleaved(tensor, config.num_heads if theirs == "attn_q" else config.num_kv_heads)
-                yield f"blk.{layer}.{theirs}.{part}", tensor
+    kind = hf_kind(config)
+    names = get_tensor_name_map(MODEL_ARCH[kind.upper()], config.num_layers)
+    for theirs, tensor in FORMS[kind].tensors(config, model.state_dict()).items():
+        name = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        assert name is not None, theirs
+        if kind == "gpt2" and name.startswith("blk.") and tensor.dim() == 2:  # OpenAI's convolutions
+            tensor = tensor.T
+        elif kind == "llama" and ".attn_q." in name:
+            tensor = interleaved(tensor, config.num_heads)
+        elif kind == "llama" and ".attn_k." in name:
+            tensor = interleaved(tensor, config.num_kv_heads)
+        yield name, tensor.contiguous()
     if config.rope_scaling:
         half = config.head_dim // 2
         frequencies = config.rope_base ** (-torch.arange(half) / half)
@@ -216,25 +183,6 @@ def llama_form_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, t
 def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
     """The rows of q's or k's projection, (heads * D, C) or (heads * D,), with the halves of each head interleaved."""
     return rows.view(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)  # (heads, D/2, 2, C)
-
-
-def gpt2_tensors(model: TransformerLanguageModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """llama.cpp needs every bias: zeros where we have none."""
-    weights = model.state_dict()
-
-    def pair(theirs: str, ours: str) -> Iterator[tuple[str, torch.Tensor]]:
-        weight = weights[f"{ours}.weight"]
-        yield f"{theirs}.weight", weight
-        yield f"{theirs}.bias", weights.get(f"{ours}.bias", torch.zeros(weight.size(0)))
-
-    yield "token_embd.weight", weights["token_embedding.weight"]
-    yield "position_embd.weight", weights["positional_embedding.weight"]
-    if not model.config.tie_embeddings:  # without it, llama.cpp uses the token embedding
-        yield "output.weight", weights["head.weight"]
-    yield from pair("output_norm", "ln_f")
-    for layer in range(model.config.num_layers):
-        for theirs, ours in PARTS:
-            yield from pair(f"blk.{layer}.{theirs}", f"blocks.{layer}.{ours}")
 
 
 def add_shape(writer: gguf.GGUFWriter, config: ModelConfig, name: str) -> None:

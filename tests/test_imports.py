@@ -43,7 +43,8 @@ MAY_IMPORT = {
 PRODUCT = set(MAY_IMPORT) | {"training"}
 # Rooms beside each other do not import each other, and only notebooks import tools.
 MAY_IMPORT["exchange"] = GROUND | {
-    "training.reports.records",  # a card tells how the training went
+    "training.checkpoints.state",  # a card tells how the training went
+    "training.reports.records",
     "generation.settings",  # a Modelfile has generate.py's defaults
 }
 MAY_IMPORT["serving"] = GROUND | CONFIG | {"generation", "generate", "training.reports.records"}

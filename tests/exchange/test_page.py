@@ -408,7 +408,10 @@ def test_texts_are_no_html(browser: Any, tmp_path: Path) -> None:
     with Visitor(browser, page) as visitor:
         assert visitor.tab.title() == f"{page.stem}: a language model"
         visitor.write(ATTACK)
-        assert visitor.tab.locator(".turn.prompt").text_content() == ATTACK and visitor.tab.title() == f"{page.stem}: a language model"
+        assert (
+            visitor.tab.locator(".turn.prompt").text_content() == ATTACK
+            and visitor.tab.title() == f"{page.stem}: a language model"
+        )
         assert visitor.tab.locator("img").count() == 0
 
 
