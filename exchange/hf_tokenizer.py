@@ -193,25 +193,15 @@ def characters_of(content: dict[str, Any]) -> list[str] | None:
 
 
 def from_vocab_and_merges(folder: Path) -> BPETokenizer:
-    """GPT-2's vocabulary from the two files that OpenAI published. Raises TokenizerError."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    """The two files that OpenAI published, as transformers reads them. Raises DataError."""
+    import tokenizers
+    from transformers import AutoTokenizer
 
-    vocab = read_tokenizer_json(folder / "vocab.json")
     try:
-        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as problem:
-        raise TokenizerError(f"{folder / 'merges.txt'} is not UTF-8 text (byte {problem.start}).") from None
-    pairs = [line.split(" ") for line in lines if line.strip() and not line.startswith("#version")]
-    if not all(type(i) is int and 0 <= i < 10 * len(vocab) for i in vocab.values()):
-        raise TokenizerError(f"{folder / 'vocab.json'} does not give every token an id.")
-    if not all(len(pair) == 2 and {*pair, "".join(pair)} <= vocab.keys() for pair in pairs):
-        raise TokenizerError(f"{folder / 'merges.txt'} merges tokens that vocab.json lacks.")
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[(first, second) for first, second in pairs]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    specials = [name for name in SPECIAL_TOKENS if name in vocab]
-    tokenizer.add_special_tokens([AddedToken(name, normalized=False, special=True) for name in specials])
-    return BPETokenizer(tokenizer)
+        theirs = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as problem:  # `tokenizers` raises a bare one
+        raise DataError(f"transformers cannot open the tokenizer of {folder}: {str(problem).strip():.500}") from None
+    return BPETokenizer(tokenizers.Tokenizer.from_str(theirs.backend_tokenizer.to_str()))
 
 
 def probe_text(tokenizer: Tokenizer) -> str:
