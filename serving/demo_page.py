@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import socket
 from collections.abc import Iterator
@@ -17,12 +16,9 @@ from common.errors import ConfigError
 from generation.sampling import Sampling
 from serving.demo_model import LONGEST_PROMPT, Event, Turn, complete, converse
 from serving.models import MOST_COMPARED, Library
-from serving.watch_page import page as watch_page
 
 FILES = Path(__file__).resolve().parent
 TEMPLATE = (FILES / "demo_tokens.html").read_text(encoding="utf-8")
-# JavaScript that keeps a frame as high as its content.
-FIT = "new ResizeObserver(([{ target }]) => { this.height = target.offsetHeight; }).observe(this.contentDocument.body)"
 HEIGHT = 900  # pixels, in a notebook
 SETTINGS = ("max_new_tokens", "temperature", "top_k", "top_p", "repetition_penalty", "seed")
 
@@ -122,19 +118,13 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
             was_asked = i == 1 and not any("problem" in event for event in events)
             yield log, turns, "" if was_asked else gr.skip()
 
-    def draw(chosen: list[str]) -> str:
-        runs = library.runs(chosen or [])
-        if not runs:
-            return "<p>The runs of the chosen checkpoints have no losses on record here.</p>"
-        return f'<iframe title="Losses" onload="{FIT}" srcdoc="{html.escape(watch_page(runs).decode())}"></iframe>'
-
     with gr.Blocks(title="Try the model", analytics_enabled=False) as page:
         with gr.Row(elem_classes="demo-title"):
             gr.Markdown("## Try the model")
             again = gr.Button("Refresh checkpoints", size="sm", scale=0, min_width=160)
         with gr.Row():
             with gr.Column(scale=3, min_width=320):
-                with gr.Tab("Text") as texting:
+                with gr.Tab("Text"):
                     models = gr.Dropdown(
                         choices(),
                         value=[path for _, path in choices()[:1]],
@@ -168,9 +158,7 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
                         send = gr.Button("Ask", variant="primary", scale=2, min_width=100)
                         halt = gr.Button("Stop", min_width=80, elem_classes="halt")
                         reset = gr.Button("Clear", min_width=80)
-                with gr.Tab("Loss curve") as training:
-                    plot = gr.HTML(elem_classes=["losses"], padding=False, apply_default_css=False)
-            with gr.Column(scale=1, min_width=260) as beside, gr.Accordion("Settings", elem_classes="settings"):
+            with gr.Column(scale=1, min_width=260), gr.Accordion("Settings", elem_classes="settings"):
                 most = library.max_tokens
                 settings = [
                     gr.Slider(1, most, min(Sampling.max_new_tokens, most), step=1, label="Length"),
@@ -197,9 +185,6 @@ def make_page(library: Library, queue: int, seconds: float) -> Any:
             event.failure(None, js=told("refused"), **aside)
         reset.click(lambda: ("", []), None, [dialogue, history], cancels=[talking], **aside)
         gr.on([page.load, again.click], look_again, [models, answerer], [models, answerer, conversation], **aside)
-        gr.on([training.select, models.change], draw, models, plot, **aside)
-        training.select(lambda: gr.update(visible=False), None, beside, **aside)  # the settings do nothing there
-        gr.on([texting.select, conversation.select], lambda: gr.update(visible=True), None, beside, **aside)
         gr.on([models.change, answerer.change], None, js=told("chosen"), **aside)
     page.queue(max_size=queue, default_concurrency_limit=1, api_open=False)
     # How often it looks for requests. Its default, 1,000 times a second, takes 5 % of a core from a training.

@@ -1,4 +1,4 @@
-"""The checkpoints that a server finds, the models used last, and the losses of their runs."""
+"""The checkpoints that a server finds, and the models used last."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from common.chat import AnyTemplate
 from common.checkpoint import Checkpoint, open_checkpoint, step_folders
@@ -14,8 +14,6 @@ from common.errors import CheckpointError, UserError
 from common.files import CHECKPOINT_NAME, STEP_NAME
 from generation.loading import load_checkpoint
 from model import TransformerLanguageModel
-from serving.run_reader import RunReader
-from serving.watch_page import named
 from tokenizer import Tokenizer
 from training.reports.records import read_metrics
 
@@ -95,15 +93,6 @@ class Library:
             before = identity, load_served(path, self.device, self.max_tokens)
         self.loaded[path] = before
         return before[1]
-
-    def runs(self, names: Sequence[str]) -> list[dict[str, Any]]:
-        """The metrics of these checkpoints' runs, for the page of tools/watch.py; only runs that have reported.
-
-        Settings and samples are left out: they name folders and prompts, which visitors should not see.
-        """
-        there = [found.path for found in self.find() if str(found.path) in names]
-        read = [RunReader(folder, name).read() for folder, name in named(list(map(run_folder, there))).items()]
-        return [run | {"folder": run["name"], "config": {}, "samples": []} for run in read if run["columns"]]
 
 
 def load_served(path: Path, device: str, max_tokens: int) -> Served:

@@ -1,4 +1,4 @@
-"""What the demo shows, without its page: checkpoints that are found, texts side by side, conversations, loss curves."""
+"""What the demo shows, without its page: checkpoints that are found, texts side by side, conversations."""
 
 from __future__ import annotations
 
@@ -117,28 +117,14 @@ def test_adapters_are_shown_as_the_models_that_they_make(tmp_path: Path) -> None
     assert len(card["turns"][1]["tokens"]) == 12 and card["title"] == "lora, step 1"
 
 
-def test_the_losses_of_a_run(train: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_is_said_of_a_checkpoint(train: Callable[..., Any], tmp_path: Path) -> None:
     run = tmp_path / "runs" / "tiny"
     assert train(run).code == 0
-    library = Library([tmp_path / "runs"], "cpu", 100)
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    (seen,) = library.runs([names(library)["tiny, best"], names(library)["tiny, step 24"]])
-    for key in ("train_loss", "val_loss"):
-        assert seen["columns"][key] == [row.get(key) for row in rows]
-    assert (seen["name"], seen["folder"], seen["config"], seen["samples"]) == ("tiny", "tiny", {}, []), (
-        "only how it went"
-    )
-    assert library.runs([str(run)]) == [] and library.runs([]) == []
     told = standing(run / "checkpoints" / "step_00000024")
     assert told == f"validation loss {rows[-1]['val_loss']:.3f}"
     assert standing(run / "best").startswith("step ")
     assert standing(tmp_path) == ""
-
-
-def test_a_run_without_losses_is_none(runs: Path, library: Library) -> None:
-    assert library.runs(list(names(library).values())) == []
-    (runs / "letters" / "metrics.jsonl").write_text('{"step": 1, "train_loss": 2.5}\n')
-    assert [run["name"] for run in library.runs(list(names(library).values()))] == ["letters"]
 
 
 # Texts

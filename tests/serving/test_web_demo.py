@@ -23,7 +23,7 @@ from tools import web_demo
 
 pytestmark = pytest.mark.extras("fastapi", "uvicorn", "gradio")
 ENDLESS = 100_000  # tokens, which take minutes; a model of characters never ends by itself
-WAITING = 10
+WAITING = 4
 
 
 @pytest.fixture(scope="module")
@@ -227,11 +227,11 @@ def test_a_checkpoint_that_is_deleted_meanwhile(visitor: Visitor, models: Path) 
     assert visitor.cards().count() == 1 and [len(text) for text in visitor.texts()] == [6], "that one stays as it is"
 
 
-def test_ten_at_once_get_each_their_own(demo: Demo, browser: Any, models: Path) -> None:
+def test_four_at_once_get_each_their_own(demo: Demo, browser: Any, models: Path) -> None:
     with contextlib.ExitStack() as stack:
         # A browser opens six connections to a server at most, and a page keeps one or two.
-        contexts = [browser.new_context() for _ in range(4)]
-        visitors = [stack.enter_context(Visitor(contexts[i % 4], demo)) for i in range(10)]
+        contexts = [browser.new_context() for _ in range(2)]
+        visitors = [stack.enter_context(Visitor(contexts[i % 2], demo)) for i in range(4)]
         for seed, visitor in enumerate(visitors):
             visitor.fill(Prompt="the", Length="40", Seed=str(seed))
         for visitor in visitors:
@@ -239,7 +239,7 @@ def test_ten_at_once_get_each_their_own(demo: Demo, browser: Any, models: Path) 
                 "[...document.querySelectorAll('button')].find(b => b.innerText === 'Generate').click()"
             )
         texts = [visitor.finished()[0] for visitor in visitors]
-    assert texts == [expected(models, 9, "the", 40, seed) for seed in range(10)] and len(set(texts)) == 10
+    assert texts == [expected(models, 9, "the", 40, seed) for seed in range(4)] and len(set(texts)) == 4
 
 
 def test_who_comes_to_a_full_queue_is_told_and_the_others_go_on(demo: Demo, context: Any) -> None:
@@ -312,29 +312,6 @@ def test_a_conversation(visitor: Visitor) -> None:
     page.locator(".turn.user").first.wait_for(state="hidden")
 
 
-@pytest.mark.parametrize("width", [390, 1280])
-def test_the_loss_curve_of_the_run(demo: Demo, browser: Any, width: int) -> None:
-    with Visitor(browser.new_context(viewport={"width": width, "height": 900}), demo) as visitor:
-        page = visitor.page
-        visitor.fill(Temperature="1.5")
-        page.get_by_role("tab", name="Loss curve").click()
-        page.get_by_text("have no losses on record here").wait_for()
-        page.get_by_role("tab", name="Text").click()
-        visitor.choose("tiny, best")
-        page.get_by_role("tab", name="Loss curve").click()
-        legend = page.frame_locator("iframe").locator("figure").first.locator(".reading")
-        assert re.fullmatch(r"training \d\.\d{4} validation \d\.\d{4}", " ".join(legend.inner_text().split()))
-        page.get_by_role("button", name="Settings").wait_for(state="hidden")  # they do nothing here
-        (frame,) = page.frames[1:]
-        frame.wait_for_function("document.documentElement.scrollHeight <= innerHeight")  # nothing is cut off
-        assert frame.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
-        page.get_by_role("tab", name="Text").click()
-        temperature = page.get_by_label("Temperature").locator("visible=true").first
-        temperature.wait_for()
-        assert temperature.input_value() == "1.5"
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_every_text_can_be_read(demo: Demo, browser: Any, scheme: str) -> None:
     options = {"viewport": {"width": 1280, "height": 900}, "color_scheme": scheme}
@@ -356,9 +333,6 @@ def test_every_text_can_be_read(demo: Demo, browser: Any, scheme: str) -> None:
         page.get_by_role("option").first.wait_for()
         assert_readable(page, least_texts=30)
         page.keyboard.press("Escape")
-        page.get_by_role("tab", name="Loss curve").click()
-        page.frame_locator("iframe").get_by_text("Evaluations").click()
-        assert_readable(page.frames[1], least_texts=50)
         page.get_by_role("tab", name="Conversation").click()
         visitor.fill(Seed="3", Length="6", Question="What is it?")
         visitor.button("Ask").click()
