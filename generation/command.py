@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,11 +38,11 @@ class Opened(NamedTuple):
     tokenizer: Tokenizer
     template: AnyTemplate | None  # None: it continues them as text
 
-    def ids(self, prompt: str) -> list[int]:
-        """The prompt as it was trained. Raises TokenizerError for a character that it does not know."""
+    def encode(self, prompts: Iterable[str]) -> dict[str, list[int]]:
+        """The ids of each prompt, as it was trained. Raises TokenizerError for a character that it does not know."""
         if self.template is None:
-            return prompt_ids(self.tokenizer, prompt)
-        return self.template.prompt_ids(self.tokenizer, [Message("user", prompt)])
+            return {prompt: prompt_ids(self.tokenizer, prompt) for prompt in prompts}
+        return {prompt: self.template.prompt_ids(self.tokenizer, [Message("user", prompt)]) for prompt in prompts}
 
 
 def run(request: Request, sampling: Sampling) -> None:
@@ -58,7 +58,7 @@ def run(request: Request, sampling: Sampling) -> None:
         print(answerer)
         return interact(opened.model, opened.tokenizer, sampling, template)
     prompts = repeated(read_prompts(request, must_ask=template is not None), request)
-    encoded = {prompt: opened.ids(prompt) for prompt in dict.fromkeys(prompts)}  # any error before the first text
+    encoded = opened.encode(prompts)
     print(answerer, file=sys.stderr)
     after_prompt = "" if template is None else "\n"
     if request.stream or (len(prompts) == 1 and not request.json and not request.no_stream):
@@ -68,7 +68,7 @@ def run(request: Request, sampling: Sampling) -> None:
             seeded = dataclasses.replace(sampling, seed=sampling.seed + i)
             stream_one(opened.model, opened.tokenizer, encoded[prompt], seeded, is_answer=template is not None)
         return
-    for i, row in enumerate(rows_as_dicts(opened, prompts, sampling)):
+    for i, row in enumerate(rows_as_dicts(opened, encoded, prompts, sampling)):
         if request.json:
             print(json.dumps(row), flush=True)
         else:
@@ -137,14 +137,15 @@ def repeated(prompts: list[str], request: Request) -> list[str]:
     return [prompt for prompt in prompts for _ in range(request.num_samples)]
 
 
-def rows_as_dicts(opened: Opened, prompts: list[str], sampling: Sampling) -> Iterator[dict[str, Any]]:
+def rows_as_dicts(
+    opened: Opened, encoded: Mapping[str, list[int]], prompts: list[str], sampling: Sampling
+) -> Iterator[dict[str, Any]]:
     """Complete all prompts, batch by batch. `tokens_per_second` is that of the whole batch."""
-    ids = {prompt: opened.ids(prompt) for prompt in dict.fromkeys(prompts)}  # any error before the first text
     for first in range(0, len(prompts), ROWS_AT_ONCE):
         batch = prompts[first : first + ROWS_AT_ONCE]
         started = time.perf_counter()
         seeded = dataclasses.replace(sampling, seed=sampling.seed + first)
-        completions = generate(opened.model, opened.tokenizer, [ids[prompt] for prompt in batch], seeded)
+        completions = generate(opened.model, opened.tokenizer, [encoded[prompt] for prompt in batch], seeded)
         seconds = time.perf_counter() - started
         speed = sum(completion.tokens for completion in completions) / seconds
         for i, (prompt, completion) in enumerate(zip(batch, completions, strict=True)):
@@ -166,7 +167,7 @@ def compare(request: Request, sampling: Sampling) -> None:
     prompts = read_prompts(request, must_ask=any(templates))
     for checkpoint, template in zip(checkpoints, templates, strict=True):
         opened = Opened(checkpoint.path, *load_checkpoint(checkpoint, request.device), template)
-        answers.append(list(rows_as_dicts(opened, repeated(prompts, request), sampling)))
+        answers.append(list(rows_as_dicts(opened, opened.encode(prompts), repeated(prompts, request), sampling)))
     if request.json:
         for each in answers:
             print(*map(json.dumps, each), sep="\n")
