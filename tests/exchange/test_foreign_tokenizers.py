@@ -14,10 +14,10 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 
 import tokenize_local_bpe
-from common.chat import ChatTemplate, Message
+from common.chat import ChatML, ChatTemplate, Message
 from common.errors import CheckpointError
 from exchange import gguf_file
-from exchange.hf_tokenizer import import_tokenizer
+from exchange.hf_tokenizer import import_tokenizer, special_tokens
 from generation.completion import prompt_ids
 from tests.exchange import gguf_proof
 from tests.foreign_tokenizers import FORMS, FOUND, SPECIAL, build, strings, write_folder
@@ -291,6 +291,13 @@ def test_a_model_keeps_its_own_beginning_everywhere(tmp_path: Path) -> None:
     assert (again.bos_token_id, again.eos_token_id, again.pad_token_id) == (begin, end, end)
     conversation = ChatTemplate().encode(ours("llama3"), [Message("user", "a"), Message("assistant", "b")])[0]
     assert conversation[0] == begin and conversation[-1] == end
+
+
+def test_an_imported_model_keeps_its_ends_and_its_padding() -> None:
+    """Without padding, transformers makes no batches; a chat model's answer has an end of its own."""
+    end, pad = "<|im_end|>", "<|endoftext|>"
+    assert special_tokens(ours("qwen3"), ChatML()) == {"bos_token": pad, "eos_token": end, "pad_token": pad}
+    assert special_tokens(ours("qwen3"), None) == {"bos_token": pad, "eos_token": pad, "pad_token": pad}
 
 
 def test_a_beginning_that_only_tokenizer_config_names_is_kept(tmp_path: Path) -> None:
