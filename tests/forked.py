@@ -93,12 +93,16 @@ class Forked:
 
 
 def run(
-    command: Sequence[str], capture_output: bool, text: bool, check: bool = False
+    command: Sequence[str],
+    capture_output: bool,
+    text: bool,
+    check: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """subprocess.run, for one of our scripts whose output is taken as text."""
     python, script, *flags = command
     assert python == sys.executable and capture_output and text and not check
-    process = Forked(flags, script=Path(script))
+    process = Forked(flags, environment=env, script=Path(script))
     out, err = process.communicate(timeout=240)
     assert process.returncode is not None
     return subprocess.CompletedProcess(command, process.returncode, out, err)

@@ -22,7 +22,7 @@ from common.chat import ChatTemplate, end_of_text
 from common.errors import ConfigError, DataError
 from common.files import atomic_write, sha256_file
 from common.output import LOG_LINE_SECONDS, byte_size, clock, log, progress_bar
-from tokenization.conversations import read_conversations
+from tokenization.conversations import are_conversations, read_conversations
 from tokenization.corpus import PIECE_CHARACTERS, Piece, Source, find_sources, read_pieces, unpacked_bytes
 from tokenization.encoding import SUFFIXES, Reader, encode_in_order, read_chunks, sample_evenly, split_index
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
@@ -44,6 +44,10 @@ from tokenizer_bpe import SMALLEST_VOCABULARY, BPETokenizer
 def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = True) -> Path:
     """`tokenize` of tokenize_local_bpe.py, with checked settings."""
     sources = find_sources(options.input, SUFFIXES[options.format])
+    if options.format == "text":
+        for source in sources:
+            if are_conversations(source, options.text_key):
+                raise DataError(f"{source.path} holds conversations: add --format chat.")
     kind = "character" if options.tokenizer == "char" else "bpe"
     if options.tokenizer_file:
         kind = load_tokenizer(options.tokenizer_file).kind

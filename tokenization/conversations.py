@@ -52,6 +52,21 @@ def read_conversations(
         require_unchanged(source)
 
 
+def are_conversations(source: Source, text_key: str) -> bool:
+    """Whether the first record of a JSON file is a conversation, and has no text beside it."""
+    if not source.path.name.removesuffix(".gz").endswith(SUFFIXES):
+        return False
+    try:
+        _, record = next(records(source, ignored, ignored))
+        return text_key not in record and bool(messages_of(record))
+    except (ValueError, TypeError, StopIteration, DataError):
+        return False
+
+
+def ignored(_: object) -> None:
+    pass
+
+
 def records(
     source: Source, on_bad: Callable[[DataError], None], on_read: Callable[[int], None]
 ) -> Iterator[tuple[int, Any]]:

@@ -102,6 +102,9 @@ class Config(ModelConfig, DataKeys):
     muon_learning_rate: float = option(
         0.02, "optimizer", "peak learning rate of Muon; follows the same curve", gt=0, of=("optimizer", "muon")
     )
+    muon_momentum: float = option(
+        0.95, "optimizer", "momentum of Muon (Nesterov's)", ge=0, lt=1, of=("optimizer", "muon")
+    )
     min_lr: Number = option(1e-5, "optimizer", "learning rate at the end of the decay")
     warmup_steps: Count = option(0, "optimizer", "steps of linear warmup")
     use_lr_scheduler: Literal["cosine", "linear", "constant"] = option(

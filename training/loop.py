@@ -22,13 +22,14 @@ from training.config import Config
 from training.machine.hardware import frozen_garbage
 from training.machine.processes import on_rank_0, process_group
 from training.numbers.evaluate import Answer, Evaluation, answer_prompts, evaluate, evaluated_windows, validation_loss
+from training.numbers.samples import sample
 from training.numbers.schedule import has_stopped_early, learning_rate
 from training.numbers.step import Stability, StepResult, accumulate, apply_gradients, diverged, read_batch
 from training.plan import build, make_plan
 from training.planning.deadline import Deadline
 from training.planning.inspections import dry_run, profile
 from training.planning.memory import fitting, memory_advice
-from training.reports.records import SUMMARY, require_tensorboard, rewind
+from training.reports.records import SUMMARY, read_samples, require_tensorboard, rewind
 from training.reports.report import Report, Timer
 from training.reports.summary import finished_message, write_summary
 
@@ -90,7 +91,10 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
         run.wait_for_save()
         if loop.is_done:  # no answers: evaluation is off, or the last session ended before its summary
             answers = loop.answers or loop.fitting(answer_prompts, trainer)
-            on_rank_0(lambda: write_summary(run, loop.timer, answers))
+            samples = loop.fitting(sample, trainer) if config.eval_interval and not answers else []
+            if samples and not any(kept.step == state.step for kept in read_samples(run.dir)):
+                loop.report.samples(state.step, samples)
+            on_rank_0(lambda: write_summary(run, loop.timer, answers, samples))
     if loop.is_done:
         return 0
     after = f"after step {state.step:,}"

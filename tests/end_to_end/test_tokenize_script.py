@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tokenize_local_bpe
+import train_colab_mmap
 from tests.helpers import Killed
 from tokenization import metadata as metadata_module
 from tokenization import token_folder
@@ -631,3 +632,23 @@ def test_what_was_left_by_a_kill_right_after_the_end_is_cleaned_up(tmp_path: Pat
     (left / "chunks.jsonl").write_text("")
     assert run(*flags) == 0
     assert sorted(path.name for path in (tmp_path / "tokens").iterdir()) == there
+
+
+@pytest.mark.parametrize("name", ["chats.jsonl", "chats.json", "alpaca.json"])
+def test_conversations_are_not_taken_for_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """And the trainer reads them as what they are."""
+    records = [
+        {"instruction": f"Say {i}.", "output": f"{i}, and then {i + 1}."}
+        if name == "alpaca.json"
+        else {"messages": [{"role": "user", "content": f"Say {i}."}, {"role": "assistant", "content": f"{i}, yes."}]}
+        for i in range(60)
+    ]
+    path = tmp_path / name
+    path.write_text("\n".join(map(json.dumps, records)) if name.endswith("l") else json.dumps(records))
+    assert tokenize_local_bpe.main(["--input", str(path), "--output_dir", str(tmp_path / "out")]) == 3
+    assert f"{path} holds conversations: add --format chat." in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    shape = "--num_layers 1 --embed_dim 16 --num_heads 2 --max_seq_len 48 --max_steps 1 --vocab_size 300 --device cpu"
+    words = ["--input", str(path), "--output_dir", str(tmp_path / "run"), "--data_dir", str(tmp_path / "tokens")]
+    assert train_colab_mmap.main([*words, *shape.split()]) == 0
+    assert "54 conversations in " in capsys.readouterr().out

@@ -97,7 +97,8 @@ def test_text_streams_and_stops(visitor: Visitor, models: Path) -> None:
     visitor.page.locator(".turn .token").nth(2).click()  # its table stays open while more comes
     visitor.wait_for_tokens(visitor.count() + 20)
     assert visitor.page.locator(".considered").is_visible() and visitor.page.locator(".card.running").count() == 1
-    visitor.button("Stop").click()
+    with visitor.page.expect_response("**/cancel"):  # before it is answered, it could stop what comes next
+        visitor.button("Stop").click()
     visitor.page.locator(".card.stopped").wait_for()
     (text,) = visitor.finished("seed 3")
     assert expected(models, 9, "the", len(text), 3) == text

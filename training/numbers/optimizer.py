@@ -20,7 +20,6 @@ from training.machine.processes import all_reduce_sum, map_over_ranks, on_rank_0
 from training.machine.sharding import exchange, gather, local, scatter
 
 ADAMW_BETA1, ADAMW_EPSILON = 0.9, 1e-8
-MUON_MOMENTUM = 0.95
 NEWTON_SCHULZ_STEPS = 5
 # Jordan et al. 2024: the largest slope at zero with which the iteration stays bounded.
 NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -248,7 +247,7 @@ RULES = {  # the choices of `optimizer` in training/config.py
         state=("momentum_buffer",),
         hyperparameters=lambda config, lr: {  # follows AdamW's learning rate in a fixed proportion
             "lr": lr / config.learning_rate * config.muon_learning_rate,
-            "momentum": MUON_MOMENTUM,
+            "momentum": config.muon_momentum,
         },
         update=update_muon,
         splits_stacked=True,

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import shlex
+from statistics import fmean
+from typing import Any
 
 import torch
 
 from common.files import atomic_write
-from common.output import cell, clock, si, table_row
+from common.output import cell, clock, printable, si, table_row
 from training.checkpoints.run import Run
 from training.numbers.evaluate import Answer, accuracy, perplexity
+from training.numbers.samples import copied, whole_numbers
 from training.numbers.schedule import has_stopped_early
 from training.reports.records import CURVE, METRICS, SAMPLES_TABLE, SUMMARY, answer_table, read_metrics, unwritable
 from training.reports.report import Timer
 
+LEAST_EVALUATIONS = 3  # for a verdict
+RISEN = 1.005  # times the lowest validation loss: more than two seeds differ
 LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
 
 
-def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
-    """Write summary.md and print what matters of it."""
+def write_summary(run: Run, timer: Timer, answers: list[Answer], samples: list[Answer]) -> None:
+    """Write summary.md and print what matters of it. `samples` are texts that nobody asked for, in place of answers."""
     trainer, state = run.trainer, run.state
     config, data, hardware, model = trainer.config, trainer.data, trainer.hardware, trainer.model
     parameters, trained = model.num_parameters(), model.num_parameters(trained_only=True)
@@ -35,12 +40,21 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
     facts["Saving"] = f"held this session for {run.seconds_held:.1f} s of its {clock(timer.session_seconds)}"
     if (units := timer.compute_units) is not None:
         facts["Compute units"] = f"{units:.2f}"
-    if evaluated := [row for row in read_metrics(run.dir) if "val_loss" in row]:
+    rows = read_metrics(run.dir)
+    evaluated = [row for row in rows if "val_loss" in row]
+    if evaluated:
         last = evaluated[-1]
         per_byte = f", {last['val_bits_per_byte']:.3f} bits per byte" if "val_bits_per_byte" in last else ""
         facts["Validation loss"] = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
     if state.best_val_loss is not None:  # which is of best/; rows may be over other windows
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
+    facts |= verdict(rows, evaluated, run.epoch)
+    if written := [data.tokenizer.encode(each.text) for each in answers or samples]:
+        share, longest = copied(written, whole_numbers(data, 0, data.layout.val_start))
+        facts["Word for word"] = (
+            f"{share:.0%} of {'the answers' if answers else 'the samples'} stands in the training text"
+        )
+        facts["Word for word"] += f", {longest} tokens in a row at most" if longest else ""
     if state.base:
         facts["Before"] = f"validation loss {state.base.val_loss:.4f}, of the weights that it started from"
     stopped_early = has_stopped_early(state.worse, config)
@@ -57,6 +71,8 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
     lines += [table_row([key, cell(value)]) for key, value in facts.items()]
     if answers:
         lines += ["", "## Answers", "", *answer_table(*columns, before)]
+    for each in samples:
+        lines += ["", "## Sample", "", *(f"> {line}" for line in printable(each.prompt.text + each.text).splitlines())]
     lines += ["", "## Configuration", "", "What differs from the defaults, and where it came from:", ""]
     lines += [table_row(["key", "value", "source"]), table_row(["---"] * 3)]
     given = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
@@ -70,6 +86,8 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
     print()
     for line in answer_table(*columns, before, LONGEST_PRINTED) if answers else []:
         print(line)
+    for each in samples:
+        print(f"Sample: {printable(each.prompt.text)} ...{printable(each.text)}\n")
     for key, value in facts.items():
         print(f"{key:<16} {value}")
     there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES_TABLE) if (run.dir / name).exists()]
@@ -77,6 +95,21 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer]) -> None:
     print(f"{'Files':<16} {run.dir}: {', '.join(there)}")
     checkpoint = shlex.quote(str(run.dir / "best" if stopped_early else run.dir))
     print(f'\nTalk to it: python generate.py --checkpoint {checkpoint} --prompt "..." or --interactive')
+
+
+def verdict(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs: float) -> dict[str, str]:
+    """What the losses mean: how far training and validation are apart, and whether more steps would help."""
+    trained = [row["train_loss"] for row in rows if "train_loss" in row][-max(1, len(rows) // 20) :]
+    if len(evaluated) < LEAST_EVALUATIONS or not trained:
+        return {}
+    last, lowest = evaluated[-1], min(evaluated, key=lambda row: row["val_loss"])
+    gap = last["val_loss"] - fmean(trained)
+    apart = f"{fmean(trained):.4f}, {abs(gap):.3f} {'below' if gap > 0 else 'above'} the validation loss"
+    if last["val_loss"] > RISEN * lowest["val_loss"]:
+        meaning = f"memorising since epoch {lowest.get('epoch', 0):.2g}: use best/"
+    else:
+        meaning = "still falling at the end: more time, or more text, helps"
+    return {"Training loss": f"{apart}; the text was read {epochs:.2g} times", "Verdict": meaning}
 
 
 def finished_message(run: Run) -> str:
