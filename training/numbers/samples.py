@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,22 +34,30 @@ def sample(trainer: Trainer) -> list[Answer]:
     def continued() -> list[Answer]:
         assert model is not None, "rank 0 has all of it"
         prompts = beginnings(data)
-        made = generate(model, data.tokenizer, prompts, Sampling(max_new_tokens=SAMPLE_TOKENS))
-        return [Answer(Prompt(prompt, None), each.text) for prompt, each in zip(prompts, made, strict=True)]
+        begin = [] if data.tokenizer.bos_id is None else [data.tokenizer.bos_id]
+        made = generate(model, data.tokenizer, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS))
+        texts = map(data.tokenizer.decode, prompts)
+        return [Answer(Prompt(text), each.text) for text, each in zip(texts, made, strict=True)]
 
     return on_rank_0(continued)
 
 
-def beginnings(data: TokenData) -> list[str]:
-    """The first words of documents of the validation split, evenly spread over it; of one long document, words from
-    three places."""
+def beginnings(data: TokenData) -> list[list[int]]:
+    """The first ids of documents of the validation split, evenly spread over it; of one long document, ids from three
+    places. They have text, and end where their document ends."""
     held_out = whole_numbers(data, data.layout.val_start, data.metadata.total_tokens)
     starts = np.flatnonzero(held_out[: -2 * PROMPT_TOKENS] == data.tokenizer.end_of_text_id) + 1
     if len(starts) < SAMPLES:
         starts = np.linspace(0, max(0, len(held_out) - 2 * PROMPT_TOKENS), SAMPLES).astype(int)
     chosen = starts[np.linspace(0, len(starts) - 1, SAMPLES).astype(int)]
-    texts = [data.tokenizer.decode(held_out[start : start + PROMPT_TOKENS]) for start in chosen]
-    return [" ".join(text.split()) for text in texts]
+    special = set(data.tokenizer.special_ids.values())
+
+    def text_at(start: int) -> list[int]:
+        ids = held_out[start : start + PROMPT_TOKENS].tolist()
+        first = next((i for i, token in enumerate(ids) if token not in special), len(ids))
+        return list(itertools.takewhile(lambda token: token not in special, ids[first:])) or [ids[-1]]
+
+    return [text_at(start) for start in chosen]
 
 
 def whole_numbers(data: TokenData, first: int, end: int) -> np.ndarray:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import train_colab_mmap
+from tests.helpers import run_script
 from training.numbers.samples import PASSAGE, copied, hashes
+from training.reports.records import read_samples
 from training.reports.summary import verdict
 
 few = st.lists(st.integers(0, 3), max_size=60)
@@ -38,17 +41,17 @@ def test_what_is_copied_is_what_a_search_finds(
     assert copied(arrays, stored) == by_hand(arrays, stored)
 
 
-def test_planted_passages_are_found_in_many_tokens_in_a_moment() -> None:
+def test_planted_passages_are_found_among_many_tokens() -> None:
     draw = np.random.default_rng(1)
-    tokens = draw.integers(0, 50_000, 3_000_000).astype(np.uint16)
+    tokens = draw.integers(0, 50_000, 100_000).astype(np.uint16)
     texts = [draw.integers(0, 50_000, 300).astype(np.int32) for _ in range(20)]
     for text in texts[:15]:
-        at, length = draw.integers(0, 2_900_000), draw.integers(PASSAGE, 100)
+        at, length = draw.integers(0, 99_000), draw.integers(PASSAGE, 100)
         text[100 : 100 + length] = tokens[at : at + length]
-    began = time.perf_counter()
     found = copied(texts, tokens)
-    assert time.perf_counter() - began < 3 and found == by_hand(texts, tokens) and found[0] > 0.1
-    assert copied(texts[15:], tokens) == (0.0, 0)
+    assert found == by_hand(texts, tokens) and found[0] > 0.1
+    around = np.concatenate([draw.integers(50_000, 65_536, 3_000_000).astype(np.uint16), tokens])
+    assert copied(texts, around) == found and copied(texts[15:], around) == (0.0, 0)
 
 
 def test_a_hash_depends_on_the_order() -> None:
@@ -61,6 +64,19 @@ def test_a_run_ends_with_samples_and_a_verdict(train: Callable, tmp_path: Path) 
     assert result.code == 0 and result.out.count("\nSample: ") == 3
     assert "Word for word" in result.out and "Verdict          still falling at the end" in result.out
     assert "the text was read " in result.out and "> " in (tmp_path / "run" / "summary.md").read_text()
+
+
+@pytest.mark.parametrize("kind", ["char", "bpe"])
+def test_short_documents_and_a_vocabulary_without_a_space(kind: str, tmp_path: Path) -> None:
+    """What begins a document is given as ids: neither a name of a special token nor a space gets into a prompt."""
+    (tmp_path / "dna.txt").write_text("\n<|endoftext|>\n".join(["ACGT", "TTGA", "CCA", "GATTACA"] * 200))
+    words = ["--input", tmp_path / "dna.txt", "--tokenizer", kind, *(["--vocab_size", 270] if kind == "bpe" else [])]
+    shape = "--num_layers 1 --embed_dim 16 --num_heads 2 --max_seq_len 16 --max_steps 3 --eval_interval 1 --device cpu"
+    flags = [*words, *shape.split(), "--data_dir", tmp_path / "tokens", "--output_dir", tmp_path / "run"]
+    result = run_script(train_colab_mmap.main, *flags)
+    assert result.code == 0, result.err
+    prompts = read_samples(tmp_path / "run")[-1].prompts
+    assert len(prompts) == 3 and not any("<|" in prompt or " " in prompt for prompt in prompts)
 
 
 def test_what_the_losses_mean() -> None:
