@@ -1,5 +1,6 @@
 """Train a GPT-2 class language model on a token file.
 
+    python train_colab_mmap.py --input my_text.txt --minutes 60   # chooses the model for the text and the machine
     python train_colab_mmap.py --config quickstart.json      # a model that answers questions, in minutes on a CPU
     python train_colab_mmap.py --config gpt2_small.json      # 134M parameters on datasets_cache/, on a GPU
     python train_colab_mmap.py --config gpt2_small.json --dry_run
@@ -31,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # torch takes seconds to import, and --help should not wait for it.
+    from training import dial
     from training.loop import train
+
+    if config.leaves_the_choice:
+        config = dial.choose(argv, config)
 
     return train(config, started, ends_process=argv is None)
 

@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "generate": GROUND | {"generation"},
     "examples": {"common"},
     "training.plan": NUMBERS | {"training.checkpoints", "training.planning", "examples"},
+    "training.dial": NUMBERS | {"training.checkpoints", "training.planning", "training.reports", "training.plan"},
     "training.loop": NUMBERS | {"training.checkpoints", "training.planning", "training.reports", "training.plan"},
     "train_colab_mmap": {"common", "training"},
 }

@@ -211,6 +211,14 @@ class Config(ModelConfig, DataKeys):
         of this size; the last may be smaller."""
         return math.ceil(self.sequences_per_process / math.ceil(self.sequences_per_process / micro_batch_size))
 
+    @property
+    def leaves_the_choice(self) -> bool:
+        """Whether there is a text and nothing that has a model or a length: training/dial.py chooses for minutes."""
+        elsewhere = (self.data_dir, self.model_size, self.init_from, self.resume_from)
+        is_of_file = any(source not in ("default", "flag") for source in self.sources.values())
+        says_all = not self.minutes and any(map(self.is_given, ("num_layers", "embed_dim", "epochs", "max_steps")))
+        return bool(self.input) and not any(elsewhere) and not is_of_file and not says_all
+
     def values(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in SCHEMA}
 
@@ -328,13 +336,18 @@ def counts(key: str, values: Mapping[str, Any]) -> bool:
     return key not in CONDITIONS or (bool(values.get(of)) if value is None else values.get(of) == value)
 
 
-def parse_config(argv: Sequence[str] | None = None) -> Config:
-    """Defaults <- config file <- flags. Raises ConfigError listing every problem found in any of them."""
+def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | None = None, by: str = "") -> Config:
+    """Defaults <- config file <- flags. `chosen`: in place of a config file, what a part of the program, `by`, chose.
+
+    Raises ConfigError listing every problem found in any of them.
+    """
     problems: list[str] = []
     flags = read_flags(argv, problems)
     config_name = flags.pop("config", None)
-    layers: list[tuple[str, dict[str, Any]]] = []
+    layers: list[tuple[str, dict[str, Any]]] = [(by, dict(chosen))] if chosen else []
     name = "default"
+    if config_name is None and flags.get("input") and flags.get("minutes"):
+        name = Path(flags["input"].removeprefix("builtin:")).resolve().name.split(".")[0] or name
     if config_name is not None:
         path = find_config(config_name)
         content = read_json(path, ConfigError)

@@ -114,7 +114,7 @@ class Loop:
         self.run, self.trainer, self.state = run, run.trainer, run.state
         self.interruption, self.started = interruption, started
         config, hardware, state = self.trainer.config, self.trainer.hardware, self.state
-        self.timer = Timer(hardware, state.elapsed_seconds, hardware.units_per_hour(config))
+        self.timer = Timer(hardware, started, state.elapsed_seconds, hardware.units_per_hour(config))
         self.deadline = Deadline(run, self.timer)
         self.report = Report(run.dir, self.timer, state.step, state.max_steps, config.tensorboard)
         self.stability = Stability(hardware.device, self.trainer.scaler.is_enabled(), state.skipped_updates)

@@ -120,15 +120,9 @@ def tokenized(config: Config, old: Old) -> str | None:
 
     Raises DataError if `data_dir` holds the tokens of another text, which other runs may need.
     """
-    text = config.input
-    if not text:
+    if not config.input:
         return config.data_dir
-    if text == EXAMPLE:
-        path = Path(DEFAULT_FOLDER) / "conversations" / "conversations.txt"
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            conversations.write(path)
-        text = str(path)
+    text = text_of(config.input)
     folder = config.data_dir or folder_of_text(text, config.tokenizer, config.vocab_size)
     names = [path.name.removesuffix("_metadata.json") for path in metadata_files(Path(folder))]
     chat = all(are_conversations(source, Settings.text_key) for source in find_sources([text]))
@@ -143,6 +137,17 @@ def tokenized(config: Config, old: Old) -> str | None:
     )
     tokenize_with(settings, quiet=True, may_replace=not config.data_dir)
     return folder
+
+
+def text_of(given: str) -> str:
+    """The path of the text that `input` names. Writes that of the quickstart."""
+    if given != EXAMPLE:
+        return given
+    path = Path(DEFAULT_FOLDER) / "conversations" / "conversations.txt"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        conversations.write(path)
+    return str(path)
 
 
 def questions(config: Config) -> list[Prompt]:

@@ -180,11 +180,12 @@ class Report:
 class Timer:
     """Evaluating and saving count in the time of a run, not in its speed."""
 
-    def __init__(self, hardware: Hardware, elapsed: float, units_per_hour: float | None):
+    def __init__(self, hardware: Hardware, started: float, elapsed: float, units_per_hour: float | None):
+        """`started`: the time.perf_counter() at which this session began; `elapsed`: seconds of those before it."""
         self.hardware = hardware
         self.units_per_hour = units_per_hour
-        self.earlier = elapsed  # seconds, in the sessions before this one
-        self.started = time.perf_counter() - elapsed
+        self.earlier = elapsed
+        self.started = started - elapsed
         self.interval_started = time.perf_counter()
         self.interval_steps = 0
         self.interval_tokens = 0

@@ -1,0 +1,163 @@
+"""The dial: a text and minutes in, a configuration out. What it chooses, what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import train_colab_mmap
+from common.errors import ConfigError, DataError
+from tests.helpers import WORDS
+from training.config import Config, parse_config
+from training.dial import LADDER, LAW, SOURCE, Law, choose, dropout_for, look_at, vocabulary_for
+
+SIMPLE = Law(floor=1, of_size=8, size_power=0.5, of_text=8, text_power=0.5, worth=4, worth_power=0, error=0)
+
+
+@pytest.fixture
+def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "my.book.txt"
+    words = random.Random(1).choices(WORDS, k=15_000)
+    path.write_text(" ".join(words)[:60_000])
+    return path
+
+
+def flags(book: Path, *more: str, minutes: str = "0.2") -> list[str]:
+    return ["--input", str(book), "--minutes", minutes, "--device", "cpu", "--compile", "off", *more]
+
+
+def choice(argv: list[str]) -> Config:
+    return choose(argv, parse_config(argv))
+
+
+def test_the_law_of_simple_constants() -> None:
+    assert SIMPLE.loss(64, 16, 1) == pytest.approx(1 + 8 / 8 + 8 / (16 * 4 * 0.2212) ** 0.5, abs=1e-4)
+    assert SIMPLE.loss(64, 16, 1000) == pytest.approx(1 + 8 / 8 + 8 / 8)  # all passes together are worth four
+    assert SIMPLE.most_passes(64, 16) == 12
+
+
+@pytest.mark.parametrize("text_bytes", [1e5, 1e6, 1e7, 1e9])
+def test_text_passes_and_parameters_lower_the_loss_and_a_large_text_is_read_more_often(text_bytes: float) -> None:
+    loss = LAW.loss(1e6, text_bytes, 2)
+    assert loss > LAW.loss(4e6, text_bytes, 2) and loss > LAW.loss(1e6, 2 * text_bytes, 2)
+    assert loss > LAW.loss(1e6, text_bytes, 3) > LAW.loss(1e6, 2 * text_bytes, 1.5)  # new text is worth more
+    assert LAW.most_passes(1e5, text_bytes) >= LAW.most_passes(1e7, text_bytes) >= 1
+    assert 0.5 < loss < 4
+
+
+def test_the_larger_the_text_the_larger_the_vocabulary() -> None:
+    sizes = [vocabulary_for(10.0**power).size for power in range(3, 11)]
+    assert sizes == sorted(sizes) and sizes[0] == 512 and sizes[-1] == 32_000
+
+
+def test_it_says_what_it_chose_and_marks_it(book: Path, capsys: pytest.CaptureFixture) -> None:
+    config = choice(flags(book))
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said] == ["Text", "Choice", "Expected", "Reading", "Instead"]
+    assert "60.0 kB of text in 1 file" in said[0] and f"{config.num_layers} layers x {config.embed_dim}" in said[1]
+    assert "0.1 minutes: " in said[4] and "0.4 minutes: " in said[4]
+    assert config.run_dir == Path("runs/my") and config.vocab_size == 512 and config.optimizer == "muon"
+    assert config.sources["num_layers"] == config.sources["epochs"] == SOURCE and config.sources["minutes"] == "flag"
+
+
+def test_more_minutes_never_choose_a_smaller_model_and_are_expected_to_bring_more(book: Path) -> None:
+    widths = [choice(flags(book, minutes=minutes)).embed_dim for minutes in ("0.02", "10", "10000")]
+    assert widths == sorted(widths)
+
+
+def test_flags_win_and_the_rest_is_chosen_around_them(book: Path) -> None:
+    config = choice(flags(book, "--embed_dim", "32", "--num_heads", "2", "--num_layers", "2", "--epochs", "3"))
+    assert (config.embed_dim, config.num_layers, config.epochs) == (32, 2, 3)
+    assert config.max_seq_len in {shape.max_seq_len for shape in LADDER} and config.sources["max_seq_len"] == SOURCE
+
+
+def test_flags_may_leave_nothing_to_choose(book: Path, capsys: pytest.CaptureFixture) -> None:
+    shape = ["--num_layers", "1", "--embed_dim", "32", "--num_heads", "2", "--max_seq_len", "32", "--batch_size", "4"]
+    config = choice(flags(book, *shape))
+    assert (config.num_layers, config.embed_dim, config.max_seq_len, config.batch_size) == (1, 32, 32, 4)
+    assert "the only size" in capsys.readouterr().out
+
+
+def test_characters_have_no_vocabulary_to_choose(book: Path) -> None:
+    config = choice(flags(book, "--tokenizer", "char"))
+    assert config.sources["vocab_size"] == "default"
+
+
+def test_conversations_are_known(book: Path) -> None:
+    path = book.with_name("chats.jsonl")
+    path.write_text("".join(json.dumps({"prompt": f"{i}?", "completion": " ".join(WORDS)}) + "\n" for i in range(100)))
+    text = look_at(parse_config(flags(path)))
+    assert text.is_chat and not look_at(parse_config(flags(book))).is_chat
+
+
+def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, capsys: pytest.CaptureFixture) -> None:
+    argv = flags(book, "--checkpoint_dir", str(book.with_name("drive")))
+    assert train_colab_mmap.main(argv) == 0
+    run = Path("runs/my")
+    chosen = json.loads((run / "config.json").read_text())
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum("val_loss" in row for row in rows) >= 3 and rows[-1]["elapsed_seconds"] < 14
+    capsys.readouterr()
+
+    assert train_colab_mmap.main(argv) == 0  # the same command
+    out = capsys.readouterr().out
+    assert "This run is finished" in out and "Choice" not in out
+
+    chosen["config"]["eval_interval"] = 7  # by hand
+    (run / "config.json").write_text(json.dumps(chosen))
+    assert choice(argv).eval_interval == 7
+    assert choice([*argv, "--eval_interval", "9"]).eval_interval == 9
+    shutil.rmtree(run)  # with its machine
+    kept = choice(argv)
+    assert kept.values() == choice([*argv]).values() and kept.eval_interval != 7
+    assert "Choice" not in capsys.readouterr().out
+    assert "Choice" in (choice([*argv, "--resume", "never"]) and capsys.readouterr().out)
+
+
+def test_dropout_is_for_a_text_that_is_read_often() -> None:
+    assert dropout_for(4) == 0 < dropout_for(8)
+
+
+# What it refuses
+
+
+def test_input_alone_names_the_dial(book: Path, capsys: pytest.CaptureFixture) -> None:
+    assert train_colab_mmap.main(["--input", str(book)]) == 2
+    assert "--minutes 60" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["", "ten bytes."])
+def test_a_text_that_is_too_short(book: Path, content: str) -> None:
+    book.write_text(content)
+    with pytest.raises(DataError, match="too few to learn from"):
+        choice(flags(book))
+
+
+def test_a_folder_without_text(book: Path) -> None:
+    folder = book.with_name("empty")
+    folder.mkdir()
+    with pytest.raises(DataError, match="no file"):
+        choice(flags(folder))
+
+
+def test_too_few_minutes_for_a_step(book: Path, capsys: pytest.CaptureFixture) -> None:
+    train_colab_mmap.main(flags(book, minutes="0.0001"))
+    assert "leaves no time for the learning rate to fall" in capsys.readouterr().out
+
+
+def test_several_processes_get_the_choice_of_one(book: Path) -> None:
+    argv = flags(book)
+    with pytest.raises(ConfigError, match="torchrun"):
+        choose(argv, replace(parse_config(argv), processes=2))
+
+
+def test_a_config_a_size_a_folder_or_a_checkpoint_leave_no_choice(book: Path) -> None:
+    for more in (["--config", "tiny"], ["--model_size", "tiny"], ["--data_dir", "d"], ["--init_from", "c"]):
+        assert not parse_config(flags(book, *more)).leaves_the_choice
+    assert parse_config(flags(book)).leaves_the_choice

@@ -1,0 +1,381 @@
+"""The dial: for `--input TEXT --minutes N` without a config, choose vocabulary, model, batch and epochs by the text,
+the time and this machine, and say what to expect.
+
+The recipe is that of configs/small_modern.json. The loss comes from a law that was fitted to small runs on CPUs:
+docs/choosing.md.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from common.checkpoint import step_folders
+from common.errors import ConfigError, DataError, MemoryExhausted
+from common.files import read_json
+from common.output import byte_size, clock
+from model import TransformerLanguageModel
+from model_config import ModelConfig
+from tokenization.conversations import are_conversations
+from tokenization.corpus import find_sources, unpacked_blocks, unpacked_bytes
+from tokenization.settings import Settings
+from training.checkpoints.mirror import Mirror
+from training.config import REPOSITORY, Config, is_resolved, parse_config
+from training.machine.hardware import (
+    CPU_COMPILE_SAVES,
+    CPU_COMPILE_SECONDS,
+    CPU_COMPILE_SECONDS_PER_LAYER,
+    Hardware,
+    detect_hardware,
+)
+from training.numbers.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update
+from training.plan import text_of
+from training.planning.memory import MEMORY_SHARE, estimate_memory, without_memory
+from training.reports.records import CONFIG, OF_RUN
+
+SOURCE = "the dial"  # of the values that it chose, in config.json
+LEAST_BYTES = 2_000  # of a text
+TIMED_SHAPES, TIMED_SHARE = 3, 0.05  # how many are timed, in which share of the minutes
+EVALUATIONS, EVALUATING_SHARE = 20, 0.05  # of the time
+TRAIN_SHARE = 0.9  # of the text
+FORWARD_SHARE = 1 / 3  # of the time of a token in training
+SAMPLE_BYTES = 1_000_000
+BOOKS = 0.44  # what zlib packs English books to, as a share of their size
+LARGEST_MEASURED = 20e6  # parameters
+MEASURED_BYTES = (1e5, 1e7)
+BEYOND = 2  # times the error, for what was not measured
+RECIPE = "small_modern"
+HEAD_WIDTH = 64
+EPOCHS_TO_SPARE = 1.5  # times those that the time is thought to hold, for it may hold more
+FEWEST_STEPS = 50  # a model that takes fewer has hardly begun to learn
+TIMED_SECONDS, MOST_TIMED = 1.0, 10
+
+
+class Vocabulary(NamedTuple):
+    most_bytes: float  # of a text that it is for
+    size: int
+    bytes_per_token: float  # of English books
+
+
+VOCABULARIES = (
+    Vocabulary(2e5, 512, 2.1),
+    Vocabulary(6e5, 1024, 2.6),
+    Vocabulary(2e6, 2048, 3.1),
+    Vocabulary(3e7, 4096, 3.5),
+    Vocabulary(2e8, 8192, 3.9),
+    Vocabulary(math.inf, 32_000, 4.4),
+)
+
+
+class Shape(NamedTuple):
+    num_layers: int
+    embed_dim: int
+    max_seq_len: int
+    batch_size: int
+
+
+LADDER = (
+    Shape(4, 64, 256, 8),
+    Shape(4, 128, 256, 8),
+    Shape(4, 192, 256, 8),
+    Shape(4, 256, 256, 8),
+    Shape(6, 384, 256, 8),
+    Shape(8, 512, 512, 8),
+    Shape(12, 768, 1024, 16),
+    Shape(24, 1024, 1024, 32),
+)
+
+
+class Law(NamedTuple):
+    """The loss on English books in bits per byte, after Muennighoff et al. 2023 ("Scaling Data-Constrained Language
+    Models"): a floor, a part that falls with the parameters of the blocks, and one that falls with the text, of which
+    each further pass is worth less."""
+
+    floor: float
+    of_size: float
+    size_power: float
+    of_text: float
+    text_power: float
+    worth: float  # first passes that all passes are worth at most, with a byte of text for each parameter
+    worth_power: float  # how that grows with the bytes for each parameter
+    error: float  # that nine of ten runs stay below
+
+    def loss(self, parameters: Any, text_bytes: Any, passes: Any) -> Any:
+        """Of numbers, or of tensors of them."""
+        most = self.most_worth(parameters, text_bytes)
+        seen = text_bytes * most * (1 - math.e ** (-passes / most))
+        return self.floor + self.of_size * parameters**-self.size_power + self.of_text * seen**-self.text_power
+
+    def most_worth(self, parameters: Any, text_bytes: Any) -> Any:
+        return self.worth * (text_bytes / parameters) ** self.worth_power
+
+    def most_passes(self, parameters: float, text_bytes: float) -> int:
+        """After that many, another one brings next to nothing."""
+        return math.ceil(3 * self.most_worth(parameters, text_bytes))
+
+
+LAW = Law(0.9, 6.0, 0.21, 36.0, 0.28, 4.0, 0.3, 0.05)
+
+
+class Text(NamedTuple):
+    name: str
+    files: int
+    bytes: int
+    is_chat: bool
+    bytes_per_token: float
+    difficulty: float  # how much harder it is to predict than English books
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return vocabulary_for(self.bytes)
+
+    @property
+    def tokens(self) -> float:
+        return self.bytes / self.bytes_per_token
+
+    @property
+    def train_tokens(self) -> float:
+        return TRAIN_SHARE * self.tokens
+
+
+def vocabulary_for(text_bytes: float) -> Vocabulary:
+    return next(each for each in VOCABULARIES if text_bytes <= each.most_bytes)
+
+
+def dropout_for(passes: float) -> float:
+    """A text that is read often is learned by heart without it."""
+    return 0.2 if passes > 6 else 0.0
+
+
+def choose(argv: Sequence[str] | None, asked: Config) -> Config:
+    """The configuration for `asked`, which names a text and no model. Flags win, and a run that is there keeps its
+    choice.
+
+    Raises ConfigError without minutes, MemoryExhausted if nothing fits, DataError if the text cannot be read or is too
+    short.
+    """
+    if not asked.minutes:
+        raise ConfigError(
+            f"--input {asked.input} alone does not say how long to train. With --minutes 60, say, the model, its "
+            "vocabulary and the number of epochs are chosen for this text and this machine; --config names them."
+        )
+    if kept := kept_choice(asked):
+        return parse_config(argv, kept, SOURCE)
+    if asked.processes > 1:
+        raise ConfigError(
+            "--input and --minutes alone choose the model in one process. Run the command without torchrun first, with "
+            "--dry_run, and give torchrun the size that it names, as flags."
+        )
+    text = look_at(asked)
+    dial = Dial(argv, text, asked)
+    choice = dial.best(asked.minutes)
+    while dial.time(choice.candidate):
+        choice = dial.best(asked.minutes)
+    dial.tell(choice)
+    return parse_config(argv, keys_of(choice.candidate.shape, text, asked) | length_of(choice, text), SOURCE)
+
+
+def kept_choice(config: Config) -> dict[str, Any]:
+    """The values that the dial chose for the run that is there, here or in its mirror."""
+    if config.resume == "never":
+        return {}
+    places = [config.run_dir / CONFIG]
+    if config.checkpoint_dir:
+        places += [copy / OF_RUN / CONFIG for copy in step_folders(Mirror(config.run_dir, config.checkpoint_dir).dir)]
+    for path in filter(Path.is_file, places):
+        content = read_json(path, ConfigError)
+        if is_resolved(content):
+            values, sources = content["config"], content["sources"]
+            return {key: value for key, value in values.items() if sources.get(key) == SOURCE}
+    return {}
+
+
+def look_at(config: Config) -> Text:
+    """What there is to learn from, and how hard it is."""
+    assert config.input
+    sources = find_sources([text_of(config.input)])
+    chat = all(are_conversations(source, Settings.text_key) for source in sources)
+    size = unpacked_bytes(sources)
+    if size < LEAST_BYTES:
+        raise DataError(f"{config.input} holds {size:,} bytes of text: too few to learn from and to hold some out.")
+    share = max(1, SAMPLE_BYTES // len(sources))
+    sample = b"".join(next(unpacked_blocks(source), b"")[:share] for source in sources)
+    bytes_per_token = 1.0 if config.tokenizer == "char" else vocabulary_for(size).bytes_per_token
+    difficulty = len(zlib.compress(sample)) / len(sample) / BOOKS
+    return Text(config.input, len(sources), size, chat, bytes_per_token, difficulty)
+
+
+class Candidate(NamedTuple):
+    """A shape of the ladder, and the configuration with it and the flags that were given."""
+
+    shape: Shape
+    config: Config
+    hardware: Hardware
+    model: TransformerLanguageModel  # without numbers
+    block_parameters: int
+
+    @property
+    def step_flops(self) -> int:
+        return self.model.flops_per_token() * tokens_of_step(self.config)
+
+    @property
+    def memory(self) -> int:
+        """Bytes of a step that takes one sequence at a time."""
+        return estimate_memory(self.config, self.model, self.hardware, 1)
+
+
+class Choice(NamedTuple):
+    """What a candidate would come to in a time."""
+
+    candidate: Candidate
+    steps: int
+    passes: float
+    most_passes: int
+    seconds: float
+    loss: float
+    error: float  # the interval reaches as far on both sides
+    is_measured: bool  # the law was fitted to such runs
+
+
+class Dial:
+    """The candidates, and what is known of their speeds."""
+
+    def __init__(self, argv: Sequence[str] | None, text: Text, asked: Config):
+        self.text, self.asked = text, asked
+        self.started = time.perf_counter()
+        self.speeds: dict[int, float] = {}  # floating-point operations a second, by those of a step that was timed
+        self.candidates = [
+            candidate
+            for candidate in candidates(argv, text, asked)
+            if candidate.memory <= MEMORY_SHARE * (candidate.hardware.memory_bytes or math.inf)
+        ]
+        if not self.candidates:
+            raise MemoryExhausted("Not even the smallest model that these flags allow fits into this machine's memory.")
+
+    def time(self, candidate: Candidate) -> bool:
+        """Time a step of it, unless that was done, or takes more than its share of the minutes. Whether it was."""
+        left = TIMED_SHARE * 60 * self.asked.minutes - (time.perf_counter() - self.started)
+        is_known = candidate.step_flops in self.speeds
+        if is_known or len(self.speeds) == TIMED_SHAPES or (self.speeds and left < 3 * self.step_seconds(candidate)):
+            return False
+        self.speeds[candidate.step_flops] = candidate.step_flops / timed_step(candidate)
+        return True
+
+    def step_seconds(self, candidate: Candidate) -> float:
+        """As timed, or by the speed of the candidate nearest in size that was."""
+        flops = candidate.step_flops
+        nearest = min(self.speeds, key=lambda timed: abs(math.log(timed / flops)))
+        saved = CPU_COMPILE_SAVES if candidate.hardware.compiles and not candidate.hardware.is_cuda else 0.0
+        return flops / self.speeds[nearest] * (1 - saved)
+
+    def best(self, minutes: float) -> Choice:
+        """The candidate with the lowest loss after so many minutes."""
+        if not self.speeds:
+            self.time(self.candidates[0])
+        outcomes = [self.outcome(each, minutes) for each in self.candidates]
+        return min(outcomes, key=lambda outcome: (max(0, FEWEST_STEPS - outcome.steps), outcome.loss))
+
+    def outcome(self, candidate: Candidate, minutes: float) -> Choice:
+        text, config, hardware = self.text, candidate.config, candidate.hardware
+        compiling = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
+        seconds = 60 * minutes - hardware.compiles * compiling
+        steps = max(1, int(seconds * (1 - EVALUATING_SHARE) / self.step_seconds(candidate)))
+        passes = steps * tokens_of_step(config) / text.train_tokens
+        text_bytes = TRAIN_SHARE * text.bytes
+        most = LAW.most_passes(candidate.block_parameters, text_bytes)
+        if passes > most:
+            seconds, steps, passes = seconds * most / passes, int(steps * most / passes), most
+        loss = text.difficulty * LAW.loss(candidate.block_parameters, text_bytes, passes)
+        is_measured = (
+            candidate.block_parameters <= LARGEST_MEASURED
+            and hardware.device.type == "cpu"
+            and not text.is_chat
+            and MEASURED_BYTES[0] <= text.bytes <= MEASURED_BYTES[1]
+        )
+        error = LAW.error * (1 if is_measured else BEYOND)
+        return Choice(candidate, steps, passes, most, seconds, loss, error, is_measured)
+
+    def tell(self, choice: Choice) -> None:
+        """Five lines: the text, the choice and why, what to expect, and what other minutes would bring."""
+        config, text, minutes = choice.candidate.config, self.text, self.asked.minutes
+        others = ", ".join(f"{other:g} minutes: {self.best(other).loss:.2f}" for other in (minutes / 2, minutes * 2))
+        why = f"of {len(self.candidates)} sizes the lowest loss that {minutes:g} minutes reach on this machine"
+        if len(self.candidates) == 1:
+            why = "the only size that the flags leave"
+        limit = "nothing more is gained then" if choice.passes == choice.most_passes else "all that the time allows"
+        print(
+            f"Text       {text.name}: {byte_size(text.bytes)} of {'conversations' if text.is_chat else 'text'} in "
+            f"{text.files:,} file{'s' * (text.files != 1)}, about {text.tokens:,.0f} tokens of a vocabulary of "
+            f"{text.vocabulary.size:,}\n"
+            f"Choice     {config.num_layers} layers x {config.embed_dim}, context {config.max_seq_len}: {why}\n"
+            f"Expected   {choice.loss:.2f} bits per byte ({choice.loss - choice.error:.2f} to "
+            f"{choice.loss + choice.error:.2f}) after {clock(choice.seconds)}, with "
+            f"{byte_size(choice.candidate.memory)} of memory or more"
+            f"{'' if choice.is_measured else '; no run like this was measured, so this is a guess'}\n"
+            f"Reading    the text {choice.passes:.2g} times, {limit}"
+            f"{', with dropout' if dropout_for(choice.passes) else ''}\n"
+            f"Instead    {others}"
+        )
+
+
+def candidates(argv: Sequence[str] | None, text: Text, asked: Config) -> list[Candidate]:
+    """The ladder without what the flags make the same."""
+    found: dict[ModelConfig, Candidate] = {}
+    for shape in LADDER:
+        config = parse_config(argv, keys_of(shape, text, asked), SOURCE)
+        model_config = config.shape(config.vocab_size)
+        model = without_memory(config, model_config)
+        blocks = sum(parameter.numel() for parameter in model.blocks.parameters())
+        found.setdefault(model_config, Candidate(shape, config, detect_hardware(config, model_config), model, blocks))
+    return list(found.values())
+
+
+def keys_of(shape: Shape, text: Text, asked: Config) -> dict[str, Any]:
+    keys = read_json(REPOSITORY / "configs" / f"{RECIPE}.json", ConfigError) | shape._asdict()
+    keys["num_heads"] = max(1, shape.embed_dim // HEAD_WIDTH)
+    return keys if asked.tokenizer == "char" else keys | {"vocab_size": text.vocabulary.size}
+
+
+def length_of(choice: Choice, text: Text) -> dict[str, Any]:
+    """The keys that depend on how long the run is."""
+    config = choice.candidate.config
+    windows = text.bytes * (1 - TRAIN_SHARE) / text.bytes_per_token / config.max_seq_len
+    in_time = EVALUATING_SHARE / FORWARD_SHARE * choice.steps * config.sequences_per_step / EVALUATIONS
+    return {
+        "epochs": max(1, min(choice.most_passes, math.ceil(EPOCHS_TO_SPARE * choice.passes))),
+        "dropout": dropout_for(choice.passes),
+        "eval_interval": max(1, choice.steps // EVALUATIONS),
+        "eval_batches": 0 if windows <= in_time else max(1, int(in_time / config.batch_size)),
+    }
+
+
+def tokens_of_step(config: Config) -> int:
+    return config.sequences_per_step * config.max_seq_len
+
+
+def timed_step(candidate: Candidate) -> float:
+    """Seconds of a training step on random tokens, uncompiled: the fastest of a few."""
+    config, hardware = candidate.config, candidate.hardware
+    model = TransformerLanguageModel(candidate.model.config).to(hardware.device)
+    optimizer, scaler = build_optimizer(model, config), hardware.grad_scaler()
+    tokens = torch.randint(config.vocab_size, (config.batch_size, config.max_seq_len + 1), device=hardware.device)
+    seconds: list[float] = []
+    while len(seconds) < 2 or (sum(seconds) < TIMED_SECONDS and len(seconds) < MOST_TIMED):
+        hardware.synchronize()
+        began = time.perf_counter()
+        for _ in range(config.gradient_accumulation_steps):
+            with hardware.autocast():
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+            scaler.scale(loss).backward()
+        apply_hyperparameters(optimizer, 0.0, config)
+        update(optimizer, gradient_norm(optimizer), config.grad_clip, torch.zeros((), device=hardware.device))
+        optimizer.zero_grad(set_to_none=True)
+        hardware.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
