@@ -40,9 +40,7 @@ def hardware() -> Hardware:
 
 @pytest.fixture
 def report(tmp_path: Path, hardware: Hardware) -> Report:
-    return Report(
-        tmp_path, Timer(hardware, time.perf_counter(), 0.0, None), step=0, max_steps=100
-    )
+    return Report(tmp_path, Timer(hardware, time.perf_counter(), 0.0, None), step=0, max_steps=100)
 
 
 def training_row(report: Report, step: int) -> dict:
@@ -108,9 +106,7 @@ def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path,
     assert row["train_loss"] == 2.5
 
     fast = dataclasses.replace(hardware, peak_flops=1e12)
-    paid = Report(
-        tmp_path, Timer(fast, time.perf_counter(), 3600.0, 8.0), step=0, max_steps=100
-    )
+    paid = Report(tmp_path, Timer(fast, time.perf_counter(), 3600.0, 8.0), step=0, max_steps=100)
     row = training_row(paid, 1)
     assert row["mfu"] == pytest.approx(row["tokens_per_second"] * 1e6 / 1e12)
     assert row["compute_units"] == pytest.approx(8.0, abs=0.1)
