@@ -21,8 +21,8 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 import torch
 
 from benchmarks.learning import train
-from benchmarks.measure import ROOT, add_result_flags, describe_machine, markdown_table, write_results
-from common.errors import ConfigError, DataError
+from benchmarks.measure import add_result_flags, describe_machine, markdown_table, write_results
+from common.errors import DataError
 from common.files import read_json
 from common.flags import Parser
 from common.script import script
@@ -33,7 +33,7 @@ from tokenization.metadata import TokenMetadata, metadata_files
 from tokenization.settings import DOCUMENT_SEPARATOR
 from tokenize_local_bpe import main as tokenize
 from training.config import MODEL_KEYS
-from training.dial import HEAD_WIDTH, RECIPE, Law, dropout_for, vocabulary_for
+from training.dial import HEAD_WIDTH, Law, dropout_for, recipe, vocabulary_for
 
 BATCH, CONTEXT = 8, 256
 LEAST_CHARACTERS = 20_000  # of a book
@@ -102,7 +102,7 @@ def documents(path: str) -> list[str]:
 
 def flags_of(run: Run, data: Path, train_tokens: int) -> list[str]:
     """The trainer's flags of a run, which is not compiled: most are too short for it."""
-    keys: dict[str, Any] = {
+    keys = recipe() | {
         "data_dir": data,
         "num_layers": run.layers,
         "embed_dim": run.width,
@@ -114,12 +114,11 @@ def flags_of(run: Run, data: Path, train_tokens: int) -> list[str]:
         "eval_batches": 0,
         "compile": "off",
     }
-    return ["--config", f"{RECIPE}.json", *(word for key, value in keys.items() for word in (f"--{key}", str(value)))]
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value))]
 
 
 def block_parameters(run: Run) -> int:
-    keys = read_json(ROOT / "configs" / f"{RECIPE}.json", ConfigError)
-    keys |= {"num_layers": run.layers, "embed_dim": run.width, "num_heads": run.width // HEAD_WIDTH}
+    keys = recipe() | {"num_layers": run.layers, "embed_dim": run.width, "num_heads": run.width // HEAD_WIDTH}
     shape = ModelConfig(**{key: value for key, value in keys.items() if key in MODEL_KEYS} | {"vocab_size": 512})
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in TransformerLanguageModel(shape).blocks.parameters())

@@ -25,6 +25,7 @@ from common.output import LOG_LINE_SECONDS, byte_size, clock, log, progress_bar
 from tokenization.conversations import are_conversations, read_conversations
 from tokenization.corpus import PIECE_CHARACTERS, Piece, Source, find_sources, read_pieces, unpacked_bytes
 from tokenization.encoding import SUFFIXES, Reader, encode_in_order, read_chunks, sample_evenly, split_index
+from tokenization.held_out import HASHED_CHARACTERS, HeldOut, choose_held_out, held_out_last
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
 from tokenization.settings import Settings
 from tokenization.token_folder import (
@@ -76,19 +77,24 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
         if total_bytes == 0:
             raise DataError(f"The input is empty: {', '.join(options.input)}.")
         with folder.locked():
-            folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS]))
+            folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS, HASHED_CHARACTERS]))
             try:
                 if not folder.awaits_publishing:
+                    held_out = choose_held_out(reader(sources, options, []), 1 - options.train_split, total_bytes)
                     bad: list[DataError] = []
                     tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_note:
                         log.info(tokenizer.encoder_note)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text_id is None:
                         log.info("Nothing separates the documents: no token of the tokenizer is known to end a text.")
-                    written = encode_sources(folder, tokenizer, sources, options, total_bytes, bad)
+                    read = reader(sources, options, bad)
+                    if held_out:
+                        read = held_out_last(read, held_out)
+                        log.info(held_out.describe())
+                    written = encode_sources(folder, tokenizer, read, options, total_bytes)
                     if bad:
                         log.info(f"Left out: {len(bad):,} records that are not conversations. The first: {bad[0]}")
-                    described = describe_tokens(folder, written, tokenizer, sources, options, fingerprint)
+                    described = describe_tokens(folder, written, tokenizer, sources, options, fingerprint, held_out)
                     if not may_replace:
                         require_the_same(folder, options.input, described)
                     folder.prepare_publishing(described, options.compress)
@@ -206,16 +212,15 @@ def in_background(function: Callable[[], Any], while_waiting: Callable[[], Any])
 def encode_sources(
     folder: TokenFolder,
     tokenizer: Tokenizer,
-    sources: Sequence[Source],
+    read: Reader,
     options: Settings,
     total_bytes: int,
-    bad: list[DataError],
 ) -> TokenWriter:
-    """Encode, in order, all text that is not yet in the work folder. Bad records that are left out go to `bad`.
-    Returns the writer, which knows the counts and the hash of all tokens."""
+    """Encode, in order, all text that is not yet in the work folder. Returns the writer, which knows the counts and the
+    hash of all tokens."""
     dtype = token_dtype(tokenizer.vocab_size)
     workers = options.num_workers or os.cpu_count() or 1
-    chunks = read_chunks(reader(sources, options, bad), options.chunk_size_mb * 1e6)
+    chunks = read_chunks(read, options.chunk_size_mb * 1e6)
     with open_writer(folder, dtype, tokenizer.byte_lengths) as writer, BytesRead("Encoding", total_bytes) as progress:
         for chunk in islice(chunks, writer.chunks):
             progress.start_at(chunk.bytes_read)
@@ -232,22 +237,26 @@ def describe_tokens(
     sources: Sequence[Source],
     options: Settings,
     fingerprint: str,
+    held_out: HeldOut | None,
 ) -> TokenMetadata:
     """The metadata of the tokens in the work folder. Does not read the token file, which may be large."""
     total, documents = written.tokens, written.documents
     ends = np.memmap(folder.document_ends, "<i8", "r") if documents else np.zeros(0, np.int64)
     mask: dict[str, Any] = {}
-    if options.format == "chat":
-        if documents < 2:
-            raise DataError(f"Conversations found: {documents}. At least two are needed: for training and validation.")
+    if options.format == "chat" and documents < 2:
+        raise DataError(f"Conversations found: {documents}. At least two are needed: for training and validation.")
+    if held_out:
+        split = int(ends[documents - held_out.documents - 1])
+    elif options.format == "chat":
         split = split_index(total, ends, options.train_split, tolerance=1.0)  # cuts no conversation
+    else:
+        split = split_index(total, ends, options.train_split)
+    if options.format == "chat":
         packed = np.packbits(np.memmap(folder.in_answer, bool, "r")).tobytes()
         with atomic_write(folder.in_work(folder.mask)) as file:
             file.write(packed)
         sha256 = hashlib.sha256(packed).hexdigest()
         mask = {"mask_file": folder.mask.name, "mask_sha256": sha256, "chat_template": ChatTemplate()}
-    else:
-        split = split_index(total, ends, options.train_split)
     train_bytes = written.text_bytes_before(split, folder.in_work(folder.bin))
     return TokenMetadata(
         path=folder.metadata,

@@ -1,8 +1,8 @@
 """The dial: for `--input TEXT --minutes N` without a config, choose vocabulary, model, batch and epochs by the text,
 the time and this machine, and say what to expect.
 
-The recipe is that of configs/small_modern.json. The loss comes from a law that was fitted to small runs on CPUs:
-docs/choosing.md.
+The form is that of configs/small_modern.json, with a recipe for few steps. The loss comes from a law that was fitted to
+small runs on CPUs: docs/choosing.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ BOOKS = 0.44  # what zlib packs English books to, as a share of their size
 LARGEST_MEASURED = 20e6  # parameters
 MEASURED_BYTES = (1e5, 1e7)
 BEYOND = 2  # times the error, for what was not measured
-RECIPE = "small_modern"
+FORM = "small_modern"  # the config
+FOR_FEW_STEPS = {"beta2": 0.995, "muon_momentum": 0.9, "learning_rate": 3e-3, "cooldown": 0.75}  # docs/choosing.md
 HEAD_WIDTH = 64
 EPOCHS_TO_SPARE = 1.5  # times those that the time is thought to hold, for it may hold more
 FEWEST_STEPS = 50  # a model that takes fewer has hardly begun to learn
@@ -337,9 +338,13 @@ def candidates(argv: Sequence[str] | None, text: Text, asked: Config) -> list[Ca
 
 
 def keys_of(shape: Shape, text: Text, asked: Config) -> dict[str, Any]:
-    keys = read_json(REPOSITORY / "configs" / f"{RECIPE}.json", ConfigError) | shape._asdict()
-    keys["num_heads"] = max(1, shape.embed_dim // HEAD_WIDTH)
+    keys = recipe() | shape._asdict()
+    keys["num_heads"] = shape.embed_dim // HEAD_WIDTH
     return keys if asked.tokenizer == "char" else keys | {"vocab_size": text.vocabulary.size}
+
+
+def recipe() -> dict[str, Any]:
+    return read_json(REPOSITORY / "configs" / f"{FORM}.json", ConfigError) | FOR_FEW_STEPS
 
 
 def length_of(choice: Choice, text: Text) -> dict[str, Any]:
