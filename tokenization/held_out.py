@@ -17,7 +17,7 @@ HASHED_CHARACTERS = 4096
 FEWEST_DOCUMENTS = 3
 MOST_BYTES = 40_000_000  # about ten million tokens; they stay in memory until all else is encoded
 LARGEST = 2.0  # times what is to be held out: a document that is larger is not held out
-LOWEST = 1000  # documents with the lowest hashes, which count if chance chooses none or too much
+LOWEST = 1000  # documents with the lowest hashes, which count if chance chooses too little or too much
 NAMES = 5  # that are listed
 
 
@@ -73,7 +73,7 @@ def choose_held_out(read: Reader, share: float, total_bytes: int) -> HeldOut | N
         (heapq.heappush if len(lowest) < LOWEST else heapq.heappushpop)(lowest, (-document.hash, document))
     if count < FEWEST_DOCUMENTS or not lowest:
         return None
-    if 0 < chosen_bytes <= LARGEST * wanted:
+    if wanted / LARGEST <= chosen_bytes <= LARGEST * wanted:
         held_out = HeldOut(share, frozenset(too_large), by_chance, count)
     else:
         taken: list[Document] = []

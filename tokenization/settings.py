@@ -59,7 +59,7 @@ class Settings:
     train_split: float = option(
         0.9,
         "output",
-        "fraction of the tokens for training, the rest is for validation; moved to the nearest end of a document",
+        "fraction of the text for training; the rest, whole documents chosen by a hash, is for validation",
         gt=0,
         lt=1,
     )
