@@ -213,11 +213,15 @@ class Config(ModelConfig, DataKeys):
 
     @property
     def leaves_the_choice(self) -> bool:
-        """Whether there is a text and nothing that has a model or a length: training/dial.py chooses for minutes."""
-        elsewhere = (self.data_dir, self.model_size, self.init_from, self.resume_from)
+        """Whether a text or its tokens are given, and nothing that has a model: training/dial.py chooses one."""
         is_of_file = any(source not in ("default", "flag") for source in self.sources.values())
-        says_all = not self.minutes and any(map(self.is_given, ("num_layers", "embed_dim", "epochs", "max_steps")))
-        return bool(self.input) and not any(elsewhere) and not is_of_file and not says_all
+        if is_of_file or self.model_size or self.init_from or self.resume_from:
+            return False
+        has_shape = self.is_given("num_layers") or self.is_given("embed_dim")
+        if self.minutes:
+            return bool(self.input or ((self.data_dir or self.bin_file) and not has_shape))
+        has_length = self.is_given("epochs") or self.is_given("max_steps")
+        return bool(self.input) and not (has_shape or has_length or self.data_dir)
 
     def values(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in SCHEMA}
@@ -346,8 +350,9 @@ def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | 
     config_name = flags.pop("config", None)
     layers: list[tuple[str, dict[str, Any]]] = [(by, dict(chosen))] if chosen else []
     name = "default"
-    if config_name is None and flags.get("input") and flags.get("minutes"):
-        name = Path(flags["input"].removeprefix("builtin:")).resolve().name.split(".")[0] or name
+    text = flags.get("input") or flags.get("data_dir") or flags.get("bin_file")
+    if config_name is None and isinstance(text, str) and flags.get("minutes"):
+        name = Path(text.removeprefix("builtin:")).resolve().name.split(".")[0] or name
     if config_name is not None:
         path = find_config(config_name)
         content = read_json(path, ConfigError)

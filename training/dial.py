@@ -24,7 +24,9 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.conversations import are_conversations
 from tokenization.corpus import find_sources, unpacked_blocks, unpacked_bytes
+from tokenization.metadata import TokenMetadata, metadata_files, read_tokens
 from tokenization.settings import Settings
+from tokenizer import load_tokenizer
 from training.checkpoints.mirror import Mirror
 from training.config import REPOSITORY, Config, is_resolved, parse_config
 from training.machine.hardware import (
@@ -128,17 +130,10 @@ class Text(NamedTuple):
     name: str
     files: int
     bytes: int
+    tokens: float
+    vocab_size: int
     is_chat: bool
-    bytes_per_token: float
     difficulty: float  # how much harder it is to predict than English books
-
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return vocabulary_for(self.bytes)
-
-    @property
-    def tokens(self) -> float:
-        return self.bytes / self.bytes_per_token
 
     @property
     def train_tokens(self) -> float:
@@ -199,7 +194,8 @@ def kept_choice(config: Config) -> dict[str, Any]:
 
 def look_at(config: Config) -> Text:
     """What there is to learn from, and how hard it is."""
-    assert config.input
+    if not config.input:
+        return look_at_tokens(config)
     sources = find_sources([text_of(config.input)])
     chat = all(are_conversations(source, Settings.text_key) for source in sources)
     size = unpacked_bytes(sources)
@@ -207,9 +203,35 @@ def look_at(config: Config) -> Text:
         raise DataError(f"{config.input} holds {size:,} bytes of text: too few to learn from and to hold some out.")
     share = max(1, SAMPLE_BYTES // len(sources))
     sample = b"".join(next(unpacked_blocks(source), b"")[:share] for source in sources)
-    bytes_per_token = 1.0 if config.tokenizer == "char" else vocabulary_for(size).bytes_per_token
-    difficulty = len(zlib.compress(sample)) / len(sample) / BOOKS
-    return Text(config.input, len(sources), size, chat, bytes_per_token, difficulty)
+    vocabulary = vocabulary_for(size)
+    if config.is_given("vocab_size"):
+        vocabulary = vocabulary._replace(size=config.vocab_size)
+    elif config.tokenizer == "char":
+        vocabulary = Vocabulary(size, len(set(sample.decode(errors="ignore"))), 1.0)
+    return Text(
+        config.input, len(sources), size, size / vocabulary.bytes_per_token, vocabulary.size, chat, hard(sample)
+    )
+
+
+def look_at_tokens(config: Config) -> Text:
+    """Likewise of tokens that are there."""
+    folder = Path(config.data_dir or "")
+    paths = [Path(config.metadata_file)] if config.metadata_file else metadata_files(folder)
+    if len(paths) != 1:
+        raise DataError(f"{folder} holds the tokens of {len(paths)} texts; one is needed.")
+    metadata = TokenMetadata.read(paths[0])
+    bin_file = Path(config.bin_file) if config.bin_file else metadata.beside("bin_file")
+    tokenizer = load_tokenizer(config.tokenizer_file or metadata.beside("tokenizer_file"))
+    sample = tokenizer.decode(read_tokens(bin_file, metadata, mapped=True)[: SAMPLE_BYTES // 4])
+    size = metadata.text_bytes or round(len(sample.encode()) / (SAMPLE_BYTES // 4) * metadata.total_tokens)
+    files, is_chat = max(1, len(metadata.source_files)), metadata.chat_template is not None
+    return Text(
+        str(paths[0].parent), files, size, metadata.total_tokens, metadata.vocab_size, is_chat, hard(sample.encode())
+    )
+
+
+def hard(sample: bytes) -> float:
+    return len(zlib.compress(sample)) / len(sample) / BOOKS
 
 
 class Candidate(NamedTuple):
@@ -313,7 +335,7 @@ class Dial:
         print(
             f"Text       {text.name}: {byte_size(text.bytes)} of {'conversations' if text.is_chat else 'text'} in "
             f"{text.files:,} file{'s' * (text.files != 1)}, about {text.tokens:,.0f} tokens of a vocabulary of "
-            f"{text.vocabulary.size:,}\n"
+            f"{text.vocab_size:,}\n"
             f"Choice     {config.num_layers} layers x {config.embed_dim}, context {config.max_seq_len}: {why}\n"
             f"Expected   {choice.loss:.2f} bits per byte ({choice.loss - choice.error:.2f} to "
             f"{choice.loss + choice.error:.2f}) after {clock(choice.seconds)}, with "
@@ -330,7 +352,7 @@ def candidates(argv: Sequence[str] | None, text: Text, asked: Config) -> list[Ca
     found: dict[ModelConfig, Candidate] = {}
     for shape in LADDER:
         config = parse_config(argv, keys_of(shape, text, asked), SOURCE)
-        model_config = config.shape(config.vocab_size)
+        model_config = config.shape(text.vocab_size)
         model = without_memory(config, model_config)
         blocks = sum(parameter.numel() for parameter in model.blocks.parameters())
         found.setdefault(model_config, Candidate(shape, config, detect_hardware(config, model_config), model, blocks))
@@ -340,7 +362,8 @@ def candidates(argv: Sequence[str] | None, text: Text, asked: Config) -> list[Ca
 def keys_of(shape: Shape, text: Text, asked: Config) -> dict[str, Any]:
     keys = recipe() | shape._asdict()
     keys["num_heads"] = shape.embed_dim // HEAD_WIDTH
-    return keys if asked.tokenizer == "char" else keys | {"vocab_size": text.vocabulary.size}
+    learns_vocabulary = asked.input and asked.tokenizer == "bpe"
+    return keys | {"vocab_size": text.vocab_size} if learns_vocabulary else keys
 
 
 def recipe() -> dict[str, Any]:
@@ -350,7 +373,7 @@ def recipe() -> dict[str, Any]:
 def length_of(choice: Choice, text: Text) -> dict[str, Any]:
     """The keys that depend on how long the run is."""
     config = choice.candidate.config
-    windows = text.bytes * (1 - TRAIN_SHARE) / text.bytes_per_token / config.max_seq_len
+    windows = text.tokens * (1 - TRAIN_SHARE) / config.max_seq_len
     in_time = EVALUATING_SHARE / FORWARD_SHARE * choice.steps * config.sequences_per_step / EVALUATIONS
     return {
         "epochs": max(1, min(choice.most_passes, math.ceil(EPOCHS_TO_SPARE * choice.passes))),
@@ -369,7 +392,7 @@ def timed_step(candidate: Candidate) -> float:
     config, hardware = candidate.config, candidate.hardware
     model = TransformerLanguageModel(candidate.model.config).to(hardware.device)
     optimizer, scaler = build_optimizer(model, config), hardware.grad_scaler()
-    tokens = torch.randint(config.vocab_size, (config.batch_size, config.max_seq_len + 1), device=hardware.device)
+    tokens = torch.randint(model.config.vocab_size, (config.batch_size, config.max_seq_len + 1), device=hardware.device)
     seconds: list[float] = []
     while len(seconds) < 2 or (sum(seconds) < TIMED_SECONDS and len(seconds) < MOST_TIMED):
         hardware.synchronize()

