@@ -33,9 +33,8 @@ from tokenization.metadata import TokenMetadata, metadata_files
 from tokenization.settings import DOCUMENT_SEPARATOR
 from tokenize_local_bpe import main as tokenize
 from training.config import MODEL_KEYS
-from training.dial import HEAD_WIDTH, Law, dropout_for, recipe, vocabulary_for
+from training.dial import HEAD_WIDTH, LADDER, Law, batch_for, dropout_for, recipe, vocabulary_for
 
-BATCH, CONTEXT = 8, 256
 LEAST_CHARACTERS = 20_000  # of a book
 HELD_OUT_CHARACTERS = 500_000
 EVALUATIONS = 3
@@ -52,9 +51,9 @@ class Run(NamedTuple):
 
 
 RUNS = [
-    *(Run(0.1, 4, width, passes) for width, passes in ((64, 4), (64, 16), (128, 4), (128, 8), (128, 16), (192, 8))),
-    *(Run(0.3, 4, width, passes) for width, passes in ((64, 4), (64, 16), (128, 2), (128, 4), (128, 8), (256, 4))),
-    *(Run(1, 4, width, passes) for width, passes in ((64, 4), (64, 16), (128, 1), (128, 4), (128, 8), (192, 4))),
+    *(Run(0.1, 4, width, passes) for width, passes in ((64, 4), (64, 16), (128, 4), (128, 16), (128, 32), (192, 8))),
+    *(Run(0.3, 4, width, passes) for width, passes in ((64, 4), (64, 16), (128, 2), (128, 4), (128, 16), (256, 4))),
+    *(Run(1, 4, width, passes) for width, passes in ((64, 4), (128, 1), (128, 4), (128, 8), (192, 4))),
     *(Run(1, 4, 256, passes) for passes in (1, 4)),
     *(Run(3, 4, width, passes) for width, passes in ((64, 1), (64, 4), (128, 1), (128, 4), (256, 1))),
     Run(3, 6, 384, 1),
@@ -102,15 +101,17 @@ def documents(path: str) -> list[str]:
 
 def flags_of(run: Run, data: Path, train_tokens: int) -> list[str]:
     """The trainer's flags of a run, which is not compiled: most are too short for it."""
+    shape = next(shape for shape in LADDER if (shape.num_layers, shape.embed_dim) == (run.layers, run.width))
+    batch = batch_for(shape, run.passes * train_tokens)
     keys = recipe() | {
         "data_dir": data,
         "num_layers": run.layers,
         "embed_dim": run.width,
         "num_heads": run.width // HEAD_WIDTH,
-        "batch_size": BATCH,
+        **batch._asdict(),
         "epochs": run.passes,
         "dropout": dropout_for(run.passes),
-        "eval_interval": max(1, run.passes * train_tokens // (BATCH * CONTEXT) // EVALUATIONS),
+        "eval_interval": max(1, run.passes * train_tokens // (batch.max_seq_len * batch.batch_size) // EVALUATIONS),
         "eval_batches": 0,
         "compile": "off",
     }

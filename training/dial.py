@@ -76,23 +76,34 @@ VOCABULARIES = (
 )
 
 
-class Shape(NamedTuple):
-    num_layers: int
-    embed_dim: int
+class Batch(NamedTuple):
     max_seq_len: int
     batch_size: int
 
 
+class Shape(NamedTuple):
+    num_layers: int
+    embed_dim: int
+    batch: Batch
+
+
 LADDER = (
-    Shape(4, 64, 256, 8),
-    Shape(4, 128, 256, 8),
-    Shape(4, 192, 256, 8),
-    Shape(4, 256, 256, 8),
-    Shape(6, 384, 256, 8),
-    Shape(8, 512, 512, 8),
-    Shape(12, 768, 1024, 16),
-    Shape(24, 1024, 1024, 32),
+    Shape(4, 64, Batch(256, 8)),
+    Shape(4, 128, Batch(256, 8)),
+    Shape(4, 192, Batch(256, 8)),
+    Shape(4, 256, Batch(256, 8)),
+    Shape(6, 384, Batch(256, 8)),
+    Shape(8, 512, Batch(512, 8)),
+    Shape(12, 768, Batch(1024, 16)),
+    Shape(24, 1024, Batch(1024, 32)),
 )
+FOR_FEW_TOKENS = ((7e5, Batch(128, 4)), (1.6e6, Batch(256, 4)))  # of a run, at most; the steps become too few otherwise
+
+
+def batch_for(shape: Shape, tokens: float) -> Batch:
+    """The batch of a run of so many tokens."""
+    smaller = next((batch for most, batch in FOR_FEW_TOKENS if tokens <= most), shape.batch)
+    return min(smaller, shape.batch)
 
 
 class Law(NamedTuple):
@@ -174,7 +185,8 @@ def choose(argv: Sequence[str] | None, asked: Config) -> Config:
     while dial.time(choice.candidate):
         choice = dial.best(asked.minutes)
     dial.tell(choice)
-    return parse_config(argv, keys_of(choice.candidate.shape, text, asked) | length_of(choice, text), SOURCE)
+    shape = choice.candidate.shape._replace(batch=choice.batch)
+    return parse_config(argv, keys_of(shape, text, asked) | length_of(choice, text), SOURCE)
 
 
 def kept_choice(config: Config) -> dict[str, Any]:
@@ -244,10 +256,6 @@ class Candidate(NamedTuple):
     block_parameters: int
 
     @property
-    def step_flops(self) -> int:
-        return self.model.flops_per_token() * tokens_of_step(self.config)
-
-    @property
     def memory(self) -> int:
         """Bytes of a step that takes one sequence at a time."""
         return estimate_memory(self.config, self.model, self.hardware, 1)
@@ -257,6 +265,7 @@ class Choice(NamedTuple):
     """What a candidate would come to in a time."""
 
     candidate: Candidate
+    batch: Batch
     steps: int
     passes: float
     most_passes: int
@@ -272,7 +281,7 @@ class Dial:
     def __init__(self, argv: Sequence[str] | None, text: Text, asked: Config):
         self.text, self.asked = text, asked
         self.started = time.perf_counter()
-        self.speeds: dict[int, float] = {}  # floating-point operations a second, by those of a step that was timed
+        self.speeds: dict[int, float] = {}  # floating-point operations a second, by those of a token
         self.candidates = [
             candidate
             for candidate in candidates(argv, text, asked)
@@ -284,18 +293,20 @@ class Dial:
     def time(self, candidate: Candidate) -> bool:
         """Time a step of it, unless that was done, or takes more than its share of the minutes. Whether it was."""
         left = TIMED_SHARE * 60 * self.asked.minutes - (time.perf_counter() - self.started)
-        is_known = candidate.step_flops in self.speeds
-        if is_known or len(self.speeds) == TIMED_SHAPES or (self.speeds and left < 3 * self.step_seconds(candidate)):
+        flops, tokens = candidate.model.flops_per_token(), tokens_of_step(candidate.config)
+        if flops in self.speeds or len(self.speeds) == TIMED_SHAPES:
             return False
-        self.speeds[candidate.step_flops] = candidate.step_flops / timed_step(candidate)
+        if self.speeds and left < 3 * tokens / self.tokens_per_second(candidate):
+            return False
+        self.speeds[flops] = flops * tokens / timed_step(candidate)
         return True
 
-    def step_seconds(self, candidate: Candidate) -> float:
+    def tokens_per_second(self, candidate: Candidate) -> float:
         """As timed, or by the speed of the candidate nearest in size that was."""
-        flops = candidate.step_flops
+        flops = candidate.model.flops_per_token()
         nearest = min(self.speeds, key=lambda timed: abs(math.log(timed / flops)))
         saved = CPU_COMPILE_SAVES if candidate.hardware.compiles and not candidate.hardware.is_cuda else 0.0
-        return flops / self.speeds[nearest] * (1 - saved)
+        return self.speeds[nearest] / flops / (1 - saved)
 
     def best(self, minutes: float) -> Choice:
         """The candidate with the lowest loss after so many minutes."""
@@ -308,12 +319,14 @@ class Dial:
         text, config, hardware = self.text, candidate.config, candidate.hardware
         compiling = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
         seconds = 60 * minutes - hardware.compiles * compiling
-        steps = max(1, int(seconds * (1 - EVALUATING_SHARE) / self.step_seconds(candidate)))
-        passes = steps * tokens_of_step(config) / text.train_tokens
+        tokens = max(0.0, seconds * (1 - EVALUATING_SHARE) * self.tokens_per_second(candidate))
         text_bytes = TRAIN_SHARE * text.bytes
         most = LAW.most_passes(candidate.block_parameters, text_bytes)
+        passes = tokens / text.train_tokens
         if passes > most:
-            seconds, steps, passes = seconds * most / passes, int(steps * most / passes), most
+            seconds, tokens, passes = seconds * most / passes, most * text.train_tokens, most
+        batch = batch_for(candidate.shape, tokens)
+        steps = int(tokens / (batch.max_seq_len * batch.batch_size))
         loss = text.difficulty * LAW.loss(candidate.block_parameters, text_bytes, passes)
         is_measured = (
             candidate.block_parameters <= LARGEST_MEASURED
@@ -322,7 +335,7 @@ class Dial:
             and MEASURED_BYTES[0] <= text.bytes <= MEASURED_BYTES[1]
         )
         error = LAW.error * (1 if is_measured else BEYOND)
-        return Choice(candidate, steps, passes, most, seconds, loss, error, is_measured)
+        return Choice(candidate, batch, steps, passes, most, seconds, loss, error, is_measured)
 
     def tell(self, choice: Choice) -> None:
         """Five lines: the text, the choice and why, what to expect, and what other minutes would bring."""
@@ -336,7 +349,7 @@ class Dial:
             f"Text       {text.name}: {byte_size(text.bytes)} of {'conversations' if text.is_chat else 'text'} in "
             f"{text.files:,} file{'s' * (text.files != 1)}, about {text.tokens:,.0f} tokens of a vocabulary of "
             f"{text.vocab_size:,}\n"
-            f"Choice     {config.num_layers} layers x {config.embed_dim}, context {config.max_seq_len}: {why}\n"
+            f"Choice     {config.num_layers} layers x {config.embed_dim}, context {choice.batch.max_seq_len}: {why}\n"
             f"Expected   {choice.loss:.2f} bits per byte ({choice.loss - choice.error:.2f} to "
             f"{choice.loss + choice.error:.2f}) after {clock(choice.seconds)}, with "
             f"{byte_size(choice.candidate.memory)} of memory or more"
@@ -360,7 +373,7 @@ def candidates(argv: Sequence[str] | None, text: Text, asked: Config) -> list[Ca
 
 
 def keys_of(shape: Shape, text: Text, asked: Config) -> dict[str, Any]:
-    keys = recipe() | shape._asdict()
+    keys = recipe() | {"num_layers": shape.num_layers, "embed_dim": shape.embed_dim} | shape.batch._asdict()
     keys["num_heads"] = shape.embed_dim // HEAD_WIDTH
     learns_vocabulary = asked.input and asked.tokenizer == "bpe"
     return keys | {"vocab_size": text.vocab_size} if learns_vocabulary else keys
@@ -372,14 +385,13 @@ def recipe() -> dict[str, Any]:
 
 def length_of(choice: Choice, text: Text) -> dict[str, Any]:
     """The keys that depend on how long the run is."""
-    config = choice.candidate.config
-    windows = text.tokens * (1 - TRAIN_SHARE) / config.max_seq_len
-    in_time = EVALUATING_SHARE / FORWARD_SHARE * choice.steps * config.sequences_per_step / EVALUATIONS
+    windows = text.tokens * (1 - TRAIN_SHARE) / choice.batch.max_seq_len
+    in_time = EVALUATING_SHARE / FORWARD_SHARE * choice.steps * choice.batch.batch_size / EVALUATIONS
     return {
         "epochs": max(1, min(choice.most_passes, math.ceil(EPOCHS_TO_SPARE * choice.passes))),
         "dropout": dropout_for(choice.passes),
         "eval_interval": max(1, choice.steps // EVALUATIONS),
-        "eval_batches": 0 if windows <= in_time else max(1, int(in_time / config.batch_size)),
+        "eval_batches": 0 if windows <= in_time else max(1, int(in_time / choice.batch.batch_size)),
     }
 
 
