@@ -23,13 +23,22 @@ from common.errors import ConfigError, DataError
 from common.files import atomic_write, sha256_file
 from common.output import LOG_LINE_SECONDS, byte_size, clock, log, progress_bar
 from tokenization.conversations import are_conversations, read_conversations
-from tokenization.corpus import PIECE_CHARACTERS, Piece, Source, find_sources, read_pieces, unpacked_bytes
+from tokenization.corpus import (
+    PIECE_CHARACTERS,
+    NotUTF8,
+    Piece,
+    Source,
+    find_sources,
+    left_out,
+    not_utf8_either,
+    read_pieces,
+    unpacked_bytes,
+)
 from tokenization.encoding import SUFFIXES, Reader, encode_in_order, read_chunks, sample_evenly, split_index
 from tokenization.held_out import HASHED_CHARACTERS, HeldOut, choose_held_out, held_out_last
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
 from tokenization.settings import Settings
 from tokenization.token_folder import (
-    DEFAULT_FOLDER,
     TokenFolder,
     TokenWriter,
     open_writer,
@@ -40,6 +49,8 @@ from tokenization.token_folder import (
 from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
 from tokenizer_base import TokenizerError
 from tokenizer_bpe import SMALLEST_VOCABULARY, BPETokenizer
+
+LISTED = 5  # names of files
 
 
 def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = True) -> Path:
@@ -80,7 +91,10 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
             folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS, HASHED_CHARACTERS]))
             try:
                 if not folder.awaits_publishing:
-                    held_out = choose_held_out(reader(sources, options, []), 1 - options.train_split, total_bytes)
+                    try:
+                        held_out = choose_held_out(reader(sources, options, []), 1 - options.train_split, total_bytes)
+                    except NotUTF8 as first:
+                        raise not_utf8_either(first, sources) from None
                     bad: list[DataError] = []
                     tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_note:
@@ -103,7 +117,7 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
                 raise
             metadata = folder.publish()
     if not quiet:
-        print_result(folder, metadata, options.tokenizer_file)
+        print_result(folder, metadata, options)
     return folder.metadata
 
 
@@ -280,8 +294,7 @@ def describe_tokens(
     )
 
 
-def print_result(folder: TokenFolder, metadata: TokenMetadata, tokenizer_file: str | None) -> None:
-    """`tokenizer_file`: the one of --tokenizer_file; training may start from its checkpoint."""
+def print_result(folder: TokenFolder, metadata: TokenMetadata, options: Settings) -> None:
     tokenizer = load_tokenizer(folder.tokenizer)
     total = metadata.total_tokens
     documents = "documents" if metadata.chat_template is None else "conversations"
@@ -301,7 +314,10 @@ def print_result(folder: TokenFolder, metadata: TokenMetadata, tokenizer_file: s
     for path in (folder.bin, folder.packed, folder.mask, folder.tokenizer, folder.metadata):
         if path.exists():
             print(f"  {path}  {path.stat().st_size:,} bytes")
-    print(f"\nTrain on it:\n  {training_command(folder, metadata, tokenizer_file)}")
+    for reason, names in left_out(options.input, SUFFIXES[options.format]).items():
+        more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
+        print(f"Left out ({reason}): {', '.join(map(escaped, names[:LISTED]))}{more}")
+    print(f"\nTrain on it:\n  {training_command(folder, metadata, options.tokenizer_file)}")
 
 
 def escaped(text: str) -> str:
@@ -309,20 +325,20 @@ def escaped(text: str) -> str:
 
 
 def training_command(folder: TokenFolder, metadata: TokenMetadata, tokenizer_file: str | None) -> str:
-    """The command that trains on these files. It names each of them if the folder has other tokens too."""
-    data = ""
+    """The command that trains on these files, from the checkpoint of `tokenizer_file` if it is one's. It names each
+    file if the folder has other tokens too."""
+    data = f" --data_dir {shlex.quote(str(folder.folder))}"
     if len(metadata_files(folder.folder)) > 1:
         named = (("bin_file", folder.bin), ("tokenizer_file", folder.tokenizer), ("metadata_file", folder.metadata))
         data = "".join(f" --{flag} {shlex.quote(str(path))}" for flag, path in named)
-    elif folder.folder != Path(DEFAULT_FOLDER):
-        data = f" --data_dir {shlex.quote(str(folder.folder))}"
     source = Path(tokenizer_file or "").parent
     if tokenizer_file and (metadata.chat_template or (source / "config.json").is_file()):  # a checkpoint's
         run = Path("runs") / ("chat" if metadata.chat_template else folder.folder.name)
         init, out = shlex.quote(str(source)), shlex.quote(str(run))
-        return f"python train_colab_mmap.py{data} --init_from {init} --output_dir {out}"
-    config = "gpt2_small.json" if metadata.tokenizer_type == "bpe" else "shakespeare_char.json"
-    return f"python train_colab_mmap.py{data} --config {config}"
+        gently = " --epochs 3 --learning_rate 1e-4 --eval_interval 50 --stop_after_worse 3"
+        gently = gently if metadata.chat_template else ""
+        return f"python train_colab_mmap.py{data} --init_from {init} --output_dir {out}{gently}"
+    return f"python train_colab_mmap.py{data} --minutes 60"
 
 
 class BytesRead:

@@ -62,6 +62,10 @@ class Source:
         return [suffix.lower() for suffix in self.path.suffixes if suffix.lower() != ".gz"][-1:] == [".jsonl"]
 
 
+class NotUTF8(DataError):
+    """A file in another encoding."""
+
+
 class Piece(NamedTuple):
     """A document, or a part of a long one."""
 
@@ -85,6 +89,25 @@ def find_sources(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) ->
             status = path.stat()
             found.setdefault(path.resolve(), Source(path.resolve(), name, status.st_size, status.st_mtime_ns))
     return list(found.values())
+
+
+def left_out(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, list[str]]:
+    """The files in the given folders that `find_sources` does not take, and those that are empty, by the reason."""
+    found: dict[str, list[str]] = {}
+    for given in inputs:
+        folder = Path(given).expanduser()
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else ():
+            name = path.relative_to(folder)
+            if any(part.startswith(".") for part in name.parts):
+                reason = "hidden"
+            elif not path.name.lower().removesuffix(".gz").endswith(suffixes):
+                reason = f"not {', '.join(suffixes)}"
+            elif path.stat().st_size == 0:
+                reason = "empty"
+            else:
+                continue
+            found.setdefault(reason, []).append(name.as_posix())
+    return found
 
 
 def unpacked_bytes(sources: Iterable[Source]) -> int:
@@ -241,11 +264,37 @@ def require_text(source: Source, beginning: bytes) -> None:
         raise DataError(f"{source.path} is not text. {HOLDS_ZEROS}")
     else:
         encoding = "UTF-16BE" if high > low else "UTF-16LE"
-    raise DataError(f"{source.path} is {encoding}, not UTF-8 text. {conversion(source, encoding)}")
+    raise NotUTF8(f"{source.path} is {encoding}, not UTF-8 text. {conversion(source, encoding)}")
+
+
+def not_utf8_either(first: NotUTF8, sources: Sequence[Source]) -> DataError:
+    """The error for all the files that are not UTF-8, of which the first one is known."""
+    wrong: list[Source] = []
+    for source in sources:
+        try:
+            for _ in decoded_blocks(source, lambda count: None):
+                pass
+        except NotUTF8:
+            wrong.append(source)
+        except DataError:
+            pass  # not text at all: it is named in its turn
+    if len(wrong) < 2:
+        return first
+    files = " ".join(shlex.quote(from_here(source.path)) for source in wrong)
+    convert = 'cp "$f" "$f.old" && iconv -f WINDOWS-1252 -t UTF-8 "$f.old" > "$f"'
+    return DataError(
+        f"{len(wrong)} files are not UTF-8 text. The first: {first}\nIf all are in that encoding, this converts them, "
+        f"and keeps what they were in *.old:\n  for f in {files}; do {convert}; done"
+    )
+
+
+def from_here(path: Path) -> str:
+    """The path as the user would type it."""
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def conversion(source: Source, encoding: str) -> str:
-    name = shlex.quote(source.path.name)
+    name = shlex.quote(from_here(source.path))
     given, file = (f"gzip -dc {name} | ", "") if source.is_compressed else ("", f" {name}")
     return f"Convert it first, for example with `{given}iconv -f {encoding} -t UTF-8{file} > converted.txt`."
 
@@ -272,8 +321,9 @@ def decoded_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[s
 
 def not_utf8(source: Source, position: int, error: UnicodeDecodeError) -> DataError:
     where = f"byte {position}{' of the unpacked text' if source.is_compressed else ''}"
-    advice = HOLDS_ZEROS if 0 in error.object else conversion(source, "WINDOWS-1252")
-    return DataError(
+    is_text = 0 not in error.object
+    advice = conversion(source, "WINDOWS-1252") if is_text else HOLDS_ZEROS
+    return (NotUTF8 if is_text else DataError)(
         f"{source.path} is not UTF-8 text: {error.reason} at {where} (0x{error.object[error.start]:02x}). {advice}"
     )
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -99,7 +100,7 @@ def test_bpe_gives_every_document_and_its_end(tmp_path: Path, capsys: pytest.Cap
 
     printed = capsys.readouterr().out
     assert f"{len(tokens):,} tokens" in printed and "in 20 documents" in printed and "Longest tokens:" in printed
-    assert f"python train_colab_mmap.py --data_dir {out} --config gpt2_small.json" in printed
+    assert f"python train_colab_mmap.py --data_dir {out} --minutes 60" in printed
     assert str(tmp_path) not in (out / "tokens_bpe_metadata.json").read_text()
 
 
@@ -112,7 +113,6 @@ def test_characters_are_the_text_without_separators(tmp_path: Path, capsys: pyte
     assert metadata["tokenizer_type"] == "character" and metadata["vocab_size"] == len(set(text))
     assert (metadata["bin_file"], metadata["tokenizer_file"]) == ("tokens.bin", "tokenizer.json")
     assert metadata["train_bytes"] + metadata["val_bytes"] == len(text.encode())
-    assert "shakespeare_char.json" in capsys.readouterr().out
 
 
 def test_one_document_is_split_at_the_exact_position(tmp_path: Path) -> None:
@@ -654,3 +654,32 @@ def test_conversations_are_not_taken_for_text(name: str, tmp_path: Path, capsys:
     words = ["--input", str(path), "--output_dir", str(tmp_path / "run"), "--data_dir", str(tmp_path / "tokens")]
     assert train_colab_mmap.main([*words, *shape.split()]) == 0
     assert " conversations in " in capsys.readouterr().out
+
+
+def test_what_a_folder_holds_besides_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    books = tmp_path / "books"
+    (books / ".git").mkdir(parents=True)
+    (books / "one.txt").write_text("the cat sat on the mat\n" * 20)
+    for name in ("two.epub", "three.pdf", ".draft.txt", ".git/config.txt", "empty.txt"):
+        (books / name).write_text("" if name == "empty.txt" else "not read")
+    assert tokenize_local_bpe.main(["--input", str(books), "--output_dir", str(tmp_path / "out")]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Left out")]
+    assert "Left out (empty): empty.txt" in said and "Left out (hidden): .draft.txt, .git/config.txt" in said
+    assert any("three.pdf, two.epub" in line for line in said)
+
+
+@pytest.mark.skipif(not shutil.which("iconv"), reason="no iconv")
+def test_files_in_another_encoding_are_named_together_with_a_command_that_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my books").mkdir()
+    for name, text in (("a", "déjà vu"), ("b", "plain"), ("c", "naïve")):
+        Path(f"my books/{name}.txt").write_bytes(text.encode("cp1252") * 50)
+    argv = ["--input", "my books", "--output_dir", "out"]
+    assert tokenize_local_bpe.main(argv) == 3
+    error = capsys.readouterr().err
+    assert "2 files are not UTF-8 text" in error
+    subprocess.run(["sh", "-c", error.splitlines()[-1]], check=True)
+    assert tokenize_local_bpe.main(argv) == 0
+    assert Path("my books/c.txt").read_text() == "naïve" * 50
