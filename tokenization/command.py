@@ -87,6 +87,8 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
         total_bytes = unpacked_bytes(sources)
         if total_bytes == 0:
             raise DataError(f"The input is empty: {', '.join(options.input)}.")
+        if folder.metadata.exists():
+            log.info(f"{replaced(folder.metadata)} A run on them needs them again to go on: --output_dir keeps both.")
         with folder.locked():
             folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS, HASHED_CHARACTERS]))
             try:
@@ -119,6 +121,14 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
     if not quiet:
         print_result(folder, metadata, options)
     return folder.metadata
+
+
+def replaced(path: Path) -> str:
+    try:
+        names = ", ".join(map(escaped, TokenMetadata.read(path).source_names[:LISTED])) or "another text"
+    except DataError:
+        names = "another text"
+    return f"{path.parent} holds the tokens of {names}, which will be replaced."
 
 
 def fingerprint_of(sources: Sequence[Source], options: Settings, kind: str) -> str:

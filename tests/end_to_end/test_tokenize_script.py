@@ -683,3 +683,11 @@ def test_files_in_another_encoding_are_named_together_with_a_command_that_works(
     subprocess.run(["sh", "-c", error.splitlines()[-1]], check=True)
     assert tokenize_local_bpe.main(argv) == 0
     assert Path("my books/c.txt").read_text() == "naïve" * 50
+
+
+def test_tokens_of_another_text_are_replaced_with_a_word(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for name in ("first.txt", "second.txt"):
+        (tmp_path / name).write_text(f"{name} is a text of its own.\n" * 20)
+        argv = ["--input", str(tmp_path / name), "--output_dir", str(tmp_path / "out"), "--vocab_size", "300"]
+        assert tokenize_local_bpe.main(argv) == 0
+        assert ("the tokens of first.txt, which will be replaced" in capsys.readouterr().out) == (name == "second.txt")
