@@ -5,7 +5,7 @@
     python benchmarks/peers.py --update_readme
 
 The contestants take turns; each measurement is a new process. Results go to docs/benchmarks/, one file for each kind of
-machine, and from there into the README's table.
+machine, and from there into the table of docs/benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from benchmarks import STARTED
 from benchmarks.contestants import CONTESTANTS, Case, cases, measure
 from benchmarks.measure import (
     RESULTS,
-    ROOT,
     Measured,
     Spread,
     add_result_flags,
@@ -91,7 +90,7 @@ def document(results: Mapping[str, Any]) -> str:
 
 
 def performance_table(folder: Path = RESULTS) -> str:
-    """The README's table: the last case, the largest, of each machine in `folder`, with a link to the rest."""
+    """The performance table: the last case, the largest, of each machine in `folder`, with a link to the rest."""
     peers = [name for name in CONTESTANTS if name != "ours"]
     table = []
     for path in sorted(folder.glob("training-*.json")):
@@ -100,7 +99,7 @@ def performance_table(folder: Path = RESULTS) -> str:
         measured = result["measured"]
         speed = Spread.of_key(measured["ours"], "tokens_per_second").median
         ratios = [f"{speedup(measured, peer).median:.2f}x" if peer in measured else "" for peer in peers]
-        device = f"[{results['machine']['device']}](docs/benchmarks/{path.stem}.md), {results['machine']['date']}"
+        device = f"[{results['machine']['device']}]({path.stem}.md), {results['machine']['date']}"
         size = si(measured["ours"][0]["parameters"])
         table.append([device, f"{name} ({size})", f"{speed:,.0f}", *ratios])
     return markdown_table(["machine", "model (parameters)", "tokens/s", *(f"against {peer}" for peer in peers)], table)
@@ -110,7 +109,9 @@ def with_table(readme: str, table: str) -> str:
     """The README's text with its performance table replaced. Raises ValueError unless the markers are there, once."""
     text, count = README_SECTION.subn(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", readme)
     if count != 1:
-        raise ValueError("README.md should hold <!-- performance: ... --> and <!-- /performance --> once")
+        raise ValueError(
+            "docs/benchmarks/README.md should hold <!-- performance: ... --> and <!-- /performance --> once"
+        )
     return text
 
 
@@ -123,7 +124,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help='ours and these, as in "plain PyTorch" [all]')
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each [3]")
     parser.add_argument("--seconds", type=float, default=4.0, help="timed in each; at least one step [4]")
-    parser.add_argument("--update_readme", action="store_true", help="only write the README's table from the results")
+    parser.add_argument(
+        "--update_readme",
+        action="store_true",
+        help="only write the table of docs/benchmarks/README.md from the results",
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # measure this, in this process
     add_result_flags(parser)
     flags = parser.parse_args(argv)
@@ -132,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(measure(**spec | {"case": Case(**spec["case"]), "started": STARTED})))
         return 0
     if flags.update_readme:
-        readme = ROOT / "README.md"
+        readme = RESULTS / "README.md"
         readme.write_text(with_table(readme.read_text(encoding="utf-8"), performance_table()), encoding="utf-8")
         return 0
     require_known("--cases", flags.cases, names)

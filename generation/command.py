@@ -20,7 +20,7 @@ from common.files import read_text
 from common.output import cell, printable, table_row
 from generation.completion import ROWS_AT_ONCE, generate, prompt_ids
 from generation.loading import load_checkpoint
-from generation.scoring import Score, json_row, score_file, table_head, table_line, table_rows
+from generation.scoring import Score, json_row, meaning, score_file, table_head, table_line, table_rows
 from generation.settings import Request, Sampling
 from generation.terminal import interact, stream_one
 from model import TransformerLanguageModel
@@ -114,8 +114,10 @@ def score(request: Request) -> None:
         else:
             print(*heads, *table_rows(name, scored), sep="\n", flush=True)
             heads = []
-    if len(named) > 1 and not request.json:
-        print(table_line("total", total))
+    if not request.json:
+        if len(named) > 1:
+            print(table_line("total", total))
+        print(f"\n{meaning(total)}")
 
 
 def read_prompts(request: Request, must_ask: bool) -> list[str]:

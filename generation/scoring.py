@@ -202,6 +202,26 @@ def table_line(name: str, score: Score) -> str:
     return table_row([cell(name), *numbers, f"{score.bits_per_byte:.4f}"])
 
 
+# What a score below each of these reads like (docs/reading_losses.md); 8 bits are a byte drawn blindly.
+MEANINGS = (
+    (0.5, "it knows this text by heart, or the text repeats itself"),
+    (1.1, "as models of hundreds of millions of parameters read English"),
+    (1.6, "sentences that hold together, without much sense"),
+    (2.0, "mostly real words, in phrases that fit for a moment"),
+    (2.6, "words and pieces of words, in no order that lasts"),
+    (4.0, "frequent letters and syllables; it has only begun to learn texts like this"),
+    (8.0, "it has learned nothing of texts like this"),
+    (math.inf, "worse than chance: a text of another kind or language, or other weights"),
+)
+
+
+def meaning(score: Score) -> str:
+    """One line for people about a score."""
+    bits = score.bits_per_byte
+    said = next((words for most, words in MEANINGS if bits < most), "nothing was predicted")
+    return f"{bits:.2f} bits per byte: {said} (docs/reading_losses.md)"
+
+
 class Likelihood(NamedTuple):
     """A token, and the model's probabilities at its place: over the whole vocabulary, before temperature, penalties,
     top-k and top-p. Logarithms are natural."""

@@ -13,18 +13,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.errors import INTERRUPTED
 from common.script import Script
 from serving.run_reader import RunReader
 from serving.watch_page import named, page
 
-# Of a text of at most so many bytes, as docs/choosing.md advises; and of more.
-SIZES = ((10e6, "small_modern"), (30e6, "medium_modern"), (300e6, "large"))
-LARGEST = "gpt2_small"
-WITHOUT_A_GPU = "small_modern"
-QUICKSTART = "quickstart"
 BUILT_IN, UPLOAD, UPLOAD_ANOTHER = "built-in", "upload", "upload another"
 
 
@@ -47,7 +40,7 @@ def run(main: Script, *words: object) -> None:
 
 
 def flags(**values: object) -> list[object]:
-    """The values as flags, without those that are empty or 0: for them the config decides."""
+    """The values as flags, without those that are empty or 0."""
     return [word for name, value in values.items() if value for word in (f"--{name}", value)]
 
 
@@ -119,20 +112,6 @@ def size_of(text: Path) -> int:
     """Bytes of a file, or of all files in a folder."""
     files = [text] if text.is_file() else [path for path in text.rglob("*") if path.is_file()]
     return sum(path.stat().st_size for path in files)
-
-
-def choose_config(asked: str, text: Path | None) -> str:
-    """`asked`; for "auto" the config that suits the text and the machine. The built-in text has its own."""
-    if text is None:
-        chosen = QUICKSTART
-    elif asked != "auto":
-        chosen = asked
-    elif not torch.cuda.is_available():
-        chosen = WITHOUT_A_GPU
-    else:
-        chosen = next((name for most, name in SIZES if size_of(text) <= most), LARGEST)
-    print(f"Config     configs/{chosen}.json")
-    return chosen
 
 
 def write_prompts(prompts: str, file: Path) -> Path | None:

@@ -53,7 +53,13 @@ LARGEST_MEASURED = 20e6  # parameters
 MEASURED_BYTES = (1e5, 1e7)
 BEYOND = 2  # times the error, for what was not measured
 FORM = "small_modern"  # the config
-FOR_FEW_STEPS = {"beta2": 0.995, "muon_momentum": 0.9, "learning_rate": 3e-3, "cooldown": 0.75}  # docs/choosing.md
+FOR_FEW_STEPS = {  # docs/benchmarks/recipe.md
+    "beta2": 0.995,
+    "muon_momentum": 0.9,
+    "learning_rate": 3e-3,
+    "muon_learning_rate": 0.03,
+    "cooldown": 0.75,
+}
 HEAD_WIDTH = 64
 EPOCHS_TO_SPARE = 1.5  # times those that the time is thought to hold, for it may hold more
 FEWEST_STEPS = 50  # a model that takes fewer has hardly begun to learn

@@ -1,4 +1,4 @@
-"""Ours beside its peers: what is measured, what is written, and the README's table, which follows from the results."""
+"""Ours beside its peers: what is measured, what is written, and the table of speeds, which follows from the results."""
 
 from __future__ import annotations
 
@@ -107,11 +107,11 @@ def test_speedups_are_taken_round_by_round(tmp_path: Path) -> None:
     results_file(tmp_path, "machine-b", runs)
     results_file(tmp_path, "machine-a", {"ours": [run_of(50)], "nanoGPT": [run_of(100)]})
     first, second = performance_table(tmp_path).splitlines()[2:]
-    assert first == "| [machine-a](docs/benchmarks/training-machine-a.md), 2026-11-21 | toy (1k) | 50 |  |  | 0.50x |"
+    assert first == "| [machine-a](training-machine-a.md), 2026-11-21 | toy (1k) | 50 |  |  | 0.50x |"
     assert "| 3,300 | 3.00x |  |  |" in second
 
 
-def test_the_readme_shows_the_results_on_record() -> None:
+def test_the_page_of_benchmarks_shows_the_results_on_record() -> None:
     """`python benchmarks/peers.py --update_readme` after new results."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "docs/benchmarks/README.md").read_text(encoding="utf-8")
     assert with_table(readme, performance_table()) == readme
