@@ -261,10 +261,9 @@ class Candidate(NamedTuple):
     model: TransformerLanguageModel  # without numbers
     block_parameters: int
 
-    @property
-    def memory(self) -> int:
-        """Bytes of a step that takes one sequence at a time."""
-        return estimate_memory(self.config, self.model, self.hardware, 1)
+    def memory(self, rows: int) -> int:
+        """Bytes of a step that takes so many sequences at a time."""
+        return estimate_memory(self.config, self.model, self.hardware, rows)
 
 
 class Choice(NamedTuple):
@@ -291,7 +290,7 @@ class Dial:
         self.candidates = [
             candidate
             for candidate in candidates(argv, text, asked)
-            if candidate.memory <= MEMORY_SHARE * (candidate.hardware.memory_bytes or math.inf)
+            if candidate.memory(1) <= MEMORY_SHARE * (candidate.hardware.memory_bytes or math.inf)
         ]
         if not self.candidates:
             raise MemoryExhausted("Not even the smallest model that these flags allow fits into this machine's memory.")
@@ -358,7 +357,7 @@ class Dial:
             f"Choice     {config.num_layers} layers x {config.embed_dim}, context {choice.batch.max_seq_len}: {why}\n"
             f"Expected   {choice.loss:.2f} bits per byte ({choice.loss - choice.error:.2f} to "
             f"{choice.loss + choice.error:.2f}) after {clock(choice.seconds)}, with "
-            f"{byte_size(choice.candidate.memory)} of memory or more"
+            f"about {byte_size(choice.candidate.memory(choice.batch.batch_size))} of memory"
             f"{'' if choice.is_measured else '; no run like this was measured, so this is a guess'}\n"
             f"Reading    the text {choice.passes:.2g} times, {limit}"
             f"{', with dropout' if dropout_for(choice.passes) else ''}\n"

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generation import scoring
-from generation.scoring import FileScore, Score, json_row, score_documents, score_file, table_rows, windows
+from generation.scoring import FileScore, Score, json_row, meaning, score_documents, score_file, table_rows, windows
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.generation.helpers import CHARACTERS, CONTEXT, random_model
@@ -226,3 +226,11 @@ def test_a_loss_beyond_all_floats_is_infinite_and_json_says_null() -> None:
     assert list(row) == ["tokens", "bytes", "loss", "perplexity", "bits_per_byte"]
     assert row["perplexity"] is None and row["loss"] == 1e5
     assert "inf" in table_rows("a.txt", FileScore(score, 1, []))[0]
+
+
+@pytest.mark.parametrize(
+    ("bits", "said"), [(0.2, "by heart"), (1.9, "real words"), (7.9, "nothing"), (8.04, "worse than chance")]
+)
+def test_a_score_in_words(bits: float, said: str) -> None:
+    assert said in meaning(Score(nats=bits * 100 * math.log(2), tokens=30, bytes=100))
+    assert "nothing was predicted" in meaning(Score())

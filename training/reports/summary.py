@@ -19,6 +19,7 @@ from training.reports.report import Timer
 
 LEAST_EVALUATIONS = 3  # for a verdict
 RISEN = 1.005  # times the lowest validation loss: more than two seeds differ
+MEMORISING = "memorising"
 LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
 
 
@@ -93,7 +94,8 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer], samples: list[A
     there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES_TABLE) if (run.dir / name).exists()]
     there += [f"{name}/" for name in ("checkpoints", "best") if (run.dir / name).exists()]
     print(f"{'Files':<16} {run.dir}: {', '.join(there)}")
-    checkpoint = shlex.quote(str(run.dir / "best" if stopped_early else run.dir))
+    is_past_best = stopped_early or facts.get("Verdict", "").startswith(MEMORISING)
+    checkpoint = shlex.quote(str(run.dir / "best" if is_past_best else run.dir))
     print(f'\nTalk to it: python generate.py --checkpoint {checkpoint} --prompt "..." or --interactive')
 
 
@@ -106,7 +108,7 @@ def verdict(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs:
     gap = last["val_loss"] - fmean(trained)
     apart = f"{fmean(trained):.4f}, {abs(gap):.3f} {'below' if gap > 0 else 'above'} the validation loss"
     if last["val_loss"] > RISEN * lowest["val_loss"]:
-        meaning = f"memorising since epoch {lowest.get('epoch', 0):.2g}: use best/"
+        meaning = f"{MEMORISING} since epoch {lowest.get('epoch', 0):.2g}: use best/"
     else:
         meaning = "still falling at the end: more time, or more text, helps"
     return {"Training loss": f"{apart}; the text was read {epochs:.2g} times", "Verdict": meaning}
