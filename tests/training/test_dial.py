@@ -12,7 +12,7 @@ import pytest
 
 import train_colab_mmap
 from common.errors import ConfigError, DataError
-from tests.helpers import WORDS
+from tests.helpers import ROOT, WORDS
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
 from training.config import Config, parse_config
@@ -51,6 +51,14 @@ def test_text_passes_and_parameters_lower_the_loss_and_a_large_text_is_read_more
     assert loss > LAW.loss(1e6, text_bytes, 3) > LAW.loss(1e6, 2 * text_bytes, 1.5)  # new text is worth more
     assert LAW.most_passes(1e5, text_bytes) >= LAW.most_passes(1e7, text_bytes) >= 1
     assert 0.5 < loss < 4
+
+
+def test_the_law_is_that_of_the_runs_on_record() -> None:
+    """As far as the passes over a text pay."""
+    runs = json.loads((ROOT / "docs/benchmarks/law.json").read_text())["runs"]
+    of = [(run["parameters"], run["bytes"], run["passes"], run["lowest"]) for run in runs]
+    apart = [abs(LAW.loss(*run[:3]) - run[3]) for run in of if run[2] <= 16]
+    assert len(apart) >= 10 and sum(each <= LAW.error for each in apart) >= 0.9 * len(apart)
 
 
 def test_the_larger_the_text_the_larger_the_vocabulary() -> None:
