@@ -35,7 +35,7 @@ from tokenization.corpus import (
     unpacked_bytes,
 )
 from tokenization.encoding import SUFFIXES, Reader, encode_in_order, read_chunks, sample_evenly, split_index
-from tokenization.held_out import HASHED_CHARACTERS, HeldOut, choose_held_out, held_out_last
+from tokenization.held_out import HASHED_CHARACTERS, HeldOut, choose_held_out
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
 from tokenization.settings import Settings
 from tokenization.token_folder import (
@@ -105,9 +105,10 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
                         log.info("Nothing separates the documents: no token of the tokenizer is known to end a text.")
                     read = reader(sources, options, bad)
                     if held_out:
-                        read = held_out_last(read, held_out)
-                        log.info(held_out.describe())
+                        read = held_out.last(read)
                     written = encode_sources(folder, tokenizer, read, options, total_bytes)
+                    if held_out:
+                        log.info(held_out.describe())
                     if bad:
                         log.info(f"Left out: {len(bad):,} records that are not conversations. The first: {bad[0]}")
                     described = describe_tokens(folder, written, tokenizer, sources, options, fingerprint, held_out)

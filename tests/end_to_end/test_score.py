@@ -110,7 +110,8 @@ def test_the_loss_is_the_models_own(checkpoint, rows):
 def test_the_table_has_a_row_for_each_document_each_file_and_all(checkpoint, run, rows):
     code, out, err = run("--score", "one.txt", "two.txt", "--stride", 8)
     assert (code, err) == (0, "")
-    first, blank, head, _, *lines = out.splitlines()
+    first, blank, head, _, *lines, _, meaning = out.splitlines()
+    assert " bits per byte: " in meaning
     assert first == f"{checkpoint}: fp32, windows of {CONTEXT} tokens, stride 8" and not blank
     assert columns(head) == ["text", "tokens", "bytes", "loss", "perplexity", "bits per byte"]
     cells = [columns(line) for line in lines]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.helpers import WORDS
 from tokenization import held_out as module
 from tokenization.corpus import Piece, find_sources, read_pieces
-from tokenization.held_out import HeldOut, choose_held_out, held_out_last
+from tokenization.held_out import HeldOut, choose_held_out
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import main
 from tokenizer import load_tokenizer
@@ -78,7 +78,7 @@ def test_what_is_chosen_is_whole_and_never_nothing_nor_too_much(sizes: list[int]
     if held_out is None:
         assert all(len(text) > 0.2 * total for text in texts)
         return
-    ordered = [piece.text for piece in held_out_last(lambda on_read: iter(pieces), held_out)(lambda count: None)]
+    ordered = [piece.text for piece in held_out.last(lambda on_read: iter(pieces))(lambda count: None)]
     last = ordered[len(ordered) - held_out.documents :]
     assert sorted(ordered) == sorted(texts) and 0 < held_out.documents < len(texts)
     assert sum(map(len, last)) <= 0.2 * total + 1
@@ -114,4 +114,11 @@ def test_a_large_text_holds_out_no_more_than_fits_in_memory(tmp_path: Path, monk
     few = chosen(tmp_path / "text.txt")
     monkeypatch.undo()
     many = chosen(tmp_path / "text.txt")
-    assert few and many and few.documents <= 8 < many.documents and few.limit < many.limit
+    assert few and many and few.limit < 0.05 < many.limit
+
+
+def test_copies_of_a_document_are_on_one_side(tmp_path: Path) -> None:
+    texts = [story(number) for number in range(10)] * 20
+    (tmp_path / "text.txt").write_text(SEPARATOR.join(texts))
+    trained, held_out = splits(tmp_path / "out", tmp_path / "text.txt")
+    assert len(trained) + len(held_out) == 200 and len(held_out) in (20, 40) and not {*trained} & {*held_out}
