@@ -66,12 +66,12 @@ class HeldOut:
         return f"Held out for validation: {of}"
 
 
-def choose_held_out(read: Reader, share: float, total_bytes: int) -> HeldOut | None:
-    """Choose about `share` of the text, MOST_BYTES at most. Reads all of it; `total_bytes` is its size or more.
+def choose_held_out(read: Reader, share: float, total_bytes: int, most: int = MOST_BYTES) -> HeldOut | None:
+    """Choose about `share` of the text, `most` bytes of it at most. Reads all of it; `total_bytes` is its size or more.
 
     None if there are few documents, or only such as are too large: then the end of the text is held out.
     """
-    limit = min(share, MOST_BYTES / total_bytes)
+    limit = min(share, most / total_bytes)
     lowest: dict[float, int] = {}  # bytes of the documents with each of the lowest hashes: copies have the same
     heap: list[float] = []  # of these hashes, negative: the first is the highest
     largest: list[tuple[int, float]] = []  # a heap of sizes and hashes
@@ -89,7 +89,7 @@ def choose_held_out(read: Reader, share: float, total_bytes: int) -> HeldOut | N
         elif hashed < -heap[0]:
             del lowest[-heapq.heappushpop(heap, -hashed)]
             lowest[hashed] = size
-    wanted = min(share * text_bytes, MOST_BYTES)
+    wanted = min(share * text_bytes, most)
     too_large = {hashed for size, hashed in largest if size > LARGEST * wanted}
     too_large |= {hashed for hashed, size in lowest.items() if size > LARGEST * wanted}
     chosen -= sum(size for size, hashed in largest if hashed in too_large and hashed < limit)

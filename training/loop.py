@@ -176,8 +176,7 @@ class Loop:
 
     def learning_rate(self) -> float:
         state = self.state
-        first = state.cooldown.first if state.cooldown else None
-        return learning_rate(state.step, state.max_steps, self.trainer.config, first)
+        return learning_rate(state.step, state.max_steps, self.trainer.config, state.cooldown)
 
     def report_step(self, result: StepResult, lr: float) -> None:
         """Report the step that was taken, if a report is due; keep its metrics until they are complete, if an
@@ -271,7 +270,7 @@ class Loop:
         log.info(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
 
     def look_at_clock(self) -> None:
-        """With `minutes`: measure the speed, and begin the fall of the learning rate if it is time."""
+        """With `minutes`: measure the speed, and begin the fall of the learning rate if it is time, or move its end."""
         state, deadline = self.state, self.deadline
         if state.step < deadline.next_look or state.finished:
             return
@@ -281,7 +280,7 @@ class Loop:
                 with self.timer.paused(), self.interruption.abandonable():
                     self.fitting(evaluate, self.trainer)
                 deadline.evaluation_seconds = self.timer.last_pause
-            if cooldown := deadline.cooldown():
+            if cooldown := deadline.plan():
                 state.cooldown, state.max_steps = cooldown, cooldown.last
                 self.run.is_due = True  # a checkpoint of the plan
         self.report.plan(deadline.last_step)

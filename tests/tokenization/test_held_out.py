@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import WORDS
-from tokenization import held_out as module
 from tokenization.corpus import Piece, find_sources, read_pieces
-from tokenization.held_out import HeldOut, choose_held_out
+from tokenization.held_out import MOST_BYTES, HeldOut, choose_held_out
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import main
 from tokenizer import load_tokenizer
@@ -30,9 +29,10 @@ def reference_hash(text: str) -> float:
     return int.from_bytes(hashlib.blake2b(text[:4096].encode(), digest_size=8).digest(), "big") / 2**64
 
 
-def chosen(path: Path, share: float = 0.1) -> HeldOut | None:
+def chosen(path: Path, share: float = 0.1, most: int = MOST_BYTES) -> HeldOut | None:
     sources = find_sources([str(path)])
-    return choose_held_out(lambda on_read: read_pieces(sources, on_read=on_read), share, sum(s.size for s in sources))
+    size = sum(source.size for source in sources)
+    return choose_held_out(lambda on_read: read_pieces(sources, on_read=on_read), share, size, most)
 
 
 def splits(folder: Path, *inputs: Path) -> tuple[list[str], list[str]]:
@@ -108,11 +108,9 @@ def test_of_one_or_two_documents_the_end_is_held_out(count: int, tmp_path: Path)
     assert metadata.train_tokens == pytest.approx(0.9 * metadata.total_tokens, abs=2)
 
 
-def test_a_large_text_holds_out_no_more_than_fits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+def test_a_large_text_holds_out_no_more_than_fits_in_memory(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(SEPARATOR.join(story(number) for number in range(300)))
-    few = chosen(tmp_path / "text.txt")
-    monkeypatch.undo()
+    few = chosen(tmp_path / "text.txt", most=1000)
     many = chosen(tmp_path / "text.txt")
     assert few and many and few.limit < 0.05 < many.limit
 

@@ -275,8 +275,7 @@ def start_or_resume(run: Run, old: Old) -> None:
     run.saved_step = state.step
     share_rank_0(run)
     # As the last step left it: what is saved before the next one is then what was saved there.
-    first = state.cooldown.first if state.cooldown else None
-    lr = learning_rate(max(state.step - 1, 0), state.max_steps, config, first)
+    lr = learning_rate(max(state.step - 1, 0), state.max_steps, config, state.cooldown)
     apply_hyperparameters(trainer.optimizer, lr, config)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import torch
@@ -25,6 +25,7 @@ Sequences = Annotated[int, Field(strict=True, ge=0, lt=2**32)]  # the order of a
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Planned = Annotated[int, Field(strict=True, ge=0)]  # --max_steps and --epochs have no limit
 Seconds = Annotated[float, Field(strict=True, ge=0)]
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 Number = Annotated[int, Field(strict=True)] | Annotated[float, Field(strict=True)]
 OF_A_FILE = ConfigDict(allow_inf_nan=False)
 
@@ -42,13 +43,26 @@ class Start:
 
 @dataclass(config=OF_A_FILE)
 class Cooldown:
-    """The fall of the learning rate, as the clock has fixed it (`minutes`). From here on the rate is a function of the
-    step."""
+    """The fall of the learning rate, as the clock has planned it (`minutes`). From here on the rate is a function of
+    the step, until the plan is moved: to another last step, when the speed of the machine has changed."""
 
     minutes: Seconds  # that the run was asked to take
     first: Steps  # steps, from 0: the first that decays
     last: Steps  # steps that the run takes in all
     most: Planned  # steps of all epochs
+    moved_at: Steps | None = None  # the step with which this last step was planned, if it has moved
+    progress_then: Share = 0.0  # of the fall, at that step
+
+    def progress(self, step: int) -> float:
+        """Of the fall, from 0 to 1 at the last step."""
+        if step >= self.last - 1:
+            return 1.0
+        since = self.first if self.moved_at is None else self.moved_at
+        return self.progress_then + (1 - self.progress_then) * max(0, step - since) / (self.last - 1 - since)
+
+    def moved_to(self, last: int, now: int) -> Cooldown:
+        """The same fall with another last step, after `now` steps."""
+        return replace(self, last=last, moved_at=now, progress_then=self.progress(now))
 
     def is_for(self, minutes: float, most: int) -> bool:
         """Whether it still holds for these minutes and steps of all epochs. What the text has ended, more epochs

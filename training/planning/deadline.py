@@ -1,7 +1,8 @@
 """--minutes: from the measured speed, the step at which the learning rate begins to fall and the step that is the last.
 
-Until the fall begins, nothing depends on the clock but when that is. From then on the last step is fixed, in
-`TrainState.cooldown`.
+Until the fall begins, nothing depends on the clock but when that is. Then `TrainState.cooldown` holds the plan. The
+session that has made it moves the last step if the machine becomes slower or faster. A session that continues the fall
+keeps the plan, so that it ends with the weights that the first one would have ended with.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from statistics import median
 
 from common.output import clock, log
-from common.script import is_rank_0
 from training.checkpoints.run import Run
 from training.checkpoints.state import MOST_STEPS, Cooldown
 from training.config import Config
@@ -27,8 +27,9 @@ BLOCKS = 3  # of these samples
 DECIDED_AFTER = 3  # of these samples, the first forecast, and the fall if half of its time is left
 LEAST_FALL = 3  # steps
 MARGIN = 0.01  # of the minutes: the run ends a little early rather than late
+MOVED = 0.015  # of the minutes: a last step that is further from where it should be is moved
 EARLY = 0.03  # of the minutes: what ends earlier is said to
-LATE = 0.1  # of the minutes: what ends later than this is said to, once
+LATE = 0.1  # of the minutes: what ends later than this because the plan is kept is said to, once
 WRITE_BYTES_PER_SECOND = 200e6  # of a checkpoint, where none was written yet
 
 
@@ -67,8 +68,8 @@ def ending_seconds(run: Run) -> float:
 class Deadline:
     """Looks at the clock now and then. Without `minutes` it never does.
 
-    Of several processes rank 0 decides, until the last step is fixed. `Loop` calls `begin` before the first step, and
-    once a step has reached `next_look`: `look`, then `cooldown` if that says so.
+    Of several processes rank 0 decides. `Loop` calls `begin` before the first step, and
+    once a step has reached `next_look`: `look`, then `plan` if that says so.
     """
 
     def __init__(self, run: Run, timer: Timer):
@@ -80,7 +81,7 @@ class Deadline:
         self.evaluation_seconds: float | None = None  # of the last evaluation
         self.saving_seconds = 0.0  # that saving has held the training, in this session
         self.reached = ""  # why the run stops before its learning rate has fallen, if it does
-        self.has_forecast = False
+        self.has_forecast = self.has_planned = False
         self.has_warned = False  # that the fall takes too long
         self.first_step = run.state.step
         self.seen_step, self.seen_seconds = 0, 0.0
@@ -122,7 +123,7 @@ class Deadline:
         self.reached = f"--minutes {minutes:g} leaves no time for the learning rate to fall"
 
     def look(self) -> bool:
-        """Measure the speed. Returns whether the fall has to begin."""
+        """Measure the speed. Returns whether the fall has to begin, or its last step to move."""
         run, state = self.run, self.run.state
         run.trainer.hardware.synchronize()
         before, seconds = self.seen_step, self.seen_seconds
@@ -131,18 +132,13 @@ class Deadline:
             self.samples.clear()
             self.has_started = True
         self.samples.append((state.step - before, self.seen_seconds - seconds))
-        if state.cooldown is not None:  # nothing to agree on
-            self.next_look = self.step_after(self.seconds / CLOCK_CHECKS) if is_rank_0() else math.inf
-            if is_rank_0() and len(self.samples) >= DECIDED_AFTER:
-                self.warn_of_delay()
-            return False
-        begins, self.next_look = on_rank_0(self.decide)
-        return begins
+        plans, self.next_look = on_rank_0(self.begins if state.cooldown is None else self.moves)
+        return plans
 
     def step_after(self, seconds: float) -> int:
         return self.run.state.step + max(1, int(seconds / max(self.step_seconds, 1e-6)))
 
-    def decide(self) -> tuple[bool, int]:
+    def begins(self) -> tuple[bool, int]:
         """Whether the fall begins now, and the next step to look at the clock."""
         state, config = self.run.state, self.run.trainer.config
         fall = decay_share(config) * self.seconds
@@ -158,11 +154,25 @@ class Deadline:
             log.info(self.forecast())
         return False, following
 
+    def moves(self) -> tuple[bool, int]:
+        """Whether the last step moves, and the next step to look at the clock."""
+        state, following = self.run.state, self.step_after(self.seconds / CLOCK_CHECKS)
+        if len(self.samples) < DECIDED_AFTER or state.cooldown is None:
+            return False, following
+        late = self.costs.of(state.max_steps - state.step, state.step, self.run.trainer.config) - self.left
+        if not self.has_planned:
+            self.warn_of_delay(late)
+            return False, following
+        moved = late + MARGIN * self.seconds
+        may_move = moved > 0 or state.max_steps < state.cooldown.most
+        return may_move and abs(moved) > MOVED * self.seconds, following
+
     def steps_left(self) -> int:
         """Steps that can still be taken in time."""
         state = self.run.state
         in_time = self.left - MARGIN * self.seconds
-        return self.costs.steps_within(in_time, state.step, state.max_steps - state.step, self.run.trainer.config)
+        most = state.max_steps if state.cooldown is None else state.cooldown.most
+        return self.costs.steps_within(in_time, state.step, most - state.step, self.run.trainer.config)
 
     @property
     def last_step(self) -> int:
@@ -170,10 +180,16 @@ class Deadline:
         state = self.run.state
         return state.step + max(1, self.steps_left()) if state.cooldown is None else state.max_steps
 
-    def cooldown(self) -> Cooldown | None:
-        """The fall of the learning rate, which begins now; None, and the run stops, if no step is left for it."""
+    def plan(self) -> Cooldown | None:
+        """The fall of the learning rate, which begins now, or has another last step from now on; None, and the run
+        stops, if no step is left for it."""
         state, config = self.run.state, self.run.trainer.config
         steps = on_rank_0(self.steps_left)
+        self.has_planned = True
+        if state.cooldown is not None:
+            last = state.step + max(1, steps)
+            log.info(f"Step {state.step:,}: the machine's speed has changed; step {last:,} is the last.")
+            return state.cooldown.moved_to(last, state.step)
         if not steps:
             self.give_up()
             return None
@@ -200,15 +216,13 @@ class Deadline:
         end = self.end(self.steps_left(), state.max_steps)
         return f"Forecast   the learning rate falls from about step {first:,} on; about {end}"
 
-    def warn_of_delay(self) -> None:
-        """The first time that the machine has become too slow for the plan."""
-        state, config = self.run.state, self.run.trainer.config
-        late = self.costs.of(state.max_steps - state.step, state.step, config) - self.left
-        if self.has_warned or state.finished or late <= LATE * self.seconds:
+    def warn_of_delay(self, late: float) -> None:
+        """The first time that the machine is too slow for the plan."""
+        if self.has_warned or late <= LATE * self.seconds:
             return
         self.has_warned = True
         log.info(
             f"Warning: the machine has become slower. Keeping the planned schedule; the run will finish late: step "
-            f"{state.max_steps:,} is the last, about {clock(late)} after the {config.minutes:g} minutes. "
-            "--max_hours stops a run at its time, saved."
+            f"{self.run.state.max_steps:,} is the last, about {clock(late)} after the "
+            f"{self.run.trainer.config.minutes:g} minutes. --max_hours stops a run at its time, saved."
         )

@@ -21,7 +21,7 @@ from common.lora import TARGETS, LoRA, add_adapters
 from generate import load_checkpoint
 from model import IGNORE_INDEX, TransformerLanguageModel
 from tests.helpers import hardware_of, open_tokens, run_script, with_large_weights
-from tokenization.metadata import TokenMetadata
+from tokenization.metadata import TokenMetadata, read_tokens
 from tokenize_local_bpe import tokenize
 from tokenizer import load_tokenizer
 from training.config import Config, parse_config
@@ -102,14 +102,17 @@ def test_every_conversation_lies_whole_in_one_window(lengths: list[tuple[int, in
 def test_windows_hold_what_the_template_made(chats: Path) -> None:
     data = open_data(chats)
     tokenizer = load_tokenizer(chats / "bpe_tokenizer.json")
+    tokens = read_tokens(chats / "tokens_bpe.bin", data.metadata, mapped=False)
+    trained_on = tokenizer.decode(tokens[: data.metadata.train_tokens])
     inputs, targets, starts = data.batch(0, data.windows)
     assert inputs.min() >= 0 and inputs.shape == targets.shape == (data.windows, 96)
     shown = {tokenizer.decode(row).rstrip() for row in inputs.tolist()}
     assert any(text.startswith("<|endoftext|>User: Is ") and " is a color.<|endoftext|>" in text for text in shown)
     learned = tokenizer.decode(targets[targets != IGNORE_INDEX].tolist())
     begun = (inputs == tokenizer.end_of_text_id) & (starts == torch.arange(96))
-    assert begun.sum() >= 140 and begun[:, 0].all() and (starts.diff(dim=1) >= 0).all()
-    assert "User" not in learned and 140 <= learned.count(" is a color.<|endoftext|>") < 200
+    assert begun.sum() >= trained_on.count("User: Is ") > 140 and begun[:, 0].all() and (starts.diff(dim=1) >= 0).all()
+    answer = " is a color.<|endoftext|>"
+    assert "User" not in learned and learned.count(answer) == trained_on.count(answer)
 
 
 # The loss

@@ -63,13 +63,10 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 
 def planned(result: Result) -> tuple[int, int]:
-    """The step that the rate falls from, and the last."""
-    found = re.search(
-        r"^Step ([\d,]+): the learning rate falls from here on; step ([\d,]+) is the last", result.out, re.M
-    )
-    assert found, result
-    first, last = (int(number.replace(",", "")) for number in found.groups())
-    return first, last
+    """The step that the rate falls from, and the last, as it was said in the end."""
+    said = re.findall(r"^Step ([\d,]+): the .*; step ([\d,]+) is the last", result.out, re.M)
+    assert said, result
+    return int(said[0][0].replace(",", "")), int(said[-1][1].replace(",", ""))
 
 
 def is_in_time(seconds: float) -> bool:
@@ -159,14 +156,28 @@ def test_a_machine_that_changes_before_the_fall_changes_the_plan(
         assert is_in_time(machine.now - began)
 
 
-def test_a_machine_that_slows_down_in_the_fall_keeps_the_plan_and_says_so_once(
-    machine: Machine, train: Callable, tmp_path: Path
+@pytest.mark.parametrize("change", [1.5, 4.5, 12.0])
+def test_a_machine_that_changes_in_the_fall_moves_its_end(
+    change: float, machine: Machine, train: Callable, tmp_path: Path
 ) -> None:
-    machine.step = lambda step: 4.0 if step < 85 else 12.0
+    machine.step = lambda step: 4.0 if step < 85 else change
+    began = machine.now
     result = train(tmp_path / "run", **LONG)
-    assert result.code == 0
-    require_a_plan_that_was_kept(tmp_path / "run", *planned(result))
-    assert result.out.count("Warning: the machine has become slower") == 1
+    assert result.code == 0 and is_in_time(machine.now - began)
+    first, last = planned(result)
+    assert 1 <= result.out.count("speed has changed") <= 10 and (last > 150) == (change < 4)
+    require_a_plan_that_was_kept(tmp_path / "run", first, last)
+
+
+def test_a_plan_that_was_moved_is_kept_by_who_continues(machine: Machine, train: Callable, tmp_path: Path) -> None:
+    machine.step = lambda step: 4.0 if step < 85 else 8.0
+    assert train(tmp_path / "unbroken", **LONG).code == 0
+    last = steps_of(tmp_path / "unbroken")[0]
+    killed(tmp_path / "run", last - 3, train, **LONG)
+    machine.step = lambda _: 1.0
+    assert train(tmp_path / "run", **LONG).code == 0
+    assert final_weights(tmp_path / "run", last) == final_weights(tmp_path / "unbroken", last)
+    assert measured(tmp_path / "run") == measured(tmp_path / "unbroken")
 
 
 def test_a_text_that_is_read_before_the_time_is_over_ends_early_and_says_so(
