@@ -7,10 +7,11 @@ small runs on CPUs: docs/choosing.md.
 
 from __future__ import annotations
 
+import lzma
 import math
 import time
-import zlib
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from common.output import byte_size, clock
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.conversations import are_conversations
-from tokenization.corpus import find_sources, unpacked_blocks, unpacked_bytes
+from tokenization.corpus import BLOCK_BYTES, find_sources, unpacked_blocks, unpacked_bytes
 from tokenization.metadata import TokenMetadata, metadata_files, read_tokens
 from tokenization.settings import Settings
 from tokenizer import load_tokenizer
@@ -48,8 +49,7 @@ EVALUATIONS, EVALUATING_SHARE = 20, 0.05  # of the time
 TRAIN_SHARE = 0.9  # of the text
 FORWARD_SHARE = 1 / 3  # of the time of a token in training
 SAMPLE_BYTES = 1_000_000
-BOOKS, HARDNESS_POWER = 0.406, 0.25  # what zlib packs English books to; how the loss follows that of other texts
-LIKE_BOOKS = 0.02  # as far from 1 the difficulty of other English books is
+BOOKS, HARDNESS_POWER = 0.312, 0.4  # what LZMA packs English books to; how the loss follows that of other texts
 LARGEST_MEASURED = 3.2e6  # parameters of the blocks
 MEASURED_BYTES = (1e5, 1.1e7)
 FORM = "small_modern"  # the config
@@ -220,7 +220,8 @@ def look_at(config: Config) -> Text:
     if size < LEAST_BYTES:
         raise DataError(f"{config.input} holds {size:,} bytes of text: too few to learn from and to hold some out.")
     share = max(1, SAMPLE_BYTES // len(sources))
-    sample = b"".join(next(unpacked_blocks(source), b"")[:share] for source in sources)
+    blocks = [islice(unpacked_blocks(source), math.ceil(share / BLOCK_BYTES)) for source in sources]
+    sample = b"".join(b"".join(beginning)[:share] for beginning in blocks)
     vocabulary = vocabulary_for(size)
     if config.is_given("vocab_size"):
         vocabulary = vocabulary._replace(size=config.vocab_size)
@@ -249,7 +250,10 @@ def look_at_tokens(config: Config) -> Text:
 
 
 def hard(sample: bytes) -> float:
-    return float((len(zlib.compress(sample)) / len(sample) / BOOKS) ** HARDNESS_POWER)
+    """By what the second half of the sample is packed to when the first is known, for a model has read such text."""
+    half = len(sample) // 2
+    packed = len(lzma.compress(sample)) - len(lzma.compress(sample[:half]))
+    return float((packed / (len(sample) - half) / BOOKS) ** HARDNESS_POWER)
 
 
 class Candidate(NamedTuple):
@@ -277,7 +281,6 @@ class Choice(NamedTuple):
     seconds: float
     loss: float
     error: float  # the interval reaches as far on both sides
-    is_guess: bool  # the law was not fitted to such runs
 
 
 class Dial:
@@ -337,10 +340,9 @@ class Dial:
             candidate.block_parameters > LARGEST_MEASURED,
             hardware.device.type != "cpu",
             not MEASURED_BYTES[0] <= text.bytes <= MEASURED_BYTES[1],
-            abs(text.difficulty - 1) > LIKE_BOOKS,
-            text.is_chat,
         )
-        return Choice(candidate, batch, steps, passes, most, seconds, loss, LAW.error * 2 ** sum(guesses), any(guesses))
+        error = LAW.error * 2 ** sum(guesses) + abs(1 - text.difficulty)
+        return Choice(candidate, batch, steps, passes, most, seconds, loss, error)
 
     def tell(self, choice: Choice) -> None:
         """Five lines: the text, the choice and why, what to expect, and what other minutes would bring."""
@@ -358,7 +360,7 @@ class Dial:
             f"Expected   {choice.loss:.2f} bits per byte ({choice.loss - choice.error:.2f} to "
             f"{choice.loss + choice.error:.2f}) after {clock(choice.seconds)}, with "
             f"about {byte_size(choice.candidate.memory(choice.batch.batch_size))} of memory"
-            f"{'; the law was not made from runs like this' if choice.is_guess else ''}\n"
+            f"{'; the law was not made from runs like this' if choice.error >= 2 * LAW.error else ''}\n"
             f"Reading    the text {choice.passes:.2g} times, {limit}"
             f"{', with dropout' if dropout_for(choice.passes) else ''}\n"
             f"Instead    {others}"
