@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from common.checkpoint import step_folders
@@ -50,7 +51,7 @@ TRAIN_SHARE = 0.9  # of the text
 FORWARD_SHARE = 1 / 3  # of the time of a token in training
 SAMPLE_BYTES = 1_000_000
 BOOKS, HARDNESS_POWER = 0.312, 0.4  # what LZMA packs English books to; how the loss follows that of other texts
-LARGEST_MEASURED = 3.2e6  # parameters of the blocks
+LARGEST_MEASURED = 3.3e6  # parameters of the blocks
 MEASURED_BYTES = (1e5, 1.1e7)
 FORM = "small_modern"  # the config
 FOR_FEW_STEPS = {  # docs/benchmarks/recipe.md
@@ -187,9 +188,7 @@ def choose(argv: Sequence[str] | None, asked: Config) -> Config:
         )
     text = look_at(asked)
     dial = Dial(argv, text, asked)
-    choice = dial.best(asked.minutes)
-    while dial.time(choice.candidate):
-        choice = dial.best(asked.minutes)
+    choice = dial.choice()
     dial.tell(choice)
     shape = choice.candidate.shape._replace(batch=choice.batch)
     return parse_config(argv, keys_of(shape, text, asked) | length_of(choice, text), SOURCE)
@@ -289,7 +288,7 @@ class Dial:
     def __init__(self, argv: Sequence[str] | None, text: Text, asked: Config):
         self.text, self.asked = text, asked
         self.started = time.perf_counter()
-        self.speeds: dict[int, float] = {}  # floating-point operations a second, by those of a token
+        self.timed: dict[int, float] = {}  # seconds of a token, by its floating-point operations
         self.candidates = [
             candidate
             for candidate in candidates(argv, text, asked)
@@ -298,36 +297,44 @@ class Dial:
         if not self.candidates:
             raise MemoryExhausted("Not even the smallest model that these flags allow fits into this machine's memory.")
 
+    def choice(self) -> Choice:
+        """The best, when a few have been timed: the smallest, the one above the best, for a large model uses a machine
+        better than a small one lets expect, and the best."""
+        self.time(self.candidates[0])
+        while True:
+            choice = self.best(self.asked.minutes)
+            number = self.candidates.index(choice.candidate)
+            if not any(self.time(each) for each in reversed(self.candidates[number : number + 2])):
+                return choice
+
     def time(self, candidate: Candidate) -> bool:
         """Time a step of it, unless that was done, or takes more than its share of the minutes. Whether it was."""
         left = TIMED_SHARE * 60 * self.asked.minutes - (time.perf_counter() - self.started)
         flops, tokens = candidate.model.flops_per_token(), tokens_of_step(candidate.config)
-        if flops in self.speeds or len(self.speeds) == TIMED_SHAPES:
+        if flops in self.timed or len(self.timed) == TIMED_SHAPES:
             return False
-        if self.speeds and left < 3 * tokens / self.tokens_per_second(candidate):
+        if self.timed and left < 3 * tokens * self.token_seconds(candidate):
             return False
-        self.speeds[flops] = flops * tokens / timed_step(candidate)
+        self.timed[flops] = timed_step(candidate) / tokens
         return True
 
-    def tokens_per_second(self, candidate: Candidate) -> float:
-        """As timed, or by the speed of the candidate nearest in size that was."""
-        flops = candidate.model.flops_per_token()
-        nearest = min(self.speeds, key=lambda timed: abs(math.log(timed / flops)))
+    def token_seconds(self, candidate: Candidate) -> float:
+        """As timed, between two that were, or as many times the largest one's as it has floating-point operations."""
+        flops, sizes = candidate.model.flops_per_token(), sorted(self.timed)
         saved = CPU_COMPILE_SAVES if candidate.hardware.compiles and not candidate.hardware.is_cuda else 0.0
-        return self.speeds[nearest] / flops / (1 - saved)
+        seconds = np.interp(flops, sizes, [self.timed[size] for size in sizes])
+        return float((1 - saved) * seconds * max(1, flops / sizes[-1]))
 
     def best(self, minutes: float) -> Choice:
         """The candidate with the lowest loss after so many minutes."""
-        if not self.speeds:
-            self.time(self.candidates[0])
         outcomes = [self.outcome(each, minutes) for each in self.candidates]
         return min(outcomes, key=lambda outcome: (max(0, FEWEST_STEPS - outcome.steps), outcome.loss))
 
     def outcome(self, candidate: Candidate, minutes: float) -> Choice:
         text, config, hardware = self.text, candidate.config, candidate.hardware
-        compiling = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers
-        seconds = 60 * minutes - hardware.compiles * compiling
-        tokens = max(0.0, seconds * (1 - EVALUATING_SHARE) * self.tokens_per_second(candidate))
+        compiling = hardware.compiles * (CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers)
+        seconds = 60 * minutes - compiling
+        tokens = max(1.0, seconds * (1 - EVALUATING_SHARE) / self.token_seconds(candidate))
         text_bytes = TRAIN_SHARE * text.bytes
         most = LAW.most_passes(candidate.block_parameters, text_bytes)
         passes = tokens / text.train_tokens
@@ -342,7 +349,7 @@ class Dial:
             not MEASURED_BYTES[0] <= text.bytes <= MEASURED_BYTES[1],
         )
         error = LAW.error * 2 ** sum(guesses) + abs(1 - text.difficulty)
-        return Choice(candidate, batch, steps, passes, most, seconds, loss, error)
+        return Choice(candidate, batch, steps, passes, most, compiling + seconds, loss, error)
 
     def tell(self, choice: Choice) -> None:
         """Five lines: the text, the choice and why, what to expect, and what other minutes would bring."""

@@ -16,7 +16,7 @@ from tests.helpers import ROOT, WORDS
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
 from training.config import Config, parse_config
-from training.dial import LAW, SOURCE, Law, choose, dropout_for, look_at, vocabulary_for
+from training.dial import LAW, SOURCE, Dial, Law, choose, dropout_for, look_at, vocabulary_for
 
 SIMPLE = Law(floor=1, of_size=8, size_power=0.5, of_text=8, text_power=0.5, worth=4, worth_power=0, error=0)
 
@@ -79,6 +79,17 @@ def test_it_says_what_it_chose_and_marks_it(book: Path, capsys: pytest.CaptureFi
 def test_more_minutes_never_choose_a_smaller_model_and_are_expected_to_bring_more(book: Path) -> None:
     widths = [choice(flags(book, minutes=minutes)).embed_dim for minutes in ("0.02", "10", "10000")]
     assert widths == sorted(widths)
+
+
+def test_the_speed_of_what_was_not_timed(book: Path) -> None:
+    argv = flags(book)
+    asked = parse_config(argv)
+    dial = Dial(argv, look_at(asked), asked)
+    sizes = [candidate.model.flops_per_token() for candidate in dial.candidates]
+    dial.timed = {sizes[0]: 1.0, sizes[2]: 3.0}
+    seconds = [dial.token_seconds(candidate) for candidate in dial.candidates]
+    assert seconds[0] == 1.0 < seconds[1] < seconds[2] == 3.0  # between
+    assert seconds[3:] == pytest.approx([3.0 * size / sizes[2] for size in sizes[3:]])  # above
 
 
 def test_flags_win_and_the_rest_is_chosen_around_them(book: Path) -> None:
