@@ -176,7 +176,8 @@ class Loop:
 
     def learning_rate(self) -> float:
         state = self.state
-        return learning_rate(state.step, state.max_steps, self.trainer.config, state.cooldown)
+        fall = state.cooldown.at(state.step) if state.cooldown else None
+        return learning_rate(state.step, state.max_steps, self.trainer.config, fall)
 
     def report_step(self, result: StepResult, lr: float) -> None:
         """Report the step that was taken, if a report is due; keep its metrics until they are complete, if an

@@ -275,7 +275,9 @@ def start_or_resume(run: Run, old: Old) -> None:
     run.saved_step = state.step
     share_rank_0(run)
     # As the last step left it: what is saved before the next one is then what was saved there.
-    lr = learning_rate(max(state.step - 1, 0), state.max_steps, config, state.cooldown)
+    last = max(state.step - 1, 0)
+    fall = state.cooldown.at(last) if state.cooldown else None
+    lr = learning_rate(last, state.max_steps, config, fall)
     apply_hyperparameters(trainer.optimizer, lr, config)
 
 

@@ -53,16 +53,17 @@ class Cooldown:
     moved_at: Steps | None = None  # the step with which this last step was planned, if it has moved
     progress_then: Share = 0.0  # of the fall, at that step
 
-    def progress(self, step: int) -> float:
-        """Of the fall, from 0 to 1 at the last step."""
+    def at(self, step: int) -> tuple[int, float]:
+        """The first step, and the progress of the fall at `step`, from 0 to 1 at the last step."""
         if step >= self.last - 1:
-            return 1.0
+            return self.first, 1.0
         since = self.first if self.moved_at is None else self.moved_at
-        return self.progress_then + (1 - self.progress_then) * max(0, step - since) / (self.last - 1 - since)
+        share = max(0, step - since) / (self.last - 1 - since)
+        return self.first, self.progress_then + (1 - self.progress_then) * share
 
     def moved_to(self, last: int, now: int) -> Cooldown:
         """The same fall with another last step, after `now` steps."""
-        return replace(self, last=last, moved_at=now, progress_then=self.progress(now))
+        return replace(self, last=last, moved_at=now, progress_then=self.at(now)[1])
 
     def is_for(self, minutes: float, most: int) -> bool:
         """Whether it still holds for these minutes and steps of all epochs. What the text has ended, more epochs

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from training.checkpoints.state import Cooldown
 from training.config import Config
 
 
@@ -24,11 +23,12 @@ DECAYS: dict[str, Callable[[float], float] | None] = {
 COOLDOWN_OF_MINUTES = 0.6  # with `minutes`, where the configuration has none below 1; that of the *_modern configs
 
 
-def learning_rate(step: int, max_steps: int, config: Config, cooldown: Cooldown | None = None) -> float:
+def learning_rate(step: int, max_steps: int, config: Config, fall: tuple[int, float] | None = None) -> float:
     """Learning rate of `step` (from 0): linear warmup to the peak, then one of DECAYS down to `min_lr` at the last
     step. `cooldown` below 1 is the share of the steps that decay; before it, the peak is held (Hägele et al. 2024).
-    `cooldown`: what the clock has chosen instead; a warmup that is not over ends with its first step."""
-    start = cooldown.first if cooldown else decay_start(max_steps, config)
+    `fall`: its first step, and its progress at `step`, if the clock has chosen them; a warmup that is not over ends
+    there."""
+    start = fall[0] if fall else decay_start(max_steps, config)
     warmed = min(step, start) + 1
     peak = config.learning_rate
     if warmed <= config.warmup_steps:
@@ -36,8 +36,8 @@ def learning_rate(step: int, max_steps: int, config: Config, cooldown: Cooldown 
     decay = DECAYS[config.use_lr_scheduler]
     if decay is None or step < min(start, config.warmup_steps):
         return peak
-    progress = min(1.0, max(0, step - start) / max(1, max_steps - 1 - start))
-    return config.min_lr + decay(cooldown.progress(step) if cooldown else progress) * (peak - config.min_lr)
+    progress = fall[1] if fall else min(1.0, max(0, step - start) / max(1, max_steps - 1 - start))
+    return config.min_lr + decay(progress) * (peak - config.min_lr)
 
 
 def decay_start(max_steps: int, config: Config) -> int:
