@@ -40,7 +40,7 @@ from training.machine.hardware import (
 )
 from training.numbers.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update
 from training.plan import text_of
-from training.planning.memory import MEMORY_SHARE, estimate_memory, without_memory
+from training.planning.memory import MEMORY_SHARE, PROCESS_BYTES, estimate_memory, without_memory
 from training.reports.records import CONFIG, OF_RUN
 
 SOURCE = "the dial"  # of the values that it chose, in config.json
@@ -358,6 +358,8 @@ class Dial:
         why = f"of {len(self.candidates)} sizes the lowest loss that {minutes:g} minutes reach on this machine"
         if len(self.candidates) == 1:
             why = "the only size that the flags leave"
+        memory = choice.candidate.memory(choice.batch.batch_size)
+        memory += 0 if choice.candidate.hardware.is_cuda else PROCESS_BYTES
         limit = "nothing more is gained then" if choice.passes == choice.most_passes else "all that the time allows"
         print(
             f"Text       {text.name}: {byte_size(text.bytes)} of {'conversations' if text.is_chat else 'text'} in "
@@ -366,7 +368,7 @@ class Dial:
             f"Choice     {config.num_layers} layers x {config.embed_dim}, context {choice.batch.max_seq_len}: {why}\n"
             f"Expected   {choice.loss:.2f} bits per byte ({choice.loss - choice.error:.2f} to "
             f"{choice.loss + choice.error:.2f}) after {clock(choice.seconds)}, with "
-            f"about {byte_size(choice.candidate.memory(choice.batch.batch_size))} of memory"
+            f"about {byte_size(memory)} of memory"
             f"{'; the law was not made from runs like this' if choice.error >= 2 * LAW.error else ''}\n"
             f"Reading    the text {choice.passes:.2g} times, {limit}"
             f"{', with dropout' if dropout_for(choice.passes) else ''}\n"

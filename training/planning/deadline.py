@@ -28,6 +28,7 @@ DECIDED_AFTER = 3  # of these samples, the first forecast, and the fall if half 
 LEAST_FALL = 3  # steps
 MARGIN = 0.01  # of the minutes: the run ends a little early rather than late
 MOVED = 0.015  # of the minutes: a last step that is further from where it should be is moved
+MOVED_OF_LEFT = 0.2  # of the time left, which must be passed too: noise averages out until then
 EARLY = 0.03  # of the minutes: what ends earlier is said to
 LATE = 0.1  # of the minutes: what ends later than this because the plan is kept is said to, once
 WRITE_BYTES_PER_SECOND = 200e6  # of a checkpoint, where none was written yet
@@ -165,7 +166,7 @@ class Deadline:
             return False, following
         moved = late + MARGIN * self.seconds
         may_move = moved > 0 or state.max_steps < state.cooldown.most
-        return may_move and abs(moved) > MOVED * self.seconds, following
+        return may_move and abs(moved) > max(MOVED * self.seconds, MOVED_OF_LEFT * self.left), following
 
     def steps_left(self) -> int:
         """Steps that can still be taken in time."""

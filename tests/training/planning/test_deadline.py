@@ -169,6 +169,16 @@ def test_a_machine_that_changes_in_the_fall_moves_its_end(
     require_a_plan_that_was_kept(tmp_path / "run", first, last)
 
 
+def test_a_speed_that_comes_and_goes_does_not_move_the_end_each_time(
+    machine: Machine, train: Callable, tmp_path: Path
+) -> None:
+    machine.step = lambda step: 4.0 + 0.6 * (-1) ** (step // 12)
+    began = machine.now
+    result = train(tmp_path / "run", **LONG)
+    assert result.code == 0 and is_in_time(machine.now - began)
+    assert result.out.count("speed has changed") <= 4
+
+
 def test_a_plan_that_was_moved_is_kept_by_who_continues(machine: Machine, train: Callable, tmp_path: Path) -> None:
     machine.step = lambda step: 4.0 if step < 85 else 8.0
     assert train(tmp_path / "unbroken", **LONG).code == 0
