@@ -26,6 +26,8 @@ from generation.terminal import interact, stream_one
 from model import TransformerLanguageModel
 from tokenization.corpus import find_sources, read_pieces
 from tokenization.encoding import encode_documents
+from tokenization.extract import readable
+from tokenization.settings import Settings
 from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError, UnknownCharacterError
 
@@ -81,7 +83,7 @@ def score(request: Request) -> None:
     named = [  # a file has the name that was typed; the files of a folder or pattern have their whole path
         (name if Path(name).is_file() else str(source.path), source)
         for name in request.score
-        for source in find_sources([name])
+        for source in readable(find_sources([name]), Settings()).sources
     ]
     checkpoint = open_checkpoint(request.checkpoint or newest_run())
     model, tokenizer = load_checkpoint(checkpoint, request.device, torch.float32)

@@ -22,21 +22,22 @@ from common.chat import ChatTemplate, end_of_text
 from common.errors import ConfigError, DataError
 from common.files import atomic_write, sha256_file
 from common.output import LOG_LINE_SECONDS, byte_size, clock, log, progress_bar
-from tokenization.conversations import are_conversations, read_conversations
+from tokenization.conversations import Conversation, read_conversations
 from tokenization.corpus import (
     PIECE_CHARACTERS,
     NotUTF8,
     Piece,
     Source,
-    find_sources,
     left_out,
-    not_utf8_either,
     read_pieces,
     unpacked_bytes,
 )
-from tokenization.encoding import SUFFIXES, Reader, encode_in_order, read_chunks, sample_evenly, split_index
+from tokenization.dedup import Repeats
+from tokenization.encoding import Reader, encode_in_order, read_chunks, sample_evenly, split_index
+from tokenization.extract import OF_FORMAT, find, format_of, in_utf8, missing_packages, readable
 from tokenization.held_out import HASHED_CHARACTERS, HeldOut, choose_held_out
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
+from tokenization.report import Report
 from tokenization.settings import Settings
 from tokenization.token_folder import (
     TokenFolder,
@@ -55,11 +56,9 @@ LISTED = 5  # names of files
 
 def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = True) -> Path:
     """`tokenize` of tokenize_local_bpe.py, with checked settings."""
-    sources = find_sources(options.input, SUFFIXES[options.format])
-    if options.format == "text":
-        for source in sources:
-            if are_conversations(source, options.text_key):
-                raise DataError(f"{source.path} holds conversations: add --format chat.")
+    found = find(options)
+    if options.format == "text" and format_of(found, options.text_key) == "chat":
+        raise DataError(f"{found[0].path} holds conversations: add --format chat.")
     kind = "character" if options.tokenizer == "char" else "bpe"
     if options.tokenizer_file:
         kind = load_tokenizer(options.tokenizer_file).kind
@@ -73,8 +72,8 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
         end_of_text(load_tokenizer(options.tokenizer_file))
 
     folder = TokenFolder.of(options.output_dir, kind, options.output_name)
-    fingerprint = fingerprint_of(sources, options, kind)
-    metadata = complete_metadata(folder, sources, options, kind)
+    fingerprint = fingerprint_of(found, options, kind)
+    metadata = complete_metadata(folder, found, options, kind)
     if metadata:
         if not quiet:
             print(f"{folder.folder} is already complete for this text and these settings.")
@@ -82,6 +81,7 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
         if options.compress and not folder.packed.exists():
             pack(folder.bin, folder.packed)
     else:
+        sources, skipped = readable(found, options)
         if not may_replace:
             require_tokens_of(folder.folder, options.input, sources, kind)
         total_bytes = unpacked_bytes(sources)
@@ -93,28 +93,37 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
             folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS, HASHED_CHARACTERS]))
             try:
                 if not folder.awaits_publishing:
-                    try:
-                        held_out = choose_held_out(reader(sources, options, []), 1 - options.train_split, total_bytes)
-                    except NotUTF8 as first:
-                        raise not_utf8_either(first, sources) from None
                     bad: list[DataError] = []
-                    tokenizer = prepare_tokenizer(folder, sources, options, kind, total_bytes)
+                    share = 1 - options.train_split
+                    try:
+                        read, repeats = readers(sources, options, bad)
+                        held_out = choose_held_out(read, share, total_bytes)
+                    except NotUTF8:
+                        sources, more = in_utf8(sources, options)
+                        skipped |= more
+                        total_bytes = unpacked_bytes(sources)
+                        read, repeats = readers(sources, options, bad)
+                        held_out = choose_held_out(read, share, total_bytes)
+                    report = Report(sources, skipped | left_out(options.input, OF_FORMAT[options.format]), repeats)
+                    tokenizer = prepare_tokenizer(folder, read, options, kind, total_bytes)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_note:
                         log.info(tokenizer.encoder_note)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text_id is None:
                         log.info("Nothing separates the documents: no token of the tokenizer is known to end a text.")
-                    read = reader(sources, options, bad)
+                    read = report.counting(read)
                     if held_out:
                         read = held_out.last(read)
                     written = encode_sources(folder, tokenizer, read, options, total_bytes)
                     if held_out:
                         log.info(held_out.describe())
+                    if found_in_it := report.brief():
+                        log.info(found_in_it)
                     if bad:
                         log.info(f"Left out: {len(bad):,} records that are not conversations. The first: {bad[0]}")
                     described = describe_tokens(folder, written, tokenizer, sources, options, fingerprint, held_out)
                     if not may_replace:
                         require_the_same(folder, options.input, described)
-                    folder.prepare_publishing(described, options.compress)
+                    folder.prepare_publishing(described, report.markdown(), options.compress)
             except (DataError, TokenizerError):
                 folder.discard_work()  # another run can succeed only after the text has changed
                 raise
@@ -141,6 +150,7 @@ def fingerprint_of(sources: Sequence[Source], options: Settings, kind: str) -> s
         settings += [sha256_file(options.tokenizer_file), options.unknown]
     elif kind == "bpe":
         settings += [options.vocab_size, options.min_frequency, options.vocab_sample_mb]
+    settings += [given for given in (options.encoding, options.dedup, *missing_packages(sources)) if given]
     return digest([settings, [[str(source.path), source.size, source.modified_ns] for source in sources]])
 
 
@@ -163,7 +173,7 @@ def digest(value: Any) -> str:
 
 def prepare_tokenizer(
     folder: TokenFolder,
-    sources: Sequence[Source],
+    read: Reader,
     options: Settings,
     kind: str,
     total_bytes: int,
@@ -174,15 +184,15 @@ def prepare_tokenizer(
         if options.tokenizer_file:
             content = Path(options.tokenizer_file).read_bytes()
         else:
-            content = train_tokenizer(sources, options, kind, total_bytes).to_json().encode()
+            content = train_tokenizer(read, options, kind, total_bytes).to_json().encode()
         with atomic_write(path) as file:
             file.write(content)
     return load_tokenizer(path)
 
 
-def train_tokenizer(sources: Sequence[Source], options: Settings, kind: str, total_bytes: int) -> Tokenizer:
+def train_tokenizer(read: Reader, options: Settings, kind: str, total_bytes: int) -> Tokenizer:
     with BytesRead("Learning the vocabulary", total_bytes) as progress:
-        pieces = reader(sources, options, [])(progress.add)
+        pieces = read(progress.add)
         if kind == "character":
             return CharacterTokenizer.train(
                 piece.text + piece.line_break for piece in pieces if isinstance(piece, Piece)
@@ -201,17 +211,27 @@ def train_tokenizer(sources: Sequence[Source], options: Settings, kind: str, tot
     return trained
 
 
-def reader(sources: Sequence[Source], options: Settings, bad: list[DataError]) -> Reader:
-    """A function that reads all of the text. Bad records that are left out are added to `bad`."""
+def readers(sources: Sequence[Source], options: Settings, bad: list[DataError]) -> tuple[Reader, Repeats | None]:
+    """A function that reads all of the text, and what it leaves out because it is repeated, if that is asked. After
+    each reading, `bad` holds the bad records that it left out."""
     if options.format == "text":
-        return lambda on_read: read_pieces(sources, options.document_separator, options.text_key, on_read)
+
+        def read(on_read: Callable[[int], None]) -> Iterator[Piece]:
+            return read_pieces(sources, options.document_separator, options.text_key, on_read)
+
+        repeats = Repeats(read) if options.dedup else None
+        return (repeats.without if repeats else read), repeats
 
     def on_bad(problem: DataError) -> None:
         if not options.skip_bad_records:
             raise DataError(f"{problem} To leave such records out, add --skip_bad_records.")
         bad.append(problem)
 
-    return lambda on_read: read_conversations(sources, ChatTemplate(), on_bad, on_read)
+    def read_chat(on_read: Callable[[int], None]) -> Iterator[Conversation]:
+        bad.clear()
+        return read_conversations(sources, ChatTemplate(), on_bad, on_read)
+
+    return read_chat, None
 
 
 def in_background(function: Callable[[], Any], while_waiting: Callable[[], Any]) -> Any:
@@ -322,12 +342,9 @@ def print_result(folder: TokenFolder, metadata: TokenMetadata, options: Settings
     sample = np.fromfile(folder.bin, metadata.numpy_dtype, count=60)
     print(f'The text begins: "{escaped(tokenizer.decode(sample))}"')
     print("Files:")
-    for path in (folder.bin, folder.packed, folder.mask, folder.tokenizer, folder.metadata):
+    for path in (folder.bin, folder.packed, folder.mask, folder.tokenizer, folder.report, folder.metadata):
         if path.exists():
             print(f"  {path}  {path.stat().st_size:,} bytes")
-    for reason, names in left_out(options.input, SUFFIXES[options.format]).items():
-        more = f" and {len(names) - LISTED:,} more" if len(names) > LISTED else ""
-        print(f"Left out ({reason}): {', '.join(map(escaped, names[:LISTED]))}{more}")
     print(f"\nTrain on it:\n  {training_command(folder, metadata, options.tokenizer_file)}")
 
 

@@ -48,13 +48,13 @@ def read_conversations(
             try:
                 yield Conversation(template.parts(messages_of(record)), source, line)
             except ValueError as problem:
-                on_bad(DataError(f"{source.path}, line {line}: {problem}."))
+                on_bad(DataError(f"{source.place}, line {line}: {problem}."))
         require_unchanged(source)
 
 
 def are_conversations(source: Source, text_key: str) -> bool:
     """Whether the first record of a JSON file is a conversation, and has no text beside it."""
-    if not source.path.name.removesuffix(".gz").endswith(SUFFIXES):
+    if source.suffix not in SUFFIXES:
         return False
     try:
         _, record = next(records(source, ignored, ignored))
@@ -98,14 +98,14 @@ def records_of_array(source: Source, text: str) -> Iterator[tuple[int, Any]]:
                 raise json.JSONDecodeError("a comma or the end of the array is missing", text, at)
         except json.JSONDecodeError as problem:
             place = f"line {problem.lineno}, column {problem.colno}"
-            raise DataError(f"{source.path}, {place}: not valid JSON ({problem.msg}).") from None
+            raise DataError(f"{source.place}, {place}: not valid JSON ({problem.msg}).") from None
         except (ValueError, RecursionError) as problem:  # a number of thousands of digits; thousands of open brackets
-            raise DataError(f"{source.path}, line {line}: not usable JSON ({problem}).") from None
+            raise DataError(f"{source.place}, line {line}: not usable JSON ({problem}).") from None
         yield line, record
         at += text[at] == ","
     if skip_space(text, at + 1) < len(text):
         raise DataError(
-            f"{source.path} has more text after the end of its array; use one array, or one record per line."
+            f"{source.place} has more text after the end of its array; use one array, or one record per line."
         )
 
 

@@ -7,6 +7,7 @@ import codecs
 import glob
 import gzip
 import json
+import math
 import os
 import re
 import shlex
@@ -15,15 +16,28 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from common.errors import DataError
 from common.output import byte_size
-from tokenization.settings import DOCUMENT_SEPARATOR
+from tokenization.settings import DEFAULT_FOLDER, DOCUMENT_SEPARATOR
 from tokenizer_base import valid_unicode
 
-SUFFIXES = (".txt", ".md", ".jsonl")
+try:
+    from compression import zstd  # Python 3.14
+except ImportError:
+    try:
+        from backports import zstd
+    except ImportError:
+        zstd = None
+
+PLAIN = (".txt", ".md", ".jsonl")
+OTHERS = (".epub", ".docx", ".html", ".htm", ".pdf", ".csv", ".tsv", ".parquet", ".arrow", ".json", ".zip")
+SUFFIXES = PLAIN + OTHERS  # of the files that are read in a folder
+PACKED = (".gz", ".zst")
+SCHEME = "hf://"
 BLOCK_BYTES = 1 << 18
+PACKING_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error, *([zstd.ZstdError] if zstd else []))
 # Text without a place to cut it (no whitespace, or only whitespace) is cut at this length anyway: one token in as many
 # characters may differ. If longer text waited for such a place, it would be searched again and again.
 PIECE_CHARACTERS = 1 << 18
@@ -52,18 +66,45 @@ class Source:
     name: str
     size: int  # bytes on disk
     modified_ns: int
+    note: str = ""  # on what it was made from
+    most_bytes: float = math.inf  # of its text, if a part of it is wanted
 
     @property
     def is_compressed(self) -> bool:
-        return self.path.suffix.lower() == ".gz"
+        return self.path.suffix.lower() in PACKED
+
+    @property
+    def suffix(self) -> str:
+        """That of the unpacked file."""
+        return Path(unpacked_name(self.path.name)).suffix
+
+    @property
+    def place(self) -> str:
+        """For messages. What was made from it need not be known."""
+        return f"{self.name} ({self.note})" if self.note else str(self.path)
 
     @property
     def is_jsonl(self) -> bool:
-        return [suffix.lower() for suffix in self.path.suffixes if suffix.lower() != ".gz"][-1:] == [".jsonl"]
+        return self.suffix == ".jsonl"
+
+    def open(self) -> BinaryIO:
+        """The unpacked file."""
+        return self.unpacked(open(self.path, "rb"))
+
+    def unpacked(self, file: IO[bytes]) -> BinaryIO:
+        suffix = self.path.suffix.lower()
+        if suffix == ".zst" and zstd is None:
+            raise DataError(f"{self.name} needs backports.zstd: pip install backports.zstd")
+        unpack = {".gz": gzip.open, ".zst": zstd and zstd.open}.get(suffix)
+        return cast(BinaryIO, unpack(file) if unpack else file)
 
 
 class NotUTF8(DataError):
-    """A file in another encoding."""
+    """A file in another encoding: `encoding`, if it is known, else that of the `sample`."""
+
+    def __init__(self, message: str, sample: bytes, encoding: str | None = None):
+        super().__init__(message)
+        self.sample, self.encoding = sample, encoding
 
 
 class Piece(NamedTuple):
@@ -86,9 +127,18 @@ def find_sources(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) ->
     found: dict[Path, Source] = {}
     for given in inputs:
         for path, name in expand(given, suffixes):
-            status = path.stat()
-            found.setdefault(path.resolve(), Source(path.resolve(), name, status.st_size, status.st_mtime_ns))
+            found.setdefault(path.resolve(), source_at(path, name))
     return list(found.values())
+
+
+def source_at(path: Path, name: str, note: str = "") -> Source:
+    status = path.stat()
+    return Source(path.resolve(), name, status.st_size, status.st_mtime_ns, note)
+
+
+def unpacked_name(name: str) -> str:
+    """In small letters."""
+    return name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
 def left_out(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, list[str]]:
@@ -100,8 +150,8 @@ def left_out(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> dic
             name = path.relative_to(folder)
             if any(part.startswith(".") for part in name.parts):
                 reason = "hidden"
-            elif not path.name.lower().removesuffix(".gz").endswith(suffixes):
-                reason = f"not {', '.join(suffixes)}"
+            elif not unpacked_name(path.name).endswith(suffixes):
+                reason = "of another kind"
             elif path.stat().st_size == 0:
                 reason = "empty"
             else:
@@ -111,7 +161,7 @@ def left_out(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> dic
 
 
 def unpacked_bytes(sources: Iterable[Source]) -> int:
-    """Bytes of all sources; `.gz` files count unpacked, so they are read."""
+    """Bytes of all sources; packed files count unpacked, so they are read."""
     return sum(sum(map(len, unpacked_blocks(source))) if source.is_compressed else source.size for source in sources)
 
 
@@ -151,7 +201,7 @@ def require_unchanged(source: Source) -> None:
     status = source.path.stat()
     if (status.st_size, status.st_mtime_ns) != (source.size, source.modified_ns):
         raise DataError(
-            f"{source.path} changed while it was read. Run the same command again when it no longer changes."
+            f"{source.place} changed while it was read. Run the same command again when it no longer changes."
         )
 
 
@@ -207,16 +257,21 @@ def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
     """(path, name) of the files that one input names."""
     if not given:
         raise DataError("An input has an empty name. Name a file or a folder; . is the current folder.")
+    if given.startswith(SCHEME):
+        raise DataError(
+            f"Tokenize {given} first: python tokenize_local_bpe.py --input {shlex.quote(given)} --max_mb 500 "
+            f"--output_dir {DEFAULT_FOLDER}/hub. Its last line trains on the tokens."
+        )
     path = Path(given).expanduser()
     if path.is_dir():
         files = []
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            named = [name for name in names if name.lower().removesuffix(".gz").endswith(suffixes)]
+            named = [name for name in names if unpacked_name(name).endswith(suffixes)]
             visible = [Path(folder, name) for name in named if not name.startswith(".")]
             files += [path for path in visible if path.is_file()]  # reading a pipe would wait for its writer
         if not files:
-            endings = f"{', '.join(suffixes)} (or these with .gz)"
+            endings = f"{', '.join(suffixes)} (or these with .gz or .zst)"
             raise DataError(f"The folder {given} has no file whose name ends in {endings}.")
         return [(file, file.relative_to(path).as_posix()) for file in sorted(files)]
     if path.is_file():
@@ -234,11 +289,12 @@ def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
 def unpacked_blocks(source: Source) -> Iterator[bytes]:
     """The unpacked bytes of a file."""
     try:
-        with gzip.open(source.path) if source.is_compressed else open(source.path, "rb") as file:
+        with source.open() as file:
             while block := file.read(BLOCK_BYTES):
                 yield block
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DataError(f"{source.path} is not a whole gzip file ({error}). Download or pack it again.") from None
+    except PACKING_ERRORS as error:
+        kind = "zstd" if source.path.suffix.lower() == ".zst" else "gzip"
+        raise DataError(f"{source.place} is not a whole {kind} file ({error}). Download or pack it again.") from None
 
 
 def text_blocks(source: Source) -> Iterator[bytes]:
@@ -253,7 +309,7 @@ def require_text(source: Source, beginning: bytes) -> None:
     """Raises DataError for a file that begins like another kind of file, even if all its bytes are UTF-8."""
     for signature, what in NOT_TEXT.items():
         if beginning.startswith(signature):
-            raise DataError(f"{source.path} is {what.format(name=shlex.quote(source.path.name))}")
+            raise DataError(f"{source.place} is {what.format(name=shlex.quote(source.path.name))}")
     # In UTF-16 every second byte of a space or line break is zero, and text in any language has some of them.
     high, low = beginning[::2].count(0), beginning[1::2].count(0)
     if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -261,31 +317,12 @@ def require_text(source: Source, beginning: bytes) -> None:
     elif (high + low) * 100 <= len(beginning):
         return
     elif min(high, low) * 10 > max(high, low):
-        raise DataError(f"{source.path} is not text. {HOLDS_ZEROS}")
+        raise DataError(f"{source.place} is not text. {HOLDS_ZEROS}")
     else:
         encoding = "UTF-16BE" if high > low else "UTF-16LE"
-    raise NotUTF8(f"{source.path} is {encoding}, not UTF-8 text. {conversion(source, encoding)}")
-
-
-def not_utf8_either(first: NotUTF8, sources: Sequence[Source]) -> DataError:
-    """The error for all the files that are not UTF-8, of which the first one is known."""
-    wrong: list[Source] = []
-    for source in sources:
-        try:
-            for _ in decoded_blocks(source, lambda count: None):
-                pass
-        except NotUTF8:
-            wrong.append(source)
-        except DataError:
-            pass  # not text at all: it is named in its turn
-    if len(wrong) < 2:
-        return first
-    files = " ".join(shlex.quote(from_here(source.path)) for source in wrong)
-    convert = 'cp "$f" "$f.old" && iconv -f WINDOWS-1252 -t UTF-8 "$f.old" > "$f"'
-    return DataError(
-        f"{len(wrong)} files are not UTF-8 text. The first: {first}\nIf all are in that encoding, this converts them, "
-        f"and keeps what they were in *.old:\n  for f in {files}; do {convert}; done"
-    )
+    is_marked = encoding == "UTF-16"
+    message = f"{source.place} is {encoding}, not UTF-8 text. {conversion(source, encoding)}"
+    raise NotUTF8(message, beginning, encoding if is_marked else None)
 
 
 def from_here(path: Path) -> str:
@@ -295,7 +332,8 @@ def from_here(path: Path) -> str:
 
 def conversion(source: Source, encoding: str) -> str:
     name = shlex.quote(from_here(source.path))
-    given, file = (f"gzip -dc {name} | ", "") if source.is_compressed else ("", f" {name}")
+    unpack = "zstd" if source.path.suffix.lower() == ".zst" else "gzip"
+    given, file = (f"{unpack} -dc {name} | ", "") if source.is_compressed else ("", f" {name}")
     return f"Convert it first, for example with `{given}iconv -f {encoding} -t UTF-8{file} > converted.txt`."
 
 
@@ -321,11 +359,10 @@ def decoded_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[s
 
 def not_utf8(source: Source, position: int, error: UnicodeDecodeError) -> DataError:
     where = f"byte {position}{' of the unpacked text' if source.is_compressed else ''}"
-    is_text = 0 not in error.object
-    advice = conversion(source, "WINDOWS-1252") if is_text else HOLDS_ZEROS
-    return (NotUTF8 if is_text else DataError)(
-        f"{source.path} is not UTF-8 text: {error.reason} at {where} (0x{error.object[error.start]:02x}). {advice}"
-    )
+    found = f"{source.place} is not UTF-8 text: {error.reason} at {where} (0x{error.object[error.start]:02x})."
+    if 0 in error.object:
+        return DataError(f"{found} {HOLDS_ZEROS}")
+    return NotUTF8(f"{found} {conversion(source, 'WINDOWS-1252')}", error.object)
 
 
 def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) -> Iterator[Piece]:
@@ -366,8 +403,8 @@ def raw_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[bytes]
         length = len(last) + (0 if lines else length)
         if length > LONGEST_JSON_LINE:
             raise DataError(
-                f"{source.path}, line {number} is longer than {byte_size(LONGEST_JSON_LINE)}, and a whole line of JSON "
-                f"has to fit in memory. Write it as several lines."
+                f"{source.place}, line {number} is longer than {byte_size(LONGEST_JSON_LINE)}, and a whole line of "
+                f"JSON has to fit in memory. Write it as several lines."
             )
     if last_line := b"".join(rest):
         yield last_line
@@ -380,13 +417,13 @@ def record_of_line(source: Source, number: int, position: int, line: bytes) -> A
     except UnicodeDecodeError as error:
         raise not_utf8(source, position + error.start, error) from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{source.path}, line {number}, column {error.colno}: not valid JSON ({error.msg}).") from None
+        raise DataError(f"{source.place}, line {number}, column {error.colno}: not valid JSON ({error.msg}).") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of open brackets
-        raise DataError(f"{source.path}, line {number}: not usable JSON ({error}).") from None
+        raise DataError(f"{source.place}, line {number}: not usable JSON ({error}).") from None
 
 
 def text_of_record(source: Source, number: int, record: Any, text_key: str) -> str:
-    place = f"{source.path}, line {number}"
+    place = f"{source.place}, line {number}"
     if not isinstance(record, dict):
         raise DataError(f"{place}: a JSON {type(record).__name__}; an object {{...}} was expected.")
     if text_key not in record:

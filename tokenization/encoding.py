@@ -13,13 +13,11 @@ import numpy as np
 
 from common.chat import encode_parts
 from common.errors import DataError
-from tokenization import conversations, corpus
 from tokenization.conversations import Conversation
 from tokenization.corpus import Piece
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_base import UnknownCharacterError
 
-SUFFIXES = {"text": corpus.SUFFIXES, "chat": conversations.SUFFIXES}  # of --format, in a folder
 SPLIT_TOLERANCE = 0.05  # share of all tokens by which the split may move to reach the end of a document
 
 
@@ -148,7 +146,7 @@ def encode_piece(tokenizer: Tokenizer, piece: Piece, unknown: str) -> np.ndarray
         # The column is unknown in a line of JSONL, because of its escapes, and where a piece begins inside a line.
         line = piece.line if piece.source.is_jsonl else piece.line + error.line - 1
         column = 0 if piece.source.is_jsonl or error.line == 1 else error.column
-        raise UnknownCharacterError(error.characters, line, column, str(piece.source.path)) from None
+        raise UnknownCharacterError(error.characters, line, column, piece.source.place) from None
 
 
 def split_index(total: int, document_ends: np.ndarray, train_split: float, tolerance: float = SPLIT_TOLERANCE) -> int:

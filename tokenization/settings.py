@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from common.validation import STRICT, Text, option, options_of
 
 DEFAULT_FOLDER = "datasets_cache"
+EXTRACTED = Path(DEFAULT_FOLDER) / "extracted"  # the text of files that are not plain text
 DOCUMENT_SEPARATOR = "<|endoftext|>"  # a line between two documents; as a special token it ends each of them
 
 
@@ -23,7 +25,7 @@ class Settings:
     input: tuple[str, ...] = option(
         (),
         "text",
-        "files, folders or patterns: .txt, .md, .jsonl (chat: .jsonl, .json), also as .gz",
+        "files, folders or patterns: text, books, documents, tables, archives; or hf://datasets/OWNER/NAME/PATTERN",
         many=True,
         min_length=1,
         metavar="PATH",
@@ -32,7 +34,12 @@ class Settings:
         "text", "text", "text, or chat: conversations in .jsonl or .json; training learns their answers"
     )
     skip_bad_records: bool = option(False, "text", "leave out and count records that are not conversations")
-    text_key: str = option("text", "text", "key that holds the text in a .jsonl file")
+    text_key: str = option("text", "text", "key or column that holds the text in a .jsonl file or a table")
+    encoding: Text | None = option(None, "text", "that of text files that are not UTF-8 [guessed]", metavar="NAME")
+    dedup: Literal["exact"] | None = option(
+        None, "text", "exact: drop repeated documents, and paragraphs that stand in five documents or more"
+    )
+    max_mb: float | None = option(None, "text", "of an hf:// input, take so much text, spread over its files", gt=0)
     document_separator: str = option(DOCUMENT_SEPARATOR, "text", 'line between two documents; "" is a blank line')
 
     tokenizer: Literal["bpe", "char"] | None = option(  # None: the kind of tokenizer_file, else "bpe"
@@ -81,6 +88,12 @@ class Settings:
             problems.append(
                 "--tokenizer char cannot express conversations: no character would end an answer. Use bpe, the default"
             )
+        if self.max_mb and not all(given.startswith("hf://") for given in self.input):
+            problems.append("--max_mb is for inputs that begin with hf://; leave it out")
+        try:
+            codecs.lookup(self.encoding or "utf-8")
+        except LookupError:
+            problems.append(f"--encoding is {self.encoding}, which Python does not know; cp1252 and utf-16 are two")
         if "\n" in self.document_separator or "\r" in self.document_separator:
             problems.append('--document_separator must be a single line ("" is a blank line)')
         if self.output_name and Path(self.output_name).name != self.output_name:
@@ -103,7 +116,7 @@ def without_effect(given: Mapping[str, Any]) -> list[str]:
         learning = ("vocab_size", "min_frequency", "vocab_sample_mb")
         problems += [f"--{name} has no effect {reason}; leave it out" for name in learning if name in given]
     if given.get("format") == "chat":
-        of_text = ("text_key", "document_separator", "unknown")
+        of_text = ("text_key", "document_separator", "unknown", "dedup")
         problems += [f"--{name} is for --format text; leave it out" for name in of_text if name in given]
     if given.get("unknown") == "drop" and given.get("tokenizer") == "char" and "tokenizer_file" not in given:
         problems.append("--unknown drop has no effect if the vocabulary is learned from the text; leave it out")

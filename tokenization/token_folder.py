@@ -5,18 +5,23 @@ Unfinished files are in a work folder beside the result; `token_writer.py` appen
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import dataclasses
+import functools
 import gzip
 import hashlib
 import json
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
 
 from common.errors import DataError
 from common.files import FolderLock, atomic_write, holder, read_json, session, sha256_file, sync_directory, write_json
@@ -26,14 +31,6 @@ from tokenization.settings import DEFAULT_FOLDER as DEFAULT_FOLDER
 
 if TYPE_CHECKING:
     from tokenization.corpus import Source
-
-
-import bisect
-import functools
-import zlib
-from typing import BinaryIO
-
-import numpy as np
 
 MARKER = "settings.json"  # in the work folder: the fingerprint of the tokenization, and its process
 BLOCK = 1 << 16  # tokens whose text is counted at a time
@@ -69,6 +66,11 @@ class TokenFolder:
     def mask(self) -> Path:
         """For conversations: one bit per token, 1 in answers; the first token is the highest bit of the first byte."""
         return self.folder / f"{self.name}_mask.bin"
+
+    @property
+    def report(self) -> Path:
+        """What was found in the text."""
+        return self.folder / "data_report.md"
 
     @property
     def metadata(self) -> Path:
@@ -156,10 +158,11 @@ class TokenFolder:
     def awaits_publishing(self) -> bool:
         return self.in_work(self.metadata).exists()
 
-    def prepare_publishing(self, metadata: TokenMetadata, compress: bool) -> None:
+    def prepare_publishing(self, metadata: TokenMetadata, report: str, compress: bool) -> None:
         """Write the metadata to the work folder, which marks it as done: `publish` then only has to move files."""
         if compress:
             pack(self.in_work(self.bin), self.in_work(self.packed))
+        self.in_work(self.report).write_bytes(report.encode(errors="replace"))
         metadata.write(self.in_work(self.metadata))
 
     def publish(self) -> TokenMetadata:
@@ -174,7 +177,7 @@ class TokenFolder:
         if self.in_work(self.bin).exists():
             self.packed.unlink(missing_ok=True)  # it has the old tokens
             self.mask.unlink(missing_ok=True)
-        for path in (self.bin, self.packed, self.mask, self.tokenizer):
+        for path in (self.bin, self.packed, self.mask, self.tokenizer, self.report):
             if self.in_work(path).exists():
                 os.replace(self.in_work(path), path)
         sync_directory(self.folder)

@@ -24,8 +24,8 @@ from common.files import read_json
 from common.output import byte_size, clock
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tokenization.conversations import are_conversations
 from tokenization.corpus import BLOCK_BYTES, find_sources, unpacked_blocks, unpacked_bytes
+from tokenization.extract import format_of, readable
 from tokenization.metadata import TokenMetadata, metadata_files, read_tokens
 from tokenization.settings import Settings
 from tokenizer import load_tokenizer
@@ -213,8 +213,10 @@ def look_at(config: Config) -> Text:
     """What there is to learn from, and how hard it is."""
     if not config.input:
         return look_at_tokens(config)
-    sources = find_sources([text_of(config.input)])
-    chat = all(are_conversations(source, Settings.text_key) for source in sources)
+    text = text_of(config.input)
+    found = find_sources([text])
+    settings = Settings(input=(text,), format=format_of(found))
+    sources = readable(found, settings).sources
     size = unpacked_bytes(sources)
     if size < LEAST_BYTES:
         raise DataError(f"{config.input} holds {size:,} bytes of text: too few to learn from and to hold some out.")
@@ -227,7 +229,13 @@ def look_at(config: Config) -> Text:
     elif config.tokenizer == "char":
         vocabulary = Vocabulary(size, len(set(sample.decode(errors="ignore"))), 1.0)
     return Text(
-        config.input, len(sources), size, size / vocabulary.bytes_per_token, vocabulary.size, chat, hard(sample)
+        config.input,
+        len(sources),
+        size,
+        size / vocabulary.bytes_per_token,
+        vocabulary.size,
+        settings.format == "chat",
+        hard(sample),
     )
 
 

@@ -16,8 +16,8 @@ from examples import conversations
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.command import tokenize_with
-from tokenization.conversations import are_conversations
 from tokenization.corpus import find_sources
+from tokenization.extract import format_of
 from tokenization.metadata import metadata_files
 from tokenization.settings import DEFAULT_FOLDER, Settings
 from tokenization.token_folder import folder_of_text
@@ -125,10 +125,9 @@ def tokenized(config: Config, old: Old) -> str | None:
     text = text_of(config.input)
     folder = config.data_dir or folder_of_text(text, config.tokenizer, config.vocab_size)
     names = [path.name.removesuffix("_metadata.json") for path in metadata_files(Path(folder))]
-    chat = all(are_conversations(source, Settings.text_key) for source in find_sources([text]))
     settings = Settings(
         input=(text,),
-        format="chat" if chat else "text",
+        format=format_of(find_sources([text])),
         output_dir=folder,
         output_name=names[0] if len(names) == 1 and names[0] not in ("tokens", "tokens_bpe") else None,
         tokenizer=config.tokenizer,

@@ -25,6 +25,7 @@ from tests.end_to_end.commands import (
 )
 from tests.helpers import ROOT, generated_text
 from tests.models import write_model
+from tests.tokenization.documents import epub
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
@@ -49,6 +50,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "records.jsonl").write_text(json.dumps({"text": generated_text(500)}) + "\n")
     with gzip.open(folder / "notes.md.gz", "wt") as file:
         file.write(generated_text(500))
+    (folder / "my_folder").mkdir()
+    (folder / "my_folder" / "book.epub").write_bytes(epub([f"<p>{generated_text(3_000, i)}</p>" for i in range(9)]))
+    (folder / "my_folder" / "notes.txt").write_text(generated_text(3_000, 9))
     (folder / "my_code" / "package").mkdir(parents=True)
     for path in ("my_code/first.py", "my_code/package/second.py"):
         (folder / path).write_text(f'"""{generated_text(9_000)}"""\n')

@@ -129,7 +129,7 @@ def test_every_form_of_file_is_read(tmp_path: Path) -> None:
         write(tmp_path / name, name)
     for name in ("f.jsonl", "g.jsonl.gz"):
         write(tmp_path / name, json.dumps({"text": name}) + "\n\n" + json.dumps({"text": "é\n"}))
-    for name in ("skipped.csv", ".hidden.txt", ".git/h.txt"):
+    for name in ("skipped.log", ".hidden.txt", ".git/h.txt"):
         write(tmp_path / name, "not me")
     expected = ["a.txt", "b.md", "c.txt.gz"]
     assert documents(tmp_path)[:3] == expected
@@ -138,7 +138,7 @@ def test_every_form_of_file_is_read(tmp_path: Path) -> None:
     )
     assert documents(f"{tmp_path}/*.txt*") == ["a.txt", "c.txt.gz"]
     assert documents(f"{tmp_path}/**/*.txt") == ["a.txt", "sub/e.txt"]
-    assert documents(tmp_path / "skipped.csv") == ["not me"]
+    assert documents(tmp_path / "skipped.log") == ["not me"]
 
 
 def test_a_file_given_twice_is_read_once(tmp_path: Path) -> None:

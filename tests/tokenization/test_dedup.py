@@ -1,0 +1,118 @@
+"""--dedup exact: against a simple reference, and on a licence that stands in ten books."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tokenize_local_bpe
+from tests.tokenization.test_extract import documents, report
+from tokenization import corpus, dedup
+from tokenization.corpus import Piece, Source
+from tokenization.dedup import Repeats, whole_paragraphs
+
+LICENCE = (
+    "This book is for the use of anyone anywhere, at no cost and with almost no restrictions whatsoever.",
+    "You may copy it, give it away or use it again under the terms of the licence that stands at its end.",
+)
+SOURCE = Source(Path("a.txt"), "a.txt", 0, 0)
+Read = Callable[[Callable[[int], None]], Iterator[Piece]]
+
+
+def reading(texts: list[list[str]]) -> Read:
+    """Documents, each given as its pieces."""
+
+    def read(on_read: Callable[[int], None]) -> Iterator[Piece]:
+        for pieces in texts:
+            for number, text in enumerate(pieces):
+                yield Piece(text, number == 0, number == len(pieces) - 1, "", SOURCE, 1)
+
+    return read
+
+
+def joined(pieces: Iterator[Piece]) -> list[str]:
+    texts: list[str] = []
+    is_open = False
+    for piece in pieces:
+        assert piece.begins_document != is_open
+        texts += [piece.text] if piece.begins_document else []
+        texts[-1] += "" if piece.begins_document else piece.text
+        is_open = not piece.ends_document
+    assert not is_open
+    return texts
+
+
+def expected(texts: list[str]) -> list[str]:
+    """What is left of the documents."""
+    split = [re.split(r"(\r?\n[ \t]*(?:\r?\n[ \t]*)+)", text) for text in dict.fromkeys(texts)]
+    words = [[" ".join(part.split()) if len(part) >= 60 else "" for part in parts[::2]] for parts in split]
+    found = Counter(paragraph for paragraphs in words for paragraph in set(paragraphs) - {""})
+    many = {paragraph for paragraph, count in found.items() if count >= 5}
+    left = []
+    for parts, paragraphs in zip(split, words, strict=True):
+        blanks = ["", *parts[1::2]]
+        kept = zip(blanks, parts[::2], paragraphs, strict=True)
+        text = "".join(blank + part for blank, part, paragraph in kept if paragraph not in many)
+        left.append(text.lstrip("\r\n"))
+    return [text for text in left if text.strip()]
+
+
+PARAGRAPHS = st.sampled_from([*LICENCE, LICENCE[0].replace(" at", "\nat"), "Chapter I", "A short one.", "x" * 60, ""])
+DOCUMENTS = st.lists(st.lists(PARAGRAPHS, min_size=1, max_size=6), max_size=14)
+
+
+@given(DOCUMENTS, st.sampled_from(["\n\n", "\r\n\r\n", "\n \n\n"]), st.integers(5, 200))
+def test_it_leaves_what_a_simple_reference_leaves(made: list[list[str]], blank: str, size: int) -> None:
+    texts = [text for paragraphs in made if (text := blank.join(paragraphs))]
+    pieces = [[text[start : start + size] for start in range(0, len(text), size)] for text in texts]
+    repeats = Repeats(reading(pieces))
+    assert [text for text in joined(repeats.without(lambda count: None)) if text.strip()] == expected(texts)
+
+
+def test_hashes_that_share_a_cell_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dedup, "CELLS", 2)
+    texts = [f"{LICENCE[0]}\n\nParagraph {i} stands in this document alone, as its own number shows." for i in range(9)]
+    left = joined(Repeats(reading([[text] for text in [*texts, texts[3]]])).without(lambda count: None))
+    assert [text.split()[1] for text in left] == [str(i) for i in range(9)]
+
+
+@given(st.text(alphabet="ab \n\r", max_size=300), st.integers(1, 40))
+def test_pieces_are_regrouped_without_a_change(text: str, size: int) -> None:
+    if not text:
+        return
+    pieces = [text[start : start + size] for start in range(0, len(text), size)]
+    assert joined(whole_paragraphs(reading([pieces, pieces])(lambda count: None))) == [text, text]
+
+
+def test_a_paragraph_longer_than_pieces_passes_through() -> None:
+    whole = ["a" * corpus.PIECE_CHARACTERS] * 5
+    given = list(whole_paragraphs(reading([whole])(lambda count: None)))
+    assert max(len(piece.text) for piece in given) <= 2 * corpus.PIECE_CHARACTERS
+    assert joined(iter(given)) == ["".join(whole)]
+
+
+def test_a_licence_in_ten_books_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in").mkdir()
+    for i in range(10):
+        licence = [paragraph.replace(" ", "\r\n", i % 3) for paragraph in LICENCE]
+        body = [
+            f"Chapter {n}\n\nBook {i} goes on with a paragraph of its own, number {n}, of some length."
+            for n in range(9)
+        ]
+        Path(f"in/{i}.txt").write_text("\n\n".join([licence[0], *body, licence[1], "THE END"]))
+    Path("in/copy.txt").write_bytes(Path("in/0.txt").read_bytes())
+    flags = ["--input", "in", "--output_dir", "out", "--vocab_size", "300"]
+    assert tokenize_local_bpe.main(flags) == 0
+    assert sum("restrictions" in text for text in documents()) == 11
+    assert tokenize_local_bpe.main([*flags, "--dedup", "exact"]) == 0
+    texts = documents()
+    assert len(texts) == 10 and all(text.startswith("Chapter 0") and text.endswith("THE END") for text in texts)
+    assert "1 documents that are copies of others, and 20 paragraphs that stand in 5 documents" in report()
+    assert "**Repeated** 10 times: This book is for the use of anyone" in report()

@@ -1,0 +1,152 @@
+"""data_report.md: what each file gave, what was left out and why, and documents to look at."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.files import sha256_file
+from common.output import byte_size, cell
+from tokenization.corpus import Source
+from tokenization.dedup import EXAMPLES, Repeats
+from tokenization.encoding import Reader, Text
+from tokenization.held_out import begins_document
+
+LISTED, LISTED_BRIEFLY = 1000, 12  # files; lines
+LOOKED_AT = 1000  # documents of each file that are compressed, their beginnings
+COMPRESSED = 4096  # characters
+LANGUAGES_OF = 5  # documents of each file
+MOST_LANGUAGES = 2000  # documents whose language is guessed: each takes a millisecond
+NAMED = 5  # of the files that are left out for the same reason
+QUOTED = 100  # characters
+
+
+@dataclass
+class OfFile:
+    note: str
+    documents: int = 0
+    bytes: int = 0
+
+
+@dataclass
+class Found:
+    """A document to look at."""
+
+    number: float = 0.0
+    name: str = ""
+    beginning: str = ""
+
+    def quoted(self) -> str:
+        return f'in {cell(self.name)}: "{cell(self.beginning[:QUOTED])} ..."'
+
+
+class Report:
+    """Collects while the text is encoded."""
+
+    def __init__(self, sources: Sequence[Source], skipped: Mapping[str, Sequence[str]], repeats: Repeats | None):
+        """`skipped`: names of files, by the reason."""
+        self.files = {source.name: OfFile(source.note) for source in sources}
+        self.skipped, self.repeats = skipped, repeats
+        self.copies = {} if repeats else copies(sources)
+        self.longest, self.least_packed = Found(), Found()
+        self.languages: Counter[str] = Counter()
+
+    def counting(self, read: Reader) -> Reader:
+        """A reader of the same text that counts it."""
+
+        def counted(on_read: Callable[[int], None]) -> Iterator[Text]:
+            document = Found()
+            for piece in read(on_read):
+                of_file, text = self.files[piece.source.name], piece.text
+                if begins_document(piece):
+                    of_file.documents += 1
+                    document = Found(0, piece.source.name, text[:COMPRESSED])
+                    self.look_at(document, of_file.documents)
+                size = len(text.encode())
+                of_file.bytes += size
+                document.number += size
+                if document.number > self.longest.number:
+                    self.longest = document
+                yield piece
+
+        return counted
+
+    def look_at(self, document: Found, number: int) -> None:
+        """The `number`th document of its file begins."""
+        if number <= LOOKED_AT and len(document.beginning) >= COMPRESSED // 4:
+            content = document.beginning.encode()
+            packed = len(zlib.compress(content, 1)) / len(content)
+            if packed > self.least_packed.number:
+                self.least_packed = Found(packed, document.name, document.beginning)
+        if number <= LANGUAGES_OF and self.languages.total() < MOST_LANGUAGES:
+            self.languages[language_of(document.beginning[: COMPRESSED // 4])] += 1
+
+    def found(self) -> list[tuple[str, str]]:
+        """What a user may want to act on, each with its kind."""
+        found = [("Repeated", f"left out: {self.repeats.describe()}")] if self.repeats else []
+        found += [
+            ("Converted", f"{name}: {each.note}") for name, each in self.files.items() if each.note[:5] == "from "
+        ]
+        found += [("Twice", f"{name} has the same content as {first}") for name, first in self.copies.items()]
+        return found + [("Left out", f"{named(names)}: {reason}") for reason, names in self.skipped.items()]
+
+    def brief(self) -> str:
+        """For the terminal."""
+        lines = [f"{kind:<10} {cell(line)}" for kind, line in self.found()]
+        more = [f"           and {len(lines) - LISTED_BRIEFLY:,} more lines, in data_report.md"]
+        lines = lines[:LISTED_BRIEFLY] + more * (len(lines) > LISTED_BRIEFLY)
+        return "\n".join(lines).encode(errors="replace").decode()  # names may be any bytes
+
+    def markdown(self) -> str:
+        """The whole report."""
+        gave = [of_file for of_file in self.files.values() if of_file.documents]
+        size, documents = sum(each.bytes for each in gave), sum(each.documents for each in gave)
+        lines = [f"- **Read**: {len(gave):,} files: {byte_size(size)} of text in {documents:,} documents"]
+        if known := [f"{name} {n / self.languages.total():.0%}" for name, n in self.languages.most_common(5) if name]:
+            lines.append(f"- **Languages**: {', '.join(known)}")
+        lines += [f"- **{kind}**: {cell(line)}" for kind, line in self.found()]
+        if self.repeats:
+            common = self.repeats.left_out.most_common(EXAMPLES)
+            lines += [f"- **Repeated** {count:,} times: {cell(text)} ..." for text, count in common]
+        hard = f"{self.least_packed.number:.2f} of its size when compressed; English has about 0.5, noise 0.8"
+        lines += [
+            f"- **Longest document**: {byte_size(int(self.longest.number))}, {self.longest.quoted()}",
+            f"- **Hardest document**: {hard}, {self.least_packed.quoted()}",
+            "\n| file | made from | documents | bytes of text |\n|---|---|---:|---:|",
+        ]
+        lines += [
+            f"| {cell(name)} | {cell(each.note) or 'text'} | {each.documents:,} | {each.bytes:,} |"
+            for name, each in itertools.islice(self.files.items(), LISTED)
+        ]
+        return "\n".join(["# Data report\n", *lines]) + "\n"
+
+
+def named(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
+
+
+def language_of(text: str) -> str:
+    """Its code, or "" if py3langid is not there."""
+    try:
+        from py3langid import classify
+    except ImportError:
+        return ""
+    return str(classify(text)[0])
+
+
+def copies(sources: Iterable[Source]) -> dict[str, str]:
+    """The first file with the same content, by the name of each further one. Only files of the same size are read."""
+    sizes: dict[int, list[Source]] = defaultdict(list)
+    for source in sources:
+        sizes[source.size].append(source)
+    found: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for source in itertools.chain.from_iterable(same for same in sizes.values() if len(same) > 1):
+        name = first.setdefault(sha256_file(source.path), source.name)
+        if name != source.name:
+            found[source.name] = name
+    return found
