@@ -19,7 +19,7 @@ from typing import BinaryIO, Literal, NamedTuple
 from common.chat import ChatTemplate
 from common.errors import DataError
 from common.files import atomic_write
-from common.output import progress_bar
+from common.output import log, progress_bar
 from tokenization import conversations
 from tokenization.conversations import are_conversations, messages_of
 from tokenization.corpus import (
@@ -108,9 +108,9 @@ def readable(sources: Sequence[Source], settings: Settings) -> Readable:
 
     Raises DataError if no file gives any.
     """
-    members = made(sources, lambda source: unzipped(source) if source.suffix == ".zip" else [source])
-    texts = made(members.sources, lambda source: [as_text(source, settings)])
-    return Readable(texts.sources, members.skipped | texts.skipped)
+    files = made(sources, files_of)
+    texts = made(files.sources, lambda source: [as_text(source, settings)])
+    return Readable(texts.sources, files.skipped | texts.skipped)
 
 
 def in_utf8(sources: Sequence[Source], settings: Settings) -> Readable:
@@ -137,12 +137,17 @@ def missing_packages(sources: Iterable[Source]) -> list[str]:
     return sorted(package for package in needed if package and importlib.util.find_spec(package) is None)
 
 
+def files_of(source: Source) -> list[Source]:
+    """The members of an archive, or the file itself. On the hub, what cannot be read in parts is copied."""
+    if isinstance(source, HubSource) and source.suffix not in READ_IN_PARTS:
+        with hub_problems(source.name):
+            source = written(source, source.suffix, beginning(source), "")
+    return unzipped(source) if source.suffix == ".zip" else [source]
+
+
 def as_text(source: Source, settings: Settings) -> Source:
     """The source if it is plain text, or a file with its text. Raises Unreadable."""
     is_chat, suffix = settings.format == "chat", source.suffix
-    if isinstance(source, HubSource) and suffix not in READ_IN_PARTS:
-        with hub_problems(source.name):
-            source = written(source, suffix, beginning(source), "")
     kind, note = None if is_chat and suffix == ".json" else KINDS.get(suffix), suffix[1:]
     if not is_chat and are_conversations(source, settings.text_key):
         kind, note = KINDS[".json"], "conversations as text (--format chat trains on their answers alone)"
@@ -163,6 +168,8 @@ def written(source: Source, suffix: str, blocks: Iterable[bytes], note: str, *se
     path = EXTRACTED / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}{suffix}"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(source, HubSource):
+            log.info(f"Reading {source.name}")
         with atomic_write(path) as file:
             file.writelines(blocks)
     return source_at(path, source.name, note)
