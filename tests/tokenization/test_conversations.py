@@ -195,7 +195,7 @@ def test_a_bad_record_is_named_or_left_out_and_counted(
         ("\n\n", "Conversations found: 0"),
         (b'{"prompt": "\xff"}', "> converted.txt`. To leave such records out, add --skip_bad_records."),
         ('{"prompt": "a", "completion": "b"}\n'.encode("utf-16"), "Conversations found: 1. At least two"),
-        (b'[{"prompt": "\xff"}]', "its encoding cannot be guessed"),
+        (b'[{"prompt": "\xff"}]', "it is not UTF-8"),
     ],
 )
 def test_a_file_that_cannot_be_read_on(
