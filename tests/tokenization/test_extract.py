@@ -266,3 +266,13 @@ def test_workers_do_not_change_the_bytes(folder: Path) -> None:
         assert tokenize("--num_workers", workers, "--chunk_size_mb", "0.01", "--output_dir", f"out{workers}") == 0
         made = [*made, Path(f"out{workers}/tokens_bpe.bin").read_bytes()]
     assert made[0] == made[1]
+
+
+def test_a_password_is_named(folder: Path) -> None:
+    content = bytearray(archive({"a.txt": "secret"}))
+    for signature, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):  # the bit that says that it is encrypted
+        content[content.index(signature) + at] |= 1
+    (folder / "a.zip").write_bytes(content)
+    (folder / "z.txt").write_text("Some text.")
+    assert tokenize() == 0
+    assert "**Left out**: a.zip: it has a password" in report()

@@ -18,7 +18,7 @@ from tokenization.corpus import SCHEME, Source, unpacked_name
 from tokenization.settings import EXTRACTED
 
 ADDRESS = re.compile(rf"{SCHEME}datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
-BYTES_OF_A_FILE = 20_000_000  # at least, if a part of a dataset is taken: opening a file takes seconds
+BYTES_OF_A_FILE = 5_000_000  # at least, if a part of a dataset is taken: opening a file takes seconds
 
 
 @dataclass(frozen=True)
