@@ -141,9 +141,9 @@ def unpacked_name(name: str) -> str:
     return name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
-def left_out(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, list[str]]:
-    """The files in the given folders that `find_sources` does not take, and those that are empty, by the reason."""
-    found: dict[str, list[str]] = {}
+def left_out(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, str]:
+    """The files in the given folders that `find_sources` does not take, and those that are empty, with the reason."""
+    found: dict[str, str] = {}
     for given in inputs:
         folder = Path(given).expanduser()
         for path in sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else ():
@@ -156,7 +156,7 @@ def left_out(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> dic
                 reason = "empty"
             else:
                 continue
-            found.setdefault(reason, []).append(name.as_posix())
+            found[name.as_posix()] = reason
     return found
 
 

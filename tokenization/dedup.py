@@ -26,23 +26,24 @@ class Repeats:
     those whose cell says that they may be repeated.
     """
 
-    def __init__(self, read: Callable[[Callable[[int], None]], Iterator[Piece]]):
+    def __init__(self, read: Callable[[Callable[[int], None]], Iterator[Piece]], cells: int = CELLS):
+        """`cells`: of the table."""
         self.read = read
         self.paragraphs: Counter[int] = Counter()  # documents that have it, by the hash of the paragraph
         self.documents: set[int] = set()  # numbers of those that are copies of earlier ones
         self.left_out: Counter[str] = Counter()  # beginnings of paragraphs, for the report
-        sketch = np.zeros(CELLS, np.uint8)
+        sketch = np.zeros(cells, np.uint8)
         for document, paragraphs in self.hashes():
             for hashed in (document, *paragraphs):
-                sketch[hashed % CELLS] += sketch[hashed % CELLS] < MANY
+                sketch[hashed % cells] += sketch[hashed % cells] < MANY
         first: set[int] = set()
         for number, (document, paragraphs) in enumerate(self.hashes()):
             if document in first:
                 self.documents.add(number)
                 continue
-            if sketch[document % CELLS] > 1:
+            if sketch[document % cells] > 1:
                 first.add(document)
-            self.paragraphs.update(hashed for hashed in paragraphs if sketch[hashed % CELLS] >= MANY)
+            self.paragraphs.update(hashed for hashed in paragraphs if sketch[hashed % cells] >= MANY)
         self.paragraphs = Counter({hashed: count for hashed, count in self.paragraphs.items() if count >= MANY})
 
     def hashes(self) -> Iterator[tuple[int, set[int]]]:

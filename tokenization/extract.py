@@ -9,6 +9,7 @@ import functools
 import hashlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -100,7 +101,7 @@ def format_of(sources: Sequence[Source], text_key: str = Settings.text_key) -> L
 
 class Readable(NamedTuple):
     sources: list[Source]
-    skipped: dict[str, list[str]]  # names of files that give no text, by the reason
+    skipped: dict[str, str]  # why a file gives no text, by its name
 
 
 def readable(sources: Sequence[Source], settings: Settings) -> Readable:
@@ -124,9 +125,9 @@ def made(sources: Sequence[Source], make: Callable[[Source], list[Source]]) -> R
         try:
             made.sources.extend(make(source))
         except Unreadable as reason:
-            made.skipped.setdefault(str(reason), []).append(source.name)
+            made.skipped[source.name] = str(reason)
     if not made.sources:
-        reasons = "; ".join(f"{reason} ({', '.join(names[:5])})" for reason, names in made.skipped.items())
+        reasons = "; ".join(f"{reason} ({name})" for name, reason in itertools.islice(made.skipped.items(), 5))
         raise DataError(f"No file gives text: {reasons}.")
     return made
 

@@ -46,8 +46,8 @@ class Found:
 class Report:
     """Collects while the text is encoded."""
 
-    def __init__(self, sources: Sequence[Source], skipped: Mapping[str, Sequence[str]], repeats: Repeats | None):
-        """`skipped`: names of files, by the reason."""
+    def __init__(self, sources: Sequence[Source], skipped: Mapping[str, str], repeats: Repeats | None):
+        """`skipped`: why a file gives no text, by its name."""
         self.files = {source.name: OfFile(source.note) for source in sources}
         self.skipped, self.repeats = skipped, repeats
         self.copies = {} if repeats else copies(sources)
@@ -91,7 +91,10 @@ class Report:
             ("Converted", f"{name}: {each.note}") for name, each in self.files.items() if each.note[:5] == "from "
         ]
         found += [("Twice", f"{name} has the same content as {first}") for name, first in self.copies.items()]
-        return found + [("Left out", f"{named(names)}: {reason}") for reason, names in self.skipped.items()]
+        by_reason: dict[str, list[str]] = defaultdict(list)
+        for name, reason in self.skipped.items():
+            by_reason[reason].append(name)
+        return found + [("Left out", f"{named(names)}: {reason}") for reason, names in by_reason.items()]
 
     def brief(self) -> str:
         """For the terminal."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import tokenize_local_bpe
 from tests.tokenization.test_extract import documents, report
-from tokenization import corpus, dedup
+from tokenization import corpus
 from tokenization.corpus import Piece, Source
 from tokenization.dedup import Repeats, whole_paragraphs
 
@@ -75,10 +75,9 @@ def test_it_leaves_what_a_simple_reference_leaves(made: list[list[str]], blank: 
     assert [text for text in joined(repeats.without(lambda count: None)) if text.strip()] == expected(texts)
 
 
-def test_hashes_that_share_a_cell_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dedup, "CELLS", 2)
+def test_hashes_that_share_a_cell_are_told_apart() -> None:
     texts = [f"{LICENCE[0]}\n\nParagraph {i} stands in this document alone, as its own number shows." for i in range(9)]
-    left = joined(Repeats(reading([[text] for text in [*texts, texts[3]]])).without(lambda count: None))
+    left = joined(Repeats(reading([[text] for text in [*texts, texts[3]]]), cells=2).without(lambda count: None))
     assert [text.split()[1] for text in left] == [str(i) for i in range(9)]
 
 

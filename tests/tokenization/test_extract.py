@@ -197,6 +197,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "i.pdf": (b"%PDF-1.4 and then nothing", "it is damaged"),
     "j.html": (b"<html></html>", "it holds no text"),
     "k.parquet": (b"PAR1 and then nothing", "not a whole Parquet file"),
+    "m.zip": (b"PK and then nothing", "it is damaged (File is not a zip file)"),
     "l.csv": (b"text\n" + b"x" * 51_000_000, "not a whole table"),
 }
 
