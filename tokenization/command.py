@@ -35,7 +35,7 @@ from tokenization.corpus import (
 from tokenization.dedup import Repeats
 from tokenization.encoding import Reader, encode_in_order, read_chunks, sample_evenly, split_index
 from tokenization.extract import OF_FORMAT, find, format_of, in_utf8, missing_packages, readable
-from tokenization.held_out import HASHED_CHARACTERS, HeldOut, choose_held_out
+from tokenization.held_out import FEWEST, MOST, choose_held_out
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
 from tokenization.report import Report
 from tokenization.settings import Settings
@@ -90,7 +90,7 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
         if folder.metadata.exists():
             log.info(f"{replaced(folder.metadata)} A run on them needs them again to go on: --output_dir keeps both.")
         with folder.locked():
-            folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS, HASHED_CHARACTERS]))
+            folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS, FEWEST, MOST]))
             try:
                 if not folder.awaits_publishing:
                     bad: list[DataError] = []
@@ -104,7 +104,8 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
                         total_bytes = unpacked_bytes(sources)
                         read, repeats = readers(sources, options, bad)
                         held_out = choose_held_out(read, share, total_bytes)
-                    report = Report(sources, skipped | left_out(options.input, OF_FORMAT[options.format]), repeats)
+                    skipped |= left_out(options.input, OF_FORMAT[options.format])
+                    report = Report(sources, skipped, repeats, held_out)
                     tokenizer = prepare_tokenizer(folder, read, options, kind, total_bytes)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_note:
                         log.info(tokenizer.encoder_note)
@@ -114,13 +115,12 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
                     if held_out:
                         read = held_out.last(read)
                     written = encode_sources(folder, tokenizer, read, options, total_bytes)
-                    if held_out:
-                        log.info(held_out.describe())
+                    log.info(held_out.describe() if held_out else "Held out for validation: the end of the text")
                     if found_in_it := report.brief():
                         log.info(found_in_it)
                     if bad:
                         log.info(f"Left out: {len(bad):,} records that are not conversations. The first: {bad[0]}")
-                    described = describe_tokens(folder, written, tokenizer, sources, options, fingerprint, held_out)
+                    described = describe_tokens(folder, written, tokenizer, report, options, fingerprint)
                     if not may_replace:
                         require_the_same(folder, options.input, described)
                     folder.prepare_publishing(described, report.markdown(), options.compress)
@@ -279,19 +279,19 @@ def describe_tokens(
     folder: TokenFolder,
     written: TokenWriter,
     tokenizer: Tokenizer,
-    sources: Sequence[Source],
+    report: Report,
     options: Settings,
     fingerprint: str,
-    held_out: HeldOut | None,
 ) -> TokenMetadata:
     """The metadata of the tokens in the work folder. Does not read the token file, which may be large."""
-    total, documents = written.tokens, written.documents
-    ends = np.memmap(folder.document_ends, "<i8", "r") if documents else np.zeros(0, np.int64)
+    total = written.tokens
+    ends = np.memmap(folder.document_ends, "<i8", "r") if written.documents else np.zeros(0, np.int64)
+    held_out = report.held_out.documents if report.held_out else 0
     mask: dict[str, Any] = {}
-    if options.format == "chat" and documents < 2:
-        raise DataError(f"Conversations found: {documents}. At least two are needed: for training and validation.")
-    if held_out:
-        split = int(ends[documents - held_out.documents - 1])
+    if options.format == "chat" and len(ends) < 2:
+        raise DataError(f"Conversations found: {len(ends)}. At least two are needed: for training and validation.")
+    if 0 < held_out < len(ends):
+        split = int(ends[len(ends) - held_out - 1])
     elif options.format == "chat":
         split = split_index(total, ends, options.train_split, tolerance=1.0)  # cuts no conversation
     else:
@@ -317,8 +317,8 @@ def describe_tokens(
         val_bytes=written.text_bytes - train_bytes,
         train_bytes=train_bytes,
         train_split=options.train_split,
-        documents=documents,
-        source_files=tuple({"name": source.name, "size": source.size} for source in sources),
+        documents=report.documents,
+        source_files=tuple({"name": source.name, "size": source.size} for source in report.files),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         fingerprint=fingerprint,
         **mask,

@@ -9,8 +9,15 @@ from typing import Any, NamedTuple
 
 from common.chat import ChatTemplate, Message, require_order
 from common.errors import DataError
-from tokenization.corpus import Source, decoded_blocks, json_lines, record_of_line, require_unchanged, unpacked_blocks
-from tokenizer_base import valid_unicode
+from tokenization.corpus import (
+    Source,
+    decoded_blocks,
+    json_lines,
+    normalized,
+    record_of_line,
+    require_unchanged,
+    unpacked_blocks,
+)
 
 SUFFIXES = (".jsonl", ".json")
 FORMS = (
@@ -140,7 +147,7 @@ def messages_of(record: Any) -> list[Message]:
         raise ValueError(f"not a known form of conversation ({FORMS}); its keys are {keys}")
     system = record.get("system")
     if isinstance(system, str) and system.strip() and messages[:1] and messages[0].role != "system":
-        messages.insert(0, Message("system", valid_unicode(system)))
+        messages.insert(0, Message("system", normalized(system)))
     require_order(messages, "assistant")
     return messages
 
@@ -173,4 +180,4 @@ def content_of(value: Any, name: str) -> str:
         value = "".join(part["text"] if isinstance(part.get("text"), str) else "" for part in value)
     if not isinstance(value, str):
         raise ValueError(f"{name} is a JSON {type(value).__name__}; a text was expected")
-    return valid_unicode(value)
+    return normalized(value)

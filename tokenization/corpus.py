@@ -6,6 +6,7 @@ from __future__ import annotations
 import codecs
 import glob
 import gzip
+import io
 import json
 import math
 import os
@@ -67,6 +68,7 @@ class Source:
     size: int  # bytes on disk
     modified_ns: int
     note: str = ""  # on what it was made from
+    is_converted: bool = False  # from another encoding
     most_bytes: float = math.inf  # of its text, if a part of it is wanted
 
     @property
@@ -113,7 +115,7 @@ class Piece(NamedTuple):
     text: str
     begins_document: bool
     ends_document: bool
-    line_break: str  # before the separator; part of no document, but a character vocabulary keeps it between documents
+    line_break: str  # "\n" or ""; part of no document, but a character vocabulary keeps it between documents
     source: Source
     line: int  # of the piece's first character in the file, from 1
 
@@ -173,10 +175,10 @@ def read_pieces(
 ) -> Iterator[Piece]:
     """Stream the documents of all sources. Long documents come in pieces, cut where it does not change the tokens.
 
-    A document is the text between two lines that are exactly `separator` ("" is a blank line). Its line endings stay as
-    they are; the line break before the separator belongs to the separator. In JSONL a document is the value of
-    `text_key` in a line. Empty documents and a byte order mark are left out. `on_read` is called with the number of
-    unpacked bytes of each block that is read.
+    A document is the text between two lines that are exactly `separator` ("" is a blank line); the line break before
+    the separator belongs to the separator. In JSONL a document is the value of `text_key` in a line. Every line break
+    becomes "\n". Empty documents and a byte order mark are left out. `on_read` is called with the number of unpacked
+    bytes of each block that is read.
 
     Raises DataError that names the file and the place: not UTF-8, not JSON, no such key, a damaged `.gz`, or a file
     that has changed since it was found.
@@ -213,25 +215,24 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
     """
     # A newline is added at the start of the stream, so that the first line is like every other: a separator stands
     # between two newlines. The second one is also the newline before the next document (`fresh`).
-    separator_line = re.compile(r"(\r?\n)" + re.escape(separator) + r"\r?(?=\n)")
-    last_line = re.compile(r"(\r?\n)" + re.escape(separator) + r"\r?\Z")
+    separator_line = re.compile(r"\n" + re.escape(separator) + r"(?=\n)")
+    last_line = re.compile(r"\n" + re.escape(separator) + r"\Z")
     rest, fresh, skipped = "\n", True, 0
     for block in blocks:
-        unseen = max(len(rest) - len(separator) - 3, 0)  # a separator that ends in this block begins here or later
+        unseen = max(len(rest) - len(separator) - 1, 0)  # a separator that ends in this block begins here or later
         rest += block
         start = 0
         for separated in separator_line.finditer(rest, unseen):
             text = rest[start + fresh : separated.start()]
             if text or not fresh:
-                yield text, True, separated[1], skipped
+                yield text, True, "\n", skipped
                 skipped = 0
             skipped += 1 + (separated.start() > start or not fresh)
             start, fresh = separated.end(), True
         rest = rest[start:]
         if len(rest) > PIECE_CHARACTERS:
             newline = rest.rfind("\n")  # after it may be the beginning of a separator
-            newline -= rest[newline - 1 : newline] == "\r"
-            end = newline if len(rest) - newline <= len(separator) + 3 else len(rest) - 1
+            end = newline if len(rest) - newline <= len(separator) + 1 else len(rest) - 1
             cut = cut_point(rest, end) or min(end, PIECE_CHARACTERS)
             if cut > fresh:
                 yield rest[fresh:cut], False, "", skipped
@@ -239,7 +240,7 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
     match = last_line.search(rest)
     text = rest[fresh : match.start()] if match else rest[fresh:]
     if text or not fresh:
-        yield text, True, match[1] if match else "", skipped
+        yield text, True, "\n" if match else "", skipped
 
 
 def cut_point(text: str, limit: int) -> int:
@@ -338,7 +339,8 @@ def conversion(source: Source, encoding: str) -> str:
 
 
 def decoded_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[str]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    """The text of a file. Every line break is "\n"."""
+    decoder = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")(), translate=True)
     position = 0
     for block in text_blocks(source):
         waiting = len(decoder.getstate()[0])  # bytes of a character that began in the block before
@@ -352,7 +354,7 @@ def decoded_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[s
         on_read(len(block))
         yield text
     try:
-        decoder.decode(b"", final=True)
+        yield decoder.decode(b"", final=True)  # a line break that may have had a second part
     except UnicodeDecodeError as error:
         raise not_utf8(source, position - len(error.object) + error.start, error) from None
 
@@ -367,7 +369,7 @@ def not_utf8(source: Source, position: int, error: UnicodeDecodeError) -> DataEr
 
 def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) -> Iterator[Piece]:
     for number, position, line in json_lines(source, on_read):
-        text = valid_unicode(text_of_record(source, number, record_of_line(source, number, position, line), text_key))
+        text = normalized(text_of_record(source, number, record_of_line(source, number, position, line), text_key))
         start = 0
         while len(text) - start > PIECE_CHARACTERS:
             piece = text[start : start + PIECE_CHARACTERS + 1]
@@ -376,6 +378,11 @@ def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) 
             start = end
         if text:
             yield Piece(text[start:], start == 0, True, "\n", source, number)
+
+
+def normalized(text: str) -> str:
+    """Valid Unicode, in which every line break is "\n"."""
+    return valid_unicode(text).replace("\r\n", "\n").replace("\r", "\n")
 
 
 def json_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[tuple[int, int, bytes]]:

@@ -16,7 +16,7 @@ MANY = 5  # documents: a paragraph in so many is left out
 FEWEST_CHARACTERS = 60  # of such a paragraph; shorter ones, such as "Chapter I", belong to the text
 CELLS = 1 << 26  # of the sketch, a byte each
 EXAMPLES = 5
-BLANK_LINES = re.compile(r"(\r?\n[ \t]*(?:\r?\n[ \t]*)+)")
+BLANK_LINES = re.compile(r"(\n[ \t]*(?:\n[ \t]*)+)")
 
 
 class Repeats:
@@ -51,7 +51,7 @@ class Repeats:
         for piece in whole_paragraphs(self.read(lambda count: None)):
             if piece.begins_document:
                 document, paragraphs = hashlib.blake2b(digest_size=8), set[int]()
-            document.update(piece.text.encode())
+            document.update(f"{' '.join(piece.text.split())} ".encode())  # the same with other white space
             paragraphs.update(hash_of(text) for text in BLANK_LINES.split(piece.text)[::2] if is_long(text))
             if piece.ends_document:
                 yield int.from_bytes(document.digest(), "big"), paragraphs
@@ -67,7 +67,7 @@ class Repeats:
                 continue
             text = self.kept(piece.text)
             if not has_begun:
-                text = text.lstrip("\r\n")  # before which a paragraph may have stood
+                text = text.lstrip("\n")  # before which a paragraph may have stood
             if text.strip() or has_begun:
                 yield piece._replace(text=text, begins_document=not has_begun)
                 has_begun = True
@@ -95,7 +95,7 @@ def is_long(paragraph: str) -> bool:
 
 
 def hash_of(paragraph: str) -> int:
-    """The same for other line breaks."""
+    """The same where the lines break elsewhere."""
     return int.from_bytes(hashlib.blake2b(" ".join(paragraph.split()).encode(), digest_size=8).digest(), "big")
 
 

@@ -39,6 +39,10 @@ Text = Piece | Conversation
 Reader = Callable[[Callable[[int], None]], Iterator[Text]]  # its argument is called with the number of bytes read
 
 
+def begins_document(text: Text) -> bool:
+    return isinstance(text, Conversation) or text.begins_document
+
+
 @dataclass(frozen=True)
 class Chunk:
     """The text that one thread encodes at a time."""

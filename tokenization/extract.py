@@ -244,7 +244,8 @@ def recoded(source: Source, settings: Settings) -> Source:
             pass
     except NotUTF8 as problem:
         encoding = problem.encoding or settings.encoding or guess(problem.sample)
-        return written(source, source.suffix, utf8_blocks(source, encoding), f"from {encoding}", encoding)
+        made = written(source, source.suffix, utf8_blocks(source, encoding), f"from {encoding}", encoding)
+        return replace(made, is_converted=True)
     return source
 
 

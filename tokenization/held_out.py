@@ -1,126 +1,173 @@
-"""Which documents are held out for validation: whole ones, by a hash of how they begin, so that the same ones stay held
-out when text is added."""
+"""Which text is held out for validation: passages of a few thousand characters, chosen by a hash of each. So every file
+gives its share, copies are on one side, and nothing moves when text is added or taken away."""
 
 from __future__ import annotations
 
 import hashlib
-import heapq
-import itertools
-import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from common.output import printable
-from tokenization.encoding import Reader, Text
+from common.output import cell
+from tokenization.conversations import Conversation
+from tokenization.corpus import PIECE_CHARACTERS, Piece, Source, cut_point
+from tokenization.encoding import Reader, Text, begins_document
 
-HASHED_CHARACTERS = 4096
-FEWEST_DOCUMENTS = 3
+FEWEST, MOST = 2500, 8000  # characters of a passage; the last of a document may be shorter
+FURTHER = 1500  # characters, on average, from the fewest to the line that ends a passage
+TYPICAL = 4000  # characters
 MOST_BYTES = 40_000_000  # about ten million tokens; they stay in memory until all else is encoded
-LARGEST = 2.0  # times what is to be held out: what is larger is not
-KEPT = 1000  # of the lowest hashes, for chance may choose too little or too much, and of the largest documents
+SMALL = 4_000_000  # bytes: in less text, chance may choose far too little or too much
+FURTHEST = 2.5  # times the share that is asked for, or so much less
 NAMES = 5  # that are listed
 
 
 class HeldOut:
-    """Documents with a hash below `limit`, except those `too_large`: which have it, and how many have been read."""
+    """Passages with a hash below `limit`: from 0 to 1, about their share of the text.
 
-    def __init__(self, limit: float, too_large: set[float]):
-        self.limit, self.too_large = limit, too_large
-        self.by_file: Counter[str] = Counter()  # how many, by the name of their file
-        self.of_documents = 0
+    A document whose share is a passage or more gives its last one if chance chooses none.
+    """
+
+    def __init__(self, limit: float):
+        self.limit = limit
+        self.characters: Counter[Source] = Counter()  # that have been read
+        self.held: Counter[Source] = Counter()  # of these, held out
+        self.documents = 0  # that the held-out text makes, one each time that passages follow each other
 
     @property
-    def documents(self) -> int:
-        return self.by_file.total()
+    def share(self) -> float:
+        return self.held.total() / max(1, self.characters.total())
 
-    def has(self, text: str) -> bool:
-        """Whether the document that begins with `text` is held out."""
-        hashed = hash_of(text)
-        return hashed < self.limit and hashed not in self.too_large
+    def share_of(self, source: Source) -> float:
+        return self.held[source] / max(1, self.characters[source])
 
     def last(self, read: Reader) -> Reader:
-        """A reader of the same text that gives the documents that are held out after all others."""
+        """A reader of the same text that gives the passages that are held out after all others."""
 
         def reordered(on_read: Callable[[int], None]) -> Iterator[Text]:
-            self.by_file.clear()
-            self.of_documents = 0
+            self.characters.clear()
+            self.held.clear()
             waiting: list[Text] = []
-            waits = False
-            for piece in read(on_read):
-                if begins_document(piece):
-                    waits = self.has(piece.text)
-                    self.of_documents += 1
-                    self.by_file[piece.source.name] += waits
-                if waits:
+            self.documents = 0
+            for piece, is_held in joined(self.chosen(read(on_read))):
+                if is_held:
                     waiting.append(piece)
+                    self.documents += isinstance(piece, Conversation) or piece.ends_document
                 else:
                     yield piece
             yield from waiting
 
         return reordered
 
+    def chosen(self, texts: Iterable[Text]) -> Iterator[tuple[Text, bool]]:
+        """Each passage, and whether it is held out."""
+        read = held = 0  # characters of the document
+        for passage in passages(texts):
+            size = len(passage.text)
+            if begins_document(passage):
+                read = held = 0
+            read += size
+            is_held = hash_of(passage.text) < self.limit
+            if not held and isinstance(passage, Piece) and passage.ends_document:
+                is_held = is_held or self.limit * read >= TYPICAL
+            held += size * is_held
+            self.characters[passage.source] += size
+            self.held[passage.source] += size * is_held
+            yield passage, is_held
+
     def describe(self) -> str:
-        names = [printable(name.encode(errors="replace").decode()) for name, count in self.by_file.items() if count]
-        more = f" and {len(names) - NAMES} more files" if len(names) > NAMES else ""
-        of = f"{self.documents:,} of {self.of_documents:,} documents, in {', '.join(names[:NAMES])}{more}"
-        return f"Held out for validation: {of}"
+        """Of each file its share."""
+        sources = list(self.characters)
+        named = ", ".join(f"{self.share_of(source):.0%} of {cell(source.name)}" for source in sources[:NAMES])
+        more = f"; of {len(sources) - NAMES:,} more files in data_report.md" if len(sources) > NAMES else ""
+        said = f"Held out for validation: {self.share:.1%} of the text: {named}{more}"
+        return said.encode(errors="replace").decode()  # names may be any bytes
 
 
-def choose_held_out(read: Reader, share: float, total_bytes: int, most: int = MOST_BYTES) -> HeldOut | None:
-    """Choose about `share` of the text, `most` bytes of it at most. Reads all of it; `total_bytes` is its size or more.
+def choose_held_out(read: Reader, share: float, total_bytes: int) -> HeldOut | None:
+    """What holds out about `share` of the text, MOST_BYTES of it at most; `total_bytes` is its size or more.
 
-    None if there are few documents, or only such as are too large: then the end of the text is held out.
+    None if chance leaves a small text with far less or more: then its end is held out.
     """
-    limit = min(share, most / total_bytes)
-    lowest: dict[float, int] = {}  # bytes of the documents with each of the lowest hashes: copies have the same
-    heap: list[float] = []  # of these hashes, negative: the first is the highest
-    largest: list[tuple[int, float]] = []  # a heap of sizes and hashes
-    documents = chosen = text_bytes = 0
-    for hashed, size in hashes(read(lambda count: None)):
-        documents += 1
-        text_bytes += size
-        chosen += size * (hashed < limit)
-        (heapq.heappush if len(largest) < KEPT else heapq.heappushpop)(largest, (size, hashed))
-        if hashed in lowest:
-            lowest[hashed] += size
-        elif len(heap) < KEPT:
-            heapq.heappush(heap, -hashed)
-            lowest[hashed] = size
-        elif hashed < -heap[0]:
-            del lowest[-heapq.heappushpop(heap, -hashed)]
-            lowest[hashed] = size
-    wanted = min(share * text_bytes, most)
-    too_large = {hashed for size, hashed in largest if size > LARGEST * wanted}
-    too_large |= {hashed for hashed, size in lowest.items() if size > LARGEST * wanted}
-    chosen -= sum(size for size, hashed in largest if hashed in too_large and hashed < limit)
-    possible = sorted(lowest.keys() - too_large)
-    if documents < FEWEST_DOCUMENTS or not possible or chosen == text_bytes:
-        return None
-    if not wanted / LARGEST <= chosen <= LARGEST * wanted:
-        sizes = itertools.accumulate(lowest[hashed] for hashed in possible)
-        fitting = max(1, sum(size <= wanted for size in sizes))
-        limit = math.nextafter(possible[fitting - 1], 1)
-    return HeldOut(limit, too_large)
+    held_out = HeldOut(min(share, MOST_BYTES / total_bytes))
+    if total_bytes <= SMALL:
+        for _ in held_out.last(read)(lambda count: None):
+            pass
+        if not share / FURTHEST <= held_out.share <= share * FURTHEST:
+            return None
+    return held_out
 
 
-def hashes(pieces: Iterable[Text]) -> Iterator[tuple[float, int]]:
-    """The hash and the bytes of each document."""
-    hashed, size = 0.0, -1
-    for piece in pieces:
-        if begins_document(piece):
-            if size >= 0:
-                yield hashed, size
-            hashed, size = hash_of(piece.text), 0
-        size += len(piece.text.encode())
-    if size >= 0:
-        yield hashed, size
+def passages(texts: Iterable[Text]) -> Iterator[Text]:
+    """The same text, a passage at a time. A conversation is one."""
+    rest: Piece | None = None
+    for text in texts:
+        if isinstance(text, Conversation):
+            yield text
+            continue
+        if rest is not None:
+            text = text._replace(text=rest.text + text.text, begins_document=rest.begins_document, line=rest.line)
+        start, rest = 0, text
+        while end := passage_end(text.text, start, text.ends_document):
+            is_last = end == len(text.text) and text.ends_document
+            passage = rest._replace(
+                text=text.text[start:end], ends_document=is_last, line_break=text.line_break if is_last else ""
+            )
+            yield passage
+            rest = rest._replace(begins_document=False, line=rest.line + passage.text.count("\n"))
+            start = end
+        rest = None if text.ends_document else rest._replace(text=text.text[start:])
 
 
-def begins_document(piece: Text) -> bool:
-    return getattr(piece, "begins_document", True)  # a conversation is whole
+def passage_end(text: str, start: int, is_whole: bool) -> int:
+    """Where the passage that begins at `start` ends; 0 if more text is needed to know, or none is left.
+
+    It ends with a line whose own text says so, by a hash. So an insertion moves the next few ends, and no others.
+    """
+    if len(text) - start <= MOST:
+        return len(text) if is_whole and start < len(text) else 0
+    end = text.find("\n", start + FEWEST) + 1
+    while 0 < end <= start + MOST:
+        line = end
+        end = text.find("\n", line) + 1
+        if zlib.crc32(text[line:end].encode()) % FURTHER < end - line and end <= start + MOST:
+            return end
+    passage = text[start : start + MOST]
+    return start + (passage.rfind("\n", FEWEST) + 1 or passage.rfind(" ", FEWEST) + 1 or MOST)
+
+
+def joined(chosen: Iterable[tuple[Text, bool]]) -> Iterator[tuple[Text, bool]]:
+    """Join the passages of a document that follow each other on one side, and give them in pieces that are cut where it
+    changes no token. Where the side changes, a document ends."""
+    run: list[Piece] = []
+    side, length = False, 0
+
+    def piece(text: str, ends: bool) -> Piece:
+        first, last = run[0], run[-1]
+        return Piece(text, first.begins_document, ends, last.line_break if ends else "", first.source, first.line)
+
+    for passage, is_held in chosen:
+        if run and (begins_document(passage) or is_held != side):
+            yield piece("".join(each.text for each in run), True), side
+            run, length = [], 0
+        if isinstance(passage, Conversation):
+            yield passage, is_held
+            continue
+        if not run:
+            passage, side = passage._replace(begins_document=True), is_held
+        run.append(passage)
+        length += len(passage.text)
+        if length > PIECE_CHARACTERS + MOST:
+            text = "".join(each.text for each in run)
+            cut = cut_point(text, PIECE_CHARACTERS) or PIECE_CHARACTERS
+            yield piece(text[:cut], False), side
+            line = run[0].line + text.count("\n", 0, cut)
+            run = [passage._replace(text=text[cut:], begins_document=False, line=line)]
+            length = len(text) - cut
+    if run:
+        yield piece("".join(each.text for each in run), True), side
 
 
 def hash_of(text: str) -> float:
-    """From 0 to 1."""
-    digest = hashlib.blake2b(text[:HASHED_CHARACTERS].encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") / 2**64
+    """From 0 to 1; white space around the text does not count."""
+    return int.from_bytes(hashlib.blake2b(text.strip().encode(), digest_size=8).digest(), "big") / 2**64

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.files import sha256_file
-from common.output import byte_size, cell
+from common.output import byte_size, cell, table_row
 from tokenization.corpus import Source
 from tokenization.dedup import EXAMPLES, Repeats
-from tokenization.encoding import Reader, Text
-from tokenization.held_out import begins_document
+from tokenization.encoding import Reader, Text, begins_document
+from tokenization.held_out import HeldOut
 
 LISTED, LISTED_BRIEFLY = 1000, 12  # files; lines
 LOOKED_AT = 1000  # documents of each file that are compressed, their beginnings
@@ -26,7 +26,6 @@ QUOTED = 100  # characters
 
 @dataclass
 class OfFile:
-    note: str
     documents: int = 0
     bytes: int = 0
 
@@ -46,11 +45,13 @@ class Found:
 class Report:
     """Collects while the text is encoded."""
 
-    def __init__(self, sources: Sequence[Source], skipped: Mapping[str, str], repeats: Repeats | None):
-        """`skipped`: why a file gives no text, by its name."""
-        self.files = {source.name: OfFile(source.note) for source in sources}
-        self.skipped, self.repeats = skipped, repeats
-        self.copies = {} if repeats else copies(sources)
+    def __init__(
+        self, sources: Sequence[Source], skipped: Mapping[str, str], repeats: Repeats | None, held_out: HeldOut | None
+    ):
+        """`skipped`: why a file gives no text, by its name. `held_out` is None if the end of the text is."""
+        self.files = {source: OfFile() for source in sources}
+        self.skipped, self.repeats, self.held_out = skipped, repeats, held_out
+        self.copies = [] if repeats else copies(sources)
         self.longest, self.least_packed = Found(), Found()
         self.languages: Counter[str] = Counter()
 
@@ -60,7 +61,7 @@ class Report:
         def counted(on_read: Callable[[int], None]) -> Iterator[Text]:
             document = Found()
             for piece in read(on_read):
-                of_file, text = self.files[piece.source.name], piece.text
+                of_file, text = self.files[piece.source], piece.text
                 if begins_document(piece):
                     of_file.documents += 1
                     document = Found(0, piece.source.name, text[:COMPRESSED])
@@ -84,13 +85,21 @@ class Report:
         if number <= LANGUAGES_OF and self.languages.total() < MOST_LANGUAGES:
             self.languages[language_of(document.beginning[: COMPRESSED // 4])] += 1
 
+    @property
+    def documents(self) -> int:
+        return sum(of_file.documents for of_file in self.files.values())
+
+    def held_share(self, source: Source) -> str:
+        return f"{self.held_out.share_of(source):.0%}" if self.held_out else ""
+
     def found(self) -> list[tuple[str, str]]:
         """What a user may want to act on, each with its kind."""
         found = [("Repeated", f"left out: {self.repeats.describe()}")] if self.repeats else []
-        found += [
-            ("Converted", f"{name}: {each.note}") for name, each in self.files.items() if each.note[:5] == "from "
-        ]
-        found += [("Twice", f"{name} has the same content as {first}") for name, first in self.copies.items()]
+        converted = [source for source in self.files if source.is_converted]
+        found += [("Converted", f"{source.name}: {source.note}") for source in converted]
+        for copy, first in self.copies:
+            earlier = first.place if first.name == copy.name else first.name
+            found.append(("Twice", f"{copy.name} has the same content as {earlier}"))
         by_reason: dict[str, list[str]] = defaultdict(list)
         for name, reason in self.skipped.items():
             by_reason[reason].append(name)
@@ -106,8 +115,8 @@ class Report:
     def markdown(self) -> str:
         """The whole report."""
         gave = [of_file for of_file in self.files.values() if of_file.documents]
-        size, documents = sum(each.bytes for each in gave), sum(each.documents for each in gave)
-        lines = [f"- **Read**: {len(gave):,} files: {byte_size(size)} of text in {documents:,} documents"]
+        size = sum(each.bytes for each in gave)
+        lines = [f"- **Read**: {len(gave):,} files: {byte_size(size)} of text in {self.documents:,} documents"]
         if known := [f"{name} {n / self.languages.total():.0%}" for name, n in self.languages.most_common(5) if name]:
             lines.append(f"- **Languages**: {', '.join(known)}")
         lines += [f"- **{kind}**: {cell(line)}" for kind, line in self.found()]
@@ -118,11 +127,19 @@ class Report:
         lines += [
             f"- **Longest document**: {byte_size(int(self.longest.number))}, {self.longest.quoted()}",
             f"- **Hardest document**: {hard}, {self.least_packed.quoted()}",
-            "\n| file | made from | documents | bytes of text |\n|---|---|---:|---:|",
+            "\n| file | made from | documents | bytes of text | held out |\n|---|---|---:|---:|---:|",
         ]
         lines += [
-            f"| {cell(name)} | {cell(each.note) or 'text'} | {each.documents:,} | {each.bytes:,} |"
-            for name, each in itertools.islice(self.files.items(), LISTED)
+            table_row(
+                [
+                    cell(source.name),
+                    cell(source.note) or "text",
+                    f"{each.documents:,}",
+                    f"{each.bytes:,}",
+                    self.held_share(source),
+                ]
+            )
+            for source, each in itertools.islice(self.files.items(), LISTED)
         ]
         return "\n".join(["# Data report\n", *lines]) + "\n"
 
@@ -141,15 +158,12 @@ def language_of(text: str) -> str:
     return str(classify(text)[0])
 
 
-def copies(sources: Iterable[Source]) -> dict[str, str]:
-    """The first file with the same content, by the name of each further one. Only files of the same size are read."""
+def copies(sources: Iterable[Source]) -> list[tuple[Source, Source]]:
+    """Each file with the content of an earlier one, and that one. Only files of the same size are read."""
     sizes: dict[int, list[Source]] = defaultdict(list)
     for source in sources:
         sizes[source.size].append(source)
-    found: dict[str, str] = {}
-    first: dict[str, str] = {}
-    for source in itertools.chain.from_iterable(same for same in sizes.values() if len(same) > 1):
-        name = first.setdefault(sha256_file(source.path), source.name)
-        if name != source.name:
-            found[source.name] = name
-    return found
+    first: dict[str, Source] = {}
+    same = itertools.chain.from_iterable(group for group in sizes.values() if len(group) > 1)
+    pairs = [(source, first.setdefault(sha256_file(source.path), source)) for source in same]
+    return [(source, earlier) for source, earlier in pairs if source != earlier]

@@ -66,7 +66,7 @@ class Settings:
     train_split: float = option(
         0.9,
         "output",
-        "fraction of the text for training; the rest, whole documents chosen by a hash, is for validation",
+        "fraction of the text for training; the rest, passages chosen by a hash, is for validation",
         gt=0,
         lt=1,
     )

@@ -316,7 +316,7 @@ def test_more_ids_than_16_bits_hold(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     tokenize([str(tmp_path / "text.txt")], tmp_path / "out", tokenizer="char", quiet=True)
     metadata, tokens, _ = read(tmp_path / "out", "tokens")
-    assert (metadata["dtype"], metadata["bytes_per_token"], tokens[-1]) == ("int32", 4, 65_536)
+    assert (metadata["dtype"], metadata["bytes_per_token"], tokens.max()) == ("int32", 4, 65_536)
     (tmp_path / "text.txt").write_text(text[:-1], encoding="utf-8")
     tokenize([str(tmp_path / "text.txt")], tmp_path / "out", tokenizer="char", quiet=True)
     assert read(tmp_path / "out", "tokens")[0]["dtype"] == "uint16"
@@ -603,7 +603,8 @@ def test_a_megabyte_without_a_space_takes_seconds(tmp_path: Path) -> None:
     assert process.returncode == 0
     metadata, tokens, tokenizer = read(tmp_path / "out")
     assert metadata["vocab_size"] > 15_000
-    assert tokenizer.decode(tokens) == text + SEPARATOR
+    parts = tokenizer.decode(tokens).split(SEPARATOR)
+    assert sum(map(len, parts)) == len(text) and all(part in text for part in parts)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only there is a file name any bytes")

@@ -48,9 +48,14 @@ def joined(pieces: Iterator[Piece]) -> list[str]:
     return texts
 
 
+def seen(texts: list[str]) -> set[str]:
+    return {" ".join(text.split()) for text in texts}
+
+
 def expected(texts: list[str]) -> list[str]:
     """What is left of the documents."""
-    split = [re.split(r"(\r?\n[ \t]*(?:\r?\n[ \t]*)+)", text) for text in dict.fromkeys(texts)]
+    kept = [text for number, text in enumerate(texts) if " ".join(text.split()) not in seen(texts[:number])]
+    split = [re.split(r"(\n[ \t]*(?:\n[ \t]*)+)", text) for text in kept]
     words = [[" ".join(part.split()) if len(part) >= 60 else "" for part in parts[::2]] for parts in split]
     found = Counter(paragraph for paragraphs in words for paragraph in set(paragraphs) - {""})
     many = {paragraph for paragraph, count in found.items() if count >= 5}
@@ -59,7 +64,7 @@ def expected(texts: list[str]) -> list[str]:
         blanks = ["", *parts[1::2]]
         kept = zip(blanks, parts[::2], paragraphs, strict=True)
         text = "".join(blank + part for blank, part, paragraph in kept if paragraph not in many)
-        left.append(text.lstrip("\r\n"))
+        left.append(text.lstrip("\n"))
     return [text for text in left if text.strip()]
 
 
@@ -67,7 +72,7 @@ PARAGRAPHS = st.sampled_from([*LICENCE, LICENCE[0].replace(" at", "\nat"), "Chap
 DOCUMENTS = st.lists(st.lists(PARAGRAPHS, min_size=1, max_size=6), max_size=14)
 
 
-@given(DOCUMENTS, st.sampled_from(["\n\n", "\r\n\r\n", "\n \n\n"]), st.integers(5, 200))
+@given(DOCUMENTS, st.sampled_from(["\n\n", "\n \n\n"]), st.integers(5, 200))
 def test_it_leaves_what_a_simple_reference_leaves(made: list[list[str]], blank: str, size: int) -> None:
     texts = [text for paragraphs in made if (text := blank.join(paragraphs))]
     pieces = [[text[start : start + size] for start in range(0, len(text), size)] for text in texts]
@@ -81,7 +86,7 @@ def test_hashes_that_share_a_cell_are_told_apart() -> None:
     assert [text.split()[1] for text in left] == [str(i) for i in range(9)]
 
 
-@given(st.text(alphabet="ab \n\r", max_size=300), st.integers(1, 40))
+@given(st.text(alphabet="ab \n", max_size=300), st.integers(1, 40))
 def test_pieces_are_regrouped_without_a_change(text: str, size: int) -> None:
     if not text:
         return
@@ -106,12 +111,14 @@ def test_a_licence_in_ten_books_is_found(tmp_path: Path, monkeypatch: pytest.Mon
             for n in range(9)
         ]
         Path(f"in/{i}.txt").write_text("\n\n".join([licence[0], *body, licence[1], "THE END"]))
-    Path("in/copy.txt").write_bytes(Path("in/0.txt").read_bytes())
+    text = Path("in/0.txt").read_text()
+    Path("in/copy.txt").write_text(text)
+    Path("in/of_windows.txt").write_text(f"\n{text}", newline="\r\n")
     flags = ["--input", "in", "--output_dir", "out", "--vocab_size", "300"]
     assert tokenize_local_bpe.main(flags) == 0
-    assert sum("restrictions" in text for text in documents()) == 11
+    assert sum("restrictions" in text for text in documents()) == 12
     assert tokenize_local_bpe.main([*flags, "--dedup", "exact"]) == 0
     texts = documents()
     assert len(texts) == 10 and all(text.startswith("Chapter 0") and text.endswith("THE END") for text in texts)
-    assert "1 documents that are copies of others, and 20 paragraphs that stand in 5 documents" in report()
+    assert "2 documents that are copies of others, and 20 paragraphs that stand in 5 documents" in report()
     assert "**Repeated** 10 times: This book is for the use of anyone" in report()

@@ -254,7 +254,8 @@ def test_the_report_tells_what_each_file_gave(folder: Path, capsys: pytest.Captu
     assert "Twice      b.txt has the same content as a.txt" in said
     lines = report().splitlines()
     assert "- **Read**: 3 files: 43.0 kB of text in 5 documents" in lines
-    assert "| a.txt | text | 2 | 20,004 |" in lines and "| c.txt | text | 1 | 3,000 |" in lines
+    assert any(line.startswith("| a.txt | text | 2 | 20,004 | ") for line in lines)
+    assert any(line.startswith("| c.txt | text | 1 | 3,000 | ") for line in lines)
     assert any("Longest document" in line and "20.0 kB, in a.txt" in line for line in lines)
     assert any("Hardest document" in line and "in c.txt" in line for line in lines)
 

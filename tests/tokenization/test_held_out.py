@@ -1,9 +1,10 @@
-"""What is held out for validation: whole documents by a hash, the same ones when text is added, named."""
+"""What is held out for validation: passages by a hash, a share of each file, the same ones when text is added."""
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import random
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -12,111 +13,172 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import WORDS
-from tokenization.corpus import Piece, find_sources, read_pieces
-from tokenization.held_out import MOST_BYTES, HeldOut, choose_held_out
+from tokenization.corpus import PIECE_CHARACTERS, Piece, Source, find_sources, read_pieces
+from tokenization.encoding import Text
+from tokenization.held_out import MOST, MOST_BYTES, HeldOut, choose_held_out, hash_of, passages
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import main
 from tokenizer import load_tokenizer
+from tokenizer_bpe import BPETokenizer
 
 SEPARATOR = "\n<|endoftext|>\n"
+SOURCE = Source(Path("a.txt"), "a.txt", 0, 0)
 
 
-def story(number: int, words: int = 60) -> str:
-    return f"{number}: " + " ".join(random.Random(number).choices(WORDS, k=words))
+def story(seed: int, characters: int = 300) -> str:
+    """Paragraphs of lines of words."""
+    draw = random.Random(seed)
+    lines: list[str] = []
+    length = 0
+    while length < characters:
+        lines.append(" ".join(draw.choices(WORDS, k=draw.randint(3, 18))) + draw.choice(["\n", "\n", ".\n\n"]))
+        length += len(lines[-1])
+    return "".join(lines)[:characters]
 
 
-def reference_hash(text: str) -> float:
-    return int.from_bytes(hashlib.blake2b(text[:4096].encode(), digest_size=8).digest(), "big") / 2**64
+def pieces_of(texts: Sequence[str], size: int = PIECE_CHARACTERS) -> Iterator[Piece]:
+    for text in texts:
+        cuts = range(0, len(text), size)
+        for start in cuts:
+            yield Piece(
+                text[start : start + size], start == 0, start == cuts[-1], "\n" * (start == cuts[-1]), SOURCE, 1
+            )
 
 
-def chosen(path: Path, share: float = 0.1, most: int = MOST_BYTES) -> HeldOut | None:
-    sources = find_sources([str(path)])
-    size = sum(source.size for source in sources)
-    return choose_held_out(lambda on_read: read_pieces(sources, on_read=on_read), share, size, most)
+def split(texts: Sequence[str], limit: float = 0.1, size: int = PIECE_CHARACTERS) -> tuple[list[Text], list[Text]]:
+    """The pieces of both splits."""
+    held_out = HeldOut(limit)
+    ordered = list(held_out.last(lambda on_read: pieces_of(texts, size))(lambda count: None))
+    ends = [number for number, piece in enumerate(ordered, 1) if piece.ends_document]
+    cut = ([0, *ends])[len(ends) - held_out.documents]
+    return ordered[:cut], ordered[cut:]
 
 
-def splits(folder: Path, *inputs: Path) -> tuple[list[str], list[str]]:
-    """The documents of both splits, in the order of the token file."""
-    words = ["--vocab_size", "300", "--output_dir", str(folder)]
-    assert main(["--input", *map(str, inputs), *words]) == 0
+def cut_up(text: str) -> list[str]:
+    return [piece.text for piece in passages(pieces_of([text]))]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 40_000)), min_size=1, max_size=6),
+    st.sampled_from([300, 5000, PIECE_CHARACTERS]),
+)
+def test_both_splits_together_are_the_text_however_it_is_read(shapes: list[tuple[int, int]], size: int) -> None:
+    texts = [story(seed, characters) for seed, characters in shapes]
+    trained, held = split(texts, size=size)
+    assert [piece.text for piece in trained] == [piece.text for piece in split(texts)[0]]
+    whole = [piece.text for piece in passages(pieces_of(texts, size))]
+    assert "".join(whole) == "".join(texts) and max(map(len, whole)) <= MOST
+    assert sum(len(piece.text) for piece in [*trained, *held]) == sum(map(len, texts))
+    for side in (trained, held):  # each side is made of whole documents
+        assert [piece.begins_document for piece in side] == [True, *(piece.ends_document for piece in side)][:-1]
+        assert not side or side[-1].ends_document
+    kept = "\0".join(piece.text for piece in trained)
+    assert all(piece.text not in kept or piece.text in WORDS for piece in held if len(piece.text) > 1000)
+
+
+def test_passages_are_of_a_few_thousand_characters_and_end_with_lines() -> None:
+    cut = cut_up(story(1, 1_000_000))
+    assert all(part.endswith("\n") for part in cut[:-1]) and 3000 < np.mean([len(part) for part in cut]) < 5000
+    long_lines = cut_up(story(1, 100_000).replace("\n", " "))  # without a line end, at spaces
+    assert all(part.endswith(" ") for part in long_lines[:-1]) and 3000 < np.mean([*map(len, long_lines)]) <= MOST
+    assert [len(part) for part in cut_up("x" * 20_000)] == [MOST, MOST, 20_000 - 2 * MOST]
+
+
+@given(st.integers(0, 100), st.integers(1, 3000), st.integers(0, 200_000))
+def test_an_insertion_moves_the_next_few_passages_alone(seed: int, added: int, place: int) -> None:
+    text = story(seed, 200_000)
+    before, after = cut_up(text), cut_up(text[:place] + story(seed + 1, added) + text[place:])
+    assert len({*before} - {*after}) <= 25
+
+
+def test_nothing_moves_when_files_are_added(tmp_path: Path) -> None:
+    letters = [story(number, 2000 + 40 * number) for number in range(100)]
+    novel = story(1000, 800_000)
+    before, after = split(letters)[1], split([novel, *letters, *letters[:9]])[1]
+    assert {piece.text for piece in before} <= {piece.text for piece in after}
+    trained = {piece.text for piece in split(letters)[0]}
+    assert not trained & {piece.text for piece in after}
+
+
+@given(st.lists(st.integers(40_000, 400_000), min_size=1, max_size=3), st.integers(0, 1000))
+def test_a_book_gives_its_share_whatever_chance_does(sizes: list[int], seed: int) -> None:
+    texts = [story(seed + number, size) for number, size in enumerate(sizes)]
+    for text, others in zip(texts, itertools.permutations(texts), strict=False):
+        held = sum(len(piece.text) for piece in split([text, *others])[1] if piece.text in text)
+        assert held > 1000 or (held and len(text) < 50_000)
+
+
+def test_a_conversation_or_a_short_document_is_one_passage() -> None:
+    texts = [story(number, 5000) for number in range(200)]
+    trained, held = split(texts)
+    assert [piece.text for piece in held] == [text for text in texts if hash_of(text) < 0.1]
+    assert {piece.text for piece in trained} == {*texts} - {piece.text for piece in held}
+
+
+def test_copies_are_on_one_side_in_other_line_ends_and_beside_other_text() -> None:
+    book = story(7, 300_000)
+    alone = {piece.text.strip() for piece in passages(pieces_of([book]))}
+    held = [text for text in alone if hash_of(text) < 0.1]
+    for other in (f"\n{book}", f"{story(8, 900)}{book}", book + story(9, 5000)):
+        trained, validation = (" ".join(piece.text for piece in side) for side in split([book, other]))
+        assert sum(text in trained for text in held) <= 3 and sum(text in validation for text in held) == len(held)
+
+
+def tokens_of(folder: Path, *flags: str) -> tuple[TokenMetadata, np.ndarray, BPETokenizer]:
+    assert main(["--vocab_size", "300", "--output_dir", str(folder), *flags]) == 0
     metadata = TokenMetadata.read(folder / "tokens_bpe_metadata.json")
-    tokens = np.fromfile(folder / "tokens_bpe.bin", metadata.numpy_dtype)
     tokenizer = load_tokenizer(folder / "bpe_tokenizer.json")
+    assert isinstance(tokenizer, BPETokenizer)
+    return metadata, np.fromfile(folder / "tokens_bpe.bin", metadata.numpy_dtype), tokenizer
+
+
+def test_two_novels_and_a_note_give_a_share_of_each_novel(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The note must neither be all of the validation text nor stop the training."""
+    folder = tmp_path / "novels"
+    folder.mkdir()
+    novels = [story(number, 450_000) for number in range(2)]
+    for number, novel in enumerate(novels):
+        (folder / f"novel{number}.txt").write_text(novel)
+    (folder / "README.md").write_text("These two novels were written by my grandmother.\n")
+    metadata, tokens, tokenizer = tokens_of(tmp_path / "out", "--input", str(folder))
+    assert metadata.documents == 3 and metadata.val_bytes and 0.06 < metadata.val_bytes / metadata.text_bytes < 0.14
+    parts = tokenizer.decode(tokens[metadata.train_tokens :]).split("<|endoftext|>")
+    shares = [sum(len(part) for part in parts if part in novel) / len(novel) for novel in novels]
+    assert all(0.05 < share < 0.16 for share in shares)
+    said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Held out"))
+    assert f"0% of README.md, {shares[0]:.0%} of novel0.txt, {shares[1]:.0%} of novel1.txt" in said
+    report = (tmp_path / "out" / "data_report.md").read_text()
+    assert f"| novel1.txt | text | 1 | 450,000 | {shares[1]:.0%} |" in report
+
+
+def test_tokens_are_those_of_the_whole_text_where_nothing_is_held_out(tmp_path: Path) -> None:
+    """Passages are not encoded one by one, which would give other tokens where they meet."""
+    text = story(3, 700_000)
+    (tmp_path / "text.txt").write_text(text)
+    metadata, tokens, tokenizer = tokens_of(tmp_path / "out", "--input", str(tmp_path / "text.txt"))
     ends = np.flatnonzero(tokens == 0)
-    texts = [tokenizer.decode(tokens[a:b]) for a, b in zip([0, *(ends[:-1] + 1)], ends, strict=True)]
-    count = int((ends < metadata.train_tokens).sum())
-    return texts[:count], texts[count:]
+    for start, end in zip([0, *(ends[:-1] + 1)], ends, strict=True):
+        assert tokens[start:end].tolist() == tokenizer.encode(tokenizer.decode(tokens[start:end])).tolist()
+    assert metadata.documents == 1 and metadata.text_bytes == 700_000
 
 
-def test_documents_are_held_out_by_their_hash_and_stay_so_when_text_is_added(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+@pytest.mark.parametrize("text", [story(1, 6000), "the same line\n" * 2000, "x" * 500_000], ids=["short", "lines", "x"])
+def test_of_a_text_that_chance_cannot_divide_the_end_is_held_out(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    texts = [story(number) for number in range(300)]
-    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
-    first.write_text(SEPARATOR.join(texts[:150]))
-    expected = [text for text in texts if reference_hash(text) < 1 - 0.9]
-    trained, held_out = splits(tmp_path / "one", first)
-    assert held_out == [text for text in expected if text in texts[:150]]
-    assert trained == [text for text in texts[:150] if text not in held_out]
-    out = capsys.readouterr().out
-    assert f"Held out for validation: {len(held_out)} of 150 documents, in first.txt" in out
-
-    second.write_text(SEPARATOR.join(texts[150:]))
-    trained, both = splits(tmp_path / "two", second, first)  # in front of the old ones
-    assert set(both) == set(expected) and set(held_out) < set(both) and len(trained) == 300 - len(both)
-    assert "first.txt" in (out := capsys.readouterr().out) and "second.txt" in out
-
-
-@given(st.lists(st.integers(20, 4000), min_size=3, max_size=30), st.integers(0, 10_000))
-def test_what_is_chosen_is_whole_and_never_nothing_nor_too_much(sizes: list[int], seed: int) -> None:
-    """In a folder of books, too, where chance may choose none."""
-    texts = [story(seed + number, words) for number, words in enumerate(sizes)]
-    total = sum(map(len, texts))
-    source = find_sources([__file__])[0]
-    pieces = [Piece(text, True, True, "", source, 1) for text in texts]
-    held_out = choose_held_out(lambda on_read: iter(pieces), 0.1, total)
-    if held_out is None:
-        assert all(len(text) > 0.2 * total for text in texts)
-        return
-    ordered = [piece.text for piece in held_out.last(lambda on_read: iter(pieces))(lambda count: None)]
-    last = ordered[len(ordered) - held_out.documents :]
-    assert sorted(ordered) == sorted(texts) and 0 < held_out.documents < len(texts)
-    assert sum(map(len, last)) <= 0.2 * total + 1
-    assert [held_out.has(text) for text in ordered] == [text in last for text in ordered]
-
-
-def test_of_ten_books_one_is_held_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    books = tmp_path / "books"
-    books.mkdir()
-    for number in range(10):
-        (books / f"book{number}.txt").write_text(story(number, 3000))
-    trained, held_out = splits(tmp_path / "out", books)
-    assert 1 <= len(held_out) <= 2 and len(trained) == 10 - len(held_out)
-    said = capsys.readouterr().out.split("Held out for validation: ")[1].splitlines()[0]
-    assert all(f"book{text.partition(':')[0]}.txt" in said for text in held_out)
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_of_one_or_two_documents_the_end_is_held_out(count: int, tmp_path: Path) -> None:
-    texts = [story(number, 1000) for number in range(count)]
-    (tmp_path / "text.txt").write_text(SEPARATOR.join(texts))
-    assert chosen(tmp_path / "text.txt") is None
-    assert (
-        main(["--input", str(tmp_path / "text.txt"), "--output_dir", str(tmp_path / "out"), "--vocab_size", "300"]) == 0
-    )
-    metadata = TokenMetadata.read(tmp_path / "out" / "tokens_bpe_metadata.json")
+    (tmp_path / "text.txt").write_text(text)
+    metadata, _, _ = tokens_of(tmp_path / "out", "--input", str(tmp_path / "text.txt"))
     assert metadata.train_tokens == pytest.approx(0.9 * metadata.total_tokens, abs=2)
+    assert "the end of the text" in capsys.readouterr().out
 
 
 def test_a_large_text_holds_out_no_more_than_fits_in_memory(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(SEPARATOR.join(story(number) for number in range(300)))
-    few = chosen(tmp_path / "text.txt", most=1000)
-    many = chosen(tmp_path / "text.txt")
-    assert few and many and few.limit < 0.05 < many.limit
+    sources = find_sources([str(tmp_path / "text.txt")])
 
+    def read(on_read: object) -> Iterator[Piece]:
+        return read_pieces(sources)
 
-def test_copies_of_a_document_are_on_one_side(tmp_path: Path) -> None:
-    texts = [story(number) for number in range(10)] * 20
-    (tmp_path / "text.txt").write_text(SEPARATOR.join(texts))
-    trained, held_out = splits(tmp_path / "out", tmp_path / "text.txt")
-    assert len(trained) + len(held_out) == 200 and len(held_out) in (20, 40) and not {*trained} & {*held_out}
+    of_100_gb, of_100_mb = (choose_held_out(read, 0.1, size) for size in (10**11, 10**8))
+    assert of_100_gb and of_100_mb
+    assert of_100_gb.limit == MOST_BYTES / 10**11 and of_100_mb.limit == 0.1
