@@ -8,10 +8,12 @@ not hold yet, with one thread each, and then fits the law to all but every sixth
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +32,6 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.corpus import find_sources, read_pieces
 from tokenization.metadata import TokenMetadata, metadata_files
-from tokenization.settings import DOCUMENT_SEPARATOR
 from tokenize_local_bpe import main as tokenize
 from training.config import MODEL_KEYS
 from training.dial import HEAD_WIDTH, LADDER, Law, batch_for, dropout_for, recipe, vocabulary_for
@@ -71,13 +72,26 @@ def prepare(books: Sequence[str], megabytes: float, folder: Path) -> Path:
     held_out = passages(books[5::10], HELD_OUT_CHARACTERS)
     done.mkdir(parents=True, exist_ok=True)
     (done / "train.txt").write_text(train_on, encoding="utf-8")
-    (done / "all.txt").write_text(f"{train_on}\n{DOCUMENT_SEPARATOR}\n{held_out}", encoding="utf-8")
+    (done / "held_out.txt").write_text(held_out, encoding="utf-8")
     size = vocabulary_for(len(train_on.encode())).size
-    words = ["--input", str(done / "train.txt"), "--vocab_size", str(size)]
-    tokenize([*words, "--output_dir", str(done / "vocabulary")])
-    share = len(train_on) / (len(train_on) + len(held_out))
-    words = ["--input", str(done / "all.txt"), "--tokenizer_file", str(done / "vocabulary" / "bpe_tokenizer.json")]
-    tokenize([*words, "--train_split", f"{share:.4f}", "--output_dir", str(done)])
+    tokenize(["--input", str(done / "train.txt"), "--vocab_size", str(size), "--output_dir", str(done / "train")])
+    tokenizer = done / "train" / "bpe_tokenizer.json"
+    words = ["--input", str(done / "held_out.txt"), "--tokenizer_file", str(tokenizer)]
+    tokenize([*words, "--output_dir", str(done / "held_out")])
+    train, held = (TokenMetadata.read(metadata_files(done / name)[0]) for name in ("train", "held_out"))
+    tokens = b"".join(metadata.beside("bin_file").read_bytes() for metadata in (train, held))
+    (done / "tokens_bpe.bin").write_bytes(tokens)
+    (done / "bpe_tokenizer.json").write_bytes(tokenizer.read_bytes())
+    both = replace(
+        train,
+        total_tokens=train.total_tokens + held.total_tokens,
+        train_split_index=train.total_tokens,
+        train_bytes=train.text_bytes,
+        val_bytes=held.text_bytes,
+        tokens_sha256=hashlib.sha256(tokens).hexdigest(),
+        fingerprint=None,
+    )
+    both.write(done / train.path.name)
     return done
 
 

@@ -28,11 +28,10 @@ import train_colab_mmap
 import training.loop  # noqa: F401 (as above)
 from benchmarks.measure import flag_words
 from common.checkpoint import problems_of, step_folders, step_of
-from common.files import sha256_file
+from common.files import OF_RUN, sha256_file
 from examples import conversations
 from training.checkpoints import mirror
 from training.reports import (
-    records,
     summary,  # noqa: F401 (as above)
 )
 
@@ -310,7 +309,7 @@ def result(of: Round) -> dict[str, str]:
     files |= {"best": [best / "model.safetensors"], "copies of best": [copy / "model.safetensors" for copy in winners]}
     found = {key: distinct([sha256_file(path) for path in paths if path.exists()]) for key, paths in files.items()}
     found["metrics"] = distinct([rows_of(of.run)])
-    found["metrics of the copies"] = distinct([rows_of(copy / records.OF_RUN) for copy in copies])
+    found["metrics of the copies"] = distinct([rows_of(copy / OF_RUN) for copy in copies])
     return found
 
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ import torch
 
 from common.chat import AnyTemplate, template_from_dict
 from common.errors import CheckpointError
-from common.files import CHECKPOINT_NAME, STEP_NAME, read_json, sha256_file, sync_directory, write_json
+from common.files import CHECKPOINT_NAME, OF_RUN, STEP_NAME, read_json, sha256_file, sync_directory, write_json
 from common.lora import LoRA, adapters_of, find_base, load_adapters, lora_of, merge
 from common.tensors import Content, read_safetensors, read_weights, require_weights, write_file
 from common.validation import build, fields_of
@@ -231,25 +231,38 @@ def clean_up(parent: Path) -> None:
             delete_folder(path)
 
 
-def delete_folder(folder: Path, is_on_drive: bool = False) -> None:
+def delete_folder(folder: Path) -> None:
     """Delete a checkpoint. It is renamed first, so it is never found half deleted. Errors are ignored: what stays costs
-    only space. On a Drive its files are emptied first, because what is in the bin counts against the quota."""
+    only space."""
     going = folder if folder.name.startswith(".") else folder.with_name(f".tmp-{folder.name}")
     with contextlib.suppress(OSError):
         if going != folder:
             shutil.rmtree(going, ignore_errors=True)
             os.replace(folder, going)
-        for path in going.rglob("*") if is_on_drive else ():
-            if path.is_file():
-                os.truncate(path, 0)
         shutil.rmtree(going, ignore_errors=True)
 
 
 def write_files(folder: Path, contents: dict[str, Content]) -> None:
     """Write files, then the manifest that lists them. Errors are those of `write_file`."""
     written = {name: write_file(folder / name, content) for name, content in contents.items()}
-    files = {name: {"size": (folder / name).stat().st_size, "sha256": sha256} for name, sha256 in written.items()}
-    write_json(folder / MANIFEST, {"format_version": FORMAT_VERSION, "files": files})
+    files = {name: Entry((folder / name).stat().st_size, sha256) for name, sha256 in written.items()}
+    write_manifest(folder, files)
+
+
+def listed_files(folder: Path) -> dict[str, Entry]:
+    """The files that the manifest lists. Raises CheckpointError."""
+    try:
+        return build(Manifest, read_json(folder / MANIFEST, CheckpointError)).files
+    except ValueError as problem:
+        raise CheckpointError(f"{MANIFEST} does not list files: {problem}.") from None
+
+
+def write_manifest(folder: Path, files: dict[str, Entry]) -> None:
+    write_json(folder / MANIFEST, asdict(Manifest(files)))
+
+
+def entry_of(path: Path) -> Entry:
+    return Entry(path.stat().st_size, sha256_file(path))
 
 
 def problems_of(folder: Path) -> list[str]:
@@ -257,17 +270,15 @@ def problems_of(folder: Path) -> list[str]:
     if not (folder / MANIFEST).exists():
         return [f"{MANIFEST} is missing (the folder was never completed)"]
     try:
-        files = build(Manifest, read_json(folder / MANIFEST, CheckpointError)).files
+        files = listed_files(folder)
     except CheckpointError as problem:
         return [str(problem).rstrip(".")]
-    except ValueError as problem:
-        return [f"{MANIFEST} does not list files: {problem}"]
     weights = WEIGHTS_FILES if ADAPTERS not in files else (ADAPTERS, *WEIGHTS_FILES[1:])
     needed = [*weights, *(name for name in (OPTIMIZER, STATE) if OPTIMIZER in files or (folder / name).exists())]
     problems = [f"{MANIFEST} does not list {name}" for name in needed if name not in files]
     for name, entry in files.items():
         path = folder / name
-        if Path(name).name != name:
+        if Path(name).name != name.removeprefix(f"{OF_RUN}/"):
             problems.append(f"{name!r} is not a file name")
         elif not os.path.isfile(path):  # False also for a name that no file can have
             problems.append(f"{name} is missing")

@@ -21,6 +21,7 @@ with contextlib.suppress(ImportError):  # Windows has none, and there is no lock
 
 # Of checkpoints. In a mirror (`--checkpoint_dir`), the session that made the copy is part of the name.
 STEP_NAME = re.compile(r"step_(\d{8})(-[0-9a-f]{8})?")
+OF_RUN = "run"  # in such a copy: the records of its run
 CHECKPOINT_NAME = re.compile(rf"best|best_\d{{8}}-[0-9a-f]{{8}}|{STEP_NAME.pattern}")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from common.checkpoint import Checkpoint
 from common.errors import CheckpointError
+from common.files import OF_RUN
 from common.lora import LoRA
 from common.output import cell
 from exchange.hf_model import FORMS, hf_kind
@@ -19,7 +20,7 @@ from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 from tokenizer_base import valid_unicode
 from training.checkpoints.state import Saved, read_state
-from training.reports.records import CONFIG, OF_RUN, Sample, read_metrics, read_samples
+from training.reports.records import CONFIG, Sample, read_metrics, read_samples
 
 RECIPE = (
     "optimizer", "learning_rate", "muon_learning_rate", "min_lr", "use_lr_scheduler", "warmup_steps", "cooldown",

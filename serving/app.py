@@ -30,6 +30,7 @@ HEALTH = "/health"
 LARGEST_BODY = 1_000_000  # bytes; many times any context
 LARGEST_DISCARDED = 16_000_000  # bytes still received: a client cut off while sending reads no answer
 BODY_SECONDS = 60  # that a part of a request may take to arrive
+UNREAD_SHARE = 0.1  # of its time, that a stream is still sent after it to a client that is slow to read it
 AT_ONCE = 0.02  # seconds of generation between two looks at the clock and the client
 T = TypeVar("T")
 Asked: TypeAlias = CompletionRequest | ChatRequest
@@ -47,10 +48,9 @@ class Turns:
         self.thread = ThreadPoolExecutor(1, "generate")
         self.is_ending = False  # the server stops: end the running text, refuse those that wait
 
-    async def answer(self, asked: Asked) -> AsyncGenerator[tuple[Answer, Pieces]]:
+    async def answer(self, asked: Asked, deadline: float) -> AsyncGenerator[tuple[Answer, Pieces]]:
         """Yields the answer with its next pieces, and at least once. Close it to stop within a moment. Raises
         RequestError."""
-        deadline = time.monotonic() + self.seconds
         if not self.places:
             message = "Too many requests are waiting; try again in a moment."
             raise RequestError(message, status=429, code="rate_limit_exceeded")
@@ -192,10 +192,13 @@ class Guard:
 async def respond(turns: Turns, asked: Asked, request: Request) -> Response:
     """Waits for the whole text, or for the first piece of a stream: then the status is certain."""
     require_name(turns.served, asked.model or turns.served.name)
-    answers = turns.answer(asked)
+    now = time.monotonic()
+    answers = turns.answer(asked, now + turns.seconds)
     try:
         if asked.stream:
-            return EventStream(await unless_gone(request, anext(answers)), answers)
+            return EventStream(
+                await unless_gone(request, anext(answers)), answers, now + (1 + UNREAD_SHARE) * turns.seconds
+            )
         return json_response((await unless_gone(request, last(answers))).whole())
     except (RequestError, HTTPException):
         raise
@@ -222,16 +225,20 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
 
 
 class EventStream(StreamingResponse):
-    """The answer as server-sent events."""
+    """The answer as server-sent events. A client that has not read them by the deadline loses its turn."""
 
-    def __init__(self, first: tuple[Answer, Pieces], answers: AsyncGenerator[tuple[Answer, Pieces]]) -> None:
+    def __init__(
+        self, first: tuple[Answer, Pieces], answers: AsyncGenerator[tuple[Answer, Pieces]], deadline: float
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies should pass on each piece at once
-        self.answers = answers
+        self.answers, self.deadline = answers, deadline
         super().__init__(events(*first, answers), headers=headers, media_type="text/event-stream")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self.answers):  # also if the client goes before it was read
-            await super().__call__(scope, receive, send)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(self.deadline):
+                    await super().__call__(scope, receive, send)
 
 
 async def events(answer: Answer, pieces: Pieces, rest: AsyncIterator[tuple[Answer, Pieces]]) -> AsyncIterator[str]:

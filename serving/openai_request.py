@@ -27,6 +27,7 @@ from tokenizer_base import TokenizerError, valid_unicode
 
 MOST_STOPS = 4
 LONGEST_STOP = 1_000  # characters; each token is compared with every prefix of it
+LONGEST_ID = 10  # digits
 USUAL_TOKENS = Sampling.max_new_tokens  # if the request gives no number
 # Parameters that this server does not support, with the values at which they change nothing (...: any value).
 NEUTRAL: Mapping[str, Any] = {
@@ -163,7 +164,7 @@ class Parameters(Checked):
     def asking(self, served: Served, prompts: list[list[int]], asked: list[str], **more: Any) -> Question:
         bias = only_text(served.model, served.tokenizer)
         for name, value in self.logit_bias.items():
-            require_ids("logit_bias", [int(name) if name.isdecimal() else -1], served)
+            require_ids("logit_bias", [int(name) if name.isdecimal() and len(name) < LONGEST_ID else -1], served)
             bias[int(name)] += value
         return Question(
             rows=[prompt for prompt in prompts for _ in range(self.n)],

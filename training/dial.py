@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from common.checkpoint import step_folders
 from common.errors import ConfigError, DataError, MemoryExhausted
 from common.files import read_json
 from common.output import byte_size, clock
@@ -41,7 +40,7 @@ from training.machine.hardware import (
 from training.numbers.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update
 from training.plan import text_of
 from training.planning.memory import MEMORY_SHARE, PROCESS_BYTES, estimate_memory, without_memory
-from training.reports.records import CONFIG, OF_RUN
+from training.reports.records import CONFIG
 
 SOURCE = "the dial"  # of the values that it chose, in config.json
 LEAST_BYTES = 2_000  # of a text
@@ -200,7 +199,7 @@ def kept_choice(config: Config) -> dict[str, Any]:
         return {}
     places = [config.run_dir / CONFIG]
     if config.checkpoint_dir:
-        places += [copy / OF_RUN / CONFIG for copy in step_folders(Mirror(config.run_dir, config.checkpoint_dir).dir)]
+        places += Mirror(config.run_dir, config.checkpoint_dir).records(CONFIG)
     for path in filter(Path.is_file, places):
         content = read_json(path, ConfigError)
         if is_resolved(content):

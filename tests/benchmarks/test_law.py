@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import law
-from tests.helpers import WORDS
+from tests.helpers import WORDS, open_tokens
 from tokenization.metadata import TokenMetadata, metadata_files
+from training.config import Config
 from training.dial import Law
 
 TRUE = Law(0.8, 5.0, 0.22, 40.0, 0.3, 5.0, 0.25, 0.0)
@@ -24,8 +25,9 @@ def test_what_is_held_out_is_of_other_books(tmp_path: Path) -> None:
     assert law.documents(str(file)) == books
     folder = law.prepare(books, 0.05, tmp_path)
     metadata = TokenMetadata.read(metadata_files(folder)[0])
-    assert metadata.train_bytes == pytest.approx(50_000, rel=0.01) and metadata.documents == 2
-    train_on, held_out = (folder / "all.txt").read_text().split("\n<|endoftext|>\n")
+    assert metadata.train_bytes == pytest.approx(50_000, rel=0.01)
+    train_on, held_out = ((folder / f"{name}.txt").read_text() for name in ("train", "held_out"))
+    assert open_tokens(Config(data_dir=str(folder), max_seq_len=16)).metadata.val_bytes == len(held_out)
     assert held_out in books[5] and train_on.split("\n\n")[0] in books[0]
     assert law.prepare([], 0.05, tmp_path) == folder  # not made again
 

@@ -457,6 +457,7 @@ def test_connections_that_send_slowly_take_no_place(letters: Server) -> None:
         ("completions", {"top_logprobs": 2}, 400, "top_logprobs", "no parameter"),
         ("completions", {"logit_bias": {"900": 1}}, 400, "logit_bias", "the token id 900; talker has 0 to 299"),
         ("completions", {"logit_bias": {"a": 1}}, 400, "logit_bias", "the token id"),
+        ("completions", {"logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "the token id"),
         ("completions", {"best_of": 2}, 400, "best_of", "best_of is 2"),
         ("completions", {"min_p": 2}, 400, "min_p", "min_p is 2.0"),
         ("completions", {"presence_penalty": 3}, 400, "presence_penalty", "is 3.0; allowed: at least -2 and"),
@@ -667,8 +668,11 @@ def test_a_signal_ends_what_is_under_way(models: Path, tmp_path: Path) -> None:
         assert server.process.wait(SHUTDOWN_SECONDS + 2) == 0
 
 
-def ask_app(served: Served, body: dict[str, Any], seconds: float = 60, is_taken: bool = False) -> tuple[int, str]:
-    """(status, answer) of the application in this process. `is_taken`: somebody else's text is being made."""
+def ask_app(
+    served: Served, body: dict[str, Any], seconds: float = 60, is_taken: bool = False, is_read: bool = True
+) -> tuple[int, str]:
+    """(status, answer) of the application in this process. `is_taken`: somebody else's text is being made; `is_read`:
+    the client reads its answer."""
     from serving.app import Turns, make_app
     from serving.server import Settings
 
@@ -682,6 +686,8 @@ def ask_app(served: Served, body: dict[str, Any], seconds: float = 60, is_taken:
 
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
+        if not is_read and message.get("body"):
+            await asyncio.Future()
 
     async def ask() -> None:
         turns = Turns(served, 1, seconds)
@@ -694,6 +700,12 @@ def ask_app(served: Served, body: dict[str, Any], seconds: float = 60, is_taken:
 
     asyncio.run(ask())
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent).decode()
+
+
+def test_a_client_that_does_not_read_its_stream_loses_its_turn(served: Served) -> None:
+    began = time.monotonic()
+    assert ask_app(served, {"max_tokens": ENDLESS, "stream": True}, seconds=0.5, is_read=False)[0] == 200
+    assert 0.5 <= time.monotonic() - began < SOON
 
 
 @pytest.fixture

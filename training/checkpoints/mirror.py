@@ -2,11 +2,14 @@
 
     run.json                    which run they are of
     step_00001000-1f0c9a3b/     a checkpoint, and in run/ the records of the run; 1f0c9a3b is the session that made it
+    .tmp-step_00001000-1f0c9a3b/    that is being copied
+    .old-5e8d1c02/              that is being deleted
     best_00000900-1f0c9a3b/     the best weights
 
-A copy gets its name when it is complete and verified. The newest whole one is continued from. A session deletes only
-copies that are older than the newest two, so machines that share a mirror need not know of each other: one that sleeps,
-wakes up or runs twice can add a copy, and never takes one away that somebody needs.
+A copy gets its name when it is complete, and is then verified. Its manifest lists all of its files. The newest whole
+one is continued from. A session deletes only copies that are older than the newest two, so machines that share a mirror
+need not know of each other: one that sleeps, wakes up or runs twice can add a copy, and never takes one away that
+somebody needs. It empties only plain files that nothing else holds, and follows no link.
 
 A thread makes the copies. The training neither waits for it nor fails with it: if the Drive is full, read-only, slow or
 gone, the mirror says so and retries.
@@ -17,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 import threading
 import time
 import uuid
@@ -24,13 +28,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import BEST, KEEP, MANIFEST, Checkpoint, delete_folder, problems_of, step_folders, step_of
+from common.checkpoint import (
+    BEST,
+    KEEP,
+    Checkpoint,
+    Entry,
+    entry_of,
+    listed_files,
+    problems_of,
+    step_folders,
+    step_of,
+    write_manifest,
+)
 from common.errors import CheckpointError, ConfigError
-from common.files import json_bytes, read_json, write_json
+from common.files import OF_RUN, read_json, write_json
 from common.output import clock, log
 from training.checkpoints.interruption import Interruption
 from training.checkpoints.state import TrainState, read_state
-from training.reports.records import OF_RUN, RECORDS
+from training.reports.records import RECORDS
 
 MARKER = "run.json"  # in a mirror: which run it is of; in a run folder: where its mirror is
 COPIES = 4  # at the most, in checkpoints: two, the best weights, and one that is being made
@@ -40,10 +55,15 @@ COPY_SECONDS = 600.0  # to wait for the last copy
 COPY_SECONDS_IF_STOPPED = 60.0  # likewise, once somebody has pressed stop
 LAST_ATTEMPTS_SECONDS = 30.0  # of failures, after the training has ended
 LAST_CALL_SECONDS = 5.0  # to wait for the thread, when the mirror is closed
+ABANDONED_SECONDS = 86_400.0  # since a session of another machine has begun a copy that is not finished
 
 
 class Overtaken(CheckpointError):
-    """Another session has copied a newer state of this run, or another run."""
+    """Another session has copied a newer state of this run."""
+
+
+class OfAnotherRun(CheckpointError):
+    """The mirror holds the copies of another run by now."""
 
 
 class Mirror:
@@ -60,6 +80,7 @@ class Mirror:
         self.session = uuid.uuid4().hex[:8]
         self.run_id = ""  # not known before the run is started or continued
         self.known: set[str] = set()  # copies that were there at the start: the newest whole one is continued from
+        self.verified: set[Path] = set()  # copies that this session has found whole
         self.thread: threading.Thread | None = None
         self.woken = threading.Event()
         self.request = threading.Event()  # set once everything that was new at the last `wake` is copied
@@ -112,6 +133,11 @@ class Mirror:
     def best_copies(self) -> list[Path]:
         return sorted(self.dir.glob(f"{BEST}_*"))
 
+    def records(self, name: str) -> list[Path]:
+        """The whole ones among the records of this name, newest first."""
+        paths = [copy / OF_RUN / name for copy in step_folders(self.dir)]
+        return [path for path in paths if path.is_file() and is_listed(path)]
+
     def begin(self, run_id: str) -> None:
         """Start the thread. Its first request makes up for what an earlier session could not copy."""
         self.run_id = run_id
@@ -125,17 +151,16 @@ class Mirror:
         self.woken.set()
 
     def work(self) -> None:
-        """What the thread does until it is closed or overtaken. A copy that fails is retried after as long as it has
-        failed so far, so the pause doubles from one attempt to the next. A new request is tried at once."""
-        while self.overtaken is None:
+        """What the thread does until it is closed, or another session has gone ahead. A copy that fails is retried
+        after as long as it has failed so far, so the pause doubles from one attempt to the next. A new request is tried
+        at once."""
+        while not self.closed and self.overtaken is None:
             since, pause = self.failing_since, None
             if since is not None:
                 pause = min(LONGEST_PAUSE, max(FIRST_PAUSE, time.monotonic() - since))
             self.woken.wait(pause)
             self.woken.clear()
-            if self.closed:
-                return
-            if not self.request.is_set():
+            if not self.closed and not self.request.is_set():
                 self.attempt(self.request)
 
     def attempt(self, request: threading.Event) -> None:
@@ -143,6 +168,10 @@ class Mirror:
             self.bring_up_to_date()
         except Overtaken as error:
             self.overtaken = error
+        except OfAnotherRun as error:
+            log.info(f"Warning: {error}")
+            self.closed, self.problem = True, "of another run"
+            request.set()
         except Exception as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             if reason != self.problem:
@@ -158,10 +187,9 @@ class Mirror:
             request.set()
 
     def bring_up_to_date(self) -> None:
-        """Copy what is new in the run folder. Raises Overtaken at once, and other errors after everything has been
-        tried: a damaged best/ must not keep the checkpoints from being copied."""
-        if self.claim(self.run_id) != self.run_id:
-            raise Overtaken(f"{self.dir} holds the copies of another run by now. Choose another --checkpoint_dir.")
+        """Copy what is new in the run folder. Raises Overtaken and OfAnotherRun at once, and other errors after
+        everything has been tried: a damaged best/ must not keep the checkpoints from being copied."""
+        self.claim()
         if not self.is_clean:
             self.clean_up()
         # The step is chosen first, and the best weights are copied first: they are those of that step, or newer.
@@ -177,25 +205,33 @@ class Mirror:
         if problem is not None:
             raise problem
 
-    def claim(self, run_id: str) -> str:
-        """Name the run in `run.json`, unless another session has done so. Returns the run that stands there. Raises
-        CheckpointError if the mirror is gone, OSError if it cannot be written."""
+    def claim(self) -> None:
+        """Name this run in `run.json`, if the mirror has no copies yet. Raises CheckpointError if the mirror is gone,
+        OfAnotherRun if it is another run's, OSError if it cannot be written."""
         if self.are_gone:
             raise CheckpointError(f"{self.dir / MARKER} is gone: was the disk unmounted?")
         self.root.mkdir(exist_ok=True)  # not its parents: they are gone if the disk was unmounted
         self.dir.mkdir(exist_ok=True)
-        content = json_bytes({"run_id": run_id, "output_dir": str(self.run_dir)})
-        with contextlib.suppress(FileExistsError), open(self.dir / MARKER, "xb") as file:
-            file.write(content)
-        if "run_id" not in self.marker():  # a kill has cut it off
-            (self.dir / MARKER).write_bytes(content)
-        return str(self.marker().get("run_id"))
+        named = self.marker().get("run_id")
+        if named is None or (named != self.run_id and not step_folders(self.dir)):  # a kill may have cut it off
+            write_json(self.dir / MARKER, {"run_id": self.run_id, "output_dir": str(self.run_dir)})
+        self.require_claimed()
+
+    def require_claimed(self) -> None:
+        if self.marker().get("run_id") not in (None, self.run_id):
+            raise OfAnotherRun(
+                f"{self.dir} holds the copies of another run by now. This one goes on without copies; it is saved in "
+                f"{self.run_dir}. Stop it and give it another --checkpoint_dir to have copies."
+            )
 
     def clean_up(self) -> None:
-        """Delete what sessions left that were killed. A machine that is copying right now starts its copy anew."""
+        """Delete what sessions left that were killed, but no copy that another machine may be making right now."""
         write_json(self.run_dir / MARKER, {"copies": os.path.abspath(self.dir)})
-        for leftover in self.dir.glob(".tmp-*"):
-            delete_folder(leftover, is_on_drive=True)
+        for leftover in [*self.dir.glob(".old-*"), *self.dir.glob(".tmp-*")]:
+            with contextlib.suppress(FileNotFoundError):
+                age = time.time() - leftover.lstat().st_mtime
+                if leftover.name.startswith(".old-") or age > ABANDONED_SECONDS:
+                    delete_copy(leftover)
         self.is_clean = True
 
     def require_ahead(self, newest: Path) -> None:
@@ -218,7 +254,7 @@ class Mirror:
             log.info(f"Copied {newest.name} to {self.dir}")
         passed = [copy for copy in step_folders(self.dir) if step_of(copy) <= step_of(newest)]
         for copy in passed[KEEP:]:
-            delete_folder(copy, is_on_drive=True)
+            delete_copy(copy)
 
     def copy_best(self) -> None:
         """Copy the best weights, unless there are better ones. Then delete those that they beat."""
@@ -229,33 +265,46 @@ class Mirror:
         self.copy(best, f"{BEST}_{ours.step:08d}")
         for copy, theirs in others.items():
             if theirs is not None and beats(ours, theirs):
-                delete_folder(copy, is_on_drive=True)
+                delete_copy(copy)
 
     def copy(self, source: Path, name: str) -> bool:
-        """Copy a checkpoint, verify the copy and give it its name. Returns False if there is one already, or if the
-        checkpoint makes way for a newer one in this moment. Raises OSError."""
-        temporary = self.dir / f".tmp-{name}-{self.session}"
-        manifest = manifest_of(source)
-        if manifest is None or any(manifest_of(copy) == manifest for copy in self.dir.glob(f"{name}-*")):
+        """Copy a checkpoint, give the copy its name and verify it. Returns False if there is a whole one already, or if
+        the checkpoint makes way for a newer one in this moment. Raises OSError, or OfAnotherRun."""
+        temporary, target = self.dir / f".tmp-{name}-{self.session}", self.dir / f"{name}-{self.session}"
+        files = files_of(source)
+        if not source.exists() or any(self.is_copy(copy, files) for copy in self.dir.glob(f"{name}-*")):
             return False
         try:
             if problems := problems_of(source):
                 raise OSError(f"{source} is damaged: {'; '.join(problems)}")
-            delete_folder(temporary, is_on_drive=True)
-            copy_files(source.iterdir(), temporary)
-            if source.name != BEST:
-                records = (self.run_dir / name for name in RECORDS)
-                copy_files((path for path in records if path.is_file()), temporary / OF_RUN)
-            if problems := problems_of(temporary):
+            delete_copy(temporary)
+            copy_files((source / name for name in files), temporary)
+            records = [path for name in RECORDS if (path := self.run_dir / name).is_file() and source.name != BEST]
+            if records:
+                copy_files(records, temporary / OF_RUN)
+            recorded = {f"{OF_RUN}/{path.name}": entry_of(temporary / OF_RUN / path.name) for path in records}
+            write_manifest(temporary, files | recorded)
+            delete_copy(target)  # a damaged one
+            os.replace(temporary, target)
+            self.require_claimed()
+            if problems := problems_of(target):
                 raise OSError(f"the copy of {source.name} is damaged: {'; '.join(problems)}")
-            os.replace(temporary, self.dir / f"{name}-{self.session}")
-        except OSError:
-            if manifest_of(source) == manifest:
+        except (OSError, OfAnotherRun) as error:
+            delete_copy(target)
+            if isinstance(error, OfAnotherRun) or files_of(source) == files:
                 raise
             return False
         finally:
-            delete_folder(temporary, is_on_drive=True)
+            delete_copy(temporary)
+        self.verified.add(target)
         return True
+
+    def is_copy(self, copy: Path, files: dict[str, Entry]) -> bool:
+        """Whether it is a whole copy of these files."""
+        is_whole = files.items() <= files_of(copy).items() and (copy in self.verified or not problems_of(copy))
+        if is_whole:
+            self.verified.add(copy)
+        return is_whole
 
     def status(self) -> str:
         """How old the newest copy of this session is, for the progress line."""
@@ -267,7 +316,7 @@ class Mirror:
         has failed for LAST_ATTEMPTS_SECONDS."""
         self.wake()
         began, patience = time.monotonic(), 1.0
-        while not self.request.wait(patience) and self.overtaken is None:
+        while not self.request.wait(patience) and self.overtaken is None and not self.closed:
             limit = COPY_SECONDS_IF_STOPPED if interruption is not None and interruption.requested else COPY_SECONDS
             if patience == 1.0:
                 log.info(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")
@@ -288,11 +337,34 @@ class Mirror:
             self.thread.join(LAST_CALL_SECONDS)
 
 
-def manifest_of(checkpoint: Path) -> bytes | None:
+def delete_copy(folder: Path) -> None:
+    """Delete a copy, or a part of one. It is renamed first, so nobody completes or finds it any more. Its files are
+    emptied, because what is in a Drive's bin counts against the quota: plain files that no backup holds, too. A link is
+    removed, never followed. Errors are ignored: what stays costs only space."""
+    going = folder.with_name(f".old-{uuid.uuid4().hex[:8]}")
+    with contextlib.suppress(OSError):
+        os.replace(folder, going)
+        if going.is_symlink():
+            going.unlink()
+        for parent, _, names in os.walk(going):
+            for path in (Path(parent, name) for name in names):
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                    os.truncate(path, 0)
+        shutil.rmtree(going)
+
+
+def files_of(checkpoint: Path) -> dict[str, Entry]:
+    """The files that its manifest lists; a name that no file has if there is no manifest that can be read."""
     try:
-        return (checkpoint / MANIFEST).read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+        return listed_files(checkpoint)
+    except (CheckpointError, OSError):
+        return {"": Entry(0, "")}
+
+
+def is_listed(record: Path) -> bool:
+    """Whether it is what the manifest of its copy says."""
+    return files_of(record.parents[1]).get(f"{OF_RUN}/{record.name}") == entry_of(record)
 
 
 def copy_files(paths: Iterable[Path], target: Path) -> None:

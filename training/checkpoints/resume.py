@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import shutil
 import sys
+import uuid
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -15,18 +18,20 @@ from common.checkpoint import (
     BEST,
     Checkpoint,
     describe_damage,
+    listed_files,
     newest_valid,
     open_checkpoint,
     problems_of,
     publish,
     step_folders,
     step_of,
+    write_manifest,
 )
 from common.errors import CheckpointError, ConfigError
-from common.files import atomic_write, sha256_file
+from common.files import OF_RUN, atomic_write, sha256_file
 from common.lora import LoRA, find_base, lora_of
 from model_config import ModelConfig
-from training.checkpoints.mirror import Mirror, beats, standing
+from training.checkpoints.mirror import Mirror, beats, copy_files, standing
 from training.checkpoints.run import Run
 from training.checkpoints.run_folder import quarantine, require_movable, require_ours, set_aside, tidy
 from training.checkpoints.state import Saved, TrainState, read_state
@@ -37,7 +42,7 @@ from training.numbers.data import TokenData
 from training.numbers.optimizer import apply_hyperparameters, build_optimizer
 from training.numbers.schedule import epoch_sequences, has_stopped_early, last_step, learning_rate
 from training.numbers.step import Trainer
-from training.reports.records import OF_RUN, RECORDS
+from training.reports.records import RECORDS
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,12 @@ def look(config: Config, mirror: Mirror | None, will_train: bool = True) -> Old:
             ) from None
     if will_train:
         tidy(config.run_dir)
-    old = find_old(config, mirror)
+    old: Old | None = None
+    while old is None:
+        with contextlib.suppress(FileNotFoundError):  # the copy has made way for a newer one, of another machine
+            old = find_old(config, mirror)
+            if will_train and old.checkpoint is not None:
+                old = bring_back(old, config, mirror)
     if mirror is not None:
         mirror.require_usable()  # again: in a mirror that has gone meanwhile, there seem to be no copies
     return old
@@ -136,7 +146,7 @@ def find_old(config: Config, mirror: Mirror | None) -> Old:
     `init_from`.
 
     Raises CheckpointError if there are checkpoints and none is whole, or if the folder holds a run that did not start
-    from `resume_from` or `init_from`.
+    from `resume_from` or `init_from`; FileNotFoundError if another machine has deleted the copy meanwhile.
     """
     places = [config.run_dir / "checkpoints", *([mirror.dir] if mirror is not None else [])]
     try:
@@ -150,7 +160,12 @@ def find_old(config: Config, mirror: Mirror | None) -> Old:
         asked = open_checkpoint(config.resume_from) if config.resume_from else None
         given = open_checkpoint(config.init_from) if config.init_from else None
         return Old(asked, read_state(asked) if asked else None, own=False, given=given)
-    old = Old(newest, read_state(newest))
+    try:
+        old = Old(newest, read_state(newest))
+    except CheckpointError:
+        if newest.path.exists():
+            raise
+        raise FileNotFoundError(newest.path) from None
     assert old.saved is not None
     if config.init_from and resolved(config.init_from) != old.saved.state.initialized_from:
         raise CheckpointError(
@@ -211,44 +226,59 @@ def print_changes(saved: dict[str, Any], trainer: Trainer) -> None:
             print(f"  changed: {key} {value} -> {now[key]} ({sources.get(key, '')})")
 
 
-def bring_back(old: Old, run_dir: Path, mirror: Mirror | None) -> None:
+def bring_back(old: Old, config: Config, mirror: Mirror | None) -> Old:
     """Copy into the run folder what belongs to a checkpoint from elsewhere: the records of its run, its best weights,
-    and itself if it is a copy of this run. Best weights that were lost here come back from the mirror."""
+    and itself if it is a copy of this run, which is then continued from here. Best weights that were lost here come
+    back from the mirror.
+
+    Raises FileNotFoundError if another machine has deleted the copy meanwhile.
+    """
     assert old.checkpoint is not None
-    folder = old.checkpoint.path.resolve()
+    run_dir, folder = config.run_dir, old.checkpoint.path.resolve()
     parent = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
-    wanted: dict[Path, Path] = {}
     best: list[Path] = []
     if parent != run_dir.resolve():
-        best = [run_dir / BEST, parent / BEST, *parent.glob(f"{BEST}_*")]
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        if old.own:
+            here = run_dir / "checkpoints" / f"step_{step_of(folder):08d}"
+            if bring(folder, here):
+                print(f"Copies     {folder} is the newest, and now in {run_dir} too.")
+                old = replace(old, checkpoint=Checkpoint(here))
         records = folder / OF_RUN if (folder / OF_RUN).is_dir() else parent
-        run_dir.mkdir(parents=True, exist_ok=True)
         for name in RECORDS:
             if (records / name).is_file():
                 with atomic_write(run_dir / name) as file:
                     file.write((records / name).read_bytes())
-        if old.own:
-            wanted[run_dir / "checkpoints" / f"step_{step_of(folder):08d}"] = folder
+        best = [run_dir / BEST, parent / BEST, *parent.glob(f"{BEST}_*")]
     elif mirror is not None and problems_of(run_dir / BEST):
         best = mirror.best_copies()
     scores = {path: score for path in best if (score := standing(path)) is not None and not problems_of(path)}
     if scores:
-        wanted[run_dir / BEST] = reduce(lambda a, b: b if beats(scores[b], scores[a]) else a, scores)
-    for target, source in wanted.items():
-        if target == source:
-            continue
-        temporary = target.with_name(f".tmp-{target.name}")
-        try:
-            target.parent.mkdir(exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
-            shutil.copytree(source, temporary, ignore=shutil.ignore_patterns(OF_RUN))
-            if problems := problems_of(temporary):
-                raise OSError("; ".join(problems))
-            publish(temporary, target)
-        except OSError as problem:
-            shutil.rmtree(temporary, ignore_errors=True)
-            reason = problem.strerror or problem
-            print(f"Warning: {source} could not be copied to {run_dir} ({reason}); the training goes on.")
+        source = reduce(lambda a, b: b if beats(scores[b], scores[a]) else a, scores)
+        if source != run_dir / BEST:
+            bring(source, run_dir / BEST)
+    return old
+
+
+def bring(source: Path, target: Path) -> bool:
+    """Copy a checkpoint to `target`. If that fails, says so and returns False."""
+    temporary = target.with_name(f".tmp-{target.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        files = {name: entry for name, entry in listed_files(source).items() if "/" not in name}
+        copy_files((source / name for name in files), temporary)
+        write_manifest(temporary, files)
+        if problems := problems_of(temporary):
+            raise OSError("; ".join(problems))
+        publish(temporary, target)
+    except (OSError, CheckpointError) as problem:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not source.exists():
+            raise FileNotFoundError(source) from None
+        reason = getattr(problem, "strerror", None) or problem
+        print(f"Warning: {source} could not be copied to {target.parent} ({reason}); the training goes on.")
+        return False
+    return True
 
 
 def require_tokenizer(checkpoint: Checkpoint, data: TokenData) -> None:
@@ -293,10 +323,7 @@ def planned_steps(trainer: Trainer, state: TrainState) -> int:
 def open_run(run: Run, old: Old) -> TrainState:
     """Continue the run that the folders hold, or set it aside and start a new one. Returns where the run stands."""
     config, mirror = run.trainer.config, run.mirror
-    run_id = old.saved.state.run_id if old.saved is not None and old.own else run.state.run_id
-    if mirror is not None and config.resume != "never":
-        with contextlib.suppress(OSError):  # of the session that was first, if two begin this run
-            run_id = mirror.claim(run_id)
+    run_id = old.saved.state.run_id if old.saved is not None and old.own else new_run_id(run.trainer)
     run.state = replace(run.state, run_id=run_id)
     state = restore(run, old) if old.checkpoint is not None else new_state(run, old)
     if config.resume == "never":  # last: the new weights may come from the old run
@@ -304,6 +331,16 @@ def open_run(run: Run, old: Old) -> TrainState:
             set_aside(folder)
     run.dir.mkdir(parents=True, exist_ok=True)
     return state
+
+
+def new_run_id(trainer: Trainer) -> str:
+    """The same for machines that begin the same run at once; another one to start over."""
+    config = trainer.config
+    if config.resume == "never":
+        return uuid.uuid4().hex
+    asked = {key: value for key, value in config.values().items() if scope_of(key) in ("run", "fixed")}
+    what = [os.path.normpath(config.run_dir), asked, trainer.data.fingerprint]
+    return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:32]
 
 
 def new_state(run: Run, old: Old) -> TrainState:
@@ -336,7 +373,6 @@ def restore(run: Run, old: Old) -> TrainState:
     checkpoint.load_optimizer(trainer.optimizer)
     if saved.scaler and trainer.scaler.is_enabled():
         trainer.scaler.load_state_dict(saved.scaler)
-    bring_back(old, run.dir, run.mirror)
     epoch = state.sequences_seen / epoch_sequences(trainer.data.windows, trainer.config)
     print(f"Continuing from {checkpoint.path}: step {state.step:,}, epoch {epoch:.2f}.")
     print_changes(saved.config, trainer)

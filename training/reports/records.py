@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
 from common.errors import ConfigError
-from common.files import atomic_write
+from common.files import OF_RUN, atomic_write
 from common.output import cell, shortened, table_row
 from common.validation import STRICT, build
 from training.config import Config
@@ -34,7 +34,6 @@ SAMPLES_TABLE = "samples.md"  # drawn from SAMPLES, for people
 CURVE = "loss_curve.png"
 SUMMARY = "summary.md"
 RECORDS = (CONFIG, METRICS, SAMPLES, SAMPLES_TABLE, CURVE, SUMMARY)
-OF_RUN = "run"  # the folder that holds them in a copy below --checkpoint_dir
 Count = Annotated[int, Field(ge=0, lt=10**15)]
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
+from common.files import STEP_NAME
 from tests.helpers import flip, logged, snapshot
 from tests.training.helpers import at_step, checkpoint_of, final_weights, measured, steps_of
 from training.checkpoints import interruption, resume
@@ -71,7 +72,7 @@ def test_a_run_continues_from_the_mirror_when_its_folder_is_gone(
     assert steps_of(copies)[0] == 18 and problems_of(only_best(copies)) == []
     shutil.rmtree(tmp_path / "run")
     result = train(tmp_path / "run", **flags)
-    assert result.code == 0 and f"Continuing from {copies}/step_00000018-" in result.out
+    assert result.code == 0 and f"Copies     {copies}/step_00000018-" in result.out
     assert final_weights(tmp_path / "run") == final_weights(copies) == final_weights(unbroken)
     assert measured(tmp_path / "run") == measured(checkpoint_of(copies) / "run") == measured(unbroken)
     assert "24 steps" in (checkpoint_of(copies) / "run" / "summary.md").read_text()
@@ -99,7 +100,8 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_same_one_elsewhere(
     flip(checkpoint_of(run if damaged == "here" else copies, 12) / "model.safetensors")
     result = train(run, **flags)
     assert result.code == 0
-    assert f"Continuing from {checkpoint_of(copies if damaged == 'here' else run, 12)}" in result.out
+    assert f"Continuing from {checkpoint_of(run, 12)}" in result.out
+    assert (f"Copies     {checkpoint_of(copies, 12)} is the newest" in result.out) == (damaged == "here")
     assert steps_of(copies)[0] == 14
 
 
@@ -509,7 +511,7 @@ def test_the_best_weights_with_the_lowest_loss_stay(train: Callable, tmp_path: P
     for name, order in (("one", (6, 18)), ("other", (18, 6))):
         for steps in order:
             session = Mirror(runs[steps], str(tmp_path / name))
-            session.claim(session.run_id)
+            session.claim()
             session.copy_best()
         assert snapshot(only_best(tmp_path / name / "run")) == snapshot(runs[18] / "best")
     late.best_windows = None
@@ -519,16 +521,96 @@ def test_the_best_weights_with_the_lowest_loss_stay(train: Callable, tmp_path: P
 
 def test_old_copies_are_emptied_before_they_are_deleted_and_go_last(train: Callable, tmp_path: Path) -> None:
     """What is deleted on Drive lies in its bin and counts against the quota."""
-    drive, kept = tmp_path / "drive" / "run", tmp_path / "in_the_bin"
+    drive = tmp_path / "drive" / "run"
     flags = {"checkpoint_dir": tmp_path / "drive"}
     assert train(tmp_path / "run", max_steps=6, **flags).code == 0
-    os.link(checkpoint_of(drive, 6) / "model.safetensors", kept)  # as the bin does
-    (drive / ".tmp-step_00000003-0123abcd").mkdir()  # of a session that was killed
-    for steps in (7, 8):
-        assert kept.stat().st_size > 0
+    with open(checkpoint_of(drive, 6) / "model.safetensors", "rb") as in_the_bin:
+        for steps in (7, 8):
+            assert os.fstat(in_the_bin.fileno()).st_size > 0
+            assert train(tmp_path / "run", max_steps=steps, **flags).code == 0
+        assert steps_of(drive) == [8, 7] and os.fstat(in_the_bin.fileno()).st_size == 0
+
+
+def test_what_is_begun_and_not_finished_stays_a_day(train: Callable, tmp_path: Path) -> None:
+    """Another machine may be copying it right now."""
+    drive = tmp_path / "drive" / "run"
+    flags = {"checkpoint_dir": tmp_path / "drive"}
+    assert train(tmp_path / "run", max_steps=6, **flags).code == 0
+    for name, days in (("old", 1.01), ("new", 0.99)):
+        (drive / f".tmp-{name}").mkdir()
+        os.utime(drive / f".tmp-{name}", times=(0, time.time() - 86_400 * days))
+    (drive / ".old-0123abcd").mkdir()
+    assert train(tmp_path / "run", max_steps=7, **flags).code == 0
+    assert [path.name for path in drive.glob(".*")] == [".tmp-new"]
+
+
+def test_links_are_removed_and_never_followed(train: Callable, tmp_path: Path) -> None:
+    """A backup by hard links stays whole, and so does what a link leads to."""
+    drive, backup = tmp_path / "drive" / "run", tmp_path / "backup"
+    flags = {"checkpoint_dir": tmp_path / "drive", "eval_interval": 0}
+    for steps in (6, 7):
         assert train(tmp_path / "run", max_steps=steps, **flags).code == 0
-    assert steps_of(drive) == [8, 7] and kept.stat().st_size == 0
-    assert not list(drive.glob(".*"))
+    shutil.copytree(drive, backup, copy_function=os.link)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("years of work")
+    (checkpoint_of(drive, 6) / "notes.txt").symlink_to(theirs / "thesis.txt")
+    (checkpoint_of(drive, 6) / "folder").symlink_to(theirs)
+    for name in (".tmp-one", ".old-two"):
+        (drive / name).mkdir()
+        (drive / name / "link").symlink_to(theirs / "thesis.txt")
+        (drive / f"{name}-link").symlink_to(theirs)
+    os.utime(drive / ".tmp-one", times=(0, 0))
+    os.utime(drive / ".tmp-one-link", times=(0, 0), follow_symlinks=False)
+    before = [snapshot(backup), snapshot(theirs)]
+    for steps in (8, 9):
+        assert train(tmp_path / "run", max_steps=steps, **flags).code == 0
+    assert steps_of(drive) == [9, 8] and not list(drive.glob(".*")) and [snapshot(backup), snapshot(theirs)] == before
+
+
+def test_a_pipe_in_the_mirror_is_not_read(train: Callable, tmp_path: Path) -> None:
+    drive = tmp_path / "drive" / "run"
+    flags = {"checkpoint_dir": tmp_path / "drive"}
+    assert train(tmp_path / "run", max_steps=6, **flags).code == 0
+    for name in ("run.json", "step_00000009-0123abcd/manifest.json", "best_00000009-0123abcd/manifest.json"):
+        (drive / name).unlink(missing_ok=True)
+        (drive / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(drive / name)
+    result = train(tmp_path / "run", max_steps=12, **flags)
+    assert result.code == 0 and "is not a regular file" in result.err and steps_of(drive)[0] == 12
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "run/metrics.jsonl", "manifest.json"])
+def test_a_damaged_copy_is_made_again(name: str, train: Callable, tmp_path: Path) -> None:
+    """By the command of a finished run, too; its records are a part of it."""
+    drive = tmp_path / "drive" / "run"
+    flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 6}
+    assert train(tmp_path / "run", **flags).code == 0
+    damaged = checkpoint_of(drive, 6) / name
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    result = train(tmp_path / "run", **flags)
+    assert result.code == 0 and "This run is finished" in result.out and "Copied step_00000006" in result.out
+    assert sum(problems_of(copy) == [] for copy in step_folders(drive)) == 1
+    shutil.rmtree(tmp_path / "run")
+    again = train(tmp_path / "run", **flags)
+    assert again.code == 0 and "step 6" in again.out and len(measured(tmp_path / "run")) > 0
+
+
+def test_a_copy_that_is_damaged_while_it_gets_its_name_is_made_again(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+) -> None:
+    replace, damaged = os.replace, list[Path]()
+
+    def damage_and_replace(source: str | Path, target: str | Path) -> None:
+        if STEP_NAME.fullmatch(Path(target).name) and "-" in Path(target).name and not damaged:
+            damaged.append(Path(source) / "tokenizer.json")
+            os.truncate(damaged[0], 0)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", damage_and_replace)
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=6)
+    assert result.code == 0 and damaged and "is damaged" in result.out
+    assert problems_of(checkpoint_of(tmp_path / "drive" / "run", 6)) == []
 
 
 # Two machines
@@ -552,7 +634,7 @@ def test_a_run_that_another_machine_has_taken_further_stops_and_continues_from_t
     assert result.code == 4 and "Another session has trained this run further" in result.err
     assert "Traceback" not in result.err and steps_of(run)[0] in (12, 13, 14), "its own state was not saved"
     again = train(run, checkpoint_dir=drive)
-    assert again.code == 0 and f"{checkpoint_of(drive / 'run')}: step 24" in again.out
+    assert again.code == 0 and f"Copies     {checkpoint_of(drive / 'run')} is the newest" in again.out
     assert final_weights(run) == final_weights(unbroken) and measured(run) == measured(unbroken)
     assert snapshot(run / "best") == snapshot(elsewhere / "best")
 
@@ -580,7 +662,8 @@ def test_a_session_that_slept_takes_nothing_away(
         drive.mkdir(parents=True)
 
         def overtake(drive: Path = drive, theirs: dict[str, bytes] = theirs) -> None:
-            theirs |= {path: file for path, file in snapshot(copied_at_once(newer, drive).dir).items() if "-" in path}
+            copies = snapshot(copied_at_once(newer, drive).dir).items()
+            theirs |= {path: file for path, file in copies if path.startswith(("best", "step"))}
 
         planned[:] = [*[lambda: None] * position, overtake]
         session = Mirror(older, str(drive))
@@ -612,3 +695,57 @@ def test_a_copy_that_makes_way_while_it_is_read_is_not_taken_for_damaged(
     monkeypatch.setattr("common.checkpoint.problems_of", look)
     assert open_checkpoint(drive).path == newer
     assert capsys.readouterr().err == ""
+
+
+def test_of_two_runs_that_begin_at_once_on_one_mirror_the_second_goes_on_without_copies(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrors: list[Mirror]
+) -> None:
+    """Here the first of them to copy is one of another shape."""
+    run, drive, theirs = tmp_path / "run", tmp_path / "drive", tmp_path / "theirs" / "run"
+    assert train(theirs, embed_dim=16, num_heads=1, max_steps=6).code == 0
+    drive.mkdir()
+    copied_at_once(theirs, drive)
+    shutil.rmtree(theirs)
+    os.rename(drive, tmp_path / "later")
+
+    def copies_appear() -> None:
+        wait_until(lambda: mirrors[0].request.is_set() and not steps_of(drive / "run"))
+        shutil.rmtree(drive)
+        os.rename(tmp_path / "later", drive)
+
+    at_step(monkeypatch, 3, copies_appear)
+    result = train(run, checkpoint_dir=drive)
+    assert result.code == 0 and result.out.count("holds the copies of another run") == 1
+    assert final_weights(run) == final_weights(unbroken) and steps_of(drive / "run") == [6]
+
+
+def test_machines_that_begin_one_run_at_once_share_it_and_other_settings_make_another_run(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrors: list[Mirror]
+) -> None:
+    for number, settings in enumerate([{}, {}, {"learning_rate": 0.01}, {"resume": "never"}]):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        assert train("run", checkpoint_dir=tmp_path / f"drive{number}", max_steps=2, **settings).code == 0
+    ids = [mirror.run_id for mirror in mirrors]
+    assert len(ids) == 4 and ids[0] == ids[1] and len(set(ids)) == 3
+
+
+def test_a_copy_that_goes_while_it_is_continued_from_gives_way_to_the_newer_one(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, drive = tmp_path / "run", tmp_path / "drive"
+    assert train(run, checkpoint_dir=drive, max_steps=6).code == 0
+    shutil.copytree(run, tmp_path / "elsewhere" / "run")
+    assert train(tmp_path / "elsewhere" / "run", max_steps=9).code == 0
+    shutil.rmtree(run)
+    older, state = checkpoint_of(drive / "run", 6), resume.read_state
+
+    def read(checkpoint: Any) -> Any:
+        if checkpoint.path == older and older.exists():
+            copied_at_once(tmp_path / "elsewhere" / "run", drive, state(checkpoint).state.run_id)
+            shutil.rmtree(older)
+        return state(checkpoint)
+
+    monkeypatch.setattr(resume, "read_state", read)
+    result = train(run, checkpoint_dir=drive, max_steps=12)
+    assert result.code == 0 and ": step 9" in result.out and steps_of(drive / "run")[0] == 12
