@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 from benchmarks.measure import ROOT, markdown_table
 from common.flags import Parser, add_debug
 from common.script import script
-from tokenization.corpus import Source, find_sources, read_pieces, unpacked_bytes
+from tokenization.corpus import Source, find_sources, read_pieces, unpacked_blocks
 from tokenization.encoding import encode_in_order, read_chunks
 from tokenization.metadata import token_dtype
 from tokenizer import load_tokenizer
@@ -77,7 +77,7 @@ def encode_all(sources: Sequence[Source], vocabulary: Path, workers: int) -> Non
 
 
 def measure(sources: Sequence[Source], inputs: Sequence[str], vocab_size: int, slice_mb: float) -> list[Row]:
-    megabytes = unpacked_bytes(sources) / MEGABYTE
+    megabytes = sum(len(block) for source in sources for block in unpacked_blocks(source)) / MEGABYTE
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "tokens"

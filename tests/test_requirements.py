@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from tests.helpers import ROOT
 
-ASKED = ("requirements.txt", "requirements-dev.txt", "requirements-extras.txt")
+ASKED = ("requirements.txt", "requirements-dev.txt", "requirements-files.txt", "requirements-extras.txt")
 
 
 def read(name: str) -> dict[str, Specifier]:

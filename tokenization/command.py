@@ -25,16 +25,14 @@ from common.output import LOG_LINE_SECONDS, byte_size, clock, log, progress_bar
 from tokenization.conversations import Conversation, read_conversations
 from tokenization.corpus import (
     PIECE_CHARACTERS,
-    NotUTF8,
     Piece,
     Source,
     left_out,
     read_pieces,
-    unpacked_bytes,
 )
 from tokenization.dedup import Repeats
 from tokenization.encoding import Reader, encode_in_order, read_chunks, sample_evenly, split_index
-from tokenization.extract import OF_FORMAT, find, format_of, in_utf8, missing_packages, readable
+from tokenization.extract import OF_FORMAT, find, format_of, missing_packages, readable
 from tokenization.held_out import FEWEST, MOST, choose_held_out
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
 from tokenization.report import Report
@@ -84,9 +82,7 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
         sources, skipped = readable(found, options)
         if not may_replace:
             require_tokens_of(folder.folder, options.input, sources, kind)
-        total_bytes = unpacked_bytes(sources)
-        if total_bytes == 0:
-            raise DataError(f"The input is empty: {', '.join(options.input)}.")
+        total_bytes = sum(source.text_bytes for source in sources)
         if folder.metadata.exists():
             log.info(f"{replaced(folder.metadata)} A run on them needs them again to go on: --output_dir keeps both.")
         with folder.locked():
@@ -94,17 +90,9 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
             try:
                 if not folder.awaits_publishing:
                     bad: list[DataError] = []
-                    share = 1 - options.train_split
-                    try:
-                        read, repeats = readers(sources, options, bad)
-                        held_out = choose_held_out(read, share, total_bytes)
-                    except NotUTF8:
-                        sources, more = in_utf8(sources, options)
-                        skipped |= more
-                        total_bytes = unpacked_bytes(sources)
-                        read, repeats = readers(sources, options, bad)
-                        held_out = choose_held_out(read, share, total_bytes)
-                    skipped |= left_out(options.input, OF_FORMAT[options.format])
+                    read, repeats = readers(sources, options, bad)
+                    held_out = choose_held_out(read, 1 - options.train_split, total_bytes)
+                    skipped += left_out(options.input, OF_FORMAT[options.format])
                     report = Report(sources, skipped, repeats, held_out)
                     tokenizer = prepare_tokenizer(folder, read, options, kind, total_bytes)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_note:

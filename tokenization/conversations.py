@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 from common.chat import ChatTemplate, Message, require_order
 from common.errors import DataError
 from tokenization.corpus import (
+    BLOCK_BYTES,
     Source,
     decoded_blocks,
     json_lines,
@@ -21,9 +23,10 @@ from tokenization.corpus import (
 
 SUFFIXES = (".jsonl", ".json")
 FORMS = (
-    '{"messages": [{"role", "content"}, ...]}, {"prompt", "completion"}, {"instruction", "input", "output"} or '
-    '{"conversations": [{"from", "value"}, ...]}'
+    '{"messages": [{"role", "content"}, ...]}, {"prompt", "completion"}, {"instruction", "input", "output"}, '
+    '{"conversations": [{"from", "value"}, ...]} or ChatGPT\'s {"mapping": ...}'
 )
+LONGEST_FIRST_RECORD = 8_000_000  # bytes, of a file that is looked at to see what it is
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
 
 
@@ -64,14 +67,12 @@ def are_conversations(source: Source, text_key: str) -> bool:
     if source.suffix not in SUFFIXES:
         return False
     try:
-        _, record = next(records(source, ignored, ignored))
+        blocks = itertools.islice(unpacked_blocks(source), LONGEST_FIRST_RECORD // BLOCK_BYTES)
+        text = b"".join(blocks).decode("utf-8-sig", "ignore").lstrip().removeprefix("[").lstrip()
+        record, _ = json.JSONDecoder().raw_decode(text)
         return text_key not in record and bool(messages_of(record))
-    except (ValueError, TypeError, StopIteration, DataError):
+    except (ValueError, TypeError, RecursionError, DataError):
         return False
-
-
-def ignored(_: object) -> None:
-    pass
 
 
 def records(
@@ -130,6 +131,8 @@ def messages_of(record: Any) -> list[Message]:
         messages = turns(record["messages"])
     elif "conversations" in record:
         messages = turns(record["conversations"])
+    elif isinstance(record.get("mapping"), dict):
+        messages = messages_of_mapping(record["mapping"], record.get("current_node"))
     elif "instruction" in record and "output" in record:
         given = content_of(record.get("input") or "", "input")
         question = content_of(record["instruction"], "instruction")
@@ -150,6 +153,29 @@ def messages_of(record: Any) -> list[Message]:
         messages.insert(0, Message("system", normalized(system)))
     require_order(messages, "assistant")
     return messages
+
+
+def messages_of_mapping(nodes: dict[str, Any], last: Any) -> list[Message]:
+    """ChatGPT's export: a tree of messages, from the last one that was shown back to the root. What the user and the
+    assistant wrote, up to the assistant's last answer."""
+    path: list[Message] = []
+    seen: set[str] = set()
+    while isinstance(last, str) and last in nodes and last not in seen:
+        seen.add(last)
+        node = nodes[last] if isinstance(nodes[last], dict) else {}
+        message = node.get("message") or {}
+        role, parts = message.get("author", {}).get("role"), message.get("content", {}).get("parts", [])
+        text = "\n".join(part for part in parts if isinstance(part, str)).strip()
+        if role in ("user", "assistant") and text and (path or role == "assistant"):
+            text = normalized(text)
+            if path and path[-1].role == role:
+                path[-1] = Message(role, f"{text}\n\n{path[-1].content}")
+            else:
+                path.append(Message(role, text))
+        last = node.get("parent")
+    if path and path[-1].role == "assistant":
+        path.pop()  # it answers no question
+    return path[::-1]
 
 
 def turns(value: Any) -> list[Message]:

@@ -4,14 +4,17 @@ of JSON is held whole, so its size is limited."""
 from __future__ import annotations
 
 import codecs
+import functools
 import glob
 import gzip
 import io
 import json
+import lzma
 import math
 import os
 import re
 import shlex
+import zipfile
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,16 +36,32 @@ except ImportError:
         zstd = None
 
 PLAIN = (".txt", ".md", ".jsonl")
-OTHERS = (".epub", ".docx", ".html", ".htm", ".pdf", ".csv", ".tsv", ".parquet", ".arrow", ".json", ".zip")
-SUFFIXES = PLAIN + OTHERS  # of the files that are read in a folder
+BOOKS = (".epub", ".docx", ".odt", ".rtf", ".html", ".htm", ".pdf", ".mbox", ".eml")
+TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".json")
+SUFFIXES = (*PLAIN, *BOOKS, *TABLES, ".zip")  # of the files that are read in a folder
 PACKED = (".gz", ".zst")
 SCHEME = "hf://"
 BLOCK_BYTES = 1 << 18
-PACKING_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error, *([zstd.ZstdError] if zstd else []))
+PACKING_ERRORS = (
+    *(gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError),
+    *([zstd.ZstdError] if zstd else []),
+)
 # Text without a place to cut it (no whitespace, or only whitespace) is cut at this length anyway: one token in as many
 # characters may differ. If longer text waited for such a place, it would be searched again and again.
 PIECE_CHARACTERS = 1 << 18
 LONGEST_JSON_LINE = 50_000_000  # bytes: some fifty books
+MOST_UNPACKED = 200  # bytes from a packed one; text comes to ten, and a bomb to a thousand
+SMALL = 10_000_000  # bytes: so many may come from any file
+# Documents that no library reads here, and what to do with them.
+ADVICE = {
+    (".doc", ".wpd", ".wps", ".pages"): "save it as .docx",
+    (".ppt", ".pptx", ".odp", ".key"): "save it as .pdf",
+    (".xls", ".xlsx", ".ods", ".numbers"): "save it as .csv",
+    (".mobi", ".azw", ".azw3", ".fb2", ".lit"): "convert it to .epub",
+    (".djvu", ".ps", ".xps"): "convert it to .pdf",
+    (".zip", ".rar", ".7z", ".tar", ".tgz", ".bz2", ".xz"): "unpack it",
+}
+NOT_READ = "no text, by its name (--input 'FOLDER/*.log' would read such files as text)"
 # How files begin that people mistake for text, and what to do with them.
 NOT_TEXT = {
     b"%PDF-": "a PDF, not text. Take the text out of it first, for example with `pdftotext -enc UTF-8 {name}`.",
@@ -69,16 +88,26 @@ class Source:
     modified_ns: int
     note: str = ""  # on what it was made from
     is_converted: bool = False  # from another encoding
+    member: int | None = None  # its number in the zip archive at `path`
+    text_bytes: int = 0  # of what is read, unpacked; 0: not known yet
     most_bytes: float = math.inf  # of its text, if a part of it is wanted
 
     @property
+    def file_name(self) -> str:
+        return self.path.name if self.member is None else self.name
+
+    @property
     def is_compressed(self) -> bool:
-        return self.path.suffix.lower() in PACKED
+        return self.packing in PACKED
+
+    @property
+    def packing(self) -> str:
+        return Path(self.file_name).suffix.lower()
 
     @property
     def suffix(self) -> str:
         """That of the unpacked file."""
-        return Path(unpacked_name(self.path.name)).suffix
+        return Path(unpacked_name(self.file_name)).suffix
 
     @property
     def place(self) -> str:
@@ -91,14 +120,26 @@ class Source:
 
     def open(self) -> BinaryIO:
         """The unpacked file."""
-        return self.unpacked(open(self.path, "rb"))
+        if self.member is None:
+            return self.unpacked(open(self.path, "rb"))
+        archive = opened_archive(self.path, self.modified_ns)
+        return self.unpacked(archive.open(archive.infolist()[self.member]))
 
     def unpacked(self, file: IO[bytes]) -> BinaryIO:
-        suffix = self.path.suffix.lower()
-        if suffix == ".zst" and zstd is None:
-            raise DataError(f"{self.name} needs backports.zstd: pip install backports.zstd")
-        unpack = {".gz": gzip.open, ".zst": zstd and zstd.open}.get(suffix)
+        if self.packing == ".zst" and zstd is None:
+            raise Unreadable("it needs backports.zstd: pip install backports.zstd")
+        unpack = {".gz": gzip.open, ".zst": zstd and zstd.open}.get(self.packing)
         return cast(BinaryIO, unpack(file) if unpack else file)
+
+
+@functools.lru_cache(maxsize=1)
+def opened_archive(path: Path, modified_ns: int) -> zipfile.ZipFile:
+    """Stays open, because its directory may be long."""
+    return zipfile.ZipFile(path)
+
+
+class Unreadable(DataError):
+    """Why a file gives no text. The others are read."""
 
 
 class NotUTF8(DataError):
@@ -143,28 +184,23 @@ def unpacked_name(name: str) -> str:
     return name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
-def left_out(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> dict[str, str]:
-    """The files in the given folders that `find_sources` does not take, and those that are empty, with the reason."""
-    found: dict[str, str] = {}
+def left_out(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> list[tuple[str, str]]:
+    """The files in the given folders that `find_sources` does not take, with the reason."""
+    found = []
     for given in inputs:
         folder = Path(given).expanduser()
         for path in sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else ():
             name = path.relative_to(folder)
-            if any(part.startswith(".") for part in name.parts):
-                reason = "hidden"
-            elif not unpacked_name(path.name).endswith(suffixes):
-                reason = "of another kind"
-            elif path.stat().st_size == 0:
-                reason = "empty"
-            else:
-                continue
-            found[name.as_posix()] = reason
+            if reason := "hidden" if any(part.startswith(".") for part in name.parts) else why_not(path.name, suffixes):
+                found.append((name.as_posix(), reason))
     return found
 
 
-def unpacked_bytes(sources: Iterable[Source]) -> int:
-    """Bytes of all sources; packed files count unpacked, so they are read."""
-    return sum(sum(map(len, unpacked_blocks(source))) if source.is_compressed else source.size for source in sources)
+def why_not(name: str, suffixes: tuple[str, ...]) -> str:
+    """Why a file of this name is not read; "" if it is."""
+    if unpacked_name(name).endswith(suffixes) and not Path(name).name.startswith("~$"):  # Word's lock
+        return ""
+    return next((advice for known, advice in ADVICE.items() if name.lower().endswith(known)), NOT_READ)
 
 
 def read_pieces(
@@ -268,7 +304,7 @@ def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
         files = []
         for folder, folders, names in os.walk(path):
             folders[:] = [name for name in folders if not name.startswith(".")]
-            named = [name for name in names if unpacked_name(name).endswith(suffixes)]
+            named = [name for name in names if not why_not(name, suffixes)]
             visible = [Path(folder, name) for name in named if not name.startswith(".")]
             files += [path for path in visible if path.is_file()]  # reading a pipe would wait for its writer
         if not files:
@@ -289,12 +325,16 @@ def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
 
 def unpacked_blocks(source: Source) -> Iterator[bytes]:
     """The unpacked bytes of a file."""
+    most = max(SMALL, MOST_UNPACKED * source.size)
     try:
         with source.open() as file:
             while block := file.read(BLOCK_BYTES):
+                most -= len(block)
+                if most < 0 and (source.is_compressed or source.member is not None):
+                    raise Unreadable(f"it unpacks to more than {MOST_UNPACKED} times its size, as only a bomb does")
                 yield block
     except PACKING_ERRORS as error:
-        kind = "zstd" if source.path.suffix.lower() == ".zst" else "gzip"
+        kind = {".zst": "zstd", ".gz": "gzip"}.get(source.packing, "zip")
         raise DataError(f"{source.place} is not a whole {kind} file ({error}). Download or pack it again.") from None
 
 
@@ -333,7 +373,7 @@ def from_here(path: Path) -> str:
 
 def conversion(source: Source, encoding: str) -> str:
     name = shlex.quote(from_here(source.path))
-    unpack = "zstd" if source.path.suffix.lower() == ".zst" else "gzip"
+    unpack = "zstd" if source.packing == ".zst" else "gzip"
     given, file = (f"{unpack} -dc {name} | ", "") if source.is_compressed else ("", f" {name}")
     return f"Convert it first, for example with `{given}iconv -f {encoding} -t UTF-8{file} > converted.txt`."
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from common.files import sha256_file
 from common.output import byte_size, cell, table_row
-from tokenization.corpus import Source
+from tokenization.corpus import NOT_READ, Source, unpacked_blocks
 from tokenization.dedup import EXAMPLES, Repeats
 from tokenization.encoding import Reader, Text, begins_document
 from tokenization.held_out import HeldOut
@@ -20,7 +20,7 @@ LOOKED_AT = 1000  # documents of each file that are compressed, their beginnings
 COMPRESSED = 4096  # characters
 LANGUAGES_OF = 5  # documents of each file
 MOST_LANGUAGES = 2000  # documents whose language is guessed: each takes a millisecond
-NAMED = 5  # of the files that are left out for the same reason
+NAMED = 5  # of the files that are left out for the same reason, in the terminal
 QUOTED = 100  # characters
 
 
@@ -46,9 +46,13 @@ class Report:
     """Collects while the text is encoded."""
 
     def __init__(
-        self, sources: Sequence[Source], skipped: Mapping[str, str], repeats: Repeats | None, held_out: HeldOut | None
+        self,
+        sources: Sequence[Source],
+        skipped: Sequence[tuple[str, str]],
+        repeats: Repeats | None,
+        held_out: HeldOut | None,
     ):
-        """`skipped`: why a file gives no text, by its name. `held_out` is None if the end of the text is."""
+        """`skipped`: names of files that give no text, and why. `held_out` is None if the end of the text is."""
         self.files = {source: OfFile() for source in sources}
         self.skipped, self.repeats, self.held_out = skipped, repeats, held_out
         self.copies = [] if repeats else copies(sources)
@@ -92,8 +96,9 @@ class Report:
     def held_share(self, source: Source) -> str:
         return f"{self.held_out.share_of(source):.0%}" if self.held_out else ""
 
-    def found(self) -> list[tuple[str, str]]:
-        """What a user may want to act on, each with its kind."""
+    def found(self, most: int) -> list[tuple[str, str]]:
+        """What a user may want to act on, each with its kind; of the files that are left out for one reason, `most`
+        names."""
         found = [("Repeated", f"left out: {self.repeats.describe()}")] if self.repeats else []
         converted = [source for source in self.files if source.is_converted]
         found += [("Converted", f"{source.name}: {source.note}") for source in converted]
@@ -101,13 +106,13 @@ class Report:
             earlier = first.place if first.name == copy.name else first.name
             found.append(("Twice", f"{copy.name} has the same content as {earlier}"))
         by_reason: dict[str, list[str]] = defaultdict(list)
-        for name, reason in self.skipped.items():
+        for name, reason in sorted(self.skipped, key=lambda one: one[1] == NOT_READ):  # last
             by_reason[reason].append(name)
-        return found + [("Left out", f"{named(names)}: {reason}") for reason, names in by_reason.items()]
+        return found + [("Left out", f"{named(names, most)}: {reason}") for reason, names in by_reason.items()]
 
     def brief(self) -> str:
         """For the terminal."""
-        lines = [f"{kind:<10} {cell(line)}" for kind, line in self.found()]
+        lines = [f"{kind:<10} {cell(line)}" for kind, line in self.found(NAMED)]
         more = [f"           and {len(lines) - LISTED_BRIEFLY:,} more lines, in data_report.md"]
         lines = lines[:LISTED_BRIEFLY] + more * (len(lines) > LISTED_BRIEFLY)
         return "\n".join(lines).encode(errors="replace").decode()  # names may be any bytes
@@ -119,7 +124,7 @@ class Report:
         lines = [f"- **Read**: {len(gave):,} files: {byte_size(size)} of text in {self.documents:,} documents"]
         if known := [f"{name} {n / self.languages.total():.0%}" for name, n in self.languages.most_common(5) if name]:
             lines.append(f"- **Languages**: {', '.join(known)}")
-        lines += [f"- **{kind}**: {cell(line)}" for kind, line in self.found()]
+        lines += [f"- **{kind}**: {cell(line)}" for kind, line in self.found(LISTED)]
         if self.repeats:
             common = self.repeats.left_out.most_common(EXAMPLES)
             lines += [f"- **Repeated** {count:,} times: {cell(text)} ..." for text, count in common]
@@ -144,9 +149,9 @@ class Report:
         return "\n".join(["# Data report\n", *lines]) + "\n"
 
 
-def named(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NAMED:,} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
+def named(names: Sequence[str], most: int) -> str:
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def language_of(text: str) -> str:
@@ -162,8 +167,12 @@ def copies(sources: Iterable[Source]) -> list[tuple[Source, Source]]:
     """Each file with the content of an earlier one, and that one. Only files of the same size are read."""
     sizes: dict[int, list[Source]] = defaultdict(list)
     for source in sources:
-        sizes[source.size].append(source)
-    first: dict[str, Source] = {}
-    same = itertools.chain.from_iterable(group for group in sizes.values() if len(group) > 1)
-    pairs = [(source, first.setdefault(sha256_file(source.path), source)) for source in same]
+        sizes[source.text_bytes].append(source)
+    first: dict[bytes, Source] = {}
+    pairs = []
+    for source in itertools.chain.from_iterable(group for group in sizes.values() if len(group) > 1):
+        digest = hashlib.sha256()
+        for block in unpacked_blocks(source):
+            digest.update(block)
+        pairs.append((source, first.setdefault(digest.digest(), source)))
     return [(source, earlier) for source, earlier in pairs if source != earlier]

@@ -23,7 +23,7 @@ from common.files import read_json
 from common.output import byte_size, clock
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tokenization.corpus import BLOCK_BYTES, find_sources, unpacked_blocks, unpacked_bytes
+from tokenization.corpus import BLOCK_BYTES, find_sources, unpacked_blocks
 from tokenization.extract import format_of, readable
 from tokenization.metadata import TokenMetadata, metadata_files, read_tokens
 from tokenization.settings import Settings
@@ -216,7 +216,7 @@ def look_at(config: Config) -> Text:
     found = find_sources([text])
     settings = Settings(input=(text,), format=format_of(found))
     sources = readable(found, settings).sources
-    size = unpacked_bytes(sources)
+    size = sum(source.text_bytes for source in sources)
     if size < LEAST_BYTES:
         raise DataError(f"{config.input} holds {size:,} bytes of text: too few to learn from and to hold some out.")
     share = max(1, SAMPLE_BYTES // len(sources))

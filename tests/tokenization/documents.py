@@ -44,7 +44,9 @@ def pdf(pages: Sequence[Sequence[str]]) -> bytes:
     objects = ["<< /Type /Catalog /Pages 2 0 R >>", ""]
     kids = []
     for lines in pages:
-        shown = " ".join(f"({line}) Tj T*" for line in lines)
+        lefts = [6 * (len(line) - len(line.lstrip())) for line in lines]  # a space indents by 6 points
+        moves = [left - before for before, left in zip([0, *lefts], lefts, strict=False)]
+        shown = " ".join(f"{move} -14 Td ({line.strip()}) Tj" for move, line in zip(moves, lines, strict=True))
         stream = f"BT /F1 12 Tf 14 TL 72 720 Td {shown} ET" if lines else ""
         objects.append(f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream")
         resources = "<< /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >>"

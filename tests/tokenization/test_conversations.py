@@ -193,7 +193,7 @@ def test_a_bad_record_is_named_or_left_out_and_counted(
         ("[]", "Conversations found: 0"),
         ('[{"prompt": "a", "completion": "b"}]', "Conversations found: 1. At least two"),
         ("\n\n", "Conversations found: 0"),
-        (b'{"prompt": "\xff"}', "> converted.txt`. To leave such records out, add --skip_bad_records."),
+        (b'{"prompt": "\xff"}', "it is not UTF-8"),
         ('{"prompt": "a", "completion": "b"}\n'.encode("utf-16"), "Conversations found: 1. At least two"),
         (b'[{"prompt": "\xff"}]', "it is not UTF-8"),
     ],

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from common.errors import DataError
 from tokenization import corpus
-from tokenization.corpus import cut_point, find_sources, read_pieces, split_documents, unpacked_bytes
+from tokenization.corpus import cut_point, find_sources, read_pieces, split_documents, unpacked_blocks
+from tokenization.extract import readable
+from tokenization.settings import Settings
 from tokenizer_bpe import BPETokenizer
 
 SEPARATOR = "<|endoftext|>"
@@ -168,7 +170,8 @@ def test_unpacked_bytes_and_progress_agree(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", '{"text": "x"}\n\n')
     read: list[int] = []
     assert len(list(read_pieces(find_sources([str(tmp_path)]), on_read=read.append))) == 2
-    assert sum(read) == unpacked_bytes(find_sources([str(tmp_path)])) == 2015
+    assert sum(read) == sum(source.text_bytes for source in readable(find_sources([str(tmp_path)]), Settings()).sources)
+    assert sum(read) == 2015
 
 
 def test_pieces_know_their_line(tmp_path: Path) -> None:
@@ -311,7 +314,7 @@ def test_a_damaged_gzip_file_is_named(tmp_path: Path) -> None:
     for content in (whole[:-20], b"not gzip", whole[:30] + b"\0\0\0\0" + whole[34:]):
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"a\.txt\.gz is not a whole gzip file"):
-            unpacked_bytes(find_sources([str(path)]))
+            list(unpacked_blocks(*find_sources([str(path)])))
 
 
 def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> None:

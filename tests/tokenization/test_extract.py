@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import os
+import signal
+import time
+import zipfile
 from collections.abc import Sequence
+from email.message import EmailMessage
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +20,11 @@ import pytest
 import tokenize_local_bpe
 from tests.tokenization.documents import archive, docx, epub, pdf
 from tokenization import corpus
+from tokenization.corpus import Source, Unreadable, find_sources
+from tokenization.extract import files_of
+from tokenization.isolation import Isolated
 from tokenization.metadata import TokenMetadata
+from tokenization.settings import Settings
 from tokenizer import load_tokenizer
 
 END = "<|endoftext|>"
@@ -57,13 +68,129 @@ def test_a_word_file_gives_its_paragraphs(folder: Path) -> None:
     assert documents() == ["First <one>.\n\nSecond."]
 
 
-@pytest.mark.extras("pypdfium2")
-def test_a_pdf_gives_its_lines_joined_to_sentences(folder: Path) -> None:
-    (folder / "a.pdf").write_bytes(
-        pdf([["The cat sat on", "the mat, and the ele-", "phant", "Then"], ["a page of text."]])
+def test_a_text_box_of_word_is_read_once(folder: Path) -> None:
+    space = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main" '
+    space += 'xmlns:mc="http://schemas.openxmlformats.org/markup-compatibility/2006"'
+    box = "<w:txbxContent><w:p><w:r><w:t>In the box.</w:t></w:r></w:p></w:txbxContent>"
+    choice = f"<mc:Choice>{box}</mc:Choice><mc:Fallback>{box}</mc:Fallback>"
+    drawn = f"<w:r><mc:AlternateContent>{choice}</mc:AlternateContent></w:r>"
+    body = (
+        f"<w:p><w:r><w:t>Out</w:t></w:r>{drawn}<w:r><w:t>side.</w:t></w:r></w:p><w:p><w:r><w:t>End.</w:t></w:r></w:p>"
     )
+    document = f"<w:document {space}><w:body>{body}</w:body></w:document>"
+    (folder / "a.docx").write_bytes(archive({"word/document.xml": document}))
     assert tokenize() == 0
-    assert documents() == ["The cat sat on the mat, and the elephant\nThen a page of text."]
+    assert documents() == ["In the box.\n\nOutside.\n\nEnd."]
+
+
+def test_an_opendocument_file_gives_its_paragraphs(folder: Path) -> None:
+    space = 'xmlns:office="urn:o" xmlns:text="urn:t"'
+    note = "<text:note><text:note-citation>1</text:note-citation><text:note-body>no</text:note-body></text:note>"
+    body = (
+        f'<text:h>One</text:h>\n<text:p>A <text:span>big</text:span> cat{note},<text:s text:c="3"/>and\n one'
+        "<text:line-break/>dog.</text:p><text:list><text:list-item><text:p>Item</text:p></text:list-item></text:list>"
+    )
+    content = f"<office:document-content {space}><office:body>{body}</office:body></office:document-content>"
+    (folder / "a.odt").write_bytes(archive({"content.xml": content}))
+    assert tokenize() == 0
+    assert documents() == ["One\n\nA big cat,   and one\ndog.\n\nItem"]
+
+
+@pytest.mark.extras("striprtf")
+def test_an_rtf_file_gives_its_text(folder: Path) -> None:
+    (folder / "a.rtf").write_bytes(rb"{\rtf1\ansi{\fonttbl{\f0 Arial;}}\f0 The {\b caf\'e9} \u8364?5.\par Second.\par}")
+    assert tokenize() == 0
+    assert documents() == ["The caf\u00e9 \u20ac5.\nSecond."]
+
+
+def mail(subject: str, text: str, attachment: bytes = b"") -> bytes:
+    message = EmailMessage()
+    message["Subject"], message["From"] = subject, "a@example.org"
+    message.set_content(text, cte="quoted-printable")
+    if attachment:
+        message.add_attachment(attachment, maintype="image", subtype="jpeg", filename="a.jpg")
+    return message.as_bytes()
+
+
+def test_mail_gives_its_texts_without_attachments(folder: Path) -> None:
+    messages = [mail("H\u00e9llo", "How are you?\n\nFrom me\n", bytes(range(256)) * 9), mail("Re:", "Fine.\n")]
+    (folder / "a.eml").write_bytes(messages[0])
+    quoted = messages[0].replace(b"\nFrom me", b"\n>From me")  # as programs that write .mbox do
+    mbox = b"".join(b"From a@example.org Mon Jan 1\n" + message + b"\n" for message in (quoted, messages[1]))
+    (folder / "b.mbox").write_bytes(mbox)
+    assert tokenize() == 0
+    first = "H\u00e9llo\n\nHow are you?\n\nFrom me"
+    assert documents() == [first, first, "Re:\n\nFine."]
+
+
+def exported(path: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """A conversation in ChatGPT's form, with a branch that was given up."""
+    nodes: dict[str, Any] = {"root": {"id": "root", "message": None, "parent": None}}
+    for number, (role, text) in enumerate([*path, ("assistant", "given up")]):
+        parent = "root" if number == 0 else str(min(number, len(path) - 1) - 1)
+        message = {"author": {"role": role}, "content": {"content_type": "text", "parts": [text]}}
+        nodes[str(number)] = {"id": str(number), "message": message, "parent": parent}
+    return {"title": "Talk", "mapping": nodes, "current_node": str(len(path) - 1)}
+
+
+def test_the_export_of_chatgpt_is_read_as_conversations(folder: Path) -> None:
+    talk = [
+        ("system", ""),
+        ("user", "Hi?"),
+        ("tool", "x"),
+        ("assistant", "Hello."),
+        ("assistant", "You?"),
+        ("user", "Hm"),
+    ]
+    (folder / "conversations.json").write_text(json.dumps([exported(talk)] * 3))
+    (folder / "a.txt").write_text("Some text.")
+    assert tokenize() == 0
+    assert documents() == ["Some text.", *["User: Hi?\nAssistant: Hello.\n\nYou?"] * 3]
+    (folder / "a.txt").unlink()
+    assert tokenize("--format", "chat") == 0
+    assert set(filter(None, documents())) == {"User: Hi?\nAssistant: Hello.\n\nYou?"}
+
+
+def test_every_file_that_is_not_read_is_named_with_what_to_do(folder: Path) -> None:
+    others = ("halpin.doc", "deck.pptx", "old.mobi", "app.js", "photo.jpg", "Thumbs.db", "~$a.docx", "more.7z")
+    for name in ("a.txt", *others):
+        (folder / name).write_text("Some text.")
+    (folder / "b.zip").write_bytes(archive({"c.txt": "Other text.", "d.doc": "", "e.png": "", "f.zip": b""}))
+    assert tokenize() == 0
+    lines = report().splitlines()
+    for names, said in {
+        "b.zip/d.doc, halpin.doc": "save it as .docx",
+        "deck.pptx": "save it as .pdf",
+        "old.mobi": "convert it to .epub",
+        "b.zip/f.zip, more.7z": "unpack it",
+        "b.zip/e.png, Thumbs.db, app.js, photo.jpg, ~$a.docx": "no text, by its name",
+    }.items():
+        assert any(f"- **Left out**: {names}: {said}" in line for line in lines), (names, lines)
+
+
+@pytest.mark.extras("pypdfium2")
+def test_a_pdf_gives_its_paragraphs_without_headers_and_footers(folder: Path) -> None:
+    first = [
+        "  The cat sat on the mat for a whole day long,",
+        "and the ele-",
+        "phant saw it.",
+        '  "Who is it?" it said.',
+    ]
+    second = [
+        "",
+        "It went on over this page, to a line that ends",
+        "early.",
+        "Then the next one began here, where it ends.",
+    ]
+    third = ["  The End", "of it."]
+    pages = [[f"The Journal, Vol. {n}", *lines, f"Page {n} of 3"] for n, lines in enumerate((first, second, third), 9)]
+    (folder / "a.pdf").write_bytes(pdf(pages))
+    assert tokenize() == 0
+    assert documents() == [
+        "The cat sat on the mat for a whole day long, and the elephant saw it.\n\n"
+        '"Who is it?" it said.\nIt went on over this page, to a line that ends early.\n'
+        "Then the next one began here, where it ends.\n\nThe End of it."
+    ]
 
 
 @pytest.mark.extras("trafilatura")
@@ -143,7 +270,7 @@ def test_zst_is_read_beside_gz_and_zip(folder: Path) -> None:
     assert sorted(documents()) == ["fifth", "first document", "fourth", "second", "sixth", "third"]
     assert not list(Path("..").glob("g.md")) and "| c.zip/x/c.txt | in an archive | 1 | 5 |" in report()
     (folder / "a.txt.zst").write_bytes(zstd.compress(b"first")[:-3])
-    assert tokenize() == 3
+    assert tokenize() == 0 and "**Left out**: a.txt.zst: is not a whole zstd file" in report()
 
 
 def test_conversations_among_other_files_become_text(folder: Path) -> None:
@@ -185,20 +312,103 @@ def test_an_encoding_that_is_given_decides(folder: Path, capsys: pytest.CaptureF
     assert "it is not ascii" in capsys.readouterr().err
 
 
+def test_members_of_one_name_are_both_read(folder: Path) -> None:
+    with zipfile.ZipFile(folder / "a.zip", "w") as file, pytest.warns(UserWarning, match="Duplicate name"):
+        file.writestr("a.txt", "first")
+        file.writestr("a.txt", "second")
+    assert tokenize() == 0
+    assert sorted(documents()) == ["first", "second"]
+
+
+def test_a_document_longer_than_a_line_may_be_is_cut(folder: Path) -> None:
+    text = "A line of some words, as books have them.\n" * 150_000
+    (folder / "a.epub").write_bytes(epub([f"<pre>{text}</pre>"]))
+    (folder / "b.csv").write_text("text\n" + "\u00e9" * 6_000_000)
+    assert tokenize() == 0
+    parts = documents()
+    assert (
+        sum(part.count("A line of") for part in parts) == 150_000 and sum(part.count("\u00e9") for part in parts) == 6e6
+    )
+
+
+def damaged_zip(compression: int) -> bytes:
+    target = io.BytesIO()
+    with zipfile.ZipFile(target, "w", compression) as file:
+        file.writestr("bad.txt", "bad words " * 1000)
+        file.writestr("good.txt", "Good text.")
+    content = bytearray(target.getvalue())
+    content[50:70] = bytes(20)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_a_damaged_member_of_an_archive_leaves_the_others(folder: Path, compression: int) -> None:
+    (folder / "a.zip").write_bytes(damaged_zip(compression))
+    assert tokenize() == 0
+    assert documents() == ["Good text."] and "**Left out**: a.zip/bad.txt: " in report()
+
+
+def test_archives_that_are_cut_or_have_odd_names_leave_the_rest(folder: Path) -> None:
+    whole = archive({"a.txt": "Some text.", "b.docx": docx(["x"])})
+    (folder / "cut.zip").write_bytes(whole[:-50])
+    (folder / "name.zip").write_bytes(whole.replace(b"a.txt", b"\xff\xfe.tx"))
+    (folder / "z.txt").write_text("Some text.")
+    assert tokenize() == 0
+    assert "Some text." in documents() and "**Left out**: cut.zip: it is damaged" in report()
+
+
+def crash(source: Source, settings: Settings) -> list[Source]:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return []
+
+
+def sleep(source: Source, settings: Settings) -> list[Source]:
+    time.sleep(60)
+    return []
+
+
+def fill_memory(source: Source, settings: Settings) -> list[Source]:
+    return [source] * len(b"x" * 10**11)
+
+
+def fill_disk(source: Source, settings: Settings) -> list[Source]:
+    Path("large").write_bytes(bytes(20_000_000))
+    return [source]
+
+
+def fail(source: Source, settings: Settings) -> list[Source]:
+    raise KeyError("nothing that anybody expected")
+
+
+def test_whatever_happens_to_a_file_is_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.bin").write_bytes(b"x")
+    (source,) = find_sources(["a.bin"])
+    settings, waited = Settings(input=("a.bin",)), list[int]()
+    with Isolated(seconds=2.0) as isolated:
+        for work, reason in {
+            crash: "crashed", sleep: "takes longer than 2 s", fill_memory: "more than 2.0 GB of memory",
+            fill_disk: "only a bomb", fail: "KeyError: 'nothing that anybody expected'",
+        }.items():  # fmt: skip
+            with pytest.raises(Unreadable, match=reason):
+                isolated.call(work, source, settings, lambda: waited.append(1))
+            assert isolated.call(files_of, source, settings, lambda: None) == [source]
+    assert waited
+
+
 BAD: dict[str, tuple[bytes, str]] = {
     "a.epub": (archive({"mimetype": "application/epub+zip"}), "META-INF/container.xml is missing"),
     "b.epub": (epub(["<p>x</p>"], spine=[]), "it has no spine"),
     "c.epub": (epub(["<p>x</p>"], spine=[0])[:300], "it is damaged (File is not a zip file)"),
     "d.docx": (archive({"word/document.xml": "<w:document"}), "word/document.xml is not XML"),
     "e.docx": (docx(["", " "]), "it holds no text"),
-    "f.zip": (archive({"a.txt": b"\0" * 30_000_000}), "as only a bomb does"),
-    "g.zip": (archive({"a.jpg": b""}), "it holds no file that can be read"),
+    "f.zip": (archive({"a.txt": b"a " * 15_000_000}), "as only a bomb does"),
+    "g.zip": (archive({}), "it holds no file"),
     "h.pdf": (pdf([[], []]), "pictures (a scan)"),
     "i.pdf": (b"%PDF-1.4 and then nothing", "it is damaged"),
     "j.html": (b"<html></html>", "it holds no text"),
     "k.parquet": (b"PAR1 and then nothing", "not a whole Parquet file"),
     "m.zip": (b"PK and then nothing", "it is damaged (File is not a zip file)"),
-    "l.csv": (b"text\n" + b"x" * 51_000_000, "not a whole table"),
 }
 
 

@@ -163,10 +163,10 @@ def test_input_alone_names_the_dial(book: Path, capsys: pytest.CaptureFixture) -
     assert "--minutes 60" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", ["", "ten bytes."])
-def test_a_text_that_is_too_short(book: Path, content: str) -> None:
+@pytest.mark.parametrize(("content", "said"), [("", "it is empty"), ("ten bytes.", "too few to learn from")])
+def test_a_text_that_is_too_short(book: Path, content: str, said: str) -> None:
     book.write_text(content)
-    with pytest.raises(DataError, match="too few to learn from"):
+    with pytest.raises(DataError, match=said):
         choice(flags(book))
 
 

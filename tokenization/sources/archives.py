@@ -1,51 +1,43 @@
-"""Zip archives, as such and as what EPUB and Word files are."""
+"""Zip archives: the files in them, read without unpacking them to the disk, and the parts of EPUB and Word files."""
 
 from __future__ import annotations
 
 import contextlib
 import zipfile
-import zlib
 from collections.abc import Iterator
-from typing import IO, BinaryIO
+from dataclasses import replace
+from typing import BinaryIO
 
-from common.errors import DataError
+from tokenization.corpus import Source, Unreadable
 
-MOST_UNPACKED = 200  # bytes from a packed one; text comes to ten, and a bomb to a thousand
-SMALL = 10_000_000  # bytes: so many may come from any archive
+ENCRYPTED = 0x1  # a flag of a member
 
 
-class Unreadable(DataError):
-    """Why a file gives no text. The others are read."""
+def members_of(source: Source) -> list[Source]:
+    """The files in an archive. Two may have the same name."""
+    with source.open() as file, opened(file) as archive:
+        infos = [(number, info) for number, info in enumerate(archive.infolist()) if not info.is_dir()]
+    if any(info.flag_bits & ENCRYPTED for _, info in infos):
+        raise Unreadable("it has a password")
+    if not infos:
+        raise Unreadable("it holds no file")
+    return [
+        replace(source, name=f"{source.name}/{info.filename}", note="in an archive", member=number)
+        for number, info in infos
+    ]
 
 
 @contextlib.contextmanager
-def opened(file: BinaryIO, size: int) -> Iterator[zipfile.ZipFile]:
-    """An archive of `size` bytes. Raises Unreadable if it is damaged, or would fill the disk."""
-    with problems_named("it"), zipfile.ZipFile(file) as archive:
-        if sum(info.file_size for info in archive.infolist()) > max(SMALL, MOST_UNPACKED * size):
-            raise Unreadable(f"it unpacks to more than {MOST_UNPACKED} times its size, as only a bomb does")
-        yield archive
-
-
-@contextlib.contextmanager
-def open_member(archive: zipfile.ZipFile, name: str) -> Iterator[IO[bytes]]:
-    """Gives at most the bytes that the archive's directory says. Raises Unreadable."""
-    with problems_named(f"its part {name}"), archive.open(name) as member:
-        yield member
+def opened(file: BinaryIO) -> Iterator[zipfile.ZipFile]:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            yield archive
+    except (zipfile.BadZipFile, OSError) as error:
+        raise Unreadable(f"it is damaged ({error})") from None
 
 
 def read_member(archive: zipfile.ZipFile, name: str) -> bytes:
-    with open_member(archive, name) as member:
-        return member.read()
-
-
-@contextlib.contextmanager
-def problems_named(what: str) -> Iterator[None]:
     try:
-        yield
+        return archive.read(name)
     except KeyError:
-        raise Unreadable(f"{what} is missing") from None
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise Unreadable(f"{what} is damaged ({error})") from None
-    except RuntimeError:  # so says zipfile
-        raise Unreadable("it has a password") from None
+        raise Unreadable(f"its part {name} is missing") from None

@@ -7,10 +7,10 @@ import io
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from tokenization.sources.archives import Unreadable
+from tokenization.corpus import Unreadable
 
 Row = dict[str, Any]
-LONGEST_CELL = 50_000_000  # characters
+LONGEST_CELL = 1_000_000_000  # characters
 ROWS_AT_A_TIME = 64  # of Parquet: a row may be a book
 
 
