@@ -80,11 +80,11 @@ def run(request: Request, sampling: Sampling) -> None:
 
 def score(request: Request) -> None:
     """Print how well the model predicts each file: a table, or one JSON object per file. Always in fp32."""
-    named = [  # a file has the name that was typed; the files of a folder or pattern have their whole path
-        (name if Path(name).is_file() else str(source.path), source)
-        for name in request.score
-        for source in readable(find_sources([name]), Settings()).sources
-    ]
+    sources, skipped = readable(find_sources(request.score), Settings())
+    for name, reason in skipped:
+        print(f"{name} is left out: {reason}.", file=sys.stderr)
+    typed = {Path(name).resolve(): name for name in request.score}
+    named = [(typed.get(source.path, source.name if source.note else str(source.path)), source) for source in sources]
     checkpoint = open_checkpoint(request.checkpoint or newest_run())
     model, tokenizer = load_checkpoint(checkpoint, request.device, torch.float32)
     context = model.config.max_seq_len

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 import threading
 import time
@@ -36,7 +37,7 @@ from tokenization.extract import OF_FORMAT, find, format_of, missing_packages, r
 from tokenization.held_out import FEWEST, MOST, choose_held_out
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
 from tokenization.report import Report
-from tokenization.settings import Settings
+from tokenization.settings import DEFAULT_FOLDER, Settings
 from tokenization.token_folder import (
     TokenFolder,
     TokenWriter,
@@ -57,13 +58,7 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
     found = find(options)
     if options.format == "text" and format_of(found, options.text_key) == "chat":
         raise DataError(f"{found[0].path} holds conversations: add --format chat.")
-    kind = "character" if options.tokenizer == "char" else "bpe"
-    if options.tokenizer_file:
-        kind = load_tokenizer(options.tokenizer_file).kind
-        if options.tokenizer and not kind.startswith(options.tokenizer):
-            raise ConfigError(
-                f"--tokenizer is {options.tokenizer}, but {options.tokenizer_file} is a {kind} tokenizer."
-            )
+    kind = kind_of(options)
     if kind == "bpe" and options.unknown == "drop":
         raise ConfigError("--unknown drop is for character tokenizers; a BPE tokenizer encodes any text.")
     if options.format == "chat" and options.tokenizer_file:
@@ -119,6 +114,22 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
     if not quiet:
         print_result(folder, metadata, options)
     return folder.metadata
+
+
+def kind_of(options: Settings) -> str:
+    """bpe or character. Raises ConfigError if the flags contradict each other."""
+    if not options.tokenizer_file:
+        return "character" if options.tokenizer == "char" else "bpe"
+    kind = load_tokenizer(options.tokenizer_file).kind
+    if options.tokenizer and not kind.startswith(options.tokenizer):
+        raise ConfigError(f"--tokenizer is {options.tokenizer}, but {options.tokenizer_file} is a {kind} tokenizer.")
+    return kind
+
+
+def folder_of(options: Settings) -> str:
+    """The token folder for the trainer's `--input`: one for each state of the text, and for each vocabulary."""
+    name = re.sub(r"[^\w.-]+", "_", Path(options.input[0]).stem)  # without the * of a pattern
+    return str(Path(DEFAULT_FOLDER) / f"{name}-{fingerprint_of(find(options), options, kind_of(options))[:8]}")
 
 
 def replaced(path: Path) -> str:

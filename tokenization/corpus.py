@@ -9,7 +9,6 @@ import glob
 import gzip
 import io
 import json
-import lzma
 import math
 import os
 import re
@@ -42,10 +41,7 @@ SUFFIXES = (*PLAIN, *BOOKS, *TABLES, ".zip")  # of the files that are read in a 
 PACKED = (".gz", ".zst")
 SCHEME = "hf://"
 BLOCK_BYTES = 1 << 18
-PACKING_ERRORS = (
-    *(gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, NotImplementedError),
-    *([zstd.ZstdError] if zstd else []),
-)
+PACKING_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error, *([zstd.ZstdError] if zstd else []))
 # Text without a place to cut it (no whitespace, or only whitespace) is cut at this length anyway: one token in as many
 # characters may differ. If longer text waited for such a place, it would be searched again and again.
 PIECE_CHARACTERS = 1 << 18
@@ -102,12 +98,12 @@ class Source:
 
     @property
     def packing(self) -> str:
-        return Path(self.file_name).suffix.lower()
+        return os.path.splitext(self.file_name)[1].lower()
 
     @property
     def suffix(self) -> str:
         """That of the unpacked file."""
-        return Path(unpacked_name(self.file_name)).suffix
+        return os.path.splitext(unpacked_name(self.file_name))[1]
 
     @property
     def place(self) -> str:
@@ -333,7 +329,11 @@ def unpacked_blocks(source: Source) -> Iterator[bytes]:
                 if most < 0 and (source.is_compressed or source.member is not None):
                     raise Unreadable(f"it unpacks to more than {MOST_UNPACKED} times its size, as only a bomb does")
                 yield block
-    except PACKING_ERRORS as error:
+    except DataError:
+        raise
+    except Exception as error:
+        if source.member is None and not isinstance(error, PACKING_ERRORS):
+            raise
         kind = {".zst": "zstd", ".gz": "gzip"}.get(source.packing, "zip")
         raise DataError(f"{source.place} is not a whole {kind} file ({error}). Download or pack it again.") from None
 

@@ -51,7 +51,7 @@ class Repeats:
         for piece in whole_paragraphs(self.read(lambda count: None)):
             if piece.begins_document:
                 document, paragraphs = hashlib.blake2b(digest_size=8), set[int]()
-            document.update(f"{' '.join(piece.text.split())} ".encode())  # the same with other white space
+            document.update("".join(f"{word} " for word in piece.text.split()).encode())  # in other line ends, too
             paragraphs.update(hash_of(text) for text in BLANK_LINES.split(piece.text)[::2] if is_long(text))
             if piece.ends_document:
                 yield int.from_bytes(document.digest(), "big"), paragraphs

@@ -132,9 +132,9 @@ def readable(sources: Sequence[Source], settings: Settings) -> Readable:
                     return isolated.call(work, source, settings, progress.tell)
                 return work(source, settings)
             except DataError as problem:
-                is_final = isinstance(problem, Unreadable)
-                if not is_final and (len(sources) == 1 or isinstance(source, HubSource)):  # which another try may read
-                    raise
+                is_alone = len(sources) == 1 and source.member is None
+                if not isinstance(problem, Unreadable) and (is_alone or isinstance(source, HubSource)):
+                    raise  # with its path; or because another try may read it
                 made.skipped.append((source.name, str(problem).removeprefix(source.place).strip(" ,:").rstrip(".")))
                 return []
 
@@ -144,8 +144,7 @@ def readable(sources: Sequence[Source], settings: Settings) -> Readable:
                 if missing := missing_packages([file]):
                     made.skipped.append((file.name, f"it needs {missing[0]}: pip install {missing[0]}"))
                     continue
-                is_foreign = file.suffix in KINDS or file.member is not None
-                made.sources.extend(read(as_text, file, is_foreign))
+                made.sources.extend(read(as_text, file, is_foreign=file.suffix in KINDS))
     if not made.sources:
         reasons = "; ".join(f"{reason} ({name})" for name, reason in made.skipped[:5])
         raise DataError(f"No file gives text: {reasons}.")

@@ -13,7 +13,6 @@ import gzip
 import hashlib
 import json
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Iterator, Sequence
@@ -196,11 +195,13 @@ def being_written(folder: Path) -> DataError:
     )
 
 
-def folder_of_text(text: str, tokenizer: str, vocab_size: int) -> str:
-    """The token folder for the trainer's `--input`: one for each path of a text and each tokenizer."""
-    name = re.sub(r"[^\w.-]+", "_", Path(text).stem)  # without the * of a pattern
-    identity = [str(Path(text).resolve()), tokenizer, vocab_size]
-    return str(Path(DEFAULT_FOLDER) / f"{name}-{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:8]}")
+def find_tokens(sha256: str) -> TokenMetadata | None:
+    """The metadata of these tokens, if they are below DEFAULT_FOLDER."""
+    for path in sorted(Path(DEFAULT_FOLDER).glob("**/*_metadata.json")):
+        with contextlib.suppress(DataError):
+            if (metadata := TokenMetadata.read(path)).tokens_sha256 == sha256:
+                return metadata
+    return None
 
 
 def require_tokens_of(folder: Path, inputs: Sequence[str], sources: Sequence[Source], kind: str) -> None:

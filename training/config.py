@@ -287,6 +287,12 @@ class Config(ModelConfig, DataKeys):
                 "cooldown 1 falls from the first step on, and with minutes the last step is not known then; give a "
                 "--cooldown below 1"
             )
+        if self.input and self.init_from:
+            problems += [
+                f"{key} has no effect with --init_from, whose tokenizer is used; leave it out"
+                for key in ("tokenizer", "vocab_size")
+                if where(key) == "flag"
+            ]
         if self.tokenizer == "char" and self.is_given("vocab_size"):
             problems.append("vocab_size has no effect with tokenizer char; leave it out")
         if self.min_lr > self.learning_rate and self.use_lr_scheduler != "constant":

@@ -15,12 +15,11 @@ from common.tensors import weights_file
 from examples import conversations
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tokenization.command import tokenize_with
+from tokenization.command import folder_of, tokenize_with
 from tokenization.corpus import find_sources
 from tokenization.extract import format_of
 from tokenization.metadata import metadata_files
 from tokenization.settings import DEFAULT_FOLDER, Settings
-from tokenization.token_folder import folder_of_text
 from training.checkpoints.resume import Old
 from training.config import Config
 from training.machine.hardware import Hardware, detect_hardware
@@ -116,23 +115,26 @@ def build(plan: Plan) -> Trainer:
 
 def tokenized(config: Config, old: Old) -> str | None:
     """The token folder, if one is named. Tokenizes `input`, if there is one, on first use: into `data_dir`, or else
-    into a folder of this text alone. A run that is continued keeps its tokenizer.
+    into a folder of this state of the text alone. A run that is continued keeps its tokenizer; one that starts from
+    other weights takes theirs.
 
     Raises DataError if `data_dir` holds the tokens of another text, which other runs may need.
     """
     if not config.input:
         return config.data_dir
     text = text_of(config.input)
-    folder = config.data_dir or folder_of_text(text, config.tokenizer, config.vocab_size)
+    asked = Settings(input=(text,), format=format_of(find_sources([text])))
+    if config.init_from and old.source is not None:
+        asked = replace(asked, tokenizer_file=str(old.source.tokenizer_path()))
+    else:
+        asked = replace(asked, tokenizer=config.tokenizer, vocab_size=config.vocab_size)
+    folder = config.data_dir or folder_of(asked)
     names = [path.name.removesuffix("_metadata.json") for path in metadata_files(Path(folder))]
-    settings = Settings(
-        input=(text,),
-        format=format_of(find_sources([text])),
+    settings = replace(
+        asked,
         output_dir=folder,
         output_name=names[0] if len(names) == 1 and names[0] not in ("tokens", "tokens_bpe") else None,
-        tokenizer=config.tokenizer,
-        vocab_size=config.vocab_size,
-        tokenizer_file=old.tokenizer(config),
+        tokenizer_file=old.tokenizer(config) or asked.tokenizer_file,
     )
     tokenize_with(settings, quiet=True, may_replace=not config.data_dir)
     return folder

@@ -194,9 +194,9 @@ def test_strides_out_of_range(checkpoint, fails, argv, said):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("empty.txt", b"", "empty.txt holds no text"),
+        ("empty.txt", b"", r"it is empty \(empty.txt\)"),
         ("one_token.txt", b"a", "one_token.txt .* no document of two tokens or more"),
-        ("latin.txt", b"caf\xe9s", "latin.txt is not UTF-8 text: .* at byte 3"),
+        ("latin.txt", b"caf\xe9s", r"it is not UTF-8, .* \(latin.txt\)"),
         ("strange.txt", b"bad\ncafe!", "strange.txt: 1 character is not in the vocabulary: '!' .* line 2, column 5"),
         ("missing.txt", None, "There is no file or folder missing.txt"),
         ("", None, "has an empty name"),
@@ -227,7 +227,7 @@ def test_a_file_without_text_among_others_is_left_out(checkpoint, run):
     Path("empty.txt").write_bytes(b"")
     code, out, err = run("--score", "empty.txt", "one.txt", "--json")
     assert code == 0 and [json.loads(line)["file"] for line in out.splitlines()] == ["one.txt"]
-    assert "empty.txt holds no text to score" in err
+    assert "empty.txt is left out: it is empty" in err
 
 
 def test_a_missing_file_is_told_before_another_is_scored(checkpoint, run):

@@ -478,6 +478,45 @@ def test_the_tokens_of_a_run_are_not_made_again_to_continue_it(
     assert len(written) == 2 and written[0] == written[1]
 
 
+def test_a_book_that_is_added_leaves_the_tokens_of_the_run(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The message names both ways on, and both work."""
+    monkeypatch.chdir(tmp_path)
+    Path("books").mkdir()
+    Path("books/one.txt").write_text(generated_text(20_000))
+    flags = {"data_dir": None, "input": "books", "vocab_size": 280, "eval_interval": 0}
+    assert train("run", **flags, max_steps=4).code == 0
+    (tokens,) = Path("datasets_cache").iterdir()
+    before = snapshot(tokens)
+    Path("books/two.txt").write_text(generated_text(20_000, seed=1))
+    for dry_run in ("true", "false"):
+        result = train("run", **flags, max_steps=8, dry_run=dry_run)
+        assert result.code == 4 and "new or changed: 1 (two.txt)" in result.err and snapshot(tokens) == before
+        assert f"--data_dir {tokens} --output_dir run" in result.err
+        assert "--input books --epochs 10 --init_from run --output_dir run_2" in result.err
+    assert train("run", data_dir=tokens, eval_interval=0, max_steps=8).code == 0
+    result = train("run_2", data_dir=None, input="books", eval_interval=0, init_from="run", max_steps=2)
+    assert result.code == 0 and "Starting from the weights of run/checkpoints/step_00000008" in result.out
+    Path("books/two.txt").unlink()
+    assert train("run", **flags, max_steps=10).code == 0 and snapshot(tokens) == before
+
+
+def test_a_dry_run_finds_that_the_tokens_are_of_another_tokenizer(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text(generated_text(20_000))
+    flags = {"data_dir": None, "input": "my.txt", "max_steps": 2, "eval_interval": 0}
+    assert train("run", vocab_size=280, **flags).code == 0
+    tokenize(["my.txt"], "tokens", vocab_size=290, quiet=True)
+    for dry_run in ("true", "false"):
+        result = train("other", data_dir="tokens", init_from="run", max_steps=2, dry_run=dry_run)
+        assert result.code == 4 and "not tokenized with the tokenizer of" in result.err
+    result = train("other", **flags, init_from="run", vocab_size=290)
+    assert result.code == 2 and "vocab_size has no effect with --init_from" in result.err
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only there is a file name any bytes")
 def test_names_that_are_not_utf8(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import sys
 import uuid
@@ -31,6 +32,7 @@ from common.errors import CheckpointError, ConfigError
 from common.files import OF_RUN, atomic_write, sha256_file
 from common.lora import LoRA, find_base, lora_of
 from model_config import ModelConfig
+from tokenization.token_folder import find_tokens
 from training.checkpoints.mirror import Mirror, beats, copy_files, standing
 from training.checkpoints.run import Run
 from training.checkpoints.run_folder import quarantine, require_movable, require_ours, set_aside, tidy
@@ -43,6 +45,9 @@ from training.numbers.optimizer import apply_hyperparameters, build_optimizer
 from training.numbers.schedule import epoch_sequences, has_stopped_early, last_step, learning_rate
 from training.numbers.step import Trainer
 from training.reports.records import RECORDS
+
+TOKENS = "tokens_sha256 of the data"  # as `identity` calls it
+NAMED = 3  # files
 
 
 @dataclass(frozen=True)
@@ -202,12 +207,31 @@ def require_the_same(checkpoint: Checkpoint, saved: Saved, trainer: Trainer) -> 
         for key in dict.fromkeys([*then, *now])
         if then.get(key) != now.get(key)
     ]
+    if clashes and then.get(TOKENS) != now.get(TOKENS) and (more := text_change(trainer, saved.data)):
+        clashes.append(more)
     if clashes:
         said = f"{checkpoint.path} cannot be continued: model, adapters, optimizer, tokenizer and data may not change."
         raise CheckpointError(
             "\n  ".join([said, *clashes])
             + f"\nGive the old values, or another --output_dir, or --resume never ({config.run_dir} is kept aside)."
         )
+
+
+def text_change(trainer: Trainer, then: dict[str, Any]) -> str:
+    """What has changed in the text of `--input` since, and what to type; "" if its tokens of then are not found."""
+    config, tokens = trainer.config, find_tokens(str(then.get("tokens_sha256")))
+    if not config.input or tokens is None:
+        return ""
+    before, after = ({str(file) for file in metadata.source_files} for metadata in (tokens, trainer.data.metadata))
+    names = [file["name"] for file in trainer.data.metadata.source_files if str(file) not in before]
+    named = f" ({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})" if names else ""
+    length = f"--minutes {config.minutes:g}" if config.minutes else f"--epochs {config.epochs}"
+    return (
+        f"files that are new or changed: {len(names)}{named}; gone or changed: {len(before - after)}\n"
+        f"The old tokens are kept: to go on with them, --data_dir {tokens.path.parent} --output_dir {config.run_dir} "
+        f"instead of --input.\nTo train these weights on the new text: --input {shlex.quote(config.input)} {length} "
+        f"--init_from {config.run_dir} --output_dir {config.run_dir}_2."
+    )
 
 
 def identity(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dict[str, Any]) -> dict[str, Any]:
@@ -242,7 +266,7 @@ def bring_back(old: Old, config: Config, mirror: Mirror | None) -> Old:
         if old.own:
             here = run_dir / "checkpoints" / f"step_{step_of(folder):08d}"
             if bring(folder, here):
-                print(f"Copies     {folder} is the newest, and now in {run_dir} too.")
+                print(f"Copies     {old.checkpoint.path} is the newest, and now in {run_dir} too.")
                 old = replace(old, checkpoint=Checkpoint(here))
         records = folder / OF_RUN if (folder / OF_RUN).is_dir() else parent
         for name in RECORDS:

@@ -21,7 +21,7 @@ from common.lora import lora_of
 from common.machine import available_ram
 from common.output import byte_size, clock, si
 from training.checkpoints.mirror import COPIES, Mirror
-from training.checkpoints.resume import Old, planned_steps, require_the_same
+from training.checkpoints.resume import Old, planned_steps, require_the_same, require_tokenizer
 from training.checkpoints.run import Run
 from training.machine.hardware import Hardware
 from training.machine.processes import on_rank_0
@@ -54,6 +54,9 @@ def dry_run(run: Run, old: Old) -> None:
     if checkpoint is not None and saved is not None:
         on_rank_0(lambda: require_the_same(checkpoint, saved, trainer))
         state = saved.state
+    elif old.given is not None:
+        given = old.given
+        on_rank_0(lambda: require_tokenizer(given, data))
     max_steps = planned_steps(trainer, state) - state.step
     if max_steps <= 0:
         print(f"Resume     the run is finished after {state.step:,} steps; more --epochs continue it")
