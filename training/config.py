@@ -27,11 +27,21 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
-OURS = ("name", "sources", "processes")  # fields of Config that nobody gives
+OURS = ("name", "sources", "processes", "forecast")  # fields of Config that nobody gives
 NOT_GIVEN = ("default", "memory", "out of memory")  # sources of values that no user gave
+FEWEST_MINUTES = 0.0001
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(ge=0)]
 Sequences = Annotated[int, Field(ge=1, le=1_000_000)]  # more must be a mistake
+
+
+@dataclass(frozen=True, config=STRICT)
+class Forecast:
+    """What the dial expects of a run."""
+
+    bits_per_byte: float
+    error: float  # as much more or less is likely
+    tokens_per_second: float
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -172,6 +182,9 @@ class Config(ModelConfig, DataKeys):
     use_gpu: bool = option(True, "hardware", "use a GPU if there is one")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option("auto", "hardware", "arithmetic; weights stay fp32")
     compile: Literal["auto", "on", "off"] = option("auto", "hardware", "torch.compile", switch=("on", "off"))
+    threads: int | None = option(
+        None, "hardware", "threads of a CPU [one a core, or fewer if --minutes alone finds that faster]", ge=1, le=1024
+    )
     shard: bool = option(
         False,
         "hardware",
@@ -187,6 +200,7 @@ class Config(ModelConfig, DataKeys):
     name: str = "default"  # of the config file, or of the model size
     sources: dict[str, str] = Field(default_factory=dict)  # where each value came from
     processes: int = 1  # how many torchrun started; they share each step
+    forecast: Forecast | None = None  # if training/dial.py chose the model
 
     @property
     def run_dir(self) -> Path:
@@ -282,6 +296,8 @@ class Config(ModelConfig, DataKeys):
                 "minutes lets the learning rate fall in time, and use_lr_scheduler constant has no fall; add "
                 "--use_lr_scheduler linear, or stop by --max_hours"
             )
+        if 0 < self.minutes < FEWEST_MINUTES:
+            problems.append(f"minutes is {self.minutes:g}; allowed: 0 (off), or at least {FEWEST_MINUTES:g}")
         if self.minutes and self.cooldown == 1 and self.is_given("cooldown"):
             problems.append(
                 "cooldown 1 falls from the first step on, and with minutes the last step is not known then; give a "

@@ -7,12 +7,15 @@ small runs on CPUs: docs/choosing.md.
 
 from __future__ import annotations
 
+import contextlib
 import lzma
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +23,9 @@ import torch
 
 from common.errors import ConfigError, DataError, MemoryExhausted
 from common.files import read_json
+from common.machine import pick_device
 from common.output import byte_size, clock
+from common.validation import build
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.corpus import BLOCK_BYTES, find_sources, unpacked_blocks
@@ -29,11 +34,13 @@ from tokenization.metadata import TokenMetadata, metadata_files, read_tokens
 from tokenization.settings import Settings
 from tokenizer import load_tokenizer
 from training.checkpoints.mirror import Mirror
-from training.config import REPOSITORY, Config, is_resolved, parse_config
+from training.config import REPOSITORY, Config, Forecast, is_resolved, parse_config
 from training.machine.hardware import (
+    ALL_THREADS,
     CPU_COMPILE_SAVES,
     CPU_COMPILE_SECONDS,
     CPU_COMPILE_SECONDS_PER_LAYER,
+    CPU_FLOPS_PER_CORE,
     Hardware,
     detect_hardware,
 )
@@ -63,7 +70,9 @@ FOR_FEW_STEPS = {  # docs/benchmarks/recipe.md
 HEAD_WIDTH = 64
 EPOCHS_TO_SPARE = 1.5  # times those that the time is thought to hold, for it may hold more
 FEWEST_STEPS = 50  # a model that takes fewer has hardly begun to learn
-TIMED_SECONDS, MOST_TIMED = 1.0, 10
+TIMED_SECONDS, FEWEST_TIMED, MOST_TIMED = 1.0, 3, 12
+LEAST_TIMED = 512  # tokens of a step
+FEWER_THREADS = 1.1  # times as fast they have to be, to be chosen
 
 
 class Vocabulary(NamedTuple):
@@ -178,8 +187,9 @@ def choose(argv: Sequence[str] | None, asked: Config) -> Config:
             f"--input {asked.input} alone does not say how long to train. With --minutes 60, say, the model, its "
             "vocabulary and the number of epochs are chosen for this text and this machine; --config names them."
         )
-    if kept := kept_choice(asked):
-        return parse_config(argv, kept, SOURCE)
+    kept, forecast = kept_choice(asked)
+    if kept:
+        return replace(parse_config(argv, kept, SOURCE), forecast=forecast)
     if asked.processes > 1:
         raise ConfigError(
             "--input and --minutes alone choose the model in one process. Run the command without torchrun first, with "
@@ -190,13 +200,17 @@ def choose(argv: Sequence[str] | None, asked: Config) -> Config:
     choice = dial.choice()
     dial.tell(choice)
     shape = choice.candidate.shape._replace(batch=choice.batch)
-    return parse_config(argv, keys_of(shape, text, asked) | length_of(choice, text), SOURCE)
+    keys = keys_of(shape, text, asked) | length_of(choice, text)
+    if choice.threads < ALL_THREADS and not asked.threads:
+        keys["threads"] = choice.threads
+    forecast = Forecast(choice.loss, choice.error, choice.tokens_per_second)
+    return replace(parse_config(argv, keys, SOURCE), forecast=forecast)
 
 
-def kept_choice(config: Config) -> dict[str, Any]:
-    """The values that the dial chose for the run that is there, here or in its mirror."""
+def kept_choice(config: Config) -> tuple[dict[str, Any], Forecast | None]:
+    """The values that the dial chose for the run that is there, here or in its mirror, and what it expected."""
     if config.resume == "never":
-        return {}
+        return {}, None
     places = [config.run_dir / CONFIG]
     if config.checkpoint_dir:
         places += Mirror(config.run_dir, config.checkpoint_dir).records(CONFIG)
@@ -204,8 +218,10 @@ def kept_choice(config: Config) -> dict[str, Any]:
         content = read_json(path, ConfigError)
         if is_resolved(content):
             values, sources = content["config"], content["sources"]
-            return {key: value for key, value in values.items() if sources.get(key) == SOURCE}
-    return {}
+            with contextlib.suppress(ValueError):
+                forecast = build(Forecast, content["forecast"]) if "forecast" in content else None
+            return {key: value for key, value in values.items() if sources.get(key) == SOURCE}, forecast
+    return {}, None
 
 
 def look_at(config: Config) -> Text:
@@ -276,11 +292,20 @@ class Candidate(NamedTuple):
         return estimate_memory(self.config, self.model, self.hardware, rows)
 
 
+class Timed(NamedTuple):
+    """Steps of a candidate."""
+
+    seconds: float  # of a token
+    scatter: float  # how far the steps were apart, a share of their time
+
+
 class Choice(NamedTuple):
     """What a candidate would come to in a time."""
 
     candidate: Candidate
     batch: Batch
+    threads: int
+    tokens_per_second: float
     steps: int
     passes: float
     most_passes: int
@@ -295,7 +320,11 @@ class Dial:
     def __init__(self, argv: Sequence[str] | None, text: Text, asked: Config):
         self.text, self.asked = text, asked
         self.started = time.perf_counter()
-        self.timed: dict[int, float] = {}  # seconds of a token, by its floating-point operations
+        on_cpu = pick_device(asked.device if asked.use_gpu else "cpu").type == "cpu"
+        # Beside other programs, threads that wait for each other can take many times as long as one alone.
+        counts = {ALL_THREADS, 1} if on_cpu and not asked.threads else {asked.threads or ALL_THREADS}
+        self.timed: dict[int, dict[int, Timed]] = {count: {} for count in sorted(counts, reverse=True)}
+        # by the threads, and by the floating-point operations of a token
         self.candidates = [
             candidate
             for candidate in candidates(argv, text, asked)
@@ -315,33 +344,46 @@ class Dial:
                 return choice
 
     def time(self, candidate: Candidate) -> bool:
-        """Time a step of it, unless that was done, or takes more than its share of the minutes. Whether it was."""
-        left = TIMED_SHARE * 60 * self.asked.minutes - (time.perf_counter() - self.started)
-        flops, tokens = candidate.model.flops_per_token(), tokens_of_step(candidate.config)
-        if flops in self.timed or len(self.timed) == TIMED_SHAPES:
+        """Time steps of it, unless that was done, or takes more than its share of the minutes. Whether it was."""
+        share = TIMED_SHARE * 60 * self.asked.minutes
+        left = share - (time.perf_counter() - self.started)
+        flops, of_all = candidate.model.flops_per_token(), self.timed[next(iter(self.timed))]
+        if flops in of_all or len(of_all) == TIMED_SHAPES:
             return False
-        if self.timed and left < 3 * tokens * self.token_seconds(candidate):
+        tokens: float = tokens_of_step(candidate.config)
+        if of_all and left < FEWEST_TIMED * len(self.timed) * tokens * self.speed(candidate)[0]:
             return False
-        self.timed[flops] = timed_step(candidate) / tokens
+        if not of_all:  # nothing is known yet, and --max_seq_len may be huge
+            tokens = min(tokens, share / 2 * CPU_FLOPS_PER_CORE / flops)
+        for threads, timed in self.timed.items():
+            torch.set_num_threads(threads)
+            timed[flops] = timed_step(candidate, tokens, min(TIMED_SECONDS, share / TIMED_SHAPES / len(self.timed)))
         return True
 
-    def token_seconds(self, candidate: Candidate) -> float:
-        """As timed, between two that were, or as many times the largest one's as it has floating-point operations."""
-        flops, sizes = candidate.model.flops_per_token(), sorted(self.timed)
+    def speed(self, candidate: Candidate) -> tuple[float, float, int]:
+        """Seconds of a token, how far they scatter, and the threads that are fastest. As timed, between two candidates
+        that were, or as many times the largest one's as it has floating-point operations."""
+        flops = candidate.model.flops_per_token()
         saved = CPU_COMPILE_SAVES if candidate.hardware.compiles and not candidate.hardware.is_cuda else 0.0
-        seconds = np.interp(flops, sizes, [self.timed[size] for size in sizes])
-        return float((1 - saved) * seconds * max(1, flops / sizes[-1]))
+        found = []
+        for threads, timed in self.timed.items():
+            sizes = sorted(timed)
+            seconds, scatter = (np.interp(flops, sizes, values) for values in zip(*map(timed.get, sizes), strict=True))
+            found.append((float((1 - saved) * seconds * max(1, flops / sizes[-1])), float(scatter), threads))
+        return min(found, key=lambda one: one[0] * (FEWER_THREADS if one[2] < ALL_THREADS else 1.0))
 
     def best(self, minutes: float) -> Choice:
         """The candidate with the lowest loss after so many minutes."""
         outcomes = [self.outcome(each, minutes) for each in self.candidates]
         return min(outcomes, key=lambda outcome: (max(0, FEWEST_STEPS - outcome.steps), outcome.loss))
 
-    def outcome(self, candidate: Candidate, minutes: float) -> Choice:
+    def outcome(self, candidate: Candidate, minutes: float, slower: float = 1.0) -> Choice:
+        """What it comes to, on a machine that is so many times slower than timed."""
         text, config, hardware = self.text, candidate.config, candidate.hardware
+        token_seconds, scatter, threads = self.speed(candidate)
         compiling = hardware.compiles * (CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers)
         seconds = 60 * minutes - compiling
-        tokens = max(1.0, seconds * (1 - EVALUATING_SHARE) / self.token_seconds(candidate))
+        tokens = max(1.0, seconds * (1 - EVALUATING_SHARE) / (slower * token_seconds))
         text_bytes = TRAIN_SHARE * text.bytes
         most = LAW.most_passes(candidate.block_parameters, text_bytes)
         passes = tokens / text.train_tokens
@@ -356,7 +398,10 @@ class Dial:
             not MEASURED_BYTES[0] <= text.bytes <= MEASURED_BYTES[1],
         )
         error = LAW.error * 2 ** sum(guesses) + abs(1 - text.difficulty)
-        return Choice(candidate, batch, steps, passes, most, compiling + seconds, loss, error)
+        if slower == 1 and scatter:
+            error += self.outcome(candidate, minutes, 1 + scatter).loss - loss
+        speed = 1 / token_seconds
+        return Choice(candidate, batch, threads, speed, steps, passes, most, compiling + seconds, loss, error)
 
     def tell(self, choice: Choice) -> None:
         """Five lines: the text, the choice and why, what to expect, and what other minutes would bring."""
@@ -368,11 +413,15 @@ class Dial:
         memory = choice.candidate.memory(choice.batch.batch_size)
         memory += 0 if choice.candidate.hardware.is_cuda else PROCESS_BYTES
         limit = "nothing more is gained then" if choice.passes == choice.most_passes else "all that the time allows"
+        busy = ""
+        if choice.threads < ALL_THREADS and not self.asked.threads:
+            busy = "Threads    1 of this CPU: other programs use it, and threads that wait for each other are slower\n"
         print(
             f"Text       {text.name}: {byte_size(text.bytes)} of {'conversations' if text.is_chat else 'text'} in "
             f"{text.files:,} file{'s' * (text.files != 1)}, about {text.tokens:,.0f} tokens of a vocabulary of "
             f"{text.vocab_size:,}\n"
             f"Choice     {config.num_layers} layers x {config.embed_dim}, context {choice.batch.max_seq_len}: {why}\n"
+            f"{busy}"
             f"Expected   {choice.loss:.2f} bits per byte ({choice.loss - choice.error:.2f} to "
             f"{choice.loss + choice.error:.2f}) after {clock(choice.seconds)}, with "
             f"about {byte_size(memory)} of memory"
@@ -422,14 +471,19 @@ def tokens_of_step(config: Config) -> int:
     return config.sequences_per_step * config.max_seq_len
 
 
-def timed_step(candidate: Candidate) -> float:
-    """Seconds of a training step on random tokens, uncompiled: the fastest of a few."""
-    config, hardware = candidate.config, candidate.hardware
-    model = TransformerLanguageModel(candidate.model.config).to(hardware.device)
+def timed_step(candidate: Candidate, most_tokens: float, most_seconds: float) -> Timed:
+    """Training steps on random tokens, uncompiled. A context of more than `most_tokens` is not timed in full: its time
+    is taken to grow with its floating-point operations."""
+    config, hardware, shape = candidate.config, candidate.hardware, candidate.model.config
+    rows, length = config.batch_size, config.max_seq_len
+    while rows * length > most_tokens and rows * length > LEAST_TIMED:
+        rows, length = (rows // 2, length) if rows > 1 else (rows, length // 2)
+    model = TransformerLanguageModel(shape).to(hardware.device)
+    longer = model.flops_per_token() / without_memory(config, replace(shape, max_seq_len=length)).flops_per_token()
     optimizer, scaler = build_optimizer(model, config), hardware.grad_scaler()
-    tokens = torch.randint(model.config.vocab_size, (config.batch_size, config.max_seq_len + 1), device=hardware.device)
+    tokens = torch.randint(shape.vocab_size, (rows, length + 1), device=hardware.device)
     seconds: list[float] = []
-    while len(seconds) < 2 or (sum(seconds) < TIMED_SECONDS and len(seconds) < MOST_TIMED):
+    while len(seconds) < FEWEST_TIMED or (sum(seconds) < most_seconds and len(seconds) < MOST_TIMED):
         hardware.synchronize()
         began = time.perf_counter()
         for _ in range(config.gradient_accumulation_steps):
@@ -441,4 +495,7 @@ def timed_step(candidate: Candidate) -> float:
         optimizer.zero_grad(set_to_none=True)
         hardware.synchronize()
         seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    later = seconds[1:]  # the first allocates memory
+    usual = median(later)
+    scatter = (max(later) - min(later)) / (2 * usual)
+    return Timed(longer * usual / (rows * length * config.gradient_accumulation_steps), scatter)

@@ -355,7 +355,10 @@ def test_every_key_says_what_it_is_for() -> None:
         "rope_scaling",
         "qkv_bias",
     }  # imports
-    assert set(SCHEMA) == {f.name for f in dataclasses.fields(Config)} - {"name", "sources", "processes"} - not_asked
+    assert (
+        set(SCHEMA)
+        == {f.name for f in dataclasses.fields(Config)} - {"name", "sources", "processes", "forecast"} - not_asked
+    )
 
 
 @pytest.mark.parametrize("key", SCHEMA)

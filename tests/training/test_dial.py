@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +17,8 @@ from tests.helpers import ROOT, WORDS
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
 from training.config import Config, parse_config
-from training.dial import LAW, SOURCE, Dial, Law, choose, dropout_for, look_at, vocabulary_for
+from training.dial import LAW, SOURCE, Dial, Law, Timed, choose, dropout_for, look_at, vocabulary_for
+from training.machine.hardware import ALL_THREADS
 
 SIMPLE = Law(floor=1, of_size=8, size_power=0.5, of_text=8, text_power=0.5, worth=4, worth_power=0, error=0)
 
@@ -86,10 +88,39 @@ def test_the_speed_of_what_was_not_timed(book: Path) -> None:
     asked = parse_config(argv)
     dial = Dial(argv, look_at(asked), asked)
     sizes = [candidate.model.flops_per_token() for candidate in dial.candidates]
-    dial.timed = {sizes[0]: 1.0, sizes[2]: 3.0}
-    seconds = [dial.token_seconds(candidate) for candidate in dial.candidates]
+    dial.timed = {ALL_THREADS: {sizes[0]: Timed(1.0, 0.0), sizes[2]: Timed(3.0, 0.0)}}
+    seconds = [dial.speed(candidate)[0] for candidate in dial.candidates]
     assert seconds[0] == 1.0 < seconds[1] < seconds[2] == 3.0  # between
     assert seconds[3:] == pytest.approx([3.0 * size / sizes[2] for size in sizes[3:]])  # above
+
+
+def timed_dial(argv: list[str], all_threads: Timed, one_thread: Timed) -> Dial:
+    """One to which every candidate's token takes as long."""
+    asked = parse_config(argv)
+    dial = Dial(argv, look_at(asked), asked)
+    sizes = [candidate.model.flops_per_token() for candidate in dial.candidates]
+    counts = {1: one_thread, 2: all_threads} if ALL_THREADS > 1 else {1: all_threads, 0: one_thread}
+    dial.timed = {count: dict.fromkeys(sizes, timed) for count, timed in counts.items()}
+    return dial
+
+
+@pytest.mark.parametrize(("of_one", "is_chosen"), [(0.8e-4, True), (0.95e-4, False), (2e-4, False)])
+def test_fewer_threads_are_chosen_where_they_are_clearly_faster(book: Path, of_one: float, is_chosen: bool) -> None:
+    dial = timed_dial(flags(book, minutes="2"), Timed(1e-4, 0.0), Timed(of_one, 0.0))
+    assert (dial.choice().tokens_per_second == pytest.approx(1 / of_one)) == is_chosen
+
+
+def test_steps_that_scatter_widen_the_interval(book: Path) -> None:
+    timed = [[Timed(1e-4, scatter)] * 2 for scatter in (0.0, 1.0)]
+    steady, unsteady = (timed_dial(flags(book, minutes="0.1"), *each).choice() for each in timed)
+    assert steady.loss == unsteady.loss and steady.error + 0.01 < unsteady.error
+
+
+def test_timing_a_huge_context_takes_no_longer(book: Path) -> None:
+    book.write_text(" ".join(WORDS) * 20_000)
+    began = time.perf_counter()
+    argv = flags(book, "--max_seq_len", "60000", "--num_layers", "2", "--embed_dim", "64", "--num_heads", "1")
+    assert choice(argv).max_seq_len == 60_000 and time.perf_counter() - began < 20
 
 
 def test_flags_win_and_the_rest_is_chosen_around_them(book: Path) -> None:
@@ -134,7 +165,9 @@ def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, caps
     chosen = json.loads((run / "config.json").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert sum("val_loss" in row for row in rows) >= 3
-    capsys.readouterr()
+    expected = chosen["forecast"]["bits_per_byte"]
+    got = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("Expected    "))
+    assert f"{expected:.2f} bits per byte, got {rows[-1]['val_bits_per_byte']:.2f}: " in got
 
     assert train_colab_mmap.main(argv) == 0  # the same command
     out = capsys.readouterr().out
@@ -147,6 +180,7 @@ def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, caps
     shutil.rmtree(run)  # with its machine
     kept = choice(argv)
     assert kept.values() == choice([*argv]).values() and kept.eval_interval != 7
+    assert kept.forecast and kept.forecast.bits_per_byte == expected
     assert "Choice" not in capsys.readouterr().out
     assert "Choice" in (choice([*argv, "--resume", "never"]) and capsys.readouterr().out)
 

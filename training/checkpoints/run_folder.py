@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import os
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 from common.checkpoint import clean_up, step_folders
@@ -24,6 +25,8 @@ def write_config(trainer: Trainer) -> None:
     sources = config.sources | (trained if config.init_from else {}) | {"micro_batch_size": trainer.micro_batch_source}
     config.run_dir.mkdir(parents=True, exist_ok=True)
     resolved = {"config": values, "sources": sources, "device": trainer.hardware.name, "session": session()}
+    if config.forecast:
+        resolved["forecast"] = asdict(config.forecast)
     write_json(config.run_dir / CONFIG, resolved)
 
 

@@ -38,6 +38,7 @@ SPILLING_SHARE = 0.95  # of the free GPU memory, on systems whose driver spills 
 
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
+ALL_THREADS = torch.get_num_threads()  # as the environment says, or one a core
 A100_UNITS_PER_HOUR = 8.0  # Google Colab's rate, as the blog's author paid it
 
 
@@ -178,6 +179,7 @@ def detect_hardware(config: Config, shape: ModelConfig) -> Hardware:
         memory = torch.mps.recommended_max_memory()
     else:
         keep_freed_memory()
+        torch.set_num_threads(config.threads or ALL_THREADS)
         memory = total_ram()
         memory = memory and memory // place().local_count
     peak = peak and peak * config.processes

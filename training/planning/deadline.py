@@ -82,7 +82,7 @@ class Deadline:
         self.evaluation_seconds: float | None = None  # of the last evaluation
         self.saving_seconds = 0.0  # that saving has held the training, in this session
         self.reached = ""  # why the run stops before its learning rate has fallen, if it does
-        self.has_forecast = self.has_planned = False
+        self.has_forecast = self.has_planned = self.has_moved = False
         self.has_warned = False  # that the fall takes too long
         self.first_step = run.state.step
         self.seen_step, self.seen_seconds = 0, 0.0
@@ -189,7 +189,9 @@ class Deadline:
         self.has_planned = True
         if state.cooldown is not None:
             last = state.step + max(1, steps)
-            log.info(f"Step {state.step:,}: the machine's speed has changed; step {last:,} is the last.")
+            if not self.has_moved:  # it may come and go
+                log.info(f"Step {state.step:,}: the machine's speed has changed; step {last:,} is the last.")
+            self.has_moved = True
             return state.cooldown.moved_to(last, state.step)
         if not steps:
             self.give_up()

@@ -31,6 +31,7 @@ from training.numbers.schedule import decay_share, decay_start, epoch_sequences
 from training.numbers.step import Trainer, accumulate, apply_gradients, read_batch, smallest_part, train_step
 from training.planning.deadline import MARGIN, Costs
 from training.planning.memory import estimate_memory, fitting, held_memory
+from training.reports.summary import BUSY
 
 TIMED_SECONDS = 8.0  # a longer step is timed on a part of its sequences
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
@@ -261,9 +262,11 @@ def profile(run: Run, old: Old) -> None:
     whole = config.sequences_per_step
     steps = min(MAX_STEPS, max(1, int(PROFILE_SECONDS * whole / (whole_seconds * rows))))
     spent = dict.fromkeys(PARTS, 0.0)
+    began, cpu = time.perf_counter(), time.thread_time()
     for number in range(steps):  # with other data each time, as in training
         for part, took in zip(PARTS, timed_parts(trainer, number * rows, rows), strict=True):
             spent[part] += took
+    cpu_share = (time.thread_time() - cpu) / (time.perf_counter() - began) if hardware.device.type == "cpu" else 1.0
     # The update takes as long for any batch; the other parts are those of a whole step.
     scale = {name: 1.0 if name == "update" else whole / rows for name in PARTS}
     seconds = {name: spent[name] / steps * scale[name] for name in PARTS}
@@ -275,7 +278,13 @@ def profile(run: Run, old: Old) -> None:
     for name in PARTS:
         print(f"  {name:<10}{seconds[name]:>9.4f}{seconds[name] / total:>6.0%}")
     print(f"  {'in all':<10}{total:>9.4f}  {si(speed)} tokens/s{mfu}")
-    print(f"Limit      {limit(seconds, hardware, data.placement)}")
+    if cpu_share <= BUSY:
+        print(
+            f"Limit      Other programs: these steps computed for {cpu_share:.0%} of their time. Threads that wait for "
+            "each other lose most: --threads 1 can be several times as fast."
+        )
+    else:
+        print(f"Limit      {limit(seconds, hardware, data.placement)}")
     with torch.profiler.profile() as trace:
         train_step(trainer, 0, 0, 0.0, rows)
         hardware.synchronize()

@@ -193,6 +193,8 @@ class Timer:
         self.paused_seconds = 0.0
         self.training_seconds = 0.0
         self.training_tokens = 0
+        self.interval_cpu = time.thread_time()
+        self.cpu_seconds = 0.0  # of the thread that trains
 
     @property
     def elapsed(self) -> float:
@@ -219,6 +221,12 @@ class Timer:
         """Of this session while it trained, up to the last reporting step; None before the first."""
         return self.training_tokens / self.training_seconds if self.training_seconds else None
 
+    @property
+    def cpu_share(self) -> float:
+        """Of the time that the training took on a CPU, that it was computing: other programs had the rest."""
+        is_known = self.hardware.device.type == "cpu" and self.training_seconds
+        return self.cpu_seconds / self.training_seconds if is_known else 1.0
+
     def step_done(self, tokens: int) -> None:
         self.interval_steps += 1
         self.interval_tokens += tokens
@@ -228,10 +236,11 @@ class Timer:
         """Keep what happens inside (evaluating, saving) out of the training speed. Not to be nested: it would count
         twice."""
         self.hardware.synchronize()
-        began = time.perf_counter()
+        began, cpu = time.perf_counter(), time.thread_time()
         try:
             yield
         finally:
+            self.interval_cpu += time.thread_time() - cpu
             self.last_pause = time.perf_counter() - began
             self.paused_seconds += self.last_pause
             self.interval_started += self.last_pause
@@ -251,6 +260,8 @@ class Timer:
             row["peak_memory_gb"] = peak / 1e9
         self.training_seconds += seconds
         self.training_tokens += self.interval_tokens
+        cpu = time.thread_time()
+        self.cpu_seconds, self.interval_cpu = self.cpu_seconds + cpu - self.interval_cpu, cpu
         self.interval_started, self.interval_steps, self.interval_tokens = now, 0, 0
         row["elapsed_seconds"] = self.elapsed
         if (units := self.compute_units) is not None:

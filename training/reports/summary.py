@@ -11,6 +11,7 @@ import torch
 from common.files import atomic_write
 from common.output import cell, clock, printable, si, table_row
 from training.checkpoints.run import Run
+from training.config import Forecast
 from training.numbers.evaluate import Answer, accuracy, perplexity
 from training.numbers.samples import copied, whole_numbers
 from training.numbers.schedule import has_stopped_early
@@ -20,6 +21,8 @@ from training.reports.report import Timer
 LEAST_EVALUATIONS = 3  # for a verdict
 RISEN = 1.005  # times the lowest validation loss: more than two seeds differ
 MEMORISING = "memorising"
+SLOWER = 1.2  # times, at least, to be the reason why a forecast was missed
+BUSY = 0.8  # of the time on a CPU: what is below was taken by other programs
 LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
 
 
@@ -35,7 +38,7 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer], samples: list[A
         "Training": f"{state.step:,} steps of {trainer.tokens_per_step:,} tokens in {clock(timer.elapsed)}",
     }
     if timer.tokens_per_second:
-        facts["Speed"] = f"{si(timer.tokens_per_second)} tokens/s while training"
+        facts["Speed"] = f"{si(timer.tokens_per_second)} tokens/s while training{busy(timer.cpu_share)}"
     if peak := hardware.peak_memory():
         facts["Peak memory"] = f"{peak / 1e9:.2f} GB"
     facts["Saving"] = f"held this session for {run.seconds_held:.1f} s of its {clock(timer.session_seconds)}"
@@ -50,6 +53,8 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer], samples: list[A
     if state.best_val_loss is not None:  # which is of best/; rows may be over other windows
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
     facts |= verdict(rows, evaluated, run.epoch)
+    if config.forecast and evaluated and "val_bits_per_byte" in evaluated[-1]:
+        facts["Expected"] = compared(config.forecast, evaluated[-1]["val_bits_per_byte"], timer.tokens_per_second)
     if written := [data.tokenizer.encode(each.text) for each in answers or samples]:
         share, longest = copied(written, whole_numbers(data, 0, data.layout.val_start))
         facts["Word for word"] = (
@@ -97,6 +102,27 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer], samples: list[A
     is_past_best = stopped_early or facts.get("Verdict", "").startswith(MEMORISING)
     checkpoint = shlex.quote(str(run.dir / "best" if is_past_best else run.dir))
     print(f'\nTalk to it: python generate.py --checkpoint {checkpoint} --prompt "..." or --interactive')
+
+
+def compared(forecast: Forecast, came: float, tokens_per_second: float | None) -> str:
+    """What the dial expected beside what came, and why they differ."""
+    said = f"{forecast.bits_per_byte:.2f} bits per byte, got {came:.2f}"
+    if abs(came - forecast.bits_per_byte) <= forecast.error:
+        return f"{said}: within {forecast.error:.2f}, as forecast"
+    slower = forecast.tokens_per_second / (tokens_per_second or forecast.tokens_per_second)
+    if slower > SLOWER and came > forecast.bits_per_byte:
+        return f"{said}: the machine was {slower:.2g} times slower than when it was timed"
+    if slower < 1 / SLOWER and came < forecast.bits_per_byte:
+        return f"{said}: the machine was {1 / slower:.2g} times faster than when it was timed"
+    if came > forecast.bits_per_byte:
+        return f"{said}: this text is harder than most of its size"
+    return f"{said}: easier than text of its kind, as passages are whose books the model has read"
+
+
+def busy(cpu_share: float) -> str:
+    if cpu_share > BUSY:
+        return ""
+    return f"; other programs use this CPU, and the training computed for {cpu_share:.0%} of its time"
 
 
 def verdict(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs: float) -> dict[str, str]:

@@ -18,7 +18,7 @@ from serving.run_reader import shown_tables
 from tests.helpers import columns, hardware_of
 from tests.hostile.mutations import byte_mutations, json_mutations
 from tests.training.helpers import at_step
-from training.config import parse_config
+from training.config import Forecast, parse_config
 from training.machine.hardware import Hardware
 from training.numbers.evaluate import Answer
 from training.numbers.step import Prompt
@@ -26,6 +26,7 @@ from training.reports import report as report_module
 from training.reports import report as timer_module
 from training.reports.records import drawn, read_metrics, read_samples, rewind
 from training.reports.report import Report, Timer
+from training.reports.summary import busy, compared
 
 CONTRACT_FIELDS = {
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
@@ -207,3 +208,19 @@ def test_a_curve_that_cannot_be_drawn_is_told_and_raises_nothing(
     assert capsys.readouterr().out == ""
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 5]  # without the torn line
     assert (tmp_path / "loss_curve.png").read_bytes() != drawn
+
+
+def test_what_was_expected_is_compared_with_what_came() -> None:
+    forecast = Forecast(2.02, 0.06, 6000.0)
+    for came, speed, said in (
+        (2.05, 5000, "got 2.05: within 0.06, as forecast"),
+        (2.48, 1000, "got 2.48: the machine was 6 times slower than when it was timed"),
+        (1.90, 12_000, "got 1.90: the machine was 2 times faster"),
+        (2.48, 6000, "got 2.48: this text is harder"),
+        (1.90, 1000, "got 1.90: easier than text of its kind"),
+    ):
+        assert said in compared(forecast, came, speed)
+
+
+def test_a_busy_machine_is_told() -> None:
+    assert busy(0.95) == "" and "computed for 47% of its time" in busy(0.47)
