@@ -423,7 +423,7 @@ def test_it_is_readable_and_fits_a_phone(browser: Any, tmp_path: Path, scheme: s
     with Visitor(browser, written(tmp_path / "mine"), **options) as visitor:
         visitor.settings(60, 1.0)
         visitor.write("x" * 400)
-        visitor.tab.locator(".turn.model .token").nth(5).click()
+        visitor.tab.locator(".turn.model .token:visible").first.click()  # some tokens are half a character
         assert visitor.tab.evaluate("document.documentElement.scrollWidth") == 390
         assert_readable(visitor.tab, 20)
         names = visitor.tab.evaluate(
