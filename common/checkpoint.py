@@ -364,7 +364,7 @@ def newest_run(runs: Path = Path("runs")) -> Path:
     manifests = [folder / MANIFEST for folder in folders if (folder / MANIFEST).exists()]
     if not manifests:
         raise CheckpointError(
-            f"There is no trained model in {runs}/. Train one first, for instance: "
+            f"There is no trained model in {runs.absolute()}/. Train one first, for instance: "
             "python train_colab_mmap.py --config quickstart.json; or name one with --checkpoint PATH."
         )
     parent = max(manifests, key=lambda path: path.stat().st_mtime_ns).parents[1]

@@ -137,7 +137,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_debug(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """`common.errors.script`, which wraps every script's main, reads `--debug`."""
+    """`common.script.script`, which wraps every script's main, reads `--debug`."""
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 

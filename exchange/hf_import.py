@@ -1,4 +1,4 @@
-"""A Hugging Face folder with a GPT-2 or NanoChat model as a checkpoint, compared with what transformers computes."""
+"""A Hugging Face folder as a checkpoint, compared with what transformers computes."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ function erf(x) {
   return Math.sign(x) * (1 - tail * Math.exp(-x * x));
 }
 
-// activations.py's table. A gated one takes the two halves of what enters.
+// model.py's table. A gated one takes the two halves of what enters.
 const ACTIVATIONS = {
   gelu: (x) => 0.5 * x * (1 + erf(x * Math.SQRT1_2)),
   gelu_tanh: (x) => 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x * x * x))),

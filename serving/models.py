@@ -151,7 +151,8 @@ def name_of(checkpoint: Path) -> str:
 
 
 def standing(checkpoint: Path) -> str:
-    """Its step (unless its name has it) and validation loss; "" if unknown."""
+    """Its step (unless its name has it) and its bits per byte, which do not depend on the vocabulary, or else its
+    validation loss; "" if unknown."""
     try:
         step = Checkpoint(checkpoint).training_state().get("step")
     except UserError:
@@ -160,7 +161,12 @@ def standing(checkpoint: Path) -> str:
         return ""
     rows = [row for row in read_metrics(run_folder(checkpoint)) if row["step"] == step and is_number(row, "val_loss")]
     words = [] if STEP_NAME.fullmatch(checkpoint.name) else [f"step {step:,}"]
-    return ", ".join([*words, *(f"validation loss {row['val_loss']:.3f}" for row in rows[-1:])])
+    for row in rows[-1:]:
+        per_byte = is_number(row, "val_bits_per_byte")
+        words.append(
+            f"{row['val_bits_per_byte']:.3f} bits per byte" if per_byte else f"validation loss {row['val_loss']:.3f}"
+        )
+    return ", ".join(words)
 
 
 def is_number(row: dict[str, object], key: str) -> bool:

@@ -16,14 +16,14 @@ import shlex
 import zipfile
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NamedTuple, cast
 
 from common.errors import DataError
 from common.output import byte_size
-from tokenization.settings import DEFAULT_FOLDER, DOCUMENT_SEPARATOR
+from tokenization.settings import DEFAULT_FOLDER, DOCUMENT_SEPARATOR, Settings
 from tokenizer_base import valid_unicode
 
 try:
@@ -473,9 +473,15 @@ def text_of_record(source: Source, number: int, record: Any, text_key: str) -> s
     place = f"{source.place}, line {number}"
     if not isinstance(record, dict):
         raise DataError(f"{place}: a JSON {type(record).__name__}; an object {{...}} was expected.")
-    if text_key not in record:
+    key = key_of(record, text_key)
+    if key is None:
         keys = ", ".join(map(repr, record)) or "none"
         raise DataError(f'{place} has no key "{text_key}"; it has {keys}. Name the key of the text with --text_key.')
-    if not isinstance(record[text_key], str):
-        raise DataError(f'{place}: "{text_key}" is not a string.')
-    return record[text_key]
+    if not isinstance(record[key], str):
+        raise DataError(f'{place}: "{key}" is not a string.')
+    return str(record[key])
+
+
+def key_of(record: Container[str], text_key: str) -> str | None:
+    """The key of its text: `text_key`, or the usual one, for files in a folder differ."""
+    return next((key for key in (text_key, Settings.text_key) if key in record), None)

@@ -31,6 +31,7 @@ from tokenization.corpus import (
     decoded_blocks,
     find_sources,
     json_lines,
+    key_of,
     record_of_line,
     source_at,
     text_of_record,
@@ -267,12 +268,13 @@ def records_of(document: str | Row, settings: Settings) -> Iterator[Row]:
         yield document
         return
     if isinstance(document, dict):
-        if key not in document:
+        column = key_of(document, key)
+        if column is None:
             names = ", ".join(map(str, document))
             raise Unreadable(f'it has no column "{key}", but {names}: --text_key names the one that holds the text')
-        document = document[key]
+        document = document[column]
         if not isinstance(document, str | None):
-            raise Unreadable(f'its column "{key}" holds values of type {type(document).__name__}, not texts')
+            raise Unreadable(f'its column "{column}" holds values of type {type(document).__name__}, not texts')
     while document and document.strip():
         most = document[:LONGEST_DOCUMENT]
         part = most if most == document else most[: most.rfind("\n") + 1] or most

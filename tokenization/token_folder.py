@@ -1,6 +1,6 @@
 """The token folder on disk: its file names, and how it has either a whole tokenization or none.
 
-Unfinished files are in a work folder beside the result; `token_writer.py` appends the tokens there.
+Unfinished files are in a work folder beside the result; `encoding.py` appends the tokens there.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tokenization.settings import DEFAULT_FOLDER as DEFAULT_FOLDER
 if TYPE_CHECKING:
     from tokenization.corpus import Source
 
+REPORT = "data_report.md"
 MARKER = "settings.json"  # in the work folder: the fingerprint of the tokenization, and its process
 BLOCK = 1 << 16  # tokens whose text is counted at a time
 
@@ -69,7 +70,7 @@ class TokenFolder:
     @property
     def report(self) -> Path:
         """What was found in the text."""
-        return self.folder / "data_report.md"
+        return self.folder / REPORT
 
     @property
     def metadata(self) -> Path:

@@ -42,6 +42,7 @@ class Forecast:
     bits_per_byte: float
     error: float  # as much more or less is likely
     tokens_per_second: float
+    cpu_share: float = 1.0  # of the time, while it was timed on a CPU; other programs took the rest
 
 
 @dataclass(frozen=True, config=STRICT)

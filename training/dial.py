@@ -38,10 +38,10 @@ from training.config import REPOSITORY, Config, Forecast, is_resolved, parse_con
 from training.machine.hardware import (
     ALL_THREADS,
     CPU_COMPILE_SAVES,
-    CPU_COMPILE_SECONDS,
-    CPU_COMPILE_SECONDS_PER_LAYER,
     CPU_FLOPS_PER_CORE,
     Hardware,
+    choose_compile,
+    compile_seconds,
     detect_hardware,
 )
 from training.numbers.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update
@@ -203,7 +203,7 @@ def choose(argv: Sequence[str] | None, asked: Config) -> Config:
     keys = keys_of(shape, text, asked) | length_of(choice, text)
     if choice.threads < ALL_THREADS and not asked.threads:
         keys["threads"] = choice.threads
-    forecast = Forecast(choice.loss, choice.error, choice.tokens_per_second)
+    forecast = Forecast(choice.loss, choice.error, choice.tokens_per_second, choice.cpu_share)
     return replace(parse_config(argv, keys, SOURCE), forecast=forecast)
 
 
@@ -297,6 +297,7 @@ class Timed(NamedTuple):
 
     seconds: float  # of a token
     scatter: float  # how far the steps were apart, a share of their time
+    cpu_share: float  # of that time; other programs took the rest
 
 
 class Choice(NamedTuple):
@@ -306,6 +307,7 @@ class Choice(NamedTuple):
     batch: Batch
     threads: int
     tokens_per_second: float
+    cpu_share: float
     steps: int
     passes: float
     most_passes: int
@@ -351,7 +353,7 @@ class Dial:
         if flops in of_all or len(of_all) == TIMED_SHAPES:
             return False
         tokens: float = tokens_of_step(candidate.config)
-        if of_all and left < FEWEST_TIMED * len(self.timed) * tokens * self.speed(candidate)[0]:
+        if of_all and left < FEWEST_TIMED * len(self.timed) * tokens * self.speed(candidate)[0].seconds:
             return False
         if not of_all:  # nothing is known yet, and --max_seq_len may be huge
             tokens = min(tokens, share / 2 * CPU_FLOPS_PER_CORE / flops)
@@ -360,17 +362,17 @@ class Dial:
             timed[flops] = timed_step(candidate, tokens, min(TIMED_SECONDS, share / TIMED_SHAPES / len(self.timed)))
         return True
 
-    def speed(self, candidate: Candidate) -> tuple[float, float, int]:
-        """Seconds of a token, how far they scatter, and the threads that are fastest. As timed, between two candidates
-        that were, or as many times the largest one's as it has floating-point operations."""
+    def speed(self, candidate: Candidate) -> tuple[Timed, int]:
+        """Its steps, uncompiled, with the number of threads that is fastest. As timed, between two candidates that
+        were, or as many times the largest one's seconds as it has floating-point operations."""
         flops = candidate.model.flops_per_token()
-        saved = CPU_COMPILE_SAVES if candidate.hardware.compiles and not candidate.hardware.is_cuda else 0.0
         found = []
         for threads, timed in self.timed.items():
             sizes = sorted(timed)
-            seconds, scatter = (np.interp(flops, sizes, values) for values in zip(*map(timed.get, sizes), strict=True))
-            found.append((float((1 - saved) * seconds * max(1, flops / sizes[-1])), float(scatter), threads))
-        return min(found, key=lambda one: one[0] * (FEWER_THREADS if one[2] < ALL_THREADS else 1.0))
+            values = (float(np.interp(flops, sizes, column)) for column in zip(*map(timed.get, sizes), strict=True))
+            steps = Timed(*values)
+            found.append((steps._replace(seconds=steps.seconds * max(1, flops / sizes[-1])), threads))
+        return min(found, key=lambda one: one[0].seconds * (FEWER_THREADS if one[1] < ALL_THREADS else 1.0))
 
     def best(self, minutes: float) -> Choice:
         """The candidate with the lowest loss after so many minutes."""
@@ -380,8 +382,13 @@ class Dial:
     def outcome(self, candidate: Candidate, minutes: float, slower: float = 1.0) -> Choice:
         """What it comes to, on a machine that is so many times slower than timed."""
         text, config, hardware = self.text, candidate.config, candidate.hardware
-        token_seconds, scatter, threads = self.speed(candidate)
-        compiling = hardware.compiles * (CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * config.num_layers)
+        (token_seconds, scatter, cpu_share), threads = self.speed(candidate)
+        compiles, _, _ = choose_compile(
+            replace(config, forecast=Forecast(0, 0, 0, cpu_share)), candidate.model.config, hardware.device
+        )
+        compiling = compile_seconds(config.num_layers, cpu_share) if compiles else 0.0
+        if compiles and not hardware.is_cuda:
+            token_seconds *= 1 - CPU_COMPILE_SAVES
         seconds = 60 * minutes - compiling
         tokens = max(1.0, seconds * (1 - EVALUATING_SHARE) / (slower * token_seconds))
         text_bytes = TRAIN_SHARE * text.bytes
@@ -400,8 +407,8 @@ class Dial:
         error = LAW.error * 2 ** sum(guesses) + abs(1 - text.difficulty)
         if slower == 1 and scatter:
             error += self.outcome(candidate, minutes, 1 + scatter).loss - loss
-        speed = 1 / token_seconds
-        return Choice(candidate, batch, threads, speed, steps, passes, most, compiling + seconds, loss, error)
+        speed, seconds = 1 / token_seconds, compiling + seconds
+        return Choice(candidate, batch, threads, speed, cpu_share, steps, passes, most, seconds, loss, error)
 
     def tell(self, choice: Choice) -> None:
         """Five lines: the text, the choice and why, what to expect, and what other minutes would bring."""
@@ -483,9 +490,10 @@ def timed_step(candidate: Candidate, most_tokens: float, most_seconds: float) ->
     optimizer, scaler = build_optimizer(model, config), hardware.grad_scaler()
     tokens = torch.randint(shape.vocab_size, (rows, length + 1), device=hardware.device)
     seconds: list[float] = []
+    cpu: list[float] = []
     while len(seconds) < FEWEST_TIMED or (sum(seconds) < most_seconds and len(seconds) < MOST_TIMED):
         hardware.synchronize()
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.thread_time()
         for _ in range(config.gradient_accumulation_steps):
             with hardware.autocast():
                 loss = model(tokens[:, :-1], tokens[:, 1:])
@@ -495,7 +503,9 @@ def timed_step(candidate: Candidate, most_tokens: float, most_seconds: float) ->
         optimizer.zero_grad(set_to_none=True)
         hardware.synchronize()
         seconds.append(time.perf_counter() - began)
+        cpu.append(time.thread_time() - cpu_began)
     later = seconds[1:]  # the first allocates memory
     usual = median(later)
     scatter = (max(later) - min(later)) / (2 * usual)
-    return Timed(longer * usual / (rows * length * config.gradient_accumulation_steps), scatter)
+    cpu_share = 1.0 if hardware.is_cuda else min(1.0, sum(cpu[1:]) / sum(later))
+    return Timed(longer * usual / (rows * length * config.gradient_accumulation_steps), scatter, cpu_share)

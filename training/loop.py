@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from common.errors import INTERRUPTED, MemoryExhausted
 from common.files import FolderLock
-from common.output import clock, log
+from common.output import byte_size, clock, log
 from common.script import is_rank_0
 from training.checkpoints.interruption import Interruption, StopRequested
 from training.checkpoints.mirror import Mirror
@@ -27,7 +27,7 @@ from training.numbers.schedule import has_stopped_early, learning_rate
 from training.numbers.step import Stability, StepResult, accumulate, apply_gradients, diverged, read_batch
 from training.plan import build, make_plan
 from training.planning.deadline import Deadline
-from training.planning.inspections import dry_run, profile
+from training.planning.inspections import disk_space, dry_run, profile
 from training.planning.memory import fitting, memory_advice
 from training.reports.records import SUMMARY, read_samples, require_tensorboard, rewind
 from training.reports.report import Report, Timer
@@ -74,6 +74,9 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
     if is_rank_0():
         write_config(trainer)
         rewind(run.dir, state.step if state.unevaluated is None else state.step - 1)
+        need, free = disk_space(run)
+        if need > free and not state.step:
+            log.info(f"Warning: the run takes about {byte_size(need)} in {run.dir}, and {byte_size(free)} are free.")
     most = "at most " if config.minutes and state.cooldown is None else ""
     steps = f"steps {state.step:,} to {most}{state.max_steps:,} of {trainer.tokens_per_step:,} tokens"
     print(f"Training   {steps}, in {run.dir}")
@@ -90,8 +93,8 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
         interruption.answer = "Stopping once what is under way is saved and copied"
         run.wait_for_save()
         if loop.is_done:  # no answers: evaluation is off, or the last session ended before its summary
-            answers = loop.answers or loop.fitting(answer_prompts, trainer)
-            samples = loop.fitting(sample, trainer) if config.eval_interval and not answers else []
+            answers = loop.answers or answer_prompts(trainer)
+            samples = sample(trainer) if config.eval_interval and not answers else []
             if samples and not any(kept.step == state.step for kept in read_samples(run.dir)):
                 loop.report.samples(state.step, samples)
             on_rank_0(lambda: write_summary(run, loop.timer, answers, samples))
@@ -108,7 +111,7 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
 
 
 class Loop:
-    """The steps of one session. What changes is in `run.state`, which only this class writes, and in `run.trainer`."""
+    """The steps of one session. What changes is in `run.state` and in `run.trainer`."""
 
     def __init__(self, run: Run, interruption: Interruption, started: float):
         self.run, self.trainer, self.state = run, run.trainer, run.state
@@ -164,6 +167,7 @@ class Loop:
         """What comes before the first step: compiling, and evaluations of the weights that it starts from."""
         with self.timer.paused(), self.interruption.abandonable():
             self.fitting(lambda: None)
+        self.state.compiled = None if self.trainer.hardware.is_cuda else self.trainer.hardware.compiles
         with self.timer.paused():
             self.evaluate_start()
             self.evaluate_best_again()
@@ -190,7 +194,7 @@ class Loop:
             reporting = bool(config.log_interval)  # soon, also where steps take minutes
             trainer.hardware.synchronize()
             log.info(f"First step {time.perf_counter() - self.started:.1f} s after the start")
-        if reporting or not trainer.hardware.is_cuda or state.step % 100 == 0:
+        if reporting or not trainer.hardware.is_cuda:
             self.stability.require_stable(state.step, self.run.saved_step)
         row: dict[str, Any] = {"step": state.step, "epoch": self.run.epoch, "tokens": state.tokens}
         row["elapsed_seconds"] = self.timer.elapsed
@@ -240,7 +244,7 @@ class Loop:
     def evaluation(self, what: str) -> Evaluation:
         """Raises ConfigError if the training diverged: more steps would only waste time."""
         with self.interruption.abandonable():
-            result = self.fitting(evaluate, self.trainer)
+            result = evaluate(self.trainer)
         if not math.isfinite(result.val_loss):
             raise diverged(self.state.step, self.run.saved_step, f"{what} is not finite")
         return result
@@ -265,7 +269,7 @@ class Loop:
             f"windows) over the {windows:,} validation windows of now ..."
         )
         with self.run.best_weights(), self.interruption.abandonable():
-            loss = self.fitting(validation_loss, trainer)
+            loss = validation_loss(trainer)
         state.best_val_loss = state.lowest_val_loss = loss
         state.best_windows = windows
         log.info(f"step {state.best_step:,}, the best so far: validation loss {loss:.4f}")
@@ -279,7 +283,7 @@ class Loop:
             if self.trainer.config.eval_interval and deadline.evaluation_seconds is None:
                 log.info("Evaluating once, to know how long it takes ...")
                 with self.timer.paused(), self.interruption.abandonable():
-                    self.fitting(evaluate, self.trainer)
+                    evaluate(self.trainer)
                 deadline.evaluation_seconds = self.timer.last_pause
             if cooldown := deadline.plan():
                 state.cooldown, state.max_steps = cooldown, cooldown.last

@@ -20,6 +20,7 @@ from tokenization.corpus import find_sources
 from tokenization.extract import format_of
 from tokenization.metadata import metadata_files
 from tokenization.settings import DEFAULT_FOLDER, Settings
+from tokenization.token_folder import REPORT
 from training.checkpoints.resume import Old
 from training.config import Config
 from training.machine.hardware import Hardware, detect_hardware
@@ -56,7 +57,7 @@ def make_plan(config: Config, old: Old) -> Plan:
     fit.
     """
     asked = on_rank_0(lambda: old.shape(config))
-    hardware = detect_hardware(config, asked)
+    hardware = detect_hardware(config, asked, on_rank_0(lambda: old.saved.state.compiled if old.saved else None))
     print(hardware.describe())
 
     data_dir = on_rank_0(lambda: tokenized(config, old))
@@ -136,7 +137,8 @@ def tokenized(config: Config, old: Old) -> str | None:
         output_name=names[0] if len(names) == 1 and names[0] not in ("tokens", "tokens_bpe") else None,
         tokenizer_file=old.tokenizer(config) or asked.tokenizer_file,
     )
-    tokenize_with(settings, quiet=True, may_replace=not config.data_dir)
+    metadata = tokenize_with(settings, quiet=True, may_replace=not config.data_dir)
+    print(f"Report     {metadata.with_name(REPORT)}: what each file gave, and what was left out")
     return folder
 
 

@@ -122,7 +122,7 @@ def test_what_is_said_of_a_checkpoint(train: Callable[..., Any], tmp_path: Path)
     assert train(run).code == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     told = standing(run / "checkpoints" / "step_00000024")
-    assert told == f"validation loss {rows[-1]['val_loss']:.3f}"
+    assert told == f"{rows[-1]['val_bits_per_byte']:.3f} bits per byte"
     assert standing(run / "best").startswith("step ")
     assert standing(tmp_path) == ""
 

@@ -88,8 +88,8 @@ def test_the_speed_of_what_was_not_timed(book: Path) -> None:
     asked = parse_config(argv)
     dial = Dial(argv, look_at(asked), asked)
     sizes = [candidate.model.flops_per_token() for candidate in dial.candidates]
-    dial.timed = {ALL_THREADS: {sizes[0]: Timed(1.0, 0.0), sizes[2]: Timed(3.0, 0.0)}}
-    seconds = [dial.speed(candidate)[0] for candidate in dial.candidates]
+    dial.timed = {ALL_THREADS: {sizes[0]: Timed(1.0, 0.0, 1.0), sizes[2]: Timed(3.0, 0.0, 1.0)}}
+    seconds = [dial.speed(candidate)[0].seconds for candidate in dial.candidates]
     assert seconds[0] == 1.0 < seconds[1] < seconds[2] == 3.0  # between
     assert seconds[3:] == pytest.approx([3.0 * size / sizes[2] for size in sizes[3:]])  # above
 
@@ -106,12 +106,12 @@ def timed_dial(argv: list[str], all_threads: Timed, one_thread: Timed) -> Dial:
 
 @pytest.mark.parametrize(("of_one", "is_chosen"), [(0.8e-4, True), (0.95e-4, False), (2e-4, False)])
 def test_fewer_threads_are_chosen_where_they_are_clearly_faster(book: Path, of_one: float, is_chosen: bool) -> None:
-    dial = timed_dial(flags(book, minutes="2"), Timed(1e-4, 0.0), Timed(of_one, 0.0))
+    dial = timed_dial(flags(book, minutes="2"), Timed(1e-4, 0.0, 1.0), Timed(of_one, 0.0, 1.0))
     assert (dial.choice().tokens_per_second == pytest.approx(1 / of_one)) == is_chosen
 
 
 def test_steps_that_scatter_widen_the_interval(book: Path) -> None:
-    timed = [[Timed(1e-4, scatter)] * 2 for scatter in (0.0, 1.0)]
+    timed = [[Timed(1e-4, scatter, 1.0)] * 2 for scatter in (0.0, 1.0)]
     steady, unsteady = (timed_dial(flags(book, minutes="0.1"), *each).choice() for each in timed)
     assert steady.loss == unsteady.loss and steady.error + 0.01 < unsteady.error
 

@@ -7,7 +7,7 @@ import io
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from tokenization.corpus import Unreadable
+from tokenization.corpus import Unreadable, key_of
 
 Row = dict[str, Any]
 LONGEST_CELL = 1_000_000_000  # characters
@@ -28,14 +28,14 @@ def csv_rows(file: BinaryIO) -> Iterator[Row]:
 
 
 def parquet_rows(file: BinaryIO, key: str) -> Iterator[Row]:
-    """With the column `key` alone, if there is one."""
+    """With the column of the text alone, if there is one."""
     import pyarrow
     from pyarrow import parquet
 
     try:
         table = parquet.ParquetFile(file)
-        columns = [key] if key in table.schema_arrow.names else None
-        for batch in table.iter_batches(ROWS_AT_A_TIME, columns=columns):
+        column = key_of(table.schema_arrow.names, key)
+        for batch in table.iter_batches(ROWS_AT_A_TIME, columns=[column] if column else None):
             yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         raise damaged(error, "Parquet") from None

@@ -73,8 +73,7 @@ class Cooldown:
 
 @dataclass(config=OF_A_FILE)
 class TrainState:
-    """Where a training stands. Every checkpoint holds it, and all processes have the same one. Only training/loop.py
-    changes its fields."""
+    """Where a training stands. Every checkpoint holds it, and all processes have the same one."""
 
     run_id: str = Field(default_factory=lambda: uuid.uuid4().hex)  # stays the same if the folder is renamed
     step: Steps = 0
@@ -90,6 +89,7 @@ class TrainState:
     unevaluated: dict[str, Number | None] | None = None  # metrics of this step, if its evaluation is due and not done
     skipped_updates: Steps = 0
     elapsed_seconds: Seconds = 0.0  # in all sessions
+    compiled: bool | None = None  # on a CPU; None: on a GPU, or no step was taken
     cooldown: Cooldown | None = None  # with `minutes`, once it has begun
     resumed_from: Text | None = None
     initialized_from: Text | None = None

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 import torch
 
@@ -15,15 +19,19 @@ from training.machine.processes import data_parallel, is_collective_error, no_sy
 from training.machine.sharding import is_sharded
 
 
+class TookTooLong(BaseException):
+    """Not an Exception: the compiler handles those."""
+
+
 def compile_model(
     model: TransformerLanguageModel, hardware: Hardware, example: tuple[torch.Tensor, ...], evaluates: bool = False
 ) -> tuple[Callable[..., torch.Tensor], str]:
     """torch.compile, tried on the batch `example`, forward and backward and, if the run `evaluates`, without gradients:
     so nothing is left to compile after the first step.
 
-    If compiling fails, says so once and returns the model uncompiled, and the reason: it is slower, with the same
-    results. One of several processes may fail alone: they exchange nothing here, except with a sharded model,
-    which is compiled in parts: FSDP2 works between them.
+    If compiling fails or takes longer than `hardware.compile_limit`, says so once and returns the model uncompiled, and
+    the reason: it is slower, with the same results. One of several processes may fail alone: they exchange nothing
+    here, except with a sharded model, which is compiled in parts: FSDP2 works between them.
     """
     whole = model if is_sharded(model) else data_parallel(model)
     if not hardware.compiles:
@@ -37,21 +45,22 @@ def compile_model(
         # Splits the graph so that all-reduce overlaps the backward pass; impossible with activation checkpointing.
         torch._dynamo.config.optimize_ddp = not model.activation_checkpointing
         compiled = compile_blocks(model) if is_sharded(model) else torch.compile(whole, dynamic=False)
-        with no_sync(whole):
-            with hardware.autocast():
-                loss = compiled(*example)
-            # This compiles the backward pass. On a GPU, autograd would do that in another thread while this one waits,
-            # and only this thread handles signals.
-            with torch.autograd.set_multithreading_enabled(False):
-                loss.backward()
-        if evaluates:
-            model.eval()
-            with torch.no_grad(), hardware.autocast():
-                compiled(*example)
+        with time_limit(hardware.compile_limit):
+            with no_sync(whole):
+                with hardware.autocast():
+                    loss = compiled(*example)
+                # This compiles the backward pass. On a GPU, autograd would do that in another thread while this one
+                # waits, and only this thread handles signals.
+                with torch.autograd.set_multithreading_enabled(False):
+                    loss.backward()
+            if evaluates:
+                model.eval()
+                with torch.no_grad(), hardware.autocast():
+                    compiled(*example)
     except BaseException as error:
         forget_unfinished()
         uncompiled(whole, model)
-        if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception):
+        if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception | TookTooLong):
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"torch.compile failed ({first_line}); training continues uncompiled. --compile off skips the attempt.")
@@ -62,6 +71,25 @@ def compile_model(
     hardware.synchronize()
     print(f"Compiled in {time.perf_counter() - started:.0f} s, a first pass over {len(example[0])} sequences included.")
     return compiled, ""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise TookTooLong inside after so many seconds. Not on Windows, which has no such signal, nor in a thread."""
+    if seconds is None or not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise TookTooLong(f"it took longer than {seconds:.0f} s, twice its forecast: this machine is slow or busy")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def compile_blocks(model: TransformerLanguageModel) -> TransformerLanguageModel:

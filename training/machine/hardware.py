@@ -11,16 +11,19 @@ import platform
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
-from common.errors import ConfigError
+from common.errors import ConfigError, is_out_of_memory
 from common.machine import cpu_bf16_flag, device_name, names_part, peak_flops, pick_device, total_ram
 from common.script import place
 from model_config import ModelConfig
 from training.config import Config
+
+Made = TypeVar("Made")
 
 # Below this width the casts of autocast cost more than the faster matrix products save on a CPU (measured: a step of
 # 4 x 128, context 64, is 1.3 times slower in bf16; 4 x 256, context 256, is 2 times faster).
@@ -33,6 +36,7 @@ CPU_COMPILE_SECONDS_PER_LAYER = 3.0
 CPU_COMPILE_SAVES = 0.3
 CPU_FLOPS_PER_CORE = 1e11
 CPU_COMPILE_MARGIN = 3  # the estimate is rough, and a short run should start soon
+GIVEN_UP_AFTER = 2  # times the seconds that compiling was expected to take
 
 SPILLING_SHARE = 0.95  # of the free GPU memory, on systems whose driver spills GPU allocations into host memory
 
@@ -52,6 +56,7 @@ class Hardware:
     compile_reason: str
     peak_flops: float | None  # of all processes
     memory_bytes: int | None  # total, not free: of the GPU, else this process's share of the machine's
+    compile_limit: float | None = None  # seconds after which compiling is given up
 
     @property
     def is_cuda(self) -> bool:
@@ -141,6 +146,19 @@ def clear_frames(error: BaseException) -> None:
             waiting += [each.__cause__, each.__context__]
 
 
+def with_fewer_rows(work: Callable[[int], Made], rows: int, device: torch.device) -> Made:
+    """`work(rows)`, and if memory runs out, again with half as many rows, down to one."""
+    while True:
+        try:
+            return work(rows)
+        except Exception as error:
+            if not is_out_of_memory(error) or rows == 1:
+                raise
+            clear_frames(error)
+        return_freed_memory(device)
+        rows //= 2
+
+
 @contextlib.contextmanager
 def frozen_garbage() -> Iterator[None]:
     """Inside, the garbage collector ignores the objects that exist now, instead of scanning them each time."""
@@ -152,9 +170,10 @@ def frozen_garbage() -> Iterator[None]:
         gc.unfreeze()
 
 
-def detect_hardware(config: Config, shape: ModelConfig) -> Hardware:
+def detect_hardware(config: Config, shape: ModelConfig, was_compiled: bool | None = None) -> Hardware:
     """Choose device, precision and compilation for a model of this shape, and set up this process for them: attention,
-    the precision of fp32 products and the limit of memory on a GPU, malloc on a CPU.
+    the precision of fp32 products and the limit of memory on a GPU, malloc on a CPU. `was_compiled`: as for
+    `choose_compile`.
 
     Raises ConfigError if the machine lacks what was requested.
     """
@@ -163,7 +182,7 @@ def detect_hardware(config: Config, shape: ModelConfig) -> Hardware:
     name = device_name(device)
     precision, precision_reason = choose_precision(config, shape, device)
     peak = peak_flops(name) if use_cuda else None
-    compiles, compile_reason = choose_compile(config, shape, device)
+    compiles, compile_reason, limit = choose_compile(config, shape, device, was_compiled)
     if use_cuda:
         # cuDNN 9.10, which comes with torch 2.9, reads out of bounds in its attention's backward pass (pytorch issues
         # 169849, 171627).
@@ -183,7 +202,7 @@ def detect_hardware(config: Config, shape: ModelConfig) -> Hardware:
         memory = total_ram()
         memory = memory and memory // place().local_count
     peak = peak and peak * config.processes
-    return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory)
+    return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory, limit)
 
 
 def choose_precision(config: Config, shape: ModelConfig, device: torch.device) -> tuple[str, str]:
@@ -233,24 +252,37 @@ def limit_memory(device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, (SPILLING_SHARE * free + ours) / total), device)
 
 
-def choose_compile(config: Config, shape: ModelConfig, device: torch.device) -> tuple[bool, str]:
-    """Whether to compile, and why: on a GPU with Triton; on a CPU the modern form, if the run is long enough to repay
-    it. Decided from the configuration, not from a measurement, so that the same command resumes with the same
-    arithmetic."""
+def compile_seconds(num_layers: int, cpu_share: float = 1.0) -> float:
+    """Seconds that compiling is expected to take on a CPU of which other programs leave this share."""
+    return (CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * num_layers) / cpu_share
+
+
+def choose_compile(
+    config: Config, shape: ModelConfig, device: torch.device, was_compiled: bool | None = None
+) -> tuple[bool, str, float | None]:
+    """Whether to compile, why, and the seconds after which to give it up: on a GPU with Triton; on a CPU the modern
+    form, if the run is long enough to repay it. A run that is continued on a CPU stays as it began (`was_compiled`), so
+    that the same command resumes with the same arithmetic."""
     if config.compile != "auto":
-        return config.compile == "on", "as configured"
+        return config.compile == "on", "as configured", None
     if device.type == "mps":
-        return False, "not tested on Apple's GPUs"
+        return False, "not tested on Apple's GPUs", None
     if device.type == "cuda":
-        has_triton = importlib.util.find_spec("triton") is not None
-        return has_triton, "on a GPU" if has_triton else "torch.compile needs Triton on a GPU, and it is not installed"
+        if importlib.util.find_spec("triton") is None:
+            return False, "torch.compile needs Triton on a GPU, and it is not installed", None
+        return True, "on a GPU", None
+    if was_compiled is not None:
+        return was_compiled, "as this run began", None
     if shape.position != "rope" and not shape.qk_norm:
-        return False, "on a CPU a compiled step of this model is hardly faster"
+        return False, "on a CPU a compiled step of this model is hardly faster", None
     flops = 72 * shape.num_layers * shape.embed_dim**2 * config.sequences_per_process * shape.max_seq_len
     step = flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))  # seconds
-    steps = config.max_steps or 60 * config.minutes / step
-    if not steps:
-        return True, "on a CPU it saves about a third of each step of this model"
-    takes, saves = CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * shape.num_layers, CPU_COMPILE_SAVES * step
-    reason = f"it takes about {takes:.0f} s and saves about {saves * steps:.0f} s of this run (a forecast)"
-    return saves * steps > CPU_COMPILE_MARGIN * takes, reason
+    seconds = config.max_steps * step or 60 * config.minutes
+    takes = compile_seconds(shape.num_layers, config.forecast.cpu_share if config.forecast else 1.0)
+    limit = GIVEN_UP_AFTER * (takes + step)
+    if not seconds:
+        return True, "on a CPU it saves about a third of each step of this model", limit
+    forecast = f"about {takes:.0f} s, and save about {CPU_COMPILE_SAVES * seconds:.0f} s of this run"
+    if CPU_COMPILE_SAVES * seconds > CPU_COMPILE_MARGIN * takes:
+        return True, f"it should take {forecast}", limit
+    return False, f"it might take {forecast}; a forecast this rough needs {CPU_COMPILE_MARGIN} times as much", None

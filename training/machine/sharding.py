@@ -111,7 +111,7 @@ def whole_model(model: TransformerLanguageModel) -> TransformerLanguageModel | N
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            log.info("Warning: --eval_prompts are not answered: a whole copy of the model does not fit in memory.")
+            log.info("Warning: the model writes no texts here: a whole copy of it does not fit in memory.")
         return bool(copies)
 
     if not on_rank_0(fits):

@@ -234,7 +234,8 @@ def locate(config: Config, data_dir: str | None) -> tuple[Path | None, Path | No
         raise DataError(f"{folder}/ holds an unfinished token file: run the same tokenize_local_bpe.py command again.")
     where = f" --output_dir {folder}" if config.data_dir else ""
     make = f"python tokenize_local_bpe.py --input my_text.txt{where}"
-    raise DataError(f"There is no token file in {folder}/. Make one: {make}")
+    dial = "" if config.data_dir else "Train on a text: python train_colab_mmap.py --input my_text.txt --minutes 60. "
+    raise DataError(f"There is no token file in {folder}/. {dial}Or make one: {make}")
 
 
 def choose_placement(size: int, config: Config, hardware: Hardware) -> str:

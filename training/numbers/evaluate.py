@@ -12,15 +12,17 @@ from typing import NamedTuple
 import torch
 
 from common.chat import Message
-from common.errors import DataError
+from common.errors import DataError, is_out_of_memory
 from common.files import read_text
 from common.machine import exact_device
+from common.output import log
 from generation.completion import ROWS_AT_ONCE, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX
 from tokenizer_base import UnknownCharacterError
 from training.config import Config
 from training.machine import processes
+from training.machine.hardware import with_fewer_rows
 from training.machine.processes import on_rank_0
 from training.machine.sharding import whole_model
 from training.numbers.data import TokenData
@@ -64,12 +66,12 @@ def validation_loss(trainer: Trainer, windows: int | None = None) -> float:
     """
     model, data, config = trainer.model, trainer.data, trainer.config
     windows = windows or evaluated_windows(data, config)
-    rows = trainer.rows_at_once
     exact = exact_device(data.device)
-    total = torch.zeros((), device=exact, dtype=torch.float64)
-    counted: int | torch.Tensor = 0
-    model.eval()
-    try:
+
+    def losses(rows: int) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """The sum over this process's windows, and how many tokens or windows it is of."""
+        total = torch.zeros((), device=exact, dtype=torch.float64)
+        counted: int | torch.Tensor = 0
         for round_begins in range(0, windows, rows * processes.count()):
             first = round_begins + rows * processes.rank()
             here = max(0, min(rows, windows - first))
@@ -79,6 +81,12 @@ def validation_loss(trainer: Trainer, windows: int | None = None) -> float:
             with trainer.hardware.autocast():
                 total += trainer.step_model(*pad_rows(batch, rows)).to(exact).double() * count
             counted += count
+        return total, counted
+
+    model.eval()
+    try:
+        rows = trainer.rows_at_once  # of several processes, none can take fewer than the others
+        total, counted = losses(rows) if config.processes > 1 else with_fewer_rows(losses, rows, data.device)
     finally:
         model.train()
     counts = processes.all_reduce_sum(torch.as_tensor(counted, device=data.device))
@@ -86,24 +94,36 @@ def validation_loss(trainer: Trainer, windows: int | None = None) -> float:
 
 
 def answer_prompts(trainer: Trainer) -> list[Answer]:
-    """The model's most likely continuation of each prompt of the run, as many at once as sequences in training. Rank 0
-    computes them; every process must call this."""
-    data, prompts = trainer.data, trainer.prompts
-    model = whole_model(trainer.model) if prompts else None
-    rows = min(ROWS_AT_ONCE, trainer.rows_at_once)
+    """The model's most likely continuation of each prompt of the run. Every process must call this."""
+    asked = [asked_as_trained(prompt.text, trainer.data) for prompt in trainer.prompts]
+    texts = continuations(trainer, asked, Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0))
+    return [Answer(prompt, text) for prompt, text in zip(trainer.prompts, texts, strict=False)]
 
-    def answers() -> list[Answer]:
+
+def continuations(trainer: Trainer, prompts: Sequence[str | list[int]], sampling: Sampling) -> list[str]:
+    """What the model writes after each prompt, as many at once as sequences in training; [] if memory does not suffice.
+    Rank 0 computes them; every process must call this."""
+    if not prompts:
+        return []
+    model = whole_model(trainer.model)
+
+    def written(rows: int) -> list[str]:
+        assert model is not None
+        batches = (prompts[first : first + rows] for first in range(0, len(prompts), rows))
+        return [each.text for batch in batches for each in generate(model, trainer.data.tokenizer, batch, sampling)]
+
+    def written_if_it_fits() -> list[str]:
         if model is None:
             return []
-        asked = [asked_as_trained(prompt.text, data) for prompt in prompts]
-        sampling = Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0)
-        texts = []
-        for first in range(0, len(asked), rows):
-            batch = asked[first : first + rows]
-            texts += generate(model, data.tokenizer, batch, sampling)
-        return [Answer(prompt, completion.text) for prompt, completion in zip(prompts, texts, strict=True)]
+        try:
+            return with_fewer_rows(written, min(ROWS_AT_ONCE, trainer.rows_at_once), model.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            log.info("Warning: out of memory while the model wrote texts, which are left out. The training goes on.")
+            return []
 
-    return on_rank_0(answers) if prompts else []
+    return on_rank_0(written_if_it_fits)
 
 
 def asked_as_trained(text: str, data: TokenData) -> str | list[int]:

@@ -7,12 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from generation.completion import generate
 from generation.sampling import Sampling
-from training.machine.processes import on_rank_0
-from training.machine.sharding import whole_model
 from training.numbers.data import TokenData
-from training.numbers.evaluate import Answer
+from training.numbers.evaluate import Answer, continuations
 from training.numbers.step import Prompt, Trainer
 
 SAMPLES = 3
@@ -25,21 +22,14 @@ BUCKET_BITS = 20
 
 def sample(trainer: Trainer) -> list[Answer]:
     """What follows the beginnings of SAMPLES held-out documents, by generate.py's defaults. Every process must call
-    this; rank 0 gets them. None of conversations, which `eval_prompts` ask better."""
+    this. None of conversations, which `eval_prompts` ask better."""
     data = trainer.data
     if data.layout.has_mask:
         return []
-    model = whole_model(trainer.model)
-
-    def continued() -> list[Answer]:
-        assert model is not None, "rank 0 has all of it"
-        prompts = beginnings(data)
-        begin = [] if data.tokenizer.bos_id is None else [data.tokenizer.bos_id]
-        made = generate(model, data.tokenizer, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS))
-        texts = map(data.tokenizer.decode, prompts)
-        return [Answer(Prompt(text), each.text) for text, each in zip(texts, made, strict=True)]
-
-    return on_rank_0(continued)
+    prompts = beginnings(data)
+    begin = [] if data.tokenizer.bos_id is None else [data.tokenizer.bos_id]
+    texts = continuations(trainer, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS))
+    return [Answer(Prompt(data.tokenizer.decode(ids)), text) for ids, text in zip(prompts, texts, strict=False)]
 
 
 def beginnings(data: TokenData) -> list[list[int]]:

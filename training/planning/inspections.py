@@ -31,7 +31,7 @@ from training.numbers.schedule import decay_share, decay_start, epoch_sequences
 from training.numbers.step import Trainer, accumulate, apply_gradients, read_batch, smallest_part, train_step
 from training.planning.deadline import MARGIN, Costs
 from training.planning.memory import estimate_memory, fitting, held_memory
-from training.reports.summary import BUSY
+from training.reports.summary import BUSY, finished_message
 
 TIMED_SECONDS = 8.0  # a longer step is timed on a part of its sequences
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
@@ -60,15 +60,15 @@ def dry_run(run: Run, old: Old) -> None:
         on_rank_0(lambda: require_tokenizer(given, data))
     max_steps = planned_steps(trainer, state) - state.step
     if max_steps <= 0:
-        print(f"Resume     the run is finished after {state.step:,} steps; more --epochs continue it")
-        print("Dry run: no run was written.")
+        run.state = state
+        print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
         return
     rest = "left " if state.step else ""
     estimate = estimate_memory(config, model, hardware, trainer.rows_at_once) + held_memory(data, hardware)
     there_is = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     several = f" in each of {config.processes} processes" if config.processes > 1 else ""
     at_most = "at most " if config.minutes else ""
-    need, free = KEPT_ON_DISK * run.checkpoint_bytes, free_space(config.run_dir)
+    need, free = disk_space(run)
     print(
         f"Steps      {at_most}{max_steps:,} {rest}of {trainer.tokens_per_step:,} tokens ({config.sequences_per_step} "
         f"sequences, {trainer.rows_at_once} at once{several}), {max_steps * trainer.tokens_per_step / 1e6:,.1f}M "
@@ -106,7 +106,7 @@ def dry_run(run: Run, old: Old) -> None:
         f"Time       about {clock(total)} for {max_steps:,} steps and their evaluations"
     )
     if at_risk := between_checkpoints(trainer, seconds):
-        print(f"At risk    at most {clock(at_risk)} of training, if the machine is lost between two checkpoints")
+        print(f"At risk    at most {clock(min(at_risk, total))} of training, if the machine is lost between two saves")
     if units := hardware.units_per_hour(config):
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
     if hardware.is_cuda and (peak := hardware.peak_memory()):
@@ -142,6 +142,11 @@ def free_memory(hardware: Hardware) -> str:
 
 def too_little(need: int, free: int) -> str:
     return ". Warning: too little" if need > free else ""
+
+
+def disk_space(run: Run) -> tuple[int, int]:
+    """Bytes that the checkpoints of a run take at the peak, and those that are free."""
+    return KEPT_ON_DISK * run.checkpoint_bytes, free_space(run.dir)
 
 
 def free_space(folder: Path) -> int:

@@ -99,6 +99,21 @@ def test_a_stop_ends_compiling_at_once_and_the_next_attempt_begins_anew(
         released.set()
 
 
+def test_compiling_that_takes_too_long_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    model = cast(TransformerLanguageModel, Sum())
+    made, failure = compile_model(model, dataclasses.replace(COMPILING, compile_limit=0.01), example())
+    assert made is model and "longer than" in failure and "continues uncompiled" in capsys.readouterr().out
+    assert compile_model(model, COMPILING, example())[0] is not model  # nothing is left of it
+
+
+def test_a_run_goes_on_as_it_was_compiled(tmp_path: Path, train: Callable) -> None:
+    """Nothing repays compiling a few steps. More of them might, and would round in another way."""
+    few = {"position": "rope", "dropout": 0.0, "eval_interval": 0}
+    assert "Compile    off" in train(tmp_path / "run", **few, max_steps=2).out
+    result = train(tmp_path / "run", **few, max_steps=4, compile="auto")
+    assert result.code == 0 and "off: as this run began" in result.out
+
+
 def test_a_compiled_training_compiles_at_its_start_alone_and_learns_the_same(tmp_path: Path, train: Callable) -> None:
     """One shape for training, one for evaluation, though the last micro-batch and the last validation batch are
     smaller, and answers are generated in between. The checkpoint knows nothing of it."""

@@ -17,8 +17,8 @@ from common.errors import ConfigError
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import CPU, hardware_of
-from training.config import Config
-from training.machine.hardware import clear_frames
+from training.config import Config, Forecast
+from training.machine.hardware import clear_frames, detect_hardware
 from training.numbers.data import choose_placement
 
 CPUINFO = "processor\t: 0\nmodel name\t: Some CPU @ 2.0GHz\nflags\t\t: fpu sse2 {}\n\nprocessor\t: 1\nflags\t\t: fpu\n"
@@ -241,7 +241,7 @@ def test_memory_is_that_of_this_machine() -> None:
     ("values", "compiles", "said"),
     [
         ({"embed_dim": 768}, False, "hardly faster"),
-        ({"position": "rope", "embed_dim": 768, "num_layers": 12, "max_steps": 10_000}, True, "saves about"),
+        ({"position": "rope", "embed_dim": 768, "num_layers": 12, "max_steps": 10_000}, True, "save about"),
         ({"position": "rope", "max_steps": 10}, False, "of this run"),
         ({"position": "rope", "minutes": 2}, False, "of this run"),
         ({"position": "rope", "minutes": 60}, True, "of this run"),
@@ -252,6 +252,25 @@ def test_a_cpu_compiles_where_the_run_repays_it(cpu: Callable, values: dict, com
     cpu("")
     hardware = hardware_of(Config(**values))
     assert hardware.compiles is compiles and said in hardware.compile_reason
+
+
+def test_what_compiling_takes_follows_what_other_programs_leave_of_a_cpu(cpu: Callable) -> None:
+    cpu("")
+    free, busy = (
+        hardware_of(Config(position="rope", minutes=8, forecast=Forecast(2.0, 0.1, 1000.0, share)))
+        for share in (1.0, 0.2)
+    )
+    assert free.compiles and "take about 24 s" in free.compile_reason and free.compile_limit
+    assert not busy.compiles and "take about 120 s" in busy.compile_reason
+
+
+def test_a_run_that_is_continued_stays_compiled_or_not(cpu: Callable) -> None:
+    """Other minutes would have another answer, and a compiled step rounds in another way."""
+    cpu("")
+    for minutes, was in ((60.0, False), (0.1, True)):
+        config = Config(position="rope", minutes=minutes)
+        hardware = detect_hardware(config, config, was_compiled=was)
+        assert hardware.compiles is was and hardware.compile_limit is None
 
 
 def test_a_gpu_compiles_with_triton_or_when_asked_to(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,7 +312,7 @@ def test_a_dry_run_forecasts_what_is_left(train: Callable, tmp_path: Path) -> No
     assert more.code == 0 and "Steps      6 left of " in more.out and " for 6 steps and" in more.out
     for max_steps in (4, 2):  # as many as were taken, and fewer
         done = train(tmp_path / "run", extra=dry, max_steps=max_steps)
-        assert done.code == 0 and "the run is finished after 4 steps" in done.out and "Time " not in done.out
+        assert done.code == 0 and "This run is finished: step 4" in done.out and "Time " not in done.out
 
 
 def test_a_dry_run_times_no_compiling_as_an_evaluation(train: Callable, tmp_path: Path) -> None:
