@@ -271,7 +271,9 @@ def records_of(document: str | Row, settings: Settings) -> Iterator[Row]:
         column = key_of(document, key)
         if column is None:
             names = ", ".join(map(str, document))
-            raise Unreadable(f'it has no column "{key}", but {names}: --text_key names the one that holds the text')
+            raise Unreadable(
+                f'it has no column "{key}", but {names}: tokenize_local_bpe.py --text_key names the one that holds the text'
+            )
         document = document[column]
         if not isinstance(document, str | None):
             raise Unreadable(f'its column "{column}" holds values of type {type(document).__name__}, not texts')

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import json
-import multiprocessing
 import os
+import queue
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,7 @@ class Isolated:
 
     def __init__(self, seconds: float = SECONDS):
         self.seconds = seconds
-        methods = multiprocessing.get_all_start_methods()
-        self.context: Any = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
-        self.connection: Connection | None = None
+        self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Isolated:
         return self
@@ -45,63 +46,84 @@ class Isolated:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def begin(self) -> Connection:
-        if hasattr(self.context, "set_forkserver_preload"):
-            self.context.set_forkserver_preload(["tokenization.extract"])
-        ours: Connection
-        ours, theirs = self.context.Pipe()
-        self.process = self.context.Process(target=serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
-        return ours
+    def begin(self) -> subprocess.Popen[bytes]:
+        """Not by multiprocessing, which would import the user's script again."""
+        command = [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"]
+        path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+        env = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env)
+        self.answers: queue.Queue[bytes] = queue.Queue()
+        threading.Thread(target=receive, args=(process, self.answers), daemon=True).start()
+        return process
 
-    def end(self) -> None:
-        if self.connection is not None:
-            self.process.kill()
-            self.process.join()
-            for unfinished in EXTRACTED.glob(f".*.{self.process.pid}.tmp"):
-                unfinished.unlink(missing_ok=True)
-            self.connection.close()
-            self.connection = None
+    def end(self) -> int:
+        """Returns the exit code."""
+        if self.process is None:
+            return 0
+        self.process.kill()
+        code = self.process.wait()
+        for unfinished in EXTRACTED.glob(f".*.{self.process.pid}.tmp"):
+            unfinished.unlink(missing_ok=True)
+        with contextlib.suppress(BrokenPipeError):  # what it did not read
+            self.process.__exit__(None, None, None)
+        self.process = None
+        return code
 
     def call(self, work: Work, source: Source, settings: Settings, while_waiting: Callable[[], None]) -> list[Source]:
-        """What `work` returns there. Raises Unreadable."""
-        if self.connection is None:
-            self.connection = self.begin()
+        """What `work`, a function of a module, returns there. Raises Unreadable."""
+        self.process = self.process or self.begin()
         limit = self.seconds + SECONDS_A_MEGABYTE * source.size / 1e6
         deadline = time.monotonic() + limit
-        self.connection.send((work, source, settings))
-        try:
-            while not self.connection.poll(min(WAITING_SECONDS, max(0, deadline - time.monotonic()))):
-                if time.monotonic() >= deadline:
-                    self.end()
-                    raise Unreadable(f"reading it takes longer than {limit:.0f} s")
-                while_waiting()
-            answer = json.loads(self.connection.recv_bytes())
-        except EOFError:
-            self.process.join()
-            code = self.process.exitcode
-            self.end()
-            raise Unreadable(f"the library that reads it crashed (exit code {code})") from None
+        request = [work.__module__, work.__name__, asdict(source), asdict(settings)]
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has crashed, which is seen below
+            self.process.stdin.write(json.dumps(request, default=str).encode() + b"\n")
+            self.process.stdin.flush()
+        line = None
+        while line is None:
+            with contextlib.suppress(queue.Empty):
+                line = self.answers.get(timeout=min(WAITING_SECONDS, max(0.0, deadline - time.monotonic())))
+            if line is None and time.monotonic() >= deadline:
+                self.end()
+                raise Unreadable(f"reading it takes longer than {limit:.0f} s")
+            while_waiting()
+        if not line:
+            raise Unreadable(f"the library that reads it crashed (exit code {self.end()})")
+        answer = json.loads(line)
         if "reason" in answer:
             raise Unreadable(answer["reason"])
-        return [Source(**{**fields, "path": Path(fields["path"])}) for fields in answer["sources"]]
+        return [source_of(fields) for fields in answer["sources"]]
 
 
-def serve(connection: Connection) -> None:
+def source_of(fields: dict[str, Any]) -> Source:
+    return Source(**{**fields, "path": Path(fields["path"])})
+
+
+def receive(process: subprocess.Popen[bytes], answers: queue.Queue[bytes]) -> None:
+    """Its lines, and an empty one at its end."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        answers.put(line)
+    answers.put(b"")
+
+
+def serve() -> None:
     """Read files until the other side is gone. What the libraries print is dropped."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(nowhere, stream)
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # its own reserves memory that it may never use
+    importlib.import_module("tokenization.extract")
     with contextlib.suppress(NameError, OSError, ValueError):
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
-    with contextlib.suppress(EOFError):
-        while True:
-            work, source, settings = connection.recv()
-            connection.send_bytes(json.dumps(answer(work, source, settings), default=str).encode())
+    for line in sys.stdin.buffer:
+        module, name, source, settings = json.loads(line)
+        work = getattr(importlib.import_module(module), name)
+        made = answer(work, source_of(source), Settings(**{**settings, "input": tuple(settings["input"])}))
+        out.write(json.dumps(made, default=str).encode() + b"\n")
+        out.flush()
 
 
 def answer(work: Work, source: Source, settings: Settings) -> dict[str, object]:

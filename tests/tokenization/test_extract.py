@@ -213,10 +213,18 @@ def test_a_table_gives_the_texts_of_a_column(folder: Path, separator: str) -> No
     assert documents() == ["1", "2", "3", "4"]
 
 
+def test_files_of_a_folder_may_call_the_text_by_the_name_or_by_the_usual_one(folder: Path) -> None:
+    (folder / "a.csv").write_text("text\nOne.\n")
+    (folder / "b.csv").write_text("nr;Beitrag\n1;Zwei.\n")
+    (folder / "c.jsonl").write_text('{"text": "Three."}\n{"Beitrag": "Vier."}\n')
+    assert tokenize("--text_key", "Beitrag") == 0
+    assert documents() == ["One.", "Zwei.", "Three.", "Vier."]
+
+
 def test_a_table_without_the_column_names_those_that_it_has(folder: Path, capsys: pytest.CaptureFixture) -> None:
     (folder / "a.csv").write_text("id,body\n1,one\n")
     assert tokenize() == 3
-    assert 'no column "text", but id, body: --text_key names' in capsys.readouterr().err
+    assert 'no column "text", but id, body: tokenize_local_bpe.py --text_key names' in capsys.readouterr().err
     (folder / "b.txt").write_text("Some text.\n" * 20)
     assert tokenize() == 0
     assert documents() == ["Some text.\n" * 20]
@@ -268,7 +276,7 @@ def test_zst_is_read_beside_gz_and_zip(folder: Path) -> None:
     (folder / "c.zip").write_bytes(archive(members))
     assert tokenize() == 0
     assert sorted(documents()) == ["fifth", "first document", "fourth", "second", "sixth", "third"]
-    assert not list(Path("..").glob("g.md")) and "| c.zip/x/c.txt | in an archive | 1 | 5 |" in report()
+    assert not list(Path("..").glob("g.md")) and "| c.zip/x/c.txt | text | 1 | 5 |" in report()
     (folder / "a.txt.zst").write_bytes(zstd.compress(b"first")[:-3])
     assert tokenize() == 0 and "**Left out**: a.txt.zst: is not a whole zstd file" in report()
 

@@ -21,10 +21,7 @@ def members_of(source: Source) -> list[Source]:
         raise Unreadable("it has a password")
     if not infos:
         raise Unreadable("it holds no file")
-    return [
-        replace(source, name=f"{source.name}/{info.filename}", note="in an archive", member=number)
-        for number, info in infos
-    ]
+    return [replace(source, name=f"{source.name}/{info.filename}", member=number) for number, info in infos]
 
 
 @contextlib.contextmanager
