@@ -50,9 +50,6 @@ MAY_IMPORT["exchange"] = GROUND | {
 }
 MAY_IMPORT["serving"] = GROUND | CONFIG | {"generation", "generate", "training.reports.records"}
 MAY_IMPORT["benchmarks"] = PRODUCT
-MAY_IMPORT["docs"] = (
-    GROUND | CONFIG | {"generation.settings", "tokenization.settings", "generate", "tokenize_local_bpe"}
-)
 MAY_IMPORT["tools"] = GROUND | {"exchange", "serving", "benchmarks", "training.config"} | {"training.reports.records"}
 MAY_IMPORT["notebooks"] = PRODUCT | {"exchange", "serving", "tools"}
 

@@ -272,7 +272,7 @@ def records_of(document: str | Row, settings: Settings) -> Iterator[Row]:
         if column is None:
             names = ", ".join(map(str, document))
             raise Unreadable(
-                f'it has no column "{key}", but {names}: tokenize_local_bpe.py --text_key names the one that holds the text'
+                f'it has no column "{key}", but {names}: tokenize_local_bpe.py --text_key names the one with the text'
             )
         document = document[column]
         if not isinstance(document, str | None):

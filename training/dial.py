@@ -171,7 +171,7 @@ def vocabulary_for(text_bytes: float) -> Vocabulary:
 
 
 def dropout_for(passes: float) -> float:
-    """A text that is read often is learned by heart without it."""
+    """Many epochs overfit without dropout."""
     return 0.2 if passes > 6 else 0.0
 
 
@@ -336,8 +336,7 @@ class Dial:
             raise MemoryExhausted("Not even the smallest model that these flags allow fits into this machine's memory.")
 
     def choice(self) -> Choice:
-        """The best, when a few have been timed: the smallest, the one above the best, for a large model uses a machine
-        better than a small one lets expect, and the best."""
+        """Time the smallest, the best so far and the next larger, which uses the machine better; return the best."""
         self.time(self.candidates[0])
         while True:
             choice = self.best(self.asked.minutes)
@@ -432,7 +431,7 @@ class Dial:
             f"Expected   {choice.loss:.2f} bits per byte ({choice.loss - choice.error:.2f} to "
             f"{choice.loss + choice.error:.2f}) after {clock(choice.seconds)}, with "
             f"about {byte_size(memory)} of memory"
-            f"{'; the law was not made from runs like this' if choice.error >= 2 * LAW.error else ''}\n"
+            f"{'; a guess, for no run like this was measured' if choice.error >= 2 * LAW.error else ''}\n"
             f"Reading    the text {choice.passes:.2g} times, {limit}"
             f"{', with dropout' if dropout_for(choice.passes) else ''}\n"
             f"Instead    {others}"

@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 
-import docs.config_reference
+import tests.docs.config_reference
 from common.flags import meant
 from common.validation import check, kind_of
-from docs.config_reference import DOCUMENT, main, reference
+from tests.docs.config_reference import DOCUMENT, main, reference
 from tests.helpers import columns
 from training.config import SCHEMA, Config
 
 
 def test_the_committed_document_is_what_the_command_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(docs.config_reference, "DOCUMENT", tmp_path / "configuration.md")
+    monkeypatch.setattr(tests.docs.config_reference, "DOCUMENT", tmp_path / "configuration.md")
     assert main([]) == 0
     written = (tmp_path / "configuration.md").read_text(encoding="utf-8")
-    said = "a key, a flag or a config has changed: run `python docs/config_reference.py` and commit what it writes"
+    said = (
+        "a key, a flag or a config has changed: run `python tests/docs/config_reference.py` and commit what it writes"
+    )
     assert DOCUMENT.read_text(encoding="utf-8") == written, said
 
 

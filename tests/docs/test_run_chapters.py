@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import docs.run_chapters
-from docs.run_chapters import FOLDER, main, read_pages
+import tests.docs.run_chapters
+from tests.docs.run_chapters import FOLDER, main, read_pages
 
 
 def test_every_block_of_the_pages_is_what_the_code_above_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,7 +42,7 @@ print(x, open("left.txt", "w").write("here"))
 def test_a_page_that_is_not_true_is_told_and_can_be_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(docs.run_chapters, "FOLDER", tmp_path)
+    monkeypatch.setattr(tests.docs.run_chapters, "FOLDER", tmp_path)
     page = tmp_path / "1_numbers.md"
     page.write_text(PAGE)
     (tmp_path / "2_files.md").write_text('```python\nprint(open("left.txt").read())\n```\n\n```text\nhere\n```\n')

@@ -79,8 +79,13 @@ def test_it_says_what_it_chose_and_marks_it(book: Path, capsys: pytest.CaptureFi
 
 
 def test_more_minutes_never_choose_a_smaller_model_and_are_expected_to_bring_more(book: Path) -> None:
-    widths = [choice(flags(book, minutes=minutes)).embed_dim for minutes in ("0.02", "10", "10000")]
-    assert widths == sorted(widths)
+    argv = flags(book)
+    dial = Dial(argv, look_at(parse_config(argv)), parse_config(argv))
+    sizes = [candidate.model.flops_per_token() for candidate in dial.candidates]
+    dial.timed = {ALL_THREADS: {size: Timed(size / 3e10, 0.0, 1.0) for size in sizes}}
+    choices = [dial.best(minutes) for minutes in (0.02, 10, 10_000)]
+    widths, losses = ([choice.candidate.shape.embed_dim for choice in choices], [choice.loss for choice in choices])
+    assert widths == sorted(widths) and widths[0] < widths[-1] and losses == sorted(losses, reverse=True)
 
 
 def test_the_speed_of_what_was_not_timed(book: Path) -> None:

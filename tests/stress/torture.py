@@ -1,6 +1,6 @@
 """Kill tokenizations and trainings at random moments, damage and delete their files, and check that nothing is lost.
 
-    python benchmarks/torture.py --kills 1000
+    python tests/stress/torture.py --kills 1000
 
 Real processes, real signals, real files. A round tokenizes a text and trains a tiny model with a mirror, in as many
 sessions as it needs. Its result must equal the result of an undisturbed round to the last bit. Sometimes a second
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.measure import describe_machine, machine_kind, markdown_table, write_results
 from common.flags import Parser, add_debug
@@ -26,13 +26,13 @@ from common.script import script
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="benchmarks/torture.py", description="Kill, damage and lose, and see that nothing is lost.")
+    parser = Parser(prog="tests/stress/torture.py", description="Kill, damage and lose, and see that nothing is lost.")
     parser.add_argument("--kills", type=int, default=1000, metavar="N", help="SIGKILLs in all (default: 1000)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the moments (default: 1)")
     parser.add_argument("--output_dir", metavar="FOLDER", help="where the result goes (default: nowhere)")
     add_debug(parser)
     flags = parser.parse_args(argv)
-    from benchmarks.torture_round import run_rounds  # here, because --help must not import torch
+    from tests.stress.torture_round import run_rounds  # here, because --help must not import torch
 
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:

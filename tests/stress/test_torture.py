@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.torture_round import Machine, Round, Session, Tally, damage, is_possible, result, wait
 from tests.forked import Forked
 from tests.helpers import ROOT
+from tests.stress.torture_round import Machine, Round, Session, Tally, damage, is_possible, result, wait
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_few_kills_lose_nothing_and_are_written_down(tmp_path: Path) -> None:
-    torture = Forked(["--output_dir", tmp_path, "--kills", "4"], script=ROOT / "benchmarks" / "torture.py")
+    torture = Forked(["--output_dir", tmp_path, "--kills", "4"], script=ROOT / "tests" / "stress" / "torture.py")
     out, err = torture.communicate(timeout=240)
     assert torture.returncode == 0, out + err
     (written,) = tmp_path.glob("torture-*.json")

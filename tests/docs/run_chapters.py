@@ -1,7 +1,7 @@
 """Run the Python of the chapters in docs/how_it_works/, and compare what it prints with the output in the page.
 
-    python docs/run_chapters.py            # are the pages right, on this machine?
-    python docs/run_chapters.py --write    # update them
+    python tests/docs/run_chapters.py            # are the pages right, on this machine?
+    python tests/docs/run_chapters.py --write    # update them
 
 Each page runs by itself, but all share one temporary folder and the files in it.
 """
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.errors import DataError
 from common.files import atomic_write
@@ -49,14 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                     file.write(text.encode())
                 print(f"Wrote {path}")
     elif differing:
-        raise DataError("\n".join([*differing, "If the new output is right: python docs/run_chapters.py --write"]))
+        raise DataError("\n".join([*differing, "If that is right: python tests/docs/run_chapters.py --write"]))
     print(f"{len(pages)} pages, {sum(len(BLOCK.findall(text)) for text in pages.values())} blocks")
     return 0
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(
-        prog="docs/run_chapters.py", description="Run the Python of docs/how_it_works/, compare its output."
+        prog="tests/docs/run_chapters.py", description="Run the Python of docs/how_it_works/, compare its output."
     )
     parser.add_argument("--write", action="store_true", help="write the current output into the pages")
     add_debug(parser)

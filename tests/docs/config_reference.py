@@ -1,6 +1,6 @@
 """Write docs/configuration.md: every key and flag of the three scripts, from their definitions.
 
-python docs/config_reference.py
+python tests/docs/config_reference.py
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import generation.settings
 import tokenization.settings
@@ -35,7 +35,7 @@ IN_BRACKETS = re.compile(r" ?\[([^]]+)]")  # how help texts give a default that 
 HEAD = """\
 # Configuration
 
-Every key and flag of the three scripts, written from where they are defined by `python docs/config_reference.py`.
+Every key and flag of the three scripts, written from where they are defined by `python tests/docs/config_reference.py`.
 `--help` of each script says the same.
 
 ## train_colab_mmap.py
@@ -66,7 +66,7 @@ As above; the groups are those of `--help`.
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(prog="docs/config_reference.py", description="Write docs/configuration.md again.")
+    parser = Parser(prog="tests/docs/config_reference.py", description="Write docs/configuration.md again.")
     add_debug(parser)
     parser.parse_args(argv)
     with atomic_write(DOCUMENT) as file:

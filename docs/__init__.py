@@ -1,1 +1,0 @@
-"""The documents, and the scripts that write or check parts of them."""
