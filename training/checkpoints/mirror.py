@@ -262,9 +262,11 @@ class Mirror:
         ours, others = standing(best), {copy: standing(copy) for copy in self.best_copies()}
         if ours is None or any(theirs is not None and beats(theirs, ours) for theirs in others.values()):
             return
-        self.copy(best, f"{BEST}_{ours.step:08d}")
+        name = f"{BEST}_{ours.step:08d}"
+        self.copy(best, name)
         for copy, theirs in others.items():
-            if theirs is not None and beats(ours, theirs):
+            is_misnamed = theirs == ours and not copy.name.startswith(name)  # best/ changed just before it was copied
+            if theirs is not None and (is_misnamed or beats(ours, theirs)):
                 delete_copy(copy)
 
     def copy(self, source: Path, name: str) -> bool:

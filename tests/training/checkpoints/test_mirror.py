@@ -519,6 +519,17 @@ def test_the_best_weights_with_the_lowest_loss_stay(train: Callable, tmp_path: P
     assert beats(late, early) and not beats(early, late)
 
 
+def test_best_weights_that_were_copied_under_the_name_of_those_before_are_there_once(
+    copy_of: Path, tmp_path: Path
+) -> None:
+    """best/ may change between the look at its step and the copy."""
+    session = copied_at_once(copy_of, tmp_path / "drive")
+    best = only_best(session.dir)
+    best.rename(best.with_name("best_00000012-of_before"))
+    session.copy_best()
+    assert only_best(session.dir).name == best.name
+
+
 def test_old_copies_are_emptied_before_they_are_deleted_and_go_last(train: Callable, tmp_path: Path) -> None:
     """What is deleted on Drive lies in its bin and counts against the quota."""
     drive = tmp_path / "drive" / "run"
