@@ -413,7 +413,7 @@ class Dial:
         """Five lines: the text, the choice and why, what to expect, and what other minutes would bring."""
         config, text, minutes = choice.candidate.config, self.text, self.asked.minutes
         others = ", ".join(f"{other:g} minutes: {self.best(other).loss:.2f}" for other in (minutes / 2, minutes * 2))
-        why = f"of {len(self.candidates)} sizes the lowest loss that {minutes:g} minutes reach on this machine"
+        why = f"of {len(self.candidates)} sizes the one with the lowest loss in this time, on this machine"
         if len(self.candidates) == 1:
             why = "the only size that the flags leave"
         memory = choice.candidate.memory(choice.batch.batch_size)
