@@ -65,8 +65,9 @@ class Isolated:
         code = self.process.wait()
         for unfinished in EXTRACTED.glob(f".*.{self.process.pid}.tmp"):
             unfinished.unlink(missing_ok=True)
+        assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # what it did not read
-            self.process.__exit__(None, None, None)
+            self.process.stdin.close()
         self.process = None
         return code
 
@@ -103,8 +104,9 @@ def source_of(fields: dict[str, Any]) -> Source:
 def receive(process: subprocess.Popen[bytes], answers: queue.Queue[bytes]) -> None:
     """Its lines, and an empty one at its end."""
     assert process.stdout is not None
-    for line in process.stdout:
-        answers.put(line)
+    with process.stdout as lines:
+        for line in lines:
+            answers.put(line)
     answers.put(b"")
 
 

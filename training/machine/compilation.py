@@ -84,7 +84,7 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         raise TookTooLong(f"it took longer than {seconds:.0f} s, twice its forecast: this machine is slow or busy")
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again: what is raised in a __del__ is lost
     try:
         yield
     finally:

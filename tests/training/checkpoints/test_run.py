@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -963,6 +964,16 @@ def test_a_full_disk_ends_the_run_and_the_same_command_continues(
     assert all(problems_of(folder) == [] for folder in step_folders(tmp_path / "run" / "checkpoints"))
     assert train(tmp_path / "run").code == 0
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
+
+
+def test_a_disk_that_is_too_small_is_told_at_the_start(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Warning: the run takes" not in train(tmp_path / "run", max_steps=1).out
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    assert re.search(
+        r"Warning: the run takes about .* kB in .*, and 1.0 kB are free", train(tmp_path / "b", max_steps=1).out
+    )
 
 
 def test_divergence_before_the_first_checkpoint_promises_none(train: Callable, tmp_path: Path) -> None:
