@@ -42,13 +42,15 @@ class KVCache:
         self.keys = torch.zeros(shape, device=device, dtype=dtype)  # (layers, B, K, capacity, D)
         self.values = torch.zeros(shape, device=device, dtype=dtype)
         self.lengths = [0] * batch_size
+        self.ends = torch.zeros(batch_size, dtype=torch.long, device=device)  # the same, where the GPU need not wait
+        self.positions = self.ends  # of the tokens that are read now
 
     @property
     def uniform(self) -> bool:
         return min(self.lengths) == max(self.lengths)
 
     def place(self, T: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The positions of the next T tokens of each row, and their attention mask.
+        """The positions of the next T tokens of each row, where `write` will store them, and their attention mask.
 
         Positions: (T,) if all rows are equally long, else (B, T). Mask: broadcastable to (B, H, T, S), or None if the
         causal order is enough.
@@ -57,17 +59,16 @@ class KVCache:
         if self.uniform:
             positions = torch.arange(held, held + T, device=device)
         else:
-            positions = torch.tensor(self.lengths, device=device)[:, None] + torch.arange(T, device=device)
+            positions = self.ends[:, None] + torch.arange(T, device=device)
+        self.positions = positions
         if not held or (T == 1 and self.uniform):  # is_causal, or nothing to hide
             return positions, None
         seen = torch.arange(held + T, device=device) <= positions[..., None]  # (T, S) or (B, T, S)
         return positions, seen if seen.dim() == 2 else seen[:, None]  # broadcast over heads
 
-    def write(
-        self, layer: int, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store k and v, each (B, K, T, D), and return all keys and values up to the longest row: (B, K, S, D)."""
-        keys, values = self.keys[layer], self.values[layer]
+        keys, values, positions = self.keys[layer], self.values[layer], self.positions
         end = max(self.lengths) + k.size(2)
         if positions.dim() == 1:
             start = self.lengths[0]
@@ -81,10 +82,12 @@ class KVCache:
 
     def advance(self, T: int) -> None:
         self.lengths = [length + T for length in self.lengths]
+        self.ends = self.ends + T
 
     def truncate(self, lengths: list[int]) -> None:
         """Set each row's length, which forgets the entries beyond it: the padding of a batch of prompts."""
         self.lengths = list(lengths)
+        self.ends = torch.tensor(lengths, device=self.keys.device)
 
 
 def place_texts(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,20 +101,24 @@ def place_texts(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return columns - starts, seen[:, None]
 
 
-def rotate(
-    x: torch.Tensor, positions: torch.Tensor, base: float = 10_000.0, scaling: tuple[float, ...] = ()
+def rotations(
+    positions: torch.Tensor, head_dim: int, base: float = 10_000.0, scaling: tuple[float, ...] = ()
 ) -> torch.Tensor:
-    """Rotary position embedding (Su et al. 2021, eq. 34) in the half-split layout: pairs are (x[i], x[i + D/2]).
-
-    x: (B, T, heads, D); positions: (T,) or (B, T).
-    """
-    half = x.size(-1) // 2
-    frequencies = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    """Cosines and sines of the angles of `rotate`: positions (T,) -> (2, T, 1, D/2), one for all heads."""
+    half = head_dim // 2
+    frequencies = base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     if scaling:
         frequencies = scaled(frequencies, *scaling)
-    angles = positions[..., None, None].float() * frequencies  # (T, 1, D/2) or (B, T, 1, D/2): one for all heads
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    x1, x2 = x[..., :half], x[..., half:]
+    angles = positions[:, None, None].float() * frequencies
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (Su et al. 2021, eq. 34) in the half-split layout: pairs are (x[i], x[i + D/2]).
+
+    x: (B, T, heads, D); cos, sin: (T, 1, D/2) or (B, T, 1, D/2).
+    """
+    x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
 
 
@@ -203,10 +210,10 @@ class MultiHeadAttention(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        positions: torch.Tensor,
+        rotation: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
         cache: KVCache | None = None,
         layer: int = 0,
-        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
         config = self.config
         B, T, _ = x.shape
@@ -214,14 +221,15 @@ class MultiHeadAttention(nn.Module):
         q, k, v = (part.view(B, T, -1, config.head_dim) for part in parts)  # (B, T, H, D), twice (B, T, K, D)
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        if config.position == "rope":
-            q, k = (rotate(each, positions, config.rope_base, config.rope_scaling) for each in (q, k))
+        if rotation is not None:
+            cos, sin = rotation.to(q.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         # Transpose last, as views: attention's output has the memory layout of q, and out_proj reads (B, T, H, D).
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, H, T, D), twice (B, K, T, D)
         if x.device.type == "mps":  # whose attention is wrong on views (pytorch issues 163597, 181133)
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         if cache is not None:
-            k, v = cache.write(layer, positions, k, v)
+            k, v = cache.write(layer, k, v)
         groups = config.num_heads // config.num_kv_heads
         if groups > 1 and T == 1:  # the heads of a group are the rows of one query: (B, H, 1, D) -> (B, K, H / K, D)
             q = q.reshape(B, config.num_kv_heads, groups, config.head_dim)
@@ -290,17 +298,19 @@ class TransformerBlock(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        positions: torch.Tensor,
+        rotation: torch.Tensor | None = None,
+        mask: torch.Tensor | None = None,
         cache: KVCache | None = None,
         layer: int = 0,
-        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), positions, cache, layer, mask))
+        x = x + self.dropout(self.attention(self.norm1(x), rotation, mask, cache, layer))
         return x + self.dropout(self.feed_forward(self.norm2(x)))
 
 
 class TransformerLanguageModel(nn.Module):
     """Token ids in, next-token logits or the mean loss out; `model.config` is its ModelConfig."""
+
+    rotary_table: torch.Tensor
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -308,6 +318,9 @@ class TransformerLanguageModel(nn.Module):
         self.token_embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         if config.position == "learned":
             self.positional_embedding = nn.Embedding(config.max_seq_len, config.embed_dim)
+        else:  # stored, because a compiler would compute them again for each element of each layer's q and k
+            turned = rotations(torch.arange(config.max_seq_len), config.head_dim, config.rope_base, config.rope_scaling)
+            self.register_buffer("rotary_table", turned, persistent=False)  # (2, max_seq_len, 1, D/2)
         if config.embed_norm:
             self.embed_norm = build_norm(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -396,17 +409,20 @@ class TransformerLanguageModel(nn.Module):
         else:
             positions, mask = torch.arange(T, device=tokens.device), None
         x = self.token_embedding(tokens)  # (B, T, C)
+        rotation = None  # or (2, T, 1, D/2), (2, B, T, 1, D/2)
         if self.config.position == "learned":
             x = x + self.positional_embedding(positions)
+        else:
+            rotation = self.rotary_table[:, positions]
         if self.config.embed_norm:
             x = self.embed_norm(x)
         x = self.dropout(x.to(residual_dtype(x)))
         for layer, block in enumerate(self.blocks):
             if self.activation_checkpointing and cache is None and torch.is_grad_enabled():  # Chen et al. 2016
                 draws = self.config.dropout > 0
-                x = checkpoint(block, x, positions, None, layer, mask, use_reentrant=False, preserve_rng_state=draws)
+                x = checkpoint(block, x, rotation, mask, use_reentrant=False, preserve_rng_state=draws)
             else:
-                x = block(x, positions, cache, layer, mask)
+                x = block(x, rotation, mask, cache, layer)
         if cache is not None:
             cache.advance(T)
         return self.ln_f(x)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from common.validation import build, choices_of, fields_of
-from model import ACTIVATIONS, IGNORE_INDEX, KVCache, Linear, TransformerLanguageModel, rms_norm
+from model import ACTIVATIONS, IGNORE_INDEX, KVCache, Linear, TransformerLanguageModel, rms_norm, rotations
 from model_config import ModelConfig
 
 OPTIONS = {
@@ -189,9 +189,9 @@ def test_rope_sees_distances_only() -> None:
     config = tiny_config(position="rope", num_layers=1)
     attention = random_model(config).blocks[0].attention
     x = torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    here, there = (attention(x, torch.arange(5) + shift) for shift in (0, 3))
+    here, there = (attention(x, rotations(torch.arange(5) + shift, config.head_dim)) for shift in (0, 3))
     torch.testing.assert_close(here, there, rtol=0, atol=1e-6)
-    uneven = attention(x, torch.tensor([0, 1, 2, 3, 7]))
+    uneven = attention(x, rotations(torch.tensor([0, 1, 2, 3, 7]), config.head_dim))
     assert (uneven[:, 4] - here[:, 4]).abs().max() > 1e-6
 
 
@@ -435,10 +435,9 @@ def test_attention_is_dropped_out_too() -> None:
     config = tiny_config(dropout=0.5)
     attention = random_model(config).blocks[0].attention
     x = torch.randn(1, 6, 16, dtype=torch.float64)
-    positions = torch.arange(6)
-    assert torch.equal(attention(x, positions), attention(x, positions))
+    assert torch.equal(attention(x), attention(x))
     attention.train()
-    assert not torch.allclose(attention(x, positions), attention(x, positions))
+    assert not torch.allclose(attention(x), attention(x))
 
 
 @pytest.mark.parametrize("form", [{}, {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "embed_norm": True}])
@@ -664,7 +663,7 @@ def test_attention_is_scaled_dot_product_attention() -> None:
     q, k, v = F.linear(x, attention.qkv.weight, attention.qkv.bias).chunk(3, dim=-1)
     scores = (q @ k.transpose(1, 2) / math.sqrt(16)).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
     expected = attention.out_proj(scores.softmax(-1) @ v)
-    torch.testing.assert_close(attention(x, torch.arange(6)), expected)
+    torch.testing.assert_close(attention(x), expected)
 
 
 def test_a_vocabulary_padded_for_the_gpu_is_not_seen_outside(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from exchange.hf_model import from_hf, hf_kind, to_hf
 from generate import load_model
 from generation.completion import generate
 from generation.sampling import Sampling
-from model import KVCache, TransformerLanguageModel, rotate
+from model import KVCache, TransformerLanguageModel, rotations
 from model_config import ModelConfig
 from tests.exchange import gguf_proof
 from tests.helpers import generated_text
@@ -186,10 +186,8 @@ def test_groups_of_queries_share_keys_and_values() -> None:
 
 def test_scaled_frequencies_leave_short_distances_as_they_are() -> None:
     """A high frequency turns as before, a low one `factor` times more slowly."""
-    x = torch.randn(1, 1, 1, 64)
     at = torch.tensor([9])
-    plain, scaled = rotate(x, at), rotate(x, at, scaling=(8.0, 1.0, 4.0, 1000.0))
-    slower = rotate(x, at / 8)
+    plain, scaled, slower = rotations(at, 64), rotations(at, 64, scaling=(8.0, 1.0, 4.0, 1000.0)), rotations(at / 8, 64)
     torch.testing.assert_close(scaled[..., 0], plain[..., 0])
     torch.testing.assert_close(scaled[..., 31], slower[..., 31])
 

@@ -196,7 +196,9 @@ def data_parallel(model: torch.nn.Module) -> Callable[..., torch.Tensor]:
     """The model. With several processes, its gradients are averaged over them."""
     if GROUP is None:
         return model
-    return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parallel.broadcast_buffers = False  # an attribute, for torch 2.13 renames the argument
+    return parallel
 
 
 def no_sync(step_model: Callable[..., torch.Tensor], enabled: bool = True) -> contextlib.AbstractContextManager[None]:

@@ -90,6 +90,8 @@ def unsharded_copy(model: TransformerLanguageModel, device: torch.device) -> Tra
         if lora := lora_of(model):
             add_adapters(copy, lora)
     copy.to_empty(device=device)
+    for name, buffer in model.named_buffers():
+        copy.get_buffer(name).copy_(buffer)
     if model.config.tie_embeddings:  # `to_empty` separates them
         copy.head.weight = copy.token_embedding.weight
         if lora and "embeddings" in lora.targets:
