@@ -104,19 +104,19 @@ def place_texts(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def rotations(
     positions: torch.Tensor, head_dim: int, base: float = 10_000.0, scaling: tuple[float, ...] = ()
 ) -> torch.Tensor:
-    """Cosines and sines of the angles of `rotate`: positions (T,) -> (2, T, 1, D/2), one for all heads."""
+    """The cosines of the angles of `rotate`, and then their sines: positions (T,) -> (T, D)."""
     half = head_dim // 2
     frequencies = base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
     if scaling:
         frequencies = scaled(frequencies, *scaling)
-    angles = positions[:, None, None].float() * frequencies
-    return torch.stack((angles.cos(), angles.sin()))
+    angles = positions[:, None].float() * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding (Su et al. 2021, eq. 34) in the half-split layout: pairs are (x[i], x[i + D/2]).
 
-    x: (B, T, heads, D); cos, sin: (T, 1, D/2) or (B, T, 1, D/2).
+    x: (B, T, heads, D); cos, sin: (T, 1, D/2) or (B, T, 1, D/2), the same for all heads.
     """
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((x1 * cos - x2 * sin, x1 * sin + x2 * cos), dim=-1)
@@ -222,7 +222,7 @@ class MultiHeadAttention(nn.Module):
         if config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotation is not None:
-            cos, sin = rotation.to(q.dtype)
+            cos, sin = rotation.to(q.dtype).unsqueeze(-2).chunk(2, dim=-1)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         # Transpose last, as views: attention's output has the memory layout of q, and out_proj reads (B, T, H, D).
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, H, T, D), twice (B, K, T, D)
@@ -320,7 +320,7 @@ class TransformerLanguageModel(nn.Module):
             self.positional_embedding = nn.Embedding(config.max_seq_len, config.embed_dim)
         else:  # stored, because a compiler would compute them again for each element of each layer's q and k
             turned = rotations(torch.arange(config.max_seq_len), config.head_dim, config.rope_base, config.rope_scaling)
-            self.register_buffer("rotary_table", turned, persistent=False)  # (2, max_seq_len, 1, D/2)
+            self.register_buffer("rotary_table", turned, persistent=False)  # (max_seq_len, D)
         if config.embed_norm:
             self.embed_norm = build_norm(config)
         self.dropout = nn.Dropout(config.dropout)
@@ -409,11 +409,11 @@ class TransformerLanguageModel(nn.Module):
         else:
             positions, mask = torch.arange(T, device=tokens.device), None
         x = self.token_embedding(tokens)  # (B, T, C)
-        rotation = None  # or (2, T, 1, D/2), (2, B, T, 1, D/2)
+        rotation = None
         if self.config.position == "learned":
             x = x + self.positional_embedding(positions)
         else:
-            rotation = self.rotary_table[:, positions]
+            rotation = F.embedding(positions, self.rotary_table)  # (T, D) or (B, T, D)
         if self.config.embed_norm:
             x = self.embed_norm(x)
         x = self.dropout(x.to(residual_dtype(x)))

@@ -127,15 +127,16 @@ def climb(rung: Rung, steps: int, config: Config) -> dict[str, Any]:
     if rung < Rung.OURS:
         for group in optimizer.param_groups:
             group["fused"] = False
+    rows = config.micro_batch_size or config.batch_size
     output, began = io.StringIO(), time.perf_counter()
     with contextlib.redirect_stdout(output):
-        step_model, _ = compile_model(model, hardware, data.batch(0, config.rows_at_once(config.batch_size)))
+        step_model, _ = compile_model(model, hardware, data.batch(0, config.rows_at_once(rows)))
     hardware.synchronize()
     compile_seconds = time.perf_counter() - began if step_model is not model else None
     if rung == Rung.COMPILE and step_model is model:
         said = output.getvalue().strip()
         raise UserError(said if "failed" in said else "torch.compile is switched off (TORCHDYNAMO_DISABLE)")
-    scaler, rows = hardware.grad_scaler(), config.batch_size
+    scaler = hardware.grad_scaler()
     trainer = Trainer(config, hardware, data, [], model, optimizer, scaler, step_model, rows, "default")
     losses = []
     for step in range(WARM_UP_STEPS + steps):

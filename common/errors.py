@@ -6,13 +6,16 @@ import errno
 import importlib.util
 
 INTERRUPTED = 130
-# How allocators that raise a plain RuntimeError say it: the CPU's (Linux, Windows), CUDA's and cuBLAS's.
+# How allocators that raise a plain RuntimeError say it: the CPU's (Linux, Windows), CUDA's, the compiler's, cuBLAS's.
 OUT_OF_MEMORY = (
     "can't allocate memory",
     "not enough memory",
     "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
     "CUDA out of memory",  # in the words of a compiler that met it
     "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUBLAS_STATUS_NOT_INITIALIZED",  # it finds no memory for its workspace
     "could not create a memory object",
     "can't start new thread",
 )

@@ -15,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 from common.validation import build, choices_of, fields_of
 from model import ACTIVATIONS, IGNORE_INDEX, KVCache, Linear, TransformerLanguageModel, rms_norm, rotations
 from model_config import ModelConfig
+from tests.helpers import Operations
+from tests.models import MODERN
 
 OPTIONS = {
     "activation": tuple(ACTIVATIONS),
@@ -193,6 +195,19 @@ def test_rope_sees_distances_only() -> None:
     torch.testing.assert_close(here, there, rtol=0, atol=1e-6)
     uneven = attention(x, rotations(torch.tensor([0, 1, 2, 3, 7]), config.head_dim))
     assert (uneven[:, 4] - here[:, 4]).abs().max() > 1e-6
+
+
+def test_rotations_are_looked_up_once_and_not_computed() -> None:
+    """Compiled, cosines would be computed again for each element of each layer; uncompiled, a token costs launches."""
+    model = random_model(tiny_config(**MODERN, num_layers=6), torch.float32)
+    tokens = torch.arange(12)[None] % 29
+    cache = KVCache(model.config, 1, tokens.device, torch.float32)
+    with torch.no_grad():
+        model(tokens[:, :5], cache=cache)
+        with Operations() as operations:
+            model.next_logits(cache, tokens[:, 5])
+    assert not {"cos", "sin", "scalar_tensor"} & set(operations.counts)
+    assert operations.counts["embedding"] == 2  # of the token, and of its rotation
 
 
 @every_pair_of_options

@@ -63,6 +63,8 @@ def make_plan(config: Config, old: Old) -> Plan:
     data_dir = on_rank_0(lambda: tokenized(config, old))
     prompts = on_rank_0(lambda: questions(config))
     data = TokenData.open(config, data_dir, asked.max_seq_len, hardware)
+    if data.layout.has_mask:  # with a mask, cuDNN's attention can give gradients that are not finite (pytorch 196678)
+        torch.backends.cuda.enable_cudnn_sdp(False)
     print(data.describe() + repetition(data.windows, config))
     check_prompts(prompts, data)
 
@@ -100,6 +102,8 @@ def build(plan: Plan) -> Trainer:
         if plan.base is not None and plan.lora is not None:
             plan.base.load_weights(model)
             add_adapters(model, plan.lora)
+        if hardware.is_cuda:  # the dial and an earlier run in this process had peaks of their own
+            torch.cuda.reset_peak_memory_stats()
         return Trainer(
             config,
             hardware,

@@ -38,3 +38,14 @@ def memory_limit(limit: int) -> Iterator[None]:
             yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@contextlib.contextmanager
+def waiting_forbidden() -> Iterator[None]:
+    """Raise where the host waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

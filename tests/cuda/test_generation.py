@@ -13,7 +13,7 @@ from generation.completion import generate
 from generation.sampling import Sampling
 from generation.stream import stream
 from model import TransformerLanguageModel
-from tests.cuda.helpers import DEVICE, opened
+from tests.cuda.helpers import DEVICE, opened, waiting_forbidden
 from tests.generation.helpers import CHARACTERS, CONTEXT, changed, either_way, random_model
 from tokenizer import CharacterTokenizer, load_tokenizer
 
@@ -37,6 +37,17 @@ def test_generation_leaves_cudnns_attention_out_and_back_in() -> None:
     for _ in stream(model, [[1]], Sampling(max_new_tokens=3), torch.zeros(len(CHARACTERS), device=DEVICE)):
         assert torch.backends.cuda.cudnn_sdp_enabled(), "it leaks to the caller"
     assert not any(seen) and len(seen) == 3
+
+
+def test_the_host_waits_for_nothing_between_two_tokens() -> None:
+    """Nor where prompts differ in length."""
+    model = random_model(len(CHARACTERS)).to(DEVICE)
+    bias = torch.zeros(len(CHARACTERS), device=DEVICE)
+    tokens = stream(model, [[1], [2, 3, 4]], Sampling(max_new_tokens=10), bias)
+    next(tokens)
+    with waiting_forbidden():
+        for _ in range(3):
+            next(tokens)
 
 
 def test_greedy_text_is_that_of_the_cpu(tmp_path: Path, train: Callable, token_folder: Path) -> None:

@@ -48,6 +48,14 @@ def test_peak_memory_is_within_a_tenth_of_the_estimate(tmp_path: Path, form: str
     assert estimate == pytest.approx(peak, rel=0.1), f"estimated {estimate / 1e9:.2f} GB, measured {peak / 1e9:.2f} GB"
 
 
+def test_the_peak_of_a_run_is_its_own(tokens: Path) -> None:
+    """Not that of the dial, or of a run before in the same process."""
+    large = torch.empty(1 << 28, device=DEVICE)
+    del large
+    opened(tokens)
+    assert torch.cuda.max_memory_allocated() < 1 << 28
+
+
 def test_memory_does_not_grow_from_step_to_step(tokens: Path) -> None:
     training = opened(tokens, "--compile", "off")
     for _ in range(3):

@@ -3,10 +3,8 @@ numbers that are not finite."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import workload
 from benchmarks.workload import Training
 from model import ACTIVATIONS, TransformerLanguageModel
-from tests.cuda.helpers import DEVICE, opened
+from tests.cuda.helpers import DEVICE, opened, waiting_forbidden
 from tokenize_local_bpe import tokenize
 from training.numbers.evaluate import validation_loss
 from training.numbers.step import StepResult, train_step
@@ -119,17 +117,6 @@ def test_placements_give_the_same_batches(tokens: Path) -> None:
             batch = placed[place].batch(seen, 8)
             assert all(tensor.is_cuda for tensor in batch)
             assert all(torch.equal(a, b) for a, b in zip(batch, expected, strict=True)), place
-
-
-@contextlib.contextmanager
-def waiting_forbidden() -> Iterator[None]:
-    """Raise where the host waits for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_wait_would_be_noticed() -> None:

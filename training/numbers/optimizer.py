@@ -130,68 +130,78 @@ def update_muon(
     """Momentum with an orthogonalized update: a matrix learns at the same speed in every direction.
 
     The same update as `torch.optim.Muon` with its default learning-rate adjustment, sqrt(max(1, rows / columns)). But
-    one batched call orthogonalizes all matrices of one shape. If several processes hold the same matrices, each
-    orthogonalizes its share.
+    one batched call orthogonalizes all matrices of one shape, and a few calls update them: on a GPU a call for each
+    matrix would take longer than the work. If several processes hold the same matrices, each orthogonalizes its share.
     """
     if found_inf is None:
         found_inf = torch.zeros((), device=groups[0]["params"][0].device)
     skip, keep = found_inf.bool(), 1 - found_inf
-    updates: list[Update] = []
+    batches = []
     for group in groups:
-        for parameter, gradient in zip(with_gradients([group]), gradients_of([group]), strict=True):
-            gradient = torch.where(skip, 0.0, gradient)
-            buffer = local(optimizer.state_of(parameter, group)["momentum_buffer"])
-            buffer.lerp_(gradient, (1 - group["momentum"]) * keep)
-            update = gradient.lerp(buffer, group["momentum"])  # Nesterov's
-            is_bf16 = newton_schulz_dtype(update.device) == torch.bfloat16  # fp16 could not hold it before it is scaled
-            updates.append(Update(parameter, update.bfloat16() if is_bf16 else update, group))
-    for part, orthogonal, scale, group in (of_rows if optimizer.is_sharded else of_whole)(updates):
-        decay = torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"])
-        part.mul_(decay).add_(orthogonal * keep, alpha=-group["lr"] * scale)
+        by_shape = defaultdict(list)
+        for parameter in with_gradients([group]):
+            by_shape[parameter.shape].append(parameter)
+        for parameters in by_shape.values():
+            batches.append(Batch(parameters, momentum(optimizer, parameters, group, skip), group))
+    for parts, orthogonal, scale, group in (of_rows if optimizer.is_sharded else of_whole)(batches):
+        torch._foreach_mul_(parts, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
+        torch._foreach_add_(parts, list((orthogonal * keep).float()), alpha=-group["lr"] * scale)
 
 
-class Update(NamedTuple):
-    """What Muon would add to a parameter, before it is orthogonalized; if sharded, this process's rows of it."""
+def momentum(optimizer: Optimizer, parameters: list[Parameter], group: Group, skip: torch.Tensor) -> torch.Tensor:
+    """Update the momentum of N parameters of one shape, unless `skip`. Returns Nesterov's, (N, rows, columns)."""
+    buffers = [local(optimizer.state_of(parameter, group)["momentum_buffer"]) for parameter in parameters]
+    stack = torch.stack(buffers)
+    gradients = torch.where(skip, stack, torch.stack(gradients_of([{"params": parameters}])))
+    stack.lerp_(gradients, 1 - group["momentum"])
+    torch._foreach_copy_(buffers, list(stack))
+    nesterov = gradients.lerp_(stack, group["momentum"])
+    is_bf16 = newton_schulz_dtype(nesterov.device) == torch.bfloat16  # fp16 could not hold it before it is scaled
+    return nesterov.bfloat16() if is_bf16 else nesterov
 
-    parameter: Parameter
-    matrix: torch.Tensor
+
+class Batch(NamedTuple):
+    """Parameters of one shape and group, and what Muon would add to them before it is orthogonalized, (N, rows,
+    columns); if sharded, this process's rows of it."""
+
+    parameters: list[Parameter]
+    matrices: torch.Tensor
     group: Group
 
 
-Orthogonalized = Iterator[tuple[torch.Tensor, torch.Tensor, float, Group]]
+Orthogonalized = Iterator[tuple[list[torch.Tensor], torch.Tensor, float, Group]]
 
 
 def scale_of(rows: int, columns: int) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def of_whole(updates: list[Update]) -> Orthogonalized:
-    """(part of a parameter, its orthogonalized update, the scale of the update, the group) for each matrix."""
-    batches = defaultdict(list)  # shape -> (part of a parameter, its update, its group)
-    for parameter, update, group in updates:
-        rows = group["stacked"] or (len(update),)
-        for part, piece in zip(parameter.split(rows), update.split(rows), strict=True):
-            batches[piece.shape].append((part, piece, group))
-    for shape, batch in batches.items():
-        orthogonal = map_over_ranks(orthogonalize, torch.stack([piece for _, piece, _ in batch]))
-        for (part, _, group), update in zip(batch, orthogonal, strict=True):
-            yield part, update, scale_of(*shape), group
+def of_whole(batches: list[Batch]) -> Orthogonalized:
+    """(parts of parameters, their orthogonalized updates, the scale of the updates, the group) for all matrices."""
+    alike = defaultdict(list)  # shape -> (parts of parameters, their matrices, their group)
+    for parameters, matrices, group in batches:
+        rows = group["stacked"] or (matrices.size(1),)
+        split = [parameter.split(rows) for parameter in parameters]
+        for parts, pieces in zip(map(list, zip(*split, strict=True)), matrices.split(rows, dim=1), strict=True):
+            alike[pieces.shape[1:]].append((parts, pieces, group))
+    for shape, same in alike.items():
+        orthogonal = map_over_ranks(orthogonalize, torch.cat([pieces for _, pieces, _ in same]))
+        for parts, _, group in same:
+            updates, orthogonal = orthogonal[: len(parts)], orthogonal[len(parts) :]
+            yield parts, updates, scale_of(*shape), group
 
 
-def of_rows(updates: list[Update]) -> Orthogonalized:
+def of_rows(batches: list[Batch]) -> Orthogonalized:
     """The same if each process has some rows of each matrix. Of the matrices of one shape, each process gets a share,
     whole, and the rows of the results go back. So no process ever has all matrices."""
-    batches = defaultdict(list)
-    for each in updates:
-        batches[each.parameter.shape, each.group["stacked"]].append(each)
-    for (shape, stacked), batch in batches.items():
-        like, whole_shape = batch[0].parameter, torch.Size((len(batch), *shape))
-        whole = exchange(torch.stack([each.matrix for each in batch]), whole_shape, like, before=1, after=0)
-        pieces = whole.split(stacked or (shape[0],), dim=1)  # each (share of the matrices, rows, columns)
+    for parameters, matrices, group in batches:
+        like, shape = parameters[0], parameters[0].shape
+        whole_shape = torch.Size((len(parameters), *shape))
+        whole = exchange(matrices, whole_shape, like, before=1, after=0)
+        pieces = whole.split(group["stacked"] or (shape[0],), dim=1)  # each (share of the matrices, rows, columns)
         done = torch.cat([orthogonalize(piece) * scale_of(*piece.shape[1:]) for piece in pieces], dim=1)
         rows = exchange(done, whole_shape, like, before=0, after=1)
-        for (parameter, _, group), update in zip(batch, rows, strict=True):
-            yield local(parameter), update, 1.0, group
+        yield [local(parameter) for parameter in parameters], rows, 1.0, group
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:

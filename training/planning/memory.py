@@ -101,6 +101,7 @@ def compile_step_model(trainer: Trainer) -> None:
 
     Raises MemoryExhausted if one sequence does not fit.
     """
+    trainer.optimizer.tensors()  # allocate them now: if memory runs out, then before compiling takes its time
     evaluates = bool(trainer.config.eval_interval)
     example = trainer.data.batch(0, trainer.rows_at_once) if trainer.hardware.compiles else ()
     trainer.step_model, failure = compile_model(trainer.model, trainer.hardware, example, evaluates)

@@ -190,7 +190,15 @@ def test_a_gpu_that_is_not_wanted_is_left_alone(cuda: FakeCuda, config: Config) 
 
 @pytest.mark.parametrize(
     ("name", "tera"),
-    [("NVIDIA H100 PCIe", 756), ("NVIDIA L40", None), ("NVIDIA RTX A1000 Laptop GPU", None), ("NVIDIA T400 4GB", None)],
+    [
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504),
+        ("NVIDIA RTX A6000", 155),
+        ("NVIDIA RTX 6000 Ada Generation", None),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000 Laptop GPU", None),
+        ("NVIDIA T400 4GB", None),
+    ],
 )
 def test_the_peak_is_that_of_the_part_and_not_of_one_whose_name_is_in_its(
     cuda: FakeCuda, name: str, tera: int | None

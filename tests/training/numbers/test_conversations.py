@@ -24,10 +24,12 @@ from tests.helpers import hardware_of, open_tokens, run_script, with_large_weigh
 from tokenization.metadata import TokenMetadata, read_tokens
 from tokenize_local_bpe import tokenize
 from tokenizer import load_tokenizer
+from training.checkpoints.resume import Old
 from training.config import Config, parse_config
 from training.machine.compilation import compile_model
 from training.numbers.data import TokenData
 from training.numbers.layout import pack
+from training.plan import make_plan
 from training.reports.records import read_metrics
 
 COLORS = ("red", "green", "blue", "white", "black", "grey", "brown", "pink")
@@ -65,6 +67,16 @@ def train(*arguments: Any, **options: Any) -> SimpleNamespace:
 def open_data(chats: Path, **options: Any) -> TokenData:
     config = parse_config(flags(chats, Path("unused"), **options))
     return open_tokens(config, hardware_of(config))
+
+
+def test_cudnns_attention_is_left_out_where_there_is_a_mask(chats: Path, tmp_path: Path) -> None:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        make_plan(parse_config(flags(chats, tmp_path / "run")), Old())
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 # Packing

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from common.validation import choices_of
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tests.helpers import trainer_of
+from tests.helpers import Operations, trainer_of
+from tests.models import MODERN
 from tokenization.metadata import TokenMetadata
 from training.config import SCHEMA, Config
 from training.numbers import optimizer as optimizer_module
@@ -374,6 +375,18 @@ def test_muon_takes_the_matrices_inside_blocks_and_adamw_all_the_rest() -> None:
             assert (group["rule"], group["stacked"], group["weight_decay"]) == ("muon", rows, 0.1)
         else:
             assert (group["rule"], group["stacked"], group["weight_decay"]) == ("adamw", (), 0.0), name
+
+
+def test_muon_updates_many_matrices_in_few_operations() -> None:
+    """On a GPU each costs a launch, which for a small model takes longer than the work."""
+    model = TransformerLanguageModel(ModelConfig(50, 32, 2, 12, **MODERN))
+    optimizer = build_optimizer(model, MUON)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.tensors()  # later updates allocate none
+    with Operations() as operations:
+        update(optimizer, gradient_norm(optimizer), 1.0, torch.zeros(()))
+    assert operations.counts.total() < 200
 
 
 def test_muons_rate_follows_the_same_curve() -> None:

@@ -20,15 +20,13 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class WithoutGuard(TorchFunctionMode):
-    """Slices and new dimensions without Python's indexing, which asks the GPU's driver."""
+    """Slices without Python's indexing, which asks the GPU's driver."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.Tensor.__getitem__:
             return func(*args, **(kwargs or {}))
         x, (first, *rest) = args
         assert first is Ellipsis, "only the last dimensions"
-        if rest == [None, None]:
-            return x.unsqueeze(-1).unsqueeze(-1)
         (part,) = rest
         begins, ends, _ = part.indices(x.size(-1))
         return x.narrow(-1, begins, ends - begins)
@@ -65,7 +63,7 @@ class Followed:
                 torch.autocast_decrement_nesting()
                 torch.set_autocast_enabled("cuda", False)
 
-        weights = {name: on_gpu(parameter) for name, parameter in self.model.named_parameters()}
+        weights = {name: on_gpu(tensor) for name, tensor in self.tensors().items()}
         tokens = on_gpu(self.tokens)
         with pytest.MonkeyPatch.context() as patch, torch.no_grad(), mode:
             patch.setattr(F, "scaled_dot_product_attention", lambda *qkv, attn_mask, **how: flash(*qkv, **how))
@@ -76,7 +74,10 @@ class Followed:
         self.graph.recompile()
 
     def loss(self) -> torch.Tensor:
-        return self.graph(dict(self.model.named_parameters()), self.tokens)
+        return self.graph(self.tensors(), self.tokens)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dict([*self.model.named_parameters(), *self.model.named_buffers()])
 
     def kept_of_a_token(self) -> float:
         """Bytes that the forward pass keeps for the backward pass, weights and their casts aside."""

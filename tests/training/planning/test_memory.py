@@ -268,6 +268,13 @@ def test_a_compile_that_fails_fits_the_micro_batch_again(
     assert final_weights(tmp_path / "run", 4) == final_weights(tmp_path / "straight", 4)
 
 
+def test_the_optimizers_state_takes_its_memory_before_the_first_step(train_flags: Callable, tmp_path: Path) -> None:
+    """If it does not fit, a smaller micro-batch is found before compiling takes its time."""
+    trainer = build(make_plan(parse_config(train_flags(tmp_path / "run")), Old()))
+    memory_module.fitting(trainer, lambda: None)
+    assert set(trainer.optimizer.state) == set(trainer.model.parameters())
+
+
 def test_after_a_compile_that_failed_the_hardware_does_not_compile(
     train_flags: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
