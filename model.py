@@ -330,7 +330,8 @@ class TransformerLanguageModel(nn.Module):
         if config.tie_embeddings:
             self.head.weight = self.token_embedding.weight
         self.activation_checkpointing = False  # set by the trainer; not part of the config
-        self.initialize()
+        if self.device.type != "meta":  # it has no numbers, and takes its time
+            self.initialize()
 
     @torch.no_grad()
     def initialize(self) -> None:

@@ -34,7 +34,9 @@ from tokenization.corpus import find_sources, read_pieces
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenize_local_bpe import main as tokenize
 from training.config import MODEL_KEYS
-from training.dial import HEAD_WIDTH, LADDER, Law, batch_for, dropout_for, recipe, vocabulary_for
+from training.dial import HEAD_WIDTH, LADDER, beta2_for, context_for, dropout_for, recipe, sequences_for
+from training.planning.law import Law
+from training.planning.text import vocabulary_for
 
 LEAST_CHARACTERS = 20_000  # of a book
 HELD_OUT_CHARACTERS = 500_000
@@ -116,16 +118,19 @@ def documents(path: str) -> list[str]:
 def flags_of(run: Run, data: Path, train_tokens: int) -> list[str]:
     """The trainer's flags of a run, which is not compiled: most are too short for it."""
     shape = next(shape for shape in LADDER if (shape.num_layers, shape.embed_dim) == (run.layers, run.width))
-    batch = batch_for(shape, run.passes * train_tokens)
+    length = context_for(shape, run.passes * train_tokens)
+    sequences = sequences_for(run.passes * train_tokens, length)
     keys = recipe() | {
         "data_dir": data,
         "num_layers": run.layers,
         "embed_dim": run.width,
         "num_heads": run.width // HEAD_WIDTH,
-        **batch._asdict(),
+        "max_seq_len": length,
+        "batch_size": sequences,
+        "beta2": beta2_for(sequences * length),
         "epochs": run.passes,
         "dropout": dropout_for(run.passes),
-        "eval_interval": max(1, run.passes * train_tokens // (batch.max_seq_len * batch.batch_size) // EVALUATIONS),
+        "eval_interval": max(1, run.passes * train_tokens // (length * sequences) // EVALUATIONS),
         "eval_batches": 0,
         "compile": "off",
     }
@@ -149,11 +154,11 @@ def fit(runs: Sequence[Mapping[str, Any]]) -> Law:
         optimizer = torch.optim.Adam([logs], lr=0.01)
         for _ in range(FIT_STEPS):
             optimizer.zero_grad()
-            loss = torch.nn.functional.huber_loss(Law._make([*logs.exp(), 0.0]).loss(*of_runs), measured, delta=0.03)
+            loss = torch.nn.functional.huber_loss(Law(*logs.exp()).loss(*of_runs), measured, delta=0.03)
             loss.backward()
             optimizer.step()
         found.append((float(loss), logs.exp().tolist()))
-    return Law._make([*min(found)[1], 0.0])
+    return Law(*min(found)[1])
 
 
 def judged(runs: Sequence[Mapping[str, Any]], machine: Mapping[str, Any]) -> tuple[dict[str, Any], str]:

@@ -12,9 +12,9 @@ from benchmarks import law
 from tests.helpers import WORDS, open_tokens
 from tokenization.metadata import TokenMetadata, metadata_files
 from training.config import Config
-from training.dial import Law
+from training.planning.law import Law
 
-TRUE = Law(0.8, 5.0, 0.22, 40.0, 0.3, 5.0, 0.25, 0.0)
+TRUE = Law(0.8, 5.0, 0.22, 40.0, 0.3, 5.0, 0.25)
 
 
 def test_what_is_held_out_is_of_other_books(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import time
@@ -13,14 +14,15 @@ import pytest
 
 import train_colab_mmap
 from common.errors import ConfigError, DataError
-from tests.helpers import ROOT, WORDS
+from tests.helpers import WORDS
+from tests.training.pretended import MACHINES, Pretended
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
 from training.config import Config, parse_config
-from training.dial import LAW, SOURCE, Dial, Law, Timed, choose, dropout_for, look_at, vocabulary_for
+from training.dial import SOURCE, Dial, beta2_for, choose, dropout_for, sequences_for
 from training.machine.hardware import ALL_THREADS
-
-SIMPLE = Law(floor=1, of_size=8, size_power=0.5, of_text=8, text_power=0.5, worth=4, worth_power=0, error=0)
+from training.planning.text import look_at
+from training.planning.timing import Timed
 
 
 @pytest.fixture
@@ -40,34 +42,6 @@ def choice(argv: list[str]) -> Config:
     return choose(argv, parse_config(argv))
 
 
-def test_the_law_of_simple_constants() -> None:
-    assert SIMPLE.loss(64, 16, 1) == pytest.approx(1 + 8 / 8 + 8 / (16 * 4 * 0.2212) ** 0.5, abs=1e-4)
-    assert SIMPLE.loss(64, 16, 1000) == pytest.approx(1 + 8 / 8 + 8 / 8)  # all passes together are worth four
-    assert SIMPLE.most_passes(64, 16) == 12
-
-
-@pytest.mark.parametrize("text_bytes", [1e5, 1e6, 1e7, 1e9])
-def test_text_passes_and_parameters_lower_the_loss_and_a_large_text_is_read_more_often(text_bytes: float) -> None:
-    loss = LAW.loss(1e6, text_bytes, 2)
-    assert loss > LAW.loss(4e6, text_bytes, 2) and loss > LAW.loss(1e6, 2 * text_bytes, 2)
-    assert loss > LAW.loss(1e6, text_bytes, 3) > LAW.loss(1e6, 2 * text_bytes, 1.5)  # new text is worth more
-    assert LAW.most_passes(1e5, text_bytes) >= LAW.most_passes(1e7, text_bytes) >= 1
-    assert 0.5 < loss < 4
-
-
-def test_the_law_is_that_of_the_runs_on_record() -> None:
-    """As far as the passes over a text pay."""
-    runs = json.loads((ROOT / "docs/benchmarks/law.json").read_text())["runs"]
-    of = [(run["parameters"], run["bytes"], run["passes"], run["lowest"]) for run in runs]
-    apart = [abs(LAW.loss(*run[:3]) - run[3]) for run in of if run[2] <= 16]
-    assert len(apart) >= 10 and sum(each <= LAW.error for each in apart) >= 0.9 * len(apart)
-
-
-def test_the_larger_the_text_the_larger_the_vocabulary() -> None:
-    sizes = [vocabulary_for(10.0**power).size for power in range(3, 11)]
-    assert sizes == sorted(sizes) and sizes[0] == 512 and sizes[-1] == 32_000
-
-
 def test_it_says_what_it_chose_and_marks_it(book: Path, capsys: pytest.CaptureFixture) -> None:
     config = choice(flags(book))
     said = capsys.readouterr().out.splitlines()
@@ -78,47 +52,36 @@ def test_it_says_what_it_chose_and_marks_it(book: Path, capsys: pytest.CaptureFi
     assert config.sources["num_layers"] == config.sources["epochs"] == SOURCE and config.sources["minutes"] == "flag"
 
 
-def test_more_minutes_never_choose_a_smaller_model_and_are_expected_to_bring_more(book: Path) -> None:
-    argv = flags(book)
-    dial = Dial(argv, look_at(parse_config(argv)), parse_config(argv))
-    sizes = [candidate.model.flops_per_token() for candidate in dial.candidates]
-    dial.timed = {ALL_THREADS: {size: Timed(size / 3e10, 0.0, 1.0) for size in sizes}}
-    choices = [dial.best(minutes) for minutes in (0.02, 10, 10_000)]
-    widths, losses = ([choice.candidate.shape.embed_dim for choice in choices], [choice.loss for choice in choices])
-    assert widths == sorted(widths) and widths[0] < widths[-1] and losses == sorted(losses, reverse=True)
+def pretended_dial(argv: list[str], all_threads: Timed, one_thread: Timed | None = None) -> Dial:
+    """One to which every candidate's step takes as long."""
+    asked = parse_config(argv)
+    dial = Dial(argv, look_at(asked), asked, Pretended(MACHINES["laptop"]))
+    dial.first_timed = -math.inf  # no time is left to time any
+    counts = {ALL_THREADS: all_threads} | ({0: one_thread} if one_thread else {})
+    dial.timed = {count: {each.flops: timed for each in dial.candidates} for count, timed in counts.items()}
+    return dial
 
 
 def test_the_speed_of_what_was_not_timed(book: Path) -> None:
-    argv = flags(book)
-    asked = parse_config(argv)
-    dial = Dial(argv, look_at(asked), asked)
-    sizes = [candidate.model.flops_per_token() for candidate in dial.candidates]
-    dial.timed = {ALL_THREADS: {sizes[0]: Timed(1.0, 0.0, 1.0), sizes[2]: Timed(3.0, 0.0, 1.0)}}
-    seconds = [dial.speed(candidate)[0].seconds for candidate in dial.candidates]
-    assert seconds[0] == 1.0 < seconds[1] < seconds[2] == 3.0  # between
-    assert seconds[3:] == pytest.approx([3.0 * size / sizes[2] for size in sizes[3:]])  # above
-
-
-def timed_dial(argv: list[str], all_threads: Timed, one_thread: Timed) -> Dial:
-    """One to which every candidate's token takes as long."""
-    asked = parse_config(argv)
-    dial = Dial(argv, look_at(asked), asked)
-    sizes = [candidate.model.flops_per_token() for candidate in dial.candidates]
-    counts = {1: one_thread, 2: all_threads} if ALL_THREADS > 1 else {1: all_threads, 0: one_thread}
-    dial.timed = {count: dict.fromkeys(sizes, timed) for count, timed in counts.items()}
-    return dial
+    dial = pretended_dial(flags(book), Timed(0.1, 0.0, 1.0))
+    sizes = [candidate.flops for candidate in dial.candidates]
+    dial.timed = {ALL_THREADS: {sizes[1]: Timed(0.1, 0.0, 1.0), sizes[3]: Timed(0.3, 0.0, 3.0)}}
+    seconds = [dial.speed(candidate, False)[0].token for candidate in dial.candidates]
+    assert seconds[1] == 1.0 < seconds[2] < seconds[3] == 3.0  # between
+    assert seconds[0] == pytest.approx(sizes[0] / sizes[1])  # below
+    assert seconds[4:] == pytest.approx([3.0 * size / sizes[3] for size in sizes[4:]])  # above
 
 
 @pytest.mark.parametrize(("of_one", "is_chosen"), [(0.8e-4, True), (0.95e-4, False), (2e-4, False)])
 def test_fewer_threads_are_chosen_where_they_are_clearly_faster(book: Path, of_one: float, is_chosen: bool) -> None:
-    dial = timed_dial(flags(book, minutes="2"), Timed(1e-4, 0.0, 1.0), Timed(of_one, 0.0, 1.0))
+    dial = pretended_dial(flags(book, minutes="2"), Timed(0.0, 0.0, 1e-4), Timed(0.0, 0.0, of_one))
     assert (dial.choice().tokens_per_second == pytest.approx(1 / of_one)) == is_chosen
 
 
 def test_steps_that_scatter_widen_the_interval(book: Path) -> None:
-    timed = [[Timed(1e-4, scatter, 1.0)] * 2 for scatter in (0.0, 1.0)]
-    steady, unsteady = (timed_dial(flags(book, minutes="0.1"), *each).choice() for each in timed)
-    assert steady.loss == unsteady.loss and steady.error + 0.01 < unsteady.error
+    dials = [pretended_dial(flags(book, minutes="0.1"), Timed(0.0, 0.0, 1e-4, scatter)) for scatter in (0.0, 1.0)]
+    steady, unsteady = (dial.choice() for dial in dials)
+    assert steady.loss == pytest.approx(unsteady.loss, abs=0.01) and steady.error + 0.01 < unsteady.error
 
 
 def test_timing_a_huge_context_takes_no_longer(book: Path) -> None:
@@ -126,6 +89,25 @@ def test_timing_a_huge_context_takes_no_longer(book: Path) -> None:
     began = time.perf_counter()
     argv = flags(book, "--max_seq_len", "60000", "--num_layers", "2", "--embed_dim", "64", "--num_heads", "1")
     assert choice(argv).max_seq_len == 60_000 and time.perf_counter() - began < 20
+
+
+def test_flags_count_in_what_is_forecast(book: Path) -> None:
+    """A longer context or a larger step leaves fewer steps, and as many evaluations."""
+    timed = Timed(0.0, 0.0, 1e-4)
+    for more, of_step in (([], 256), (["--max_seq_len", "512"], 512), (["--batch_size", "32"], 32 * 128)):
+        dial = pretended_dial(flags(book, *more, minutes="0.25"), timed)
+        choice = dial.choice()
+        config = dial.config_of(choice)
+        assert config.batch_size * config.max_seq_len == of_step
+        assert choice.steps == int(0.95 * 15 / 1e-4 / of_step)
+        assert config.eval_interval == max(1, choice.steps // 20)
+
+
+def test_the_step_follows_the_length_of_the_run() -> None:
+    steps = [128 * sequences_for(10.0**power, 128) for power in range(4, 11)]
+    assert steps == sorted(steps) and steps[0] == 128 and 64_000 < steps[-1] < 300_000
+    assert sequences_for(2e6, 256) * 256 == 2048 < sequences_for(2e6, 256, busy=4000) * 256 <= 2e6 / 300
+    assert [beta2_for(tokens) for tokens in (512, 2048, 20_480, 10**6)] == pytest.approx([0.995, 0.995, 0.95, 0.95])
 
 
 def test_flags_win_and_the_rest_is_chosen_around_them(book: Path) -> None:

@@ -36,6 +36,12 @@ CPU_COMPILE_SECONDS_PER_LAYER = 3.0
 CPU_COMPILE_SAVES = 0.3
 CPU_FLOPS_PER_CORE = 1e11
 CPU_COMPILE_MARGIN = 3  # the estimate is rough, and a short run should start soon
+# On a GPU, where nothing was measured yet: compiling, twice as long on a host of few cores; compiled passes, a share of
+# the others, where launches take the time and where the work does.
+GPU_COMPILE_SECONDS = 15.0
+GPU_COMPILE_SECONDS_PER_LAYER = 3.0
+FEW_CORES = 4
+COMPILED_LEAST, COMPILED_TOKEN = 0.4, 0.65
 GIVEN_UP_AFTER = 2  # times the seconds that compiling was expected to take
 
 SPILLING_SHARE = 0.95  # of the free GPU memory, on systems whose driver spills GPU allocations into host memory
@@ -255,6 +261,12 @@ def limit_memory(device: torch.device) -> None:
 def compile_seconds(num_layers: int, cpu_share: float = 1.0) -> float:
     """Seconds that compiling is expected to take on a CPU of which other programs leave this share."""
     return (CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * num_layers) / cpu_share
+
+
+def gpu_compile_seconds(num_layers: int) -> float:
+    """Seconds that compiling is expected to take on a GPU, whose host does it."""
+    slower = 2 if (os.cpu_count() or 1) <= FEW_CORES else 1
+    return slower * (GPU_COMPILE_SECONDS + GPU_COMPILE_SECONDS_PER_LAYER * num_layers)
 
 
 def choose_compile(

@@ -1,0 +1,131 @@
+"""Machines that are not there: what a step takes of their time and memory, as a function of the model and the rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from model_config import ModelConfig
+from training.config import Config
+from training.machine.hardware import CPU_COMPILE_SAVES, Hardware, compile_seconds
+from training.planning.memory import without_memory
+from training.planning.timing import Candidate, Machine, Timed
+
+
+class Specs(NamedTuple):
+    """Of a machine. Rates are what a good program gets, not the data sheet's."""
+
+    memory: float  # bytes
+    flops: float  # a second, in large products
+    bandwidth: float  # bytes a second
+    launch: float  # seconds of an operation on a GPU, however small; 0 on a CPU
+    compiling: float = 1.0  # times as long as on a host of many cores
+
+
+MACHINES = {
+    "T4": Specs(15.8e9, 22e12, 230e9, 10e-6, 2.0),
+    "L4": Specs(23.6e9, 55e12, 230e9, 7e-6, 1.5),
+    "RTX 3060": Specs(12.6e9, 35e12, 300e9, 6e-6),
+    "A100 40 GB": Specs(42.3e9, 230e12, 1.35e12, 6e-6),
+    "A100 80 GB": Specs(85e9, 230e12, 1.85e12, 6e-6),
+    "H100": Specs(85e9, 600e12, 2.9e12, 4e-6),
+    "two slow cores": Specs(8e9, 6e10, 1.5e10, 0.0),
+    "laptop": Specs(16e9, 4e11, 4e10, 0.0),
+}
+# Of a layer, per token and unit of width, forward and backward: bytes that are moved, bytes that are kept; operations.
+EAGER, COMPILED = (360, 54, 150), (160, 36, 43)
+LOGITS = {False: 12, True: 4}  # bytes kept for each
+UPDATE_OPERATIONS = 200
+MODELS: dict[Any, Any] = {}  # their shapes, and what memory they take: many dials are asked the same
+
+
+@dataclass
+class Pretended(Machine):
+    specs: Specs
+    clock: float = 0.0
+    peak: float = 0.0  # bytes of the largest step that was timed
+    compiled: set[tuple[ModelConfig, int]] = field(default_factory=set)
+
+    @property
+    def is_gpu(self) -> bool:
+        return bool(self.specs.launch)
+
+    def now(self) -> float:
+        return self.clock
+
+    def candidate(self, config: Config, vocab_size: int, is_chat: bool) -> Candidate:
+        device, memory = torch.device("cuda", 0) if self.is_gpu else torch.device("cpu"), int(self.specs.memory)
+        precision, compiles = "bf16" if self.is_gpu else "fp32", self.is_gpu and config.compile != "off"
+        hardware = Hardware(device, "pretended", precision, "", compiles, "", None, memory)
+        shape = config.shape(vocab_size)
+        key = shape, device.type, self.specs.memory
+        if key not in MODELS:
+            MODELS[key] = without_memory(config, shape), {}
+        model, known = MODELS[key]
+        return Candidate(config, hardware, model, is_chat, known)
+
+    def thread_counts(self, config: Config) -> list[int]:
+        return [2]
+
+    def passes(self, shape: ModelConfig, flops: float, tokens: float, compiled: bool) -> float:
+        """Seconds of a pass forward and backward over so many tokens."""
+        if compiled and not self.is_gpu:
+            return (1 - CPU_COMPILE_SAVES) * self.passes(shape, flops, tokens, False)
+        moved, _, operations = COMPILED if compiled else EAGER
+        in_products = tokens * flops / (self.specs.flops * shape.embed_dim / (shape.embed_dim + 256))
+        bytes_moved = tokens * (shape.num_layers * shape.embed_dim * moved + 12 * shape.vocab_size)
+        launches = self.specs.launch * operations * shape.num_layers
+        return max(launches, in_products + bytes_moved / self.specs.bandwidth)
+
+    def update(self, candidate: Candidate) -> float:
+        bytes_moved = 40 * candidate.model.num_parameters()
+        return UPDATE_OPERATIONS * self.specs.launch + bytes_moved / self.specs.bandwidth
+
+    def memory(self, candidate: Candidate, rows: int, length: int, compiled: bool) -> float:
+        """Bytes at the peak of a step."""
+        shape = candidate.model.config
+        _, kept, _ = COMPILED if compiled else EAGER
+        of_token = shape.num_layers * shape.embed_dim * kept + LOGITS[compiled] * shape.vocab_size
+        return 1.1 * (12 * candidate.model.num_parameters() + rows * length * of_token) + 5e8
+
+    def require(self, needed: float) -> None:
+        self.peak = max(self.peak, needed)
+        assert needed < self.specs.memory, "out of memory"
+
+    def time_steps(self, candidate: Candidate, tokens: float, threads: int, seconds: float) -> Timed:
+        shape = candidate.model.config
+        rows = max(1, int(tokens // shape.max_seq_len))
+        self.require(self.memory(candidate, rows, shape.max_seq_len, False))
+        update, tokens = self.update(candidate), min(tokens, rows * shape.max_seq_len)
+        one = self.passes(shape, candidate.flops, tokens, False)
+        self.clock += max(4 * (one + update), min(seconds, 13 * (one + update)))
+        return Timed(update, 0.0, one / tokens)
+
+    def compile(self, candidate: Candidate, rows: int, seconds: float) -> tuple[float, float]:
+        shape = candidate.model.config
+        self.require(self.memory(candidate, rows, shape.max_seq_len, True))
+        compiling = self.compile_seconds(candidate, rows)
+        one = self.passes(shape, candidate.flops, rows * shape.max_seq_len, True)
+        self.compiled.add((shape, rows))
+        self.clock += compiling + max(4 * one, seconds)
+        return compiling, one
+
+    def compile_seconds(self, candidate: Candidate, rows: int) -> float:
+        """Less when the same was compiled before."""
+        layers = candidate.model.config.num_layers
+        again = 0.25 if (candidate.model.config, rows) in self.compiled else 1.0
+        return again * self.specs.compiling * (12 + 2.5 * layers) if self.is_gpu else compile_seconds(layers)
+
+    def free(self, candidate: Candidate) -> None:
+        pass
+
+    def step(self, candidate: Candidate, sequences: int, rows: int, compiled: bool) -> float:
+        """Seconds of a step of a training; it runs out of memory where a GPU would."""
+        shape = candidate.model.config
+        if self.is_gpu:
+            self.require(self.memory(candidate, rows, shape.max_seq_len, compiled))
+        one = self.passes(shape, candidate.flops, rows * shape.max_seq_len, compiled)
+        return self.update(candidate) + math.ceil(sequences / rows) * one
