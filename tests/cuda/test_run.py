@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+import train_colab_mmap
 from common.checkpoint import open_checkpoint
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, losses_of
+from tests.helpers import generated_text, run_script
 from training.planning.inspections import PARTS
 from training.reports.records import read_metrics
 
@@ -29,6 +32,17 @@ def test_fp32_training_has_the_losses_of_the_cpu(tmp_path: Path, train: Callable
     ours, reference = losses_of(tmp_path / DEVICE), losses_of(tmp_path / "cpu")
     assert ours == pytest.approx(reference, rel=1e-3)
     assert ours[0] == pytest.approx(reference[0], rel=1e-5)
+
+
+def test_the_dial_trains_a_text_in_its_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It times models, compiles the one that it takes, and the training finds its code compiled."""
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text(generated_text(3_000_000))
+    began = time.perf_counter()
+    result = run_script(train_colab_mmap.main, "--input", "book.txt", "--minutes", "3")
+    assert result.code == 0, result.err
+    assert time.perf_counter() - began < 1.05 * 180
+    assert "Choice " in result.out and "out of memory" not in (result.out + result.err).lower()
 
 
 # Newton-Schulz works in bf16, where the last bit of a gradient may make a difference.

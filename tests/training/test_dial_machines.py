@@ -6,12 +6,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import pytest
+import torch
 
 from tests.training.pretended import MACHINES, Pretended
 from training.config import Config, parse_config
 from training.dial import EVALUATING_SHARE, FEWEST_STEPS, Choice, Dial
 from training.planning.law import expected_loss, most_passes
 from training.planning.text import TRAIN_SHARE, Text, vocabulary_for
+from training.planning.timing import Candidate, Timed
 
 SIZES = (5e4, 1e6, 2e7, 1e8, 1.2e10)  # bytes of text
 MINUTES = (2, 10, 60, 600)
@@ -76,3 +78,36 @@ def test_every_text_and_time(name: str) -> None:
         if other[0] >= at[0] and other[1] >= at[1] and losses[other] > losses[at] + 0.003
     ]
     assert not rises
+
+
+class Smaller(Pretended):
+    """A GPU whose memory ends earlier than it says: other programs hold the rest."""
+
+    freed = 0
+
+    def time_steps(self, candidate: Candidate, tokens: float, threads: int, seconds: float) -> Timed:
+        if candidate.model.num_parameters() > 2e7:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return super().time_steps(candidate, tokens, threads, seconds)
+
+    def free(self, candidate: Candidate) -> None:
+        self.freed += 1
+
+
+def test_a_model_that_finds_no_memory_is_not_chosen() -> None:
+    machine = Smaller(MACHINES["A100 40 GB"])
+    dial = dial_of(machine, 2e7, 10)
+    assert dial_of(Pretended(machine.specs), 2e7, 10).choice().candidate.model.num_parameters() > 2e7
+    choice = dial.choice()
+    assert 1e7 < choice.candidate.model.num_parameters() < 2e7 and machine.freed >= len(dial.timed[2]) + 1
+
+
+def test_on_a_gpu_a_short_run_is_not_compiled_and_a_long_one_is_as_it_was_timed() -> None:
+    machine = Pretended(MACHINES["T4"])
+    short, long = (dial_of(machine, 1e8, minutes) for minutes in (1, 60))
+    assert short.config_of(short.choice()).compile == "off" and not machine.compiled
+    config = long.config_of(choice := long.choice())
+    shape = config.shape(long.text.vocab_size)
+    assert config.compile == "auto" and machine.compiled == {(shape, choice.rows)}  # what the training will compile
+    assert dial_of(machine, 1e8, 1, "--compile", "on").choice().compiles
+    assert not dial_of(machine, 1e8, 60, "--compile", "off").choice().compiles
