@@ -30,8 +30,6 @@ from training.machine.hardware import (
     CPU_FLOPS_PER_CORE,
     choose_compile,
     clear_frames,
-    compile_seconds,
-    gpu_compile_seconds,
 )
 from training.numbers.data import GPU_SHARE
 from training.planning.law import ERROR, expected_error, expected_loss, most_passes
@@ -286,7 +284,7 @@ class Dial:
         """Compile a choice for a GPU as the training will, and time it, unless it was, or another was and it takes too
         long. Whether it was tried."""
         candidate = choice.candidate
-        takes = self.compiling * gpu_compile_seconds(candidate.config.num_layers)
+        takes = self.compile_time(candidate)
         if not (candidate.hardware.is_cuda and choice.compiles) or candidate.flops in self.compiled:
             return False
         if self.compiled and (len(self.compiled) == MOST_COMPILED or takes > TIMED_SHARE * 60 * self.asked.minutes):
@@ -374,12 +372,10 @@ class Dial:
             int(tokens / of_step), passes, most, took, loss, error,
         )  # fmt: skip
 
-    def compile_time(self, candidate: Candidate, cpu_share: float) -> float:
-        """Seconds that compiling it will take."""
-        layers = candidate.config.num_layers
-        if not candidate.hardware.is_cuda:
-            return compile_seconds(layers, cpu_share)
-        return self.compiling * gpu_compile_seconds(layers) * (AGAIN if candidate.flops in self.compiled else 1.0)
+    def compile_time(self, candidate: Candidate, cpu_share: float = 1.0) -> float:
+        """Seconds that compiling it will take: again, if it was compiled."""
+        again = AGAIN if candidate.flops in self.compiled else 1.0
+        return again * self.compiling * self.machine.expected_compile(candidate, cpu_share)
 
     def with_context(self, candidate: Candidate, tokens: float) -> Shape:
         """For a run of so many tokens."""

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import torch
 
 from model_config import ModelConfig
-from training.config import Config
+from training.config import Config, parse_config
+from training.dial import EVALUATING_SHARE, Choice, Dial
 from training.machine.hardware import CPU_COMPILE_SAVES, Hardware, compile_seconds
+from training.planning.law import expected_loss, most_passes
 from training.planning.memory import without_memory
+from training.planning.text import TRAIN_SHARE, Text, vocabulary_for
 from training.planning.timing import Candidate, Machine, Timed
 
 
@@ -119,6 +122,10 @@ class Pretended(Machine):
         again = 0.25 if (candidate.model.config, rows) in self.compiled else 1.0
         return again * self.specs.compiling * (12 + 2.5 * layers) if self.is_gpu else compile_seconds(layers)
 
+    def expected_compile(self, candidate: Candidate, cpu_share: float) -> float:
+        layers = candidate.config.num_layers
+        return round(self.specs.compiling) * (15 + 3 * layers) if self.is_gpu else compile_seconds(layers)
+
     def free(self, candidate: Candidate) -> None:
         pass
 
@@ -129,3 +136,43 @@ class Pretended(Machine):
             self.require(self.memory(candidate, rows, shape.max_seq_len, compiled))
         one = self.passes(shape, candidate.flops, rows * shape.max_seq_len, compiled)
         return self.update(candidate) + math.ceil(sequences / rows) * one
+
+
+SIZES = (5e4, 1e6, 2e7, 1e8, 1.2e10)  # bytes of text
+MINUTES = (2, 10, 60, 600)
+
+
+def text_of(size: float) -> Text:
+    vocabulary = vocabulary_for(size)
+    return Text("a text", 1, int(size), size / vocabulary.bytes_per_token, vocabulary.size, False, 1.0)
+
+
+def dial_of(machine: Pretended, size: float, minutes: float, *flags: str) -> Dial:
+    argv = ["--input", "text", "--minutes", str(minutes), *flags]
+    return Dial(argv, text_of(size), parse_config(argv), machine)
+
+
+class Trained(NamedTuple):
+    """What a choice came to on a pretended machine."""
+
+    config: Config
+    steps: float
+    loss: float
+    seconds: float  # of the whole command
+    all_read: bool  # as often as it is worth
+
+
+def trained(dial: Dial, choice: Choice, spent: float) -> Trained:
+    """Train as chosen, after so many seconds."""
+    machine, config = dial.machine, dial.config_of(choice)
+    assert isinstance(machine, Pretended)
+    final = dial.candidate(config)
+    spent += machine.compile_seconds(final, choice.rows) if choice.compiles else 0.0
+    step = machine.step(final, choice.sequences, choice.rows, choice.compiles)
+    seconds = max(1.0, 60 * dial.asked.minutes - spent) * (1 - EVALUATING_SHARE)
+    of_step, in_pass = choice.sequences * config.max_seq_len, dial.text.train_tokens
+    steps = min(seconds / step, config.epochs * in_pass / of_step)
+    text_bytes = TRAIN_SHARE * dial.text.bytes
+    loss = expected_loss(final.block_parameters, text_bytes, steps * of_step / in_pass)
+    all_read = config.epochs >= most_passes(final.block_parameters, text_bytes)
+    return Trained(config, steps, loss, spent + steps * step / (1 - EVALUATING_SHARE), all_read)

@@ -3,67 +3,26 @@ keeps its time, and chooses well."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
 
-from tests.training.pretended import MACHINES, Pretended
-from training.config import Config, parse_config
-from training.dial import EVALUATING_SHARE, FEWEST_STEPS, Choice, Dial
-from training.planning.law import expected_loss, most_passes
-from training.planning.text import TRAIN_SHARE, Text, vocabulary_for
+from tests.docs.what_you_get import DOCUMENT, cell_of, table_of
+from tests.training.pretended import MACHINES, MINUTES, SIZES, Pretended, dial_of, trained
+from training.dial import FEWEST_STEPS
 from training.planning.timing import Candidate, Timed
-
-SIZES = (5e4, 1e6, 2e7, 1e8, 1.2e10)  # bytes of text
-MINUTES = (2, 10, 60, 600)
-
-
-def text_of(size: float) -> Text:
-    vocabulary = vocabulary_for(size)
-    return Text("a text", 1, int(size), size / vocabulary.bytes_per_token, vocabulary.size, False, 1.0)
-
-
-def dial_of(machine: Pretended, size: float, minutes: float, *flags: str) -> Dial:
-    argv = ["--input", "text", "--minutes", str(minutes), *flags]
-    return Dial(argv, text_of(size), parse_config(argv), machine)
-
-
-class Trained(NamedTuple):
-    """What a choice came to on a pretended machine."""
-
-    config: Config
-    steps: float
-    loss: float
-    seconds: float  # of the whole command
-    all_read: bool  # as often as it is worth
-
-
-def trained(dial: Dial, choice: Choice, spent: float) -> Trained:
-    """Train as chosen, after so many seconds."""
-    machine, config = dial.machine, dial.config_of(choice)
-    assert isinstance(machine, Pretended)
-    final = dial.candidate(config)
-    spent += machine.compile_seconds(final, choice.rows) if choice.compiles else 0.0
-    step = machine.step(final, choice.sequences, choice.rows, choice.compiles)
-    seconds = max(1.0, 60 * dial.asked.minutes - spent) * (1 - EVALUATING_SHARE)
-    of_step, in_pass = choice.sequences * config.max_seq_len, dial.text.train_tokens
-    steps = min(seconds / step, config.epochs * in_pass / of_step)
-    text_bytes = TRAIN_SHARE * dial.text.bytes
-    loss = expected_loss(final.block_parameters, text_bytes, steps * of_step / in_pass)
-    all_read = config.epochs >= most_passes(final.block_parameters, text_bytes)
-    return Trained(config, steps, loss, spent + steps * step / (1 - EVALUATING_SHARE), all_read)
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_every_text_and_time(name: str) -> None:
     losses: dict[tuple[float, float], float] = {}
+    rows: dict[float, list[str]] = {}
     for size in SIZES:
         for minutes in MINUTES:
             machine, what = Pretended(MACHINES[name]), f"{size:g} bytes, {minutes} minutes"
             dial = dial_of(machine, size, minutes)
             choice = dial.choice()
             run = trained(dial, choice, machine.clock)
+            rows.setdefault(size, []).append(cell_of(choice, run))
             assert run.steps >= FEWEST_STEPS, what
             assert run.seconds <= 1.03 * 60 * minutes, what
             assert run.seconds >= 0.97 * 60 * minutes or run.all_read, what
@@ -78,6 +37,8 @@ def test_every_text_and_time(name: str) -> None:
         if other[0] >= at[0] and other[1] >= at[1] and losses[other] > losses[at] + 0.003
     ]
     assert not rises
+    said = "what the dial chooses has changed: run `python tests/docs/what_you_get.py` and commit what it writes"
+    assert table_of(name, rows) in DOCUMENT.read_text(encoding="utf-8"), said
 
 
 class Smaller(Pretended):

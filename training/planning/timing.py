@@ -17,7 +17,14 @@ from common.machine import pick_device
 from model import TransformerLanguageModel
 from training.config import Config
 from training.machine.compilation import compile_model
-from training.machine.hardware import ALL_THREADS, Hardware, detect_hardware, return_freed_memory
+from training.machine.hardware import (
+    ALL_THREADS,
+    Hardware,
+    compile_seconds,
+    detect_hardware,
+    gpu_compile_seconds,
+    return_freed_memory,
+)
 from training.numbers.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update
 from training.planning.memory import estimate_memory, without_memory
 
@@ -104,6 +111,11 @@ class Machine:
         steps = [sum(step) for step in zip(passes, updates, strict=True)]
         scatter = (max(steps) - min(steps)) / (2 * median(steps))
         return Timed(median(updates), 0.0, token, scatter, min(1.0, cpu / sum(steps)))
+
+    def expected_compile(self, candidate: Candidate, cpu_share: float) -> float:
+        """Seconds that compiling is expected to take where other programs leave this share of the CPU."""
+        layers = candidate.config.num_layers
+        return gpu_compile_seconds(layers) if candidate.hardware.is_cuda else compile_seconds(layers, cpu_share)
 
     def compile(self, candidate: Candidate, rows: int, seconds: float) -> tuple[float, float]:
         """Seconds that compiling for micro-batches of so many sequences takes, and then a pass over one. The training
