@@ -54,7 +54,7 @@ for name, (queries, options) in cases.items():
     print("attention,", name, [kernel for kernel in kernels if int(kernels[kernel]) == chosen])
 """
 # Of docs/benchmarks/gpu_forecast.md: milliseconds of a step of gpt2_small.json.
-STEP_MS = {"T4": 1350, "L4": 600, "A100-SXM4-40GB": 138, "A100-SXM4-80GB": 131, "H100": 58, "H200": 53}
+STEP_MS = {"T4": 1350, "L4": 600, "A100-SXM4-40GB": 138, "A100-SXM4-80GB": 130, "H100": 58, "H200": 53}
 # Programs instead of the script: one that prints more kernels, and one without cuDNN's attention.
 KERNELS = (
     "import training.planning.inspections as i; i.OPERATIONS = 40; "

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "training.reports.records": GROUND | CONFIG,
     "training.machine": GROUND | CONFIG,
     "training.numbers": NUMBERS,
-    "training.planning": NUMBERS | {"training.checkpoints", "training.reports"},
+    "training.planning": NUMBERS | {"training.checkpoints", "training.reports", "examples"},
     "training.checkpoints": NUMBERS | {"training.reports.records"},
     "training.reports": NUMBERS | {"training.checkpoints"},
     "tokenize_local_bpe": GROUND | {"tokenization"},

@@ -19,7 +19,7 @@ from tokenization.command import folder_of, tokenize_with
 from tokenization.corpus import find_sources
 from tokenization.extract import format_of
 from tokenization.metadata import metadata_files
-from tokenization.settings import DEFAULT_FOLDER, Settings
+from tokenization.settings import Settings
 from tokenization.token_folder import REPORT
 from training.checkpoints.resume import Old
 from training.config import Config
@@ -31,8 +31,7 @@ from training.numbers.optimizer import build_optimizer
 from training.numbers.schedule import repetition
 from training.numbers.step import Prompt, Trainer
 from training.planning.memory import fit_micro_batch, memory_advice
-
-EXAMPLE = "builtin:conversations"  # the quickstart's text, and its questions
+from training.planning.text import EXAMPLE, text_of
 
 
 @dataclass(frozen=True)
@@ -144,17 +143,6 @@ def tokenized(config: Config, old: Old) -> str | None:
     metadata = tokenize_with(settings, quiet=True, may_replace=not config.data_dir)
     print(f"Report     {metadata.with_name(REPORT)}: what each file gave, and what was left out")
     return folder
-
-
-def text_of(given: str) -> str:
-    """The path of the text that `input` names. Writes that of the quickstart."""
-    if given != EXAMPLE:
-        return given
-    path = Path(DEFAULT_FOLDER) / "conversations" / "conversations.txt"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        conversations.write(path)
-    return str(path)
 
 
 def questions(config: Config) -> list[Prompt]:

@@ -23,7 +23,7 @@ DOCUMENT = REPOSITORY / "docs" / "what_you_get.md"
 HEAD = """\
 # What you get, for which text, machine and time
 
-What `python train_colab_mmap.py --input my_text.txt --minutes N` chooses, and the loss that it expects on books, in
+What `train_colab_mmap.py --input my_text.txt --minutes 60` and the like choose, and the expected loss on books, in
 bits per byte. **No GPU was there**: the machines are a table of memory, FLOP/s, bandwidth and seconds for each
 operation (`tests/training/pretended.py`), and the losses come from [a law](choosing.md#the-law).
 `python tests/docs/what_you_get.py` writes this page, and a test compares it with what is chosen.

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import DataError
+from examples import conversations
 from tokenization.corpus import BLOCK_BYTES, find_sources, unpacked_blocks
 from tokenization.extract import format_of, readable
 from tokenization.metadata import TokenMetadata, metadata_files, read_tokens
-from tokenization.settings import Settings
+from tokenization.settings import DEFAULT_FOLDER, Settings
 from tokenizer import load_tokenizer
 from training.config import Config
-from training.plan import text_of
 from training.planning.law import difficulty
 
+EXAMPLE = "builtin:conversations"  # the quickstart's text, and its questions
 LEAST_BYTES = 2_000  # of a text
 TRAIN_SHARE = 0.9  # of the text
 SAMPLE_BYTES = 1_000_000
@@ -53,6 +54,17 @@ class Text(NamedTuple):
 
     def with_vocabulary(self, vocabulary: Vocabulary) -> Text:
         return self._replace(tokens=self.bytes / vocabulary.bytes_per_token, vocab_size=vocabulary.size)
+
+
+def text_of(given: str) -> str:
+    """The path of the text that `input` names. Writes that of the quickstart."""
+    if given != EXAMPLE:
+        return given
+    path = Path(DEFAULT_FOLDER) / "conversations" / "conversations.txt"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        conversations.write(path)
+    return str(path)
 
 
 def vocabulary_for(text_bytes: float) -> Vocabulary:
