@@ -157,7 +157,7 @@ def fit(runs: Sequence[Mapping[str, Any]]) -> Law:
             loss = torch.nn.functional.huber_loss(Law(*logs.exp()).loss(*of_runs), measured, delta=0.03)
             loss.backward()
             optimizer.step()
-        found.append((float(loss), logs.exp().tolist()))
+        found.append((loss.item(), logs.exp().tolist()))
     return Law(*min(found)[1])
 
 

@@ -247,9 +247,10 @@ class Dial:
         share = TIMED_SHARE * 60 * self.asked.minutes
         left = share - max(0.0, self.machine.now() - self.first_timed)
         of_all = self.timed[next(iter(self.timed))]
-        tokens: float = max(TIMED_TOKENS, candidate.config.max_seq_len)
         if candidate.flops in of_all:
             return False
+        length = candidate.config.max_seq_len
+        tokens: float = length * self.rows(candidate, max(1, TIMED_TOKENS // length))
         if of_all and left < FEWEST_TIMED * len(self.timed) * self.speed(candidate, False)[0].step(tokens, 1):
             return False
         if not of_all and not candidate.hardware.is_cuda:  # nothing is known yet, and --max_seq_len may be huge

@@ -126,6 +126,8 @@ class Machine:
             compiled, _ = compile_model(model, candidate.hardware, example, bool(candidate.config.eval_interval))
         compiling = self.now() - began
         passes, _, _ = timed(candidate, model, compiled, example, seconds)
+        if compiled is not model:
+            torch.compiler.reset()  # it keeps the model that it compiled
         return compiling, median(passes)
 
     def free(self, candidate: Candidate) -> None:
