@@ -423,7 +423,7 @@ class Dial:
         others = ", ".join(f"{other:g} minutes: {self.best(other).loss:.2f}" for other in (minutes / 2, minutes * 2))
         why = f"of {len(self.shapes)} sizes the one with the lowest loss in this time, on this machine"
         if len(self.shapes) == 1:
-            why = "the only size that the flags and the memory leave"
+            why = "the only size that the flags leave here"
         hardware = choice.candidate.hardware
         memory = choice.candidate.memory(choice.sequences, choice.rows, choice.compiles)
         memory += 0 if hardware.is_cuda else PROCESS_BYTES
