@@ -297,7 +297,7 @@ def peers(report: Report) -> None:
     chosen = "--cases toy --rounds 1 --seconds 0.02 --device cpu" if report.toy else "--rounds 2"
     report.run("peers", f"benchmarks/peers.py {chosen} --output_dir {report.outputs}", 500)
     if not report.toy:
-        report.run("generation", f"benchmarks/generation.py --rounds 2 --output_dir {report.outputs}", 300)
+        report.run("generation", f"benchmarks/generation.py --output_dir {report.outputs}", 300)
 
 
 def processes(report: Report) -> None:

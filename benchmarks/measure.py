@@ -6,7 +6,6 @@ Imports no torch, so that --help of the scripts does not.
 from __future__ import annotations
 
 import datetime
-import hashlib
 import json
 import os
 import platform
@@ -15,7 +14,7 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,29 +63,24 @@ def add_result_flags(parser: Parser) -> None:
     add_debug(parser)
 
 
-def measure_in_turn(
-    commands: Mapping[str, Sequence[str]],
-    rounds: int,
-    failed: Callable[[str, str], object] = lambda name, reason: print(f"{name} failed: {reason}"),
-    so_far: Callable[[Measured], object] = lambda measured: None,
-) -> Measured:
+def measure_in_turn(commands: Mapping[str, Sequence[str]], rounds: int) -> tuple[Measured, dict[str, str]]:
     """Run each command `rounds` times, A B C A B C, so that a machine whose speed drifts slows all of them alike.
+    Returns what each printed as its last line, a JSON object, and why the others failed.
 
-    A command prints one JSON object as its last line. If it fails, `failed` gets its name and the reason, the following
-    rounds leave it out, and it has no entry in the result. `so_far` gets all results after each measurement, to write
-    them down in case the rest is interrupted.
+    A command that fails is left out of the following rounds.
     """
-    results: Measured = {name: [] for name in commands}
+    measured: Measured = {name: [] for name in commands}
+    failed: dict[str, str] = {}
     for _ in range(rounds):
-        for name in list(results):
+        for name in list(measured):
             run = subprocess.run(list(commands[name]), capture_output=True, text=True)
             if run.returncode:
-                failed(name, (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1])
-                del results[name]
+                failed[name] = (run.stderr.strip().splitlines() or [f"exit code {run.returncode}"])[-1]
+                print(f"{name} failed: {failed[name]}")
+                del measured[name]
                 continue
-            results[name].append(json.loads(run.stdout.strip().splitlines()[-1]))
-            so_far({name: measured for name, measured in results.items() if measured})
-    return results
+            measured[name].append(json.loads(run.stdout.strip().splitlines()[-1]))
+    return measured, failed
 
 
 def flag_words(values: Mapping[str, Any]) -> list[str]:
@@ -136,21 +130,14 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 def write_results(stem: Path, title: str, results: Mapping[str, Any], body: str) -> None:
     """Write `stem`.json and `stem`.md: the numbers, and a page to read, with the command."""
-    command = this_command()
+    limits = [f"{name}={os.environ[name]}" for name in CPU_LIMITS if os.environ.get(name)]
+    command = " ".join([*limits, "python", os.path.relpath(sys.argv[0]), *map(shlex.quote, sys.argv[1:])])
     stem.parent.mkdir(parents=True, exist_ok=True)
     stem.with_suffix(".json").write_text(json.dumps({"command": command, **results}, indent=1) + "\n")
     machine = results["machine"]
     about = f"{machine['device']}, torch {machine['torch']}, Python {machine['python']}, {machine['date']}"
     stem.with_suffix(".md").write_text(f"# {title}\n\n    {command}\n\n{about}\n\n{body.rstrip()}\n")
-
-
-def this_command() -> str:
-    """The command line as a reader would type it, with what limits the CPU's units, where that is set."""
-    limits = [f"{name}={os.environ[name]}" for name in CPU_LIMITS if os.environ.get(name)]
-    return " ".join([*limits, "python", os.path.relpath(sys.argv[0]), *map(shlex.quote, sys.argv[1:])])
-
-
-BLOCK_TOKENS = 8_000_003  # random ids drawn once and repeated; a prime, so that windows of one epoch differ
+    print(f"\n{body}\n\nFiles      {stem}.md and .json", flush=True)
 
 
 def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
@@ -159,15 +146,8 @@ def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
     The vocabulary consists of characters, so it may have any size up to 55,000.
     """
     folder.mkdir(parents=True)
-    tokenizer = CharacterTokenizer([chr(256 + i) for i in range(vocab_size)])
-    tokenizer.save(folder / "tokenizer.json")
-    block = np.random.RandomState(0).randint(0, vocab_size, min(tokens, BLOCK_TOKENS)).astype("<u2")
-    sha256 = hashlib.sha256()
-    with open(folder / "tokens.bin", "wb") as file:
-        for start in range(0, tokens, len(block)):
-            part = block[: tokens - start].tobytes()
-            sha256.update(part)
-            file.write(part)
+    CharacterTokenizer([chr(256 + i) for i in range(vocab_size)]).save(folder / "tokenizer.json")
+    np.random.RandomState(0).randint(0, vocab_size, tokens, np.uint16).astype("<u2").tofile(folder / "tokens.bin")
     metadata = TokenMetadata(
         path=folder / "tokens_metadata.json",
         vocab_size=vocab_size,
@@ -177,7 +157,7 @@ def write_random_tokens(folder: Path, tokens: int, vocab_size: int) -> Path:
         tokenizer_type="character",
         bin_file="tokens.bin",
         tokenizer_file="tokenizer.json",
-        tokens_sha256=sha256.hexdigest(),
+        tokens_sha256=sha256_file(folder / "tokens.bin"),
         tokenizer_sha256=sha256_file(folder / "tokenizer.json"),
         val_bytes=None,
     )

@@ -1,36 +1,36 @@
-"""Training speed beside a plain PyTorch loop, Hugging Face transformers and nanoGPT: same shapes, batch and machine.
+"""Training speed beside a plain PyTorch loop and nanoGPT: the same shapes, batch and machine.
 
-    python benchmarks/peers.py
     python benchmarks/peers.py --nanogpt PATH_OF_A_CHECKOUT
-    python benchmarks/peers.py --update_readme
 
 The contestants take turns; each measurement is a new process. Results go to docs/benchmarks/, one file for each kind of
-machine, and from there into the table of docs/benchmarks/README.md.
+machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib.util
 import json
-import re
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import STARTED
-from benchmarks.contestants import CONTESTANTS, Case, cases, measure
+import numpy as np
+import torch
+
 from benchmarks.measure import (
-    RESULTS,
     Measured,
     Spread,
     add_result_flags,
     describe_machine,
+    flag_words,
     machine_kind,
     markdown_table,
     measure_in_turn,
@@ -38,81 +38,204 @@ from benchmarks.measure import (
     write_random_tokens,
     write_results,
 )
+from benchmarks.workload import Training, time_steps
 from common.errors import ConfigError
 from common.flags import Parser
-from common.machine import pick_device
-from common.output import si
+from common.machine import has_fast_bf16, pick_device
 from common.script import script
+from model import TransformerLanguageModel
+from model_config import ModelConfig
+from training.machine.hardware import Hardware
 
 TOKENS = 2_000_000
-README_SECTION = re.compile(r"(<!-- performance: [^\n]*-->\n).*?(<!-- /performance -->)", re.DOTALL)
 
 
-def speedup(measured: Measured, name: str) -> Spread:
-    """Ours against one contestant, round by round: a machine that changes its speed slows both alike."""
-    pairs = zip(measured["ours"], measured[name], strict=False)
-    return Spread.of([ours["tokens_per_second"] / theirs["tokens_per_second"] for ours, theirs in pairs])
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A shape of model and batch. Ours chooses its settings for a run of `max_steps`."""
+
+    num_layers: int
+    embed_dim: int
+    num_heads: int
+    max_seq_len: int
+    vocab_size: int
+    batch_size: int
+    max_steps: int
+
+    @property
+    def shape(self) -> ModelConfig:
+        sizes = self.vocab_size, self.embed_dim, self.num_heads, self.num_layers
+        return ModelConfig(*sizes, max_seq_len=self.max_seq_len)
 
 
-def case_table(measured: Measured) -> str:
-    table = [
+def cases(is_cuda: bool) -> dict[str, Case]:
+    return {
+        "shakespeare_char": Case(4, 128, 4, 64, 65, 12, max_steps=2_000),
+        "4x256": Case(4, 256, 4, 256, 65, 32, max_steps=5_000),
+        "gpt2_small": Case(12, 768, 12, 512, 32_000, 64 if is_cuda else 4, max_steps=20_000),
+        "toy": Case(1, 32, 2, 16, 65, 4, max_steps=100),
+    }
+
+
+class Contestant(NamedTuple):
+    """A model ready to train: `step()` is one update."""
+
+    step: Callable[[], object]
+    parameters: int
+    about: Mapping[str, Any] = {}
+
+
+class Work(NamedTuple):
+    """What a contestant trains on."""
+
+    case: Case
+    folder: str
+    device: torch.device
+    checkout: str  # of nanoGPT
+
+    def batches(self) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """Draws inputs and targets, each (B, T) int64, as most code does: random places of a memory map, row by row."""
+        tokens = np.memmap(Path(self.folder) / "tokens.bin", "<u2", mode="r")
+        T = self.case.max_seq_len
+
+        def rows(starts: Sequence[int]) -> torch.Tensor:
+            batch = torch.stack([torch.from_numpy(tokens[start : start + T].astype(np.int64)) for start in starts])
+            return batch.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else batch
+
+        def draw() -> tuple[torch.Tensor, torch.Tensor]:
+            starts = torch.randint(len(tokens) - T, (self.case.batch_size,)).tolist()
+            return rows(starts), rows([start + 1 for start in starts])
+
+        return draw
+
+
+def ours(work: Work) -> Contestant:
+    """The trainer's own step with its automatic choices."""
+    values = {"data_dir": work.folder, **dataclasses.asdict(work.case)}
+    del values["vocab_size"]  # the trainer takes it from the tokens
+    training = Training.open([*flag_words(values), "--device", work.device.type])
+    about = {"precision": training.hardware.precision, "compiled": training.step_model is not training.model}
+    return Contestant(training.step, training.model.num_parameters(), about)
+
+
+def plain_pytorch(work: Work) -> Contestant:
+    """Our model in a plain loop: fp32, eager, AdamW without fusing, rows stacked one by one."""
+    model = TransformerLanguageModel(work.case.shape).to(work.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=False)
+    draw = work.batches()
+
+    def step() -> None:
+        inputs, targets = draw()
+        optimizer.zero_grad(set_to_none=True)
+        model(inputs, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return Contestant(step, model.num_parameters())
+
+
+def nanogpt(work: Work) -> Contestant:
+    """Its GPT and its configure_optimizers, as its train.py uses them: on a CPU fp32, eager, AdamW without fusing; on
+    CUDA compiled, bf16 (fp16 where it is missing), TF32, fused AdamW. Its head is always tied, so it updates fewer
+    parameters."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", Path(work.checkout) / "model.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks itself up there
+    spec.loader.exec_module(module)
+    case = work.case
+    shape = module.GPTConfig(
+        block_size=case.max_seq_len, vocab_size=case.vocab_size, n_layer=case.num_layers, n_head=case.num_heads,
+        n_embd=case.embed_dim, dropout=0.0, bias=True,
+    )  # fmt: skip
+    model = module.GPT(shape).to(work.device)
+    parameters = sum(p.numel() for p in model.parameters())
+    optimizer = model.configure_optimizers(0.1, 1e-3, (0.9, 0.95), work.device.type)
+    precision, step_model = torch.float32, model
+    autocast: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    if work.device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        precision = torch.bfloat16 if has_fast_bf16(work.device) else torch.float16
+        autocast = lambda: torch.amp.autocast("cuda", precision)  # noqa: E731
+        step_model = torch.compile(model)
+    scaler = torch.amp.GradScaler(work.device.type, enabled=precision == torch.float16)
+    draw = work.batches()
+    batch = draw()
+
+    def step() -> None:
+        nonlocal batch
+        with autocast():
+            _, loss = step_model(*batch)
+        batch = draw()  # while the GPU computes
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    return Contestant(step, parameters)
+
+
+CONTESTANTS = {"ours": ours, "plain PyTorch": plain_pytorch, "nanoGPT": nanogpt}
+
+
+def measure(name: str, work: Work, seconds: float) -> dict[str, Any]:
+    """Train one contestant in this process."""
+    torch.manual_seed(0)
+    contestant = CONTESTANTS[name](work)
+    # Not detect_hardware, which changes the process's settings, as for ours.
+    hardware = Hardware(work.device, "", "fp32", "", False, "", peak_flops=None, memory_bytes=None)
+    contestant.step()
+    hardware.synchronize()
+    step_seconds, steps = time_steps(contestant.step, hardware.synchronize, seconds)
+    peak = hardware.peak_memory()
+    return {
+        **contestant.about,
+        "parameters": contestant.parameters,
+        "tokens_per_second": work.case.batch_size * work.case.max_seq_len / step_seconds,
+        "ms_per_step": 1000 * step_seconds,
+        "steps": steps,
+        "peak_memory_gb": peak and peak / 1e9,
+    }
+
+
+def table(measured: Measured) -> str:
+    def faster(name: str) -> str:
+        """Ours, round by round: a machine that changes its speed slows both alike."""
+        pairs = zip(measured["ours"], measured[name], strict=False)
+        return Spread.of([a["tokens_per_second"] / b["tokens_per_second"] for a, b in pairs]).text(".2f")
+
+    rows = [
         [
             name,
             f"{rows[0]['parameters']:,}",
             Spread.of_key(rows, "tokens_per_second").text(",.0f"),
             Spread.of_key(rows, "ms_per_step").text(",.1f"),
-            "" if name == "ours" else speedup(measured, name).text(".2f"),
+            "" if name == "ours" else faster(name),
             f"{max(row['peak_memory_gb'] or 0 for row in rows):.2f}",
-            Spread.of_key(rows, "startup_seconds").text(".1f"),
         ]
         for name, rows in measured.items()
     ]
-    columns = ["", "parameters", "tokens/s", "ms a step", "ours: times as fast", "peak GB", "s to the first step"]
-    return markdown_table(columns, table)
+    columns = ["", "parameters", "tokens/s", "ms a step", "ours: times as fast", "peak GB"]
+    return markdown_table(columns, rows)
 
 
-def document(results: Mapping[str, Any]) -> str:
-    """The results as Markdown, without title and command."""
+def page(results: Mapping[str, Any]) -> str:
+    """The results as Markdown."""
     parts = [
         "Median of the rounds (lowest to highest). Speeds are compared round by round. Memory is what is allocated on "
-        "a GPU, else resident in the process. The time to the first step starts with the process and includes imports "
-        "and compilation; the speed does not include the first steps.\n"
+        "a GPU, else resident in the process.\n"
     ]
     for name, result in results["cases"].items():
-        ours, case = result["measured"]["ours"][0], Case(**result["case"])
+        chose, case = result["measured"]["ours"][0], Case(**result["case"])
         parts.append(
-            f"## {name}: {case}, vocabulary {case.vocab_size:,}\n\n{case_table(result['measured'])}\n\n"
-            f"Ours chose {ours['precision']}{', compiled' if ours['compiled'] else ''}, for a run of "
+            f"## {name}: {case.num_layers} x {case.embed_dim}, context {case.max_seq_len}, batch {case.batch_size}, "
+            f"vocabulary {case.vocab_size:,}\n\n{table(result['measured'])}\n\n"
+            f"Ours chose {chose['precision']}{', compiled' if chose['compiled'] else ''}, for a run of "
             f"{case.max_steps:,} steps.\n"
         )
-    present = {name for result in results["cases"].values() for name in result["measured"]}
-    return "\n".join([*parts, *(f"- {name}: {about}." for name, about in CONTESTANTS.items() if name in present)])
-
-
-def performance_table(folder: Path = RESULTS) -> str:
-    """The performance table: the last case, the largest, of each machine in `folder`, with a link to the rest."""
-    peers = [name for name in CONTESTANTS if name != "ours"]
-    table = []
-    for path in sorted(folder.glob("training-*.json")):
-        results = json.loads(path.read_text())
-        name, result = list(results["cases"].items())[-1]
-        measured = result["measured"]
-        speed = Spread.of_key(measured["ours"], "tokens_per_second").median
-        ratios = [f"{speedup(measured, peer).median:.2f}x" if peer in measured else "" for peer in peers]
-        device = f"[{results['machine']['device']}]({path.stem}.md), {results['machine']['date']}"
-        size = si(measured["ours"][0]["parameters"])
-        table.append([device, f"{name} ({size})", f"{speed:,.0f}", *ratios])
-    return markdown_table(["machine", "model (parameters)", "tokens/s", *(f"against {peer}" for peer in peers)], table)
-
-
-def with_table(readme: str, table: str) -> str:
-    """The README's text with its performance table replaced. Raises ValueError unless the markers are there, once."""
-    text, count = README_SECTION.subn(lambda match: f"{match[1]}\n{table}\n\n{match[2]}", readme)
-    if count != 1:
-        raise ValueError(
-            "docs/benchmarks/README.md should hold <!-- performance: ... --> and <!-- /performance --> once"
-        )
-    return text
+    return "\n".join(parts)
 
 
 @script
@@ -124,21 +247,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help='ours and these, as in "plain PyTorch" [all]')
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each [3]")
     parser.add_argument("--seconds", type=float, default=4.0, help="timed in each; at least one step [4]")
-    parser.add_argument(
-        "--update_readme",
-        action="store_true",
-        help="only write the table of docs/benchmarks/README.md from the results",
-    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # measure this, in this process
     add_result_flags(parser)
     flags = parser.parse_args(argv)
+    device = pick_device(flags.device)
     if flags.worker:
-        spec = json.loads(flags.worker)
-        print(json.dumps(measure(**spec | {"case": Case(**spec["case"]), "started": STARTED})))
-        return 0
-    if flags.update_readme:
-        readme = RESULTS / "README.md"
-        readme.write_text(with_table(readme.read_text(encoding="utf-8"), performance_table()), encoding="utf-8")
+        name, case, folder = json.loads(flags.worker)
+        work = Work(cases(device.type == "cuda")[case], folder, device, flags.nanogpt)
+        print(json.dumps(measure(name, work, flags.seconds)))
         return 0
     require_known("--cases", flags.cases, names)
     only = ["ours", *(flags.only or [name for name in CONTESTANTS if name != "nanoGPT" or flags.nanogpt])]
@@ -147,25 +263,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--rounds must be at least 1, --seconds more than 0.")
     if flags.nanogpt and not (Path(flags.nanogpt) / "model.py").is_file():
         raise ConfigError(f"--nanogpt {flags.nanogpt} holds no model.py; a checkout of nanoGPT is expected.")
-    device = pick_device(flags.device).type
-    machine = describe_machine(device)
+    machine = describe_machine(device.type)
     results: dict[str, Any] = {"machine": machine, "rounds": flags.rounds, "seconds": flags.seconds, "cases": {}}
-    stem = Path(flags.output_dir) / f"training-{machine_kind(machine)}"
+    words = ["--seconds", str(flags.seconds), "--device", device.type, "--nanogpt", flags.nanogpt or ""]
     for name in flags.cases:
-        case = dataclasses.asdict(cases(device == "cuda")[name])
-        print(f"\n{name}: {Case(**case)}", flush=True)
+        case = cases(device.type == "cuda")[name]
         with tempfile.TemporaryDirectory() as temporary:
-            folder = write_random_tokens(Path(temporary) / "tokens", TOKENS, case["vocab_size"])
-            spec = {"case": case, "folder": str(folder), "device": device, "checkout": flags.nanogpt}
-            workers = {each: json.dumps({"name": each, "seconds": flags.seconds, **spec}) for each in only}
-            commands = {each: [sys.executable, __file__, "--worker", worker] for each, worker in workers.items()}
-            measured = measure_in_turn(commands, flags.rounds)
-        if "ours" not in measured:
-            raise RuntimeError("ours failed: there is nothing to compare with")
-        print(case_table(measured), flush=True)
-        results["cases"][name] = {"case": case, "measured": measured}
-        write_results(stem, "Training beside its peers", results, document(results))
-    print(f"\nWritten to {stem}.json and .md")
+            folder = write_random_tokens(Path(temporary) / "tokens", TOKENS, case.vocab_size)
+            workers = {each: json.dumps([each, name, str(folder)]) for each in only}
+            commands = {
+                each: [sys.executable, __file__, *words, "--worker", worker] for each, worker in workers.items()
+            }
+            measured, _ = measure_in_turn(commands, flags.rounds)
+        results["cases"][name] = {"case": dataclasses.asdict(case), "measured": measured}
+        stem = Path(flags.output_dir) / f"training-{machine_kind(machine)}"
+        write_results(stem, "Training beside its peers", results, page(results))
     return 0
 
 

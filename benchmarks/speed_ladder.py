@@ -30,11 +30,11 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 import numpy as np
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 
 import training.machine.hardware
 from benchmarks.measure import (
     RESULTS,
+    Measured,
     Spread,
     describe_machine,
     machine_kind,
@@ -163,47 +163,27 @@ def mixed_precision(device: torch.device) -> str:
     return "fp16" if device.type == "cuda" else "fp32"
 
 
-def table(measured: Mapping[str, Sequence[Mapping[str, Any]]], missing: Mapping[str, str]) -> str:
+def table(measured: Measured, missing: Mapping[str, str]) -> str:
     """One row for each rung, beside the baseline."""
-    columns = ["what", "s/step (lowest to highest)", "speed-up", "peak memory", "compiling", "computed in"]
-    baseline = measured.get(NAMES[Rung.BASELINE])
-    cells = []
+    rows = []
     for name in NAMES.values():
-        if name not in measured:
-            cells.append([name, missing.get(name, "").replace("|", "\\|"), *"----"])
+        if not (runs := measured.get(name)):
+            rows.append([name, missing.get(name, "").replace("|", "\\|"), *"----"])
             continue
-        rows = measured[name]
-        seconds, compiling = Spread.of_key(rows, "seconds"), max(row["compile_seconds"] or 0 for row in rows)
-        peak = max(row["peak_memory"] or 0 for row in rows)
-        speed_up = Spread.of_key(baseline, "seconds").median / seconds.median if baseline else 0
-        cells.append(
+        seconds, compiling = Spread.of_key(runs, "seconds"), max(run["compile_seconds"] or 0 for run in runs)
+        baseline = measured.get(NAMES[Rung.BASELINE])
+        rows.append(
             [
                 name,
                 seconds.text(),
-                f"{speed_up:.2f}x" if speed_up else "-",
-                f"{peak / 1e9:.2f} GB" if peak else "-",
+                f"{Spread.of_key(baseline, 'seconds').median / seconds.median:.2f}x" if baseline else "-",
+                f"{max(run['peak_memory'] or 0 for run in runs) / 1e9:.2f} GB",
                 f"{compiling:.0f} s" if compiling else "-",
-                f"{rows[0]['precision']}{', compiled' if rows[0]['compiled'] else ''}",
+                f"{runs[0]['precision']}{', compiled' if runs[0]['compiled'] else ''}",
             ]
         )
-    return markdown_table(columns, cells)
-
-
-def draw(measured: Mapping[str, Sequence[Mapping[str, Any]]], title: str, path: Path) -> None:
-    """One bar for each rung, its length the median of s/step, with the spread as a line."""
-    spreads = {name: Spread.of_key(measured[name], "seconds") for name in NAMES.values() if name in measured}
-    medians = [spread.median for spread in spreads.values()]
-    errors = [[s.median - s.low for s in spreads.values()], [s.high - s.median for s in spreads.values()]]
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    axes = figure.subplots()
-    colors = ["tab:orange" if name == NAMES[Rung.OURS] else "tab:blue" for name in spreads]
-    bars = axes.barh(list(spreads), medians, xerr=errors, capsize=3, color=colors)
-    axes.bar_label(bars, [f"{median:.3g} s" for median in medians], padding=6)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.25 * max(spread.high for spread in spreads.values()))
-    axes.set(xlabel="seconds a step", title=title)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    columns = ["what", "s/step (lowest to highest)", "speed-up", "peak memory", "compiling", "computed in"]
+    return markdown_table(columns, rows)
 
 
 @script
@@ -240,17 +220,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             for rung, name in NAMES.items()
             if name not in missing
         }
-        measured = measure_in_turn(commands, flags.rounds, lambda name, why: missing.update({name: f"failed: {why}"}))
-    step = f"{config.num_layers} x {config.embed_dim}, {config.sequences_per_step} x {config.max_seq_len} tokens a step"
+        measured, failed = measure_in_turn(commands, flags.rounds)
     body = (
-        f"{config.name}: {step}. Each rung runs in its own process, {flags.rounds} rounds in turn, steps of each after "
-        f"two that do not count: {steps}. A step does not include compiling.\n\n{table(measured, missing)}\n\n"
-        f"![seconds a step]({stem.name}.png)"
+        f"{config.name}: {config.num_layers} x {config.embed_dim}, {config.sequences_per_step} x {config.max_seq_len} "
+        f"tokens a step. Each rung runs in its own process, {flags.rounds} rounds in turn, {steps} steps of each after "
+        f"two that do not count. A step does not include compiling.\n\n"
+        + table(measured, missing | {name: f"failed: {why}" for name, why in failed.items()})
     )
     write_results(stem, f"Speed ladder: {config.name}", {"machine": machine, "rungs": measured}, body)
-    if measured:
-        draw(measured, f"{config.name}, {step}\n{machine['device']}", stem.with_suffix(".png"))
-    print(f"\n{table(measured, missing)}\n\nFiles      {stem}.md, .json and .png")
     return 0
 
 

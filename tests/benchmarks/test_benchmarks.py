@@ -1,0 +1,155 @@
+"""The benchmark scripts at toy size: each measures what it says, and writes it down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import generation, learning, peers, tokenizing
+from benchmarks.measure import measure_in_turn, write_random_tokens
+from benchmarks.workload import Training
+from tests.forked import fork_what_is_measured
+from tests.helpers import ROOT, WORDS, generated_text
+from training.planning.law import Law
+
+TRUE = Law(0.8, 5.0, 0.22, 40.0, 0.3, 5.0, 0.25)
+# Stands for nanoGPT's model.py: its names and its tied head, over our model.
+NANOGPT = """
+from dataclasses import dataclass
+
+import torch
+
+from model import TransformerLanguageModel
+from model_config import ModelConfig
+
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    vocab_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    dropout: float
+    bias: bool
+
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        shape = (config.vocab_size, config.n_embd, config.n_head, config.n_layer)
+        self.model = TransformerLanguageModel(ModelConfig(*shape, max_seq_len=config.block_size, tie_embeddings=True))
+
+    def forward(self, inputs, targets):
+        return None, self.model(inputs, targets)
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        print("number of decayed parameters: many")
+        return torch.optim.AdamW(self.parameters(), learning_rate, betas, weight_decay=weight_decay)
+"""
+
+
+def test_a_step_is_a_step_of_the_trainer(tmp_path: Path, train: Callable, train_flags: Callable) -> None:
+    """The same losses, to the last digit that is logged, dropout and accumulated gradients included."""
+    flags = train_flags(tmp_path / "run", max_steps=4)
+    assert train(tmp_path / "run", max_steps=4).code == 0
+    logged = [json.loads(line)["train_loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    training = Training.open(flags)
+    losses = []
+    for _ in range(4):
+        training.step()
+        losses.append(training.loss.item())
+    assert losses == pytest.approx(logged, rel=2e-6)
+
+
+def test_random_tokens_are_of_the_whole_vocabulary(tmp_path: Path) -> None:
+    tokens = np.fromfile(write_random_tokens(tmp_path / "tokens", 2_500, 300) / "tokens.bin", "<u2")
+    assert len(tokens) == 2_500 and tokens.max() < 300 and len(np.unique(tokens)) > 250
+
+
+def test_commands_are_measured_in_turn_and_one_that_fails_is_left_out() -> None:
+    programs = {
+        "a": "print('not this'); print('{\"x\": 1}')",
+        "b": "raise SystemExit('no')",
+        "c": "print('{\"x\": 3}')",
+    }
+    commands = {name: [sys.executable, "-S", "-c", program] for name, program in programs.items()}
+    assert measure_in_turn(commands, 2) == ({"a": [{"x": 1}] * 2, "c": [{"x": 3}] * 2}, {"b": "no"})
+
+
+def test_peers_are_measured_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_what_is_measured(monkeypatch)
+    (tmp_path / "model.py").write_text(NANOGPT)
+    flags = ["--cases", "toy", "--rounds", "1", "--seconds", "0.02", "--device", "cpu", "--nanogpt", str(tmp_path)]
+    assert peers.main([*flags, "--output_dir", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("training-cpu-*.json")
+    measured = json.loads(path.read_text())["cases"]["toy"]["measured"]
+    counts = {name: rows[0]["parameters"] for name, rows in measured.items()}
+    assert counts == {"ours": counts["ours"], "plain PyTorch": counts["ours"], "nanoGPT": counts["ours"] - 65 * 32}
+    page = path.with_suffix(".md").read_text()
+    for name, (row,) in measured.items():
+        assert row["tokens_per_second"] == pytest.approx(4 * 16 / row["ms_per_step"] * 1000) and f"| {name} | " in page
+
+
+def test_the_cases_are_those_of_the_configs() -> None:
+    for name in ("shakespeare_char", "gpt2_small"):
+        config = json.loads((ROOT / "configs" / f"{name}.json").read_text())
+        case = dataclasses.asdict(peers.cases(True)[name])
+        shape = ("num_layers", "embed_dim", "num_heads", "max_seq_len", "batch_size")
+        assert {key: case[key] for key in shape} == {key: config[key] for key in shape}
+
+
+def test_variants_of_the_first_run_are_not_trained_twice(
+    tmp_path: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fork_what_is_measured(monkeypatch, learning)
+    tiny = "--num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 16 --batch_size 4 --max_steps 4 --eval_interval 2"
+    first = f"{tiny} --eval_batches 2 --data_dir {token_folder}"
+    argv = ["--device", "cpu", "--runs_dir", str(tmp_path / "runs"), "--output_dir", str(tmp_path), "--runs", first]
+    assert learning.main([*argv, "--position rope"]) == 0
+    runs = json.loads((tmp_path / "learning.json").read_text())["runs"]
+    lowest = [seeds["1337"]["lowest"] for seeds in runs.values()]
+    assert list(runs) == [first, "--position rope"] and len(set(lowest)) == 2 and all(0 < each < 10 for each in lowest)
+    assert "| `--position rope` | 0.00M |" in (tmp_path / "learning.md").read_text()
+    rows = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/metrics.jsonl")}
+    assert learning.main([*argv, "--bogus 2"]) != 0  # after the first run, which is finished
+    assert len(rows) == 2 and all(path.read_bytes() == before for path, before in rows.items())
+
+
+def test_the_law_of_runs_that_obey_one_is_found(tmp_path: Path) -> None:
+    draw = random.Random(3)
+    books = [f"{number} " + " ".join(draw.choices(WORDS, k=20_000)) for number in range(10)]
+    (tmp_path / "books.txt").write_text("\n<|endoftext|>\n".join([*books, "too short"]))
+    variants = learning.law_runs(str(tmp_path / "books.txt"), tmp_path)
+    assert (tmp_path / "books_0.1.txt").read_text().startswith(books[0][len(books[0]) // 3 :][:10_000] + "\n\n")
+    runs = [learning.sizes_of(words) for words in variants.values()]
+    assert len(runs) == len(learning.LAW_RUNS) and runs[0]["bytes"] == pytest.approx(0.9e5, rel=0.01)
+    for run, (megabytes, _, _) in zip(runs, learning.LAW_RUNS, strict=True):  # the small books here are soon used up
+        run["bytes"] = 0.9e6 * megabytes
+        run["lowest"] = TRUE.loss(run["parameters"], run["bytes"], run["passes"])
+    rows = [line.split("|") for line in learning.judged(runs).splitlines() if " MB |" in line]
+    assert len(rows) == len(runs) and all(abs(float(row[6])) < 0.02 for row in rows)
+    assert sum("not fitted" in row[7] for row in rows) >= 4
+
+
+def test_generation_is_timed_at_each_length_and_batch_size(tmp_path: Path) -> None:
+    assert generation.main(["--toy", "--device", "cpu", "--output_dir", str(tmp_path)]) == 0
+    (path,) = tmp_path.glob("generation-*.json")
+    seconds = json.loads(path.read_text())["seconds"]
+    assert {f"{rows} x {held}, float32" for rows, held in generation.CASES} <= seconds.keys()
+    assert all(0 < each < 60 for each in seconds.values())
+
+
+def test_tokenizing_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text(generated_text(200_000))
+    assert tokenizing.main(["--input", str(tmp_path / "text.txt"), "--vocab_size", "400"]) == 0
+    printed = capsys.readouterr().out
+    rows = ("learning the vocabulary", "encoding alone, 1 thread", "the whole command")
+    assert all(f"| {row} | 0.2 |" in printed for row in rows)
