@@ -32,8 +32,7 @@ CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None) 
 ROOT = Path(__file__).resolve().parents[1]
 # Named, for an environment may lie in the checkout too.
 ROOMS = (
-    "common", "tokenization", "training", "generation", "exchange", "serving", "tools", "benchmarks", "examples",
-    "notebooks",
+    "common", "tokenization", "training", "generation", "exchange", "serving", "tools", "benchmarks", "notebooks",
 )  # fmt: skip
 SOURCES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,|\n"

@@ -12,7 +12,6 @@ from common.errors import CheckpointError, ConfigError
 from common.files import CHECKPOINT_NAME, sha256_file
 from common.lora import LoRA, add_adapters, find_base
 from common.tensors import weights_file
-from examples import conversations
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.command import folder_of, tokenize_with
@@ -31,7 +30,7 @@ from training.numbers.optimizer import build_optimizer
 from training.numbers.schedule import repetition
 from training.numbers.step import Prompt, Trainer
 from training.planning.memory import fit_micro_batch, memory_advice
-from training.planning.text import EXAMPLE, text_of
+from training.planning.text import EXAMPLE, EXAMPLES, text_of
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def questions(config: Config) -> list[Prompt]:
     """The prompts that the run answers at each evaluation."""
     if not config.eval_prompts:
         return []
-    return read_prompts(conversations.HELD_OUT_FILE if config.eval_prompts == EXAMPLE else config.eval_prompts)
+    return read_prompts(EXAMPLES / "held_out.jsonl" if config.eval_prompts == EXAMPLE else config.eval_prompts)
 
 
 def base_of_adapters(config: Config, old: Old, shape: ModelConfig) -> Checkpoint | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gzip
 import json
 import os
 import random
@@ -29,8 +30,8 @@ import training.loop  # noqa: F401 (as above)
 from benchmarks.measure import flag_words
 from common.checkpoint import problems_of, step_folders, step_of
 from common.files import OF_RUN, sha256_file
-from examples import conversations
 from training.checkpoints import mirror
+from training.planning.text import EXAMPLES
 from training.reports import (
     summary,  # noqa: F401 (as above)
 )
@@ -332,8 +333,7 @@ def run_rounds(least_kills: int, seed: int, scratch: Path) -> tuple[int, Tally]:
     has_two_machines = is_possible(scratch)
     if not has_two_machines:
         print("Note: this system forbids namespaces, so no second machine trains.", flush=True)
-    conversations.write(text)
-    text.write_bytes(text.read_bytes()[:TEXT_BYTES])
+    text.write_bytes(gzip.decompress((EXAMPLES / "conversations.txt.gz").read_bytes())[:TEXT_BYTES])
     unbroken = Round(scratch / "unbroken", moments, tally)
     started = time.monotonic()
     wait(unbroken.tokenizing(text).start(), LONGEST_SESSION)

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from common.errors import DataError
-from examples import conversations
 from tokenization.corpus import BLOCK_BYTES, find_sources, unpacked_blocks
 from tokenization.extract import format_of, readable
 from tokenization.metadata import TokenMetadata, metadata_files, read_tokens
-from tokenization.settings import DEFAULT_FOLDER, Settings
+from tokenization.settings import Settings
 from tokenizer import load_tokenizer
-from training.config import Config
+from training.config import REPOSITORY, Config
 from training.planning.law import difficulty
 
-EXAMPLE = "builtin:conversations"  # the quickstart's text, and its questions
+EXAMPLE = "builtin:conversations"  # the quickstart's text, and questions that it does not ask in these words
+EXAMPLES = REPOSITORY / "examples"
 LEAST_BYTES = 2_000  # of a text
 TRAIN_SHARE = 0.9  # of the text
 SAMPLE_BYTES = 1_000_000
@@ -57,14 +57,8 @@ class Text(NamedTuple):
 
 
 def text_of(given: str) -> str:
-    """The path of the text that `input` names. Writes that of the quickstart."""
-    if given != EXAMPLE:
-        return given
-    path = Path(DEFAULT_FOLDER) / "conversations" / "conversations.txt"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        conversations.write(path)
-    return str(path)
+    """The path of the text that `input` names."""
+    return str(EXAMPLES / "conversations.txt.gz") if given == EXAMPLE else given
 
 
 def vocabulary_for(text_bytes: float) -> Vocabulary:
