@@ -250,13 +250,6 @@ class MultiHeadAttention(nn.Module):
         return self.out_proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
-def relu_squared(x: torch.Tensor) -> torch.Tensor:
-    """ReLU squared (So et al. 2021, "Primer"). A product, not `square`: CUDA's autocast computes powers in fp32, which
-    takes twice the memory."""
-    x = F.relu(x)
-    return x * x
-
-
 def swiglu(x: torch.Tensor) -> torch.Tensor:
     """(..., 2F) -> (..., F): the second half, gated by the first (Shazeer 2020, "GLU variants improve Transformer")."""
     gate, up = x.chunk(2, dim=-1)
@@ -266,7 +259,6 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu": lambda x: F.gelu(x),  # Hendrycks & Gimpel 2016
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),  # its approximation by tanh, section 2; GPT-2's own
-    "relu2": relu_squared,
     "swiglu": swiglu,
 }
 
@@ -431,8 +423,6 @@ class TransformerLanguageModel(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., C) -> (..., V)"""
         logits: torch.Tensor = self.head(hidden)
-        if self.config.logit_softcap:  # Gemma Team 2024, section 2
-            logits = self.config.logit_softcap * torch.tanh(logits / self.config.logit_softcap)
         return logits
 
     def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from pydantic.dataclasses import dataclass
 GATED = ("swiglu",)  # what enters them is twice as wide as what leaves
 EPSILONS = {"layernorm": 1e-5, "rmsnorm": 1e-6}
 SIZE_LIMIT = 2**31  # of any one size: token ids are int32
-LARGEST = 1e9  # of any other number; larger ones, and softcaps below 1e-6, can only be mistakes
+LARGEST = 1e9  # of any other number; a larger one can only be a mistake
 Size = Annotated[int, Field(ge=1, lt=SIZE_LIMIT)]
 Positive = Annotated[float, Field(gt=0, lt=LARGEST)]
 Later = WrapValidator(lambda value, check: None if value is None else check(value))  # None until `fill_in`
@@ -36,11 +36,10 @@ class ModelConfig:
     dropout: float = setting(0.0, "dropout probability", ge=0, lt=1)
     bias: bool = setting(True, "biases in linear layers and norms")
     tie_embeddings: bool = setting(False, "share the token embedding with the head")
-    activation: Literal["gelu", "gelu_tanh", "relu2", "swiglu"] = setting("gelu", "feed-forward activation")
+    activation: Literal["gelu", "gelu_tanh", "swiglu"] = setting("gelu", "feed-forward activation")
     norm: Literal["layernorm", "rmsnorm"] = setting("layernorm", "normalisation")
     position: Literal["learned", "rope"] = setting("learned", "position information")
     qk_norm: bool = setting(False, "normalise queries and keys")
-    logit_softcap: float = setting(0.0, "soft limit of the logits, 0 is off", ge=0, le=1e6)
     embed_norm: bool = setting(False, "normalise the embeddings before the first block")
     zero_init: bool = setting(False, "start projections into the residual stream, and the head, at zero")
     num_kv_heads: Annotated[Size, Later] = setting(None)  # heads of keys and values; None: num_heads
@@ -89,8 +88,6 @@ class ModelConfig:
             problems.append("zero_init starts the head at zero, which tie_embeddings shares with the token embedding")
         if self.position == "rope" and head_dim % 2:
             problems.append(f"head_dim is {head_dim}; position 'rope' needs an even number")
-        if 0 < self.logit_softcap < 1e-6:
-            problems.append(f"logit_softcap is {self.logit_softcap}; allowed: 0 (off), or 0.000001 to 1,000,000")
         if len(self.rope_scaling) not in (0, 4):
             problems.append(f"rope_scaling is {self.rope_scaling!r:.100}; four numbers above 0 are needed, or none")
         elif self.rope_scaling and self.position != "rope":

@@ -55,9 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             times = [time.perf_counter() for _ in stream(model, prompts, sampling, bias)]
             gap = statistics.median(later - earlier for earlier, later in itertools.pairwise(times))
             measured[f"{rows} x {held}, {str(dtype).removeprefix('torch.')}"] = gap
-    rows = [[case, f"{1000 * gap:.2f}", f"{int(case.split()[0]) / gap:,.0f}"] for case, gap in measured.items()]
+    cells = [[case, f"{1000 * gap:.2f}", f"{int(case.split()[0]) / gap:,.0f}"] for case, gap in measured.items()]
     machine = describe_machine(flags.device)
-    body = markdown_table(["texts x tokens held", "ms a step", "tokens/s"], rows)
+    body = markdown_table(["texts x tokens held", "ms a step", "tokens/s"], cells)
     write_results(
         Path(flags.output_dir) / f"generation-{machine_kind(machine)}",
         "Generation",

@@ -75,19 +75,11 @@ def table(results: Mapping[str, Mapping[int, Mapping[str, Any]]]) -> str:
     """A row for each variant: the lowest loss by seed, its mean, and how far that is from the first variant's."""
     means = {name: fmean(run["lowest"] for run in seeds.values()) for name, seeds in results.items()}
     first = next(iter(means))
+    formats = {"tokens": ",.0f", "seconds": ".0f", "lowest": ".4f", "at_epoch": ".1f", "last": ".4f"}
     rows = [
         [
             f"`{name}`",
-            *(
-                ", ".join(form(run) for run in seeds.values())
-                for form in (
-                    lambda run: f"{run['tokens'] / 1e6:.2f}M",
-                    lambda run: f"{run['seconds']:.0f}",
-                    lambda run: f"{run['lowest']:.4f}",
-                    lambda run: f"{run['at_epoch']:.1f}",
-                    lambda run: f"{run['last']:.4f}",
-                )
-            ),
+            *(", ".join(f"{run[key]:{digits}}" for run in seeds.values()) for key, digits in formats.items()),
             f"{means[name]:.4f}",
             "" if name == first else f"{means[name] - means[first]:+.4f}",
         ]

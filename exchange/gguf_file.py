@@ -45,10 +45,6 @@ def obstacle_to_gguf(config: ModelConfig, tokenizer: Tokenizer) -> str:
         kind = hf_kind(config)
     except ConversionError as wrong:
         return str(wrong)
-    if kind == "nanochat":
-        return "it has no architecture with ReLU squared; activation 'swiglu' makes this form Qwen3's"
-    if config.activation == "relu2":
-        return "its GPT-2 has only GELU, and this model has activation 'relu2'"
     if kind != "llama" and config.rope_scaling:
         return f"its {kind} has no rope_scaling"
     if tokenizer.vocab_size > config.vocab_size:

@@ -1,8 +1,8 @@
 """LoRA adapters as a folder of Hugging Face `peft`, checked on the exported base.
 
-What differs: NanoChat has q, k and v as separate modules, each with its own A, and orders the rows of q and k
-differently. GPT-2's layers are transposed, which `fan_in_fan_out` says, but its adapters are not. An embedding's
-adapters are transposed. Shapes in comments: C = embed_dim, V = vocab_size, r = rank.
+What differs: Qwen3 and Llama have q, k and v, and gate and up, as separate modules, each with its own A. GPT-2's layers
+are transposed, which `fan_in_fan_out` says, but its adapters are not. An embedding's adapters are transposed.
+Shapes in comments: C = embed_dim, V = vocab_size, r = rank.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from model_config import ModelConfig
 
 Tensors = dict[str, torch.Tensor]
 
-ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu2": "relu2"}  # ours -> theirs
+ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_new"}  # ours -> theirs
 OUR_ACTIVATIONS = {theirs: ours for ours, theirs in ACTIVATIONS.items()} | {"gelu_pytorch_tanh": "gelu_tanh"}
 
 
@@ -27,20 +27,16 @@ class Entry(NamedTuple):
     ours: str
     theirs: tuple[str, ...]
     rows: tuple[int, ...] = ()  # of each of theirs, where ours has them one above the other
-    swapped: tuple[int, ...] = ()  # heads of each of theirs whose halves stand the other way round: see `swap_halves`
     transposed: bool = False
     absent: torch.Tensor | None = None  # what theirs is where a model of ours has no such tensor
 
     def split(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = tensor.split(self.rows) if self.rows else (tensor,)
-        return [part.T.contiguous() if self.transposed else part.contiguous() for part in self.swap(parts)]
+        return [part.T.contiguous() if self.transposed else part.contiguous() for part in parts]
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        parts = self.swap([part.T.contiguous() if self.transposed else part for part in parts])
-        return torch.cat(list(parts)) if self.rows else parts[0]
-
-    def swap(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [swap_halves(part, self.swapped[i]) if i < len(self.swapped) else part for i, part in enumerate(parts)]
+        parts = [part.T.contiguous() if self.transposed else part for part in parts]
+        return torch.cat(parts) if self.rows else parts[0]
 
 
 Table = list[Entry]
@@ -75,16 +71,6 @@ def to_theirs(table: Table, config: ModelConfig, state: Tensors) -> Tensors:
 
 def to_ours(table: Table, config: ModelConfig, tensors: Tensors) -> Tensors:
     return {entry.ours: entry.join([tensors[name] for name in entry.theirs]) for entry in expanded(table, config)}
-
-
-def swap_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The rows of q's or k's projection, (C, C) or (C, rank), with the two halves of every head swapped.
-
-    RoPE rotates the pairs (x[i], x[i + D/2]). NanoChat rotates them by the negative angle; with the members of each
-    pair swapped, that is our rotation. The swap is the same in q and k, so their products do not change, and a norm
-    over the head ignores the order. The function is its own inverse.
-    """
-    return weight.view(heads, 2, -1, weight.size(1)).flip(1).reshape(weight.shape)  # (H, 2, D/2, C)
 
 
 def checked_config(**values: Any) -> ModelConfig:

@@ -28,7 +28,7 @@ GPT2_BUFFERS = (".attn.bias", ".attn.masked_bias")  # the causal mask, in files 
 
 def gpt2_obstacles(config: ModelConfig) -> list[str]:
     """Options that the class cannot have."""
-    needed = {"norm": "layernorm", "qk_norm": False, "embed_norm": False, "logit_softcap": 0.0}
+    needed = {"norm": "layernorm", "qk_norm": False, "embed_norm": False}
     wrong = others_than(needed | of_one_kind_of_head(config), config)
     return wrong if config.activation in ACTIVATIONS else [*wrong, f"activation {config.activation!r}"]
 

@@ -47,7 +47,7 @@ def kind_of(config: ModelConfig) -> str:
 def llama_obstacles(config: ModelConfig) -> list[str]:
     """Options that the class cannot have."""
     kind = kind_of(config)
-    needed: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu", "logit_softcap": 0.0}
+    needed: dict[str, Any] = {"norm": "rmsnorm", "activation": "swiglu"}
     if kind != "llama":
         needed |= {"bias": False, "qkv_bias": kind == "qwen2"}
     wrong = others_than(needed, config)

@@ -1,7 +1,7 @@
 """One model under two sets of names: ours, and those of Hugging Face `transformers`. Dicts in, dicts out: no files.
 
-GPT-2's form is `GPT2LMHeadModel` there, the modern one with SwiGLU `Qwen3ForCausalLM`, with ReLU squared
-`NanoChatForCausalLM`; Llama and Qwen2 are there for other people's models.
+GPT-2's form is `GPT2LMHeadModel` there, the modern one `Qwen3ForCausalLM`; Llama and Qwen2 are there for other people's
+models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from exchange import hf_llama
 from exchange.hf_common import ConversionError, Entry, Table, Tensors, to_ours, to_theirs
 from exchange.hf_gpt2 import GPT2_BUFFERS, config_of_gpt2, gpt2_config, gpt2_obstacles, gpt2_table
 from exchange.hf_llama import config_of_llama, folded, llama_config, llama_obstacles, llama_table
-from exchange.hf_nanochat import config_of_nanochat, nanochat_config, nanochat_obstacles, nanochat_table
 from model import TransformerLanguageModel, listed, require_shapes
 from model_config import ModelConfig
 
@@ -60,7 +59,6 @@ FORMS = {
         "GPT2LMHeadModel", gpt2_obstacles, gpt2_config, config_of_gpt2, gpt2_table,
         "transformer.", "transformer.wte.weight", "transformer.h.", is_tied=True,
     ),
-    "nanochat": Form("NanoChatForCausalLM", nanochat_obstacles, nanochat_config, config_of_nanochat, nanochat_table),
     **{kind: llama_form(kind) for kind in hf_llama.CLASSES},
 }  # fmt: skip
 
@@ -114,8 +112,7 @@ def with_rows(config: ModelConfig, state: Tensors, vocab_size: int, twin: int) -
 
 def hf_kind(config: ModelConfig) -> str:
     """The `model_type` for a model of ours. Raises ConversionError naming every option that it does not support."""
-    rotating = hf_llama.kind_of(config) if config.is_gated else "nanochat"
-    kind = "gpt2" if config.position == "learned" else rotating
+    kind = "gpt2" if config.position == "learned" else hf_llama.kind_of(config)
     if wrong := FORMS[kind].obstacles(config):
         raise ConversionError(
             f"with position {config.position!r} and activation {config.activation!r} the class is "

@@ -1,7 +1,7 @@
 """A model as one HTML file that computes and talks in a browser, offline: `tools/export_page.py`.
 
 page.html is the frame, page.css and page.js what the visitor sees. A worker writes (page_writer.js), with the model
-(page_model.js, page_product.js) and page_tokenizer.js. The demo's own files draw the texts and their tokens
+(page_model.js) and page_tokenizer.js. The demo's own files draw the texts and their tokens
 (serving/demo_*).
 """
 
@@ -107,7 +107,7 @@ def require_page(config: ModelConfig, tokenizer: Tokenizer, template: AnyTemplat
             f"The page would have {size / 1e6:,.0f} MB; more than {LARGEST_PAGE / 1e6:,.0f} MB takes too long to open"
             f"{smaller}. Export a smaller model, or use tools/export_hf.py."
         )
-    cache = 8 * config.num_layers * config.num_kv_heads * config.max_seq_len * (config.head_dim + 16)
+    cache = 8 * config.num_layers * config.num_kv_heads * config.max_seq_len * config.head_dim
     memory = sum(tensor.numel() for tensor in weights.values()) * (4 if kind == "f16" else 1) + cache
     if memory > LARGEST_MEMORY:
         raise ConfigError(
@@ -163,7 +163,7 @@ def fill_in(described: dict[str, Any], weights: bytes) -> bytes:
         "style": style,
         "style_hash": sha256(style),
         "tokens": read(DEMO / "demo_tokens.html"),
-        "worker": read(*(HERE / f"page_{name}.js" for name in ("product", "tokenizer", "model", "writer"))),
+        "worker": read(*(HERE / f"page_{name}.js" for name in ("tokenizer", "model", "writer"))),
         # In HTML, only a < can end the content of a script element.
         "model": json.dumps(described, ensure_ascii=False).replace("<", "\\u003c"),
         "weights": base64.b64encode(weights + bytes(-len(weights) % 3)).decode(),

@@ -1,9 +1,7 @@
-// The model of the page: the computations of model.py, one token at a time. All weights, and the keys and values of the
-// tokens that were read, lie in one WebAssembly memory. The products are page_product.js's.
+// The model of the page: the computations of model.py, one token at a time.
 "use strict";
 
 const BLOCK = 64; // weights that share a scale (page_weights.py)
-const WIDE = 16; // float32 rows are as long as a multiple of it (page_product.js)
 const up = (n, multiple) => Math.ceil(n / multiple) * multiple;
 
 function fromBase64(text) {
@@ -40,7 +38,6 @@ function erf(x) {
 const ACTIVATIONS = {
   gelu: (x) => 0.5 * x * (1 + erf(x * Math.SQRT1_2)),
   gelu_tanh: (x) => 0.5 * x * (1 + Math.tanh(Math.sqrt(2 / Math.PI) * (x + 0.044715 * x * x * x))),
-  relu2: (x) => (x > 0 ? x * x : 0),
   swiglu: (gate, x) => (gate / (1 + Math.exp(-gate))) * x,
 };
 
@@ -48,101 +45,59 @@ class Model {
   // config: a ModelConfig; tensors: [[name, rows, columns], ...] in the order of the bytes; type: "int8" or "f16"
   constructor({ config, tensors, type }, bytes) {
     this.config = config;
-    this.type = type;
-    this.size = 0;
-    const take = (length) => (this.size += up(length, 64)) - up(length, 64);
-    const c = config, isRounded = type === "int8";
     this.tensors = {};
+    const half = halves(), view = new DataView(bytes.buffer);
     let at = 0; // in `bytes`
     for (const [name, rows, columns] of tensors) {
-      const tensor = (this.tensors[name] = { rows, columns, from: at });
-      if (rows === 0) { // a vector, in float32
-        tensor.at = take(4 * columns);
-        at += 4 * columns;
-      } else if (isRounded) {
+      const floats = (length, size, read) => {
+        const numbers = new Float32Array(length);
+        for (let i = 0; i < length; i++, at += size) numbers[i] = read(at);
+        return numbers;
+      };
+      const fromHalf = (place) => half[view.getUint16(place, true)];
+      const tensor = (this.tensors[name] = { rows, columns, wide: columns });
+      if (rows === 0) tensor.numbers = floats(columns, 4, (place) => view.getFloat32(place, true)); // a vector
+      else if (type === "int8") {
         tensor.wide = up(columns, BLOCK);
-        tensor.scales = take((4 * rows * tensor.wide) / BLOCK);
-        tensor.at = take(rows * tensor.wide);
-        at += (2 * rows * tensor.wide) / BLOCK + rows * tensor.wide;
-      } else {
-        tensor.wide = up(columns, WIDE);
-        tensor.at = take(4 * rows * tensor.wide);
-        at += 2 * rows * columns;
-      }
+        tensor.scales = floats((rows * tensor.wide) / BLOCK, 2, fromHalf);
+        tensor.numbers = new Int8Array(bytes.buffer, at, rows * tensor.wide);
+        at += rows * tensor.wide;
+      } else tensor.numbers = floats(rows * columns, 2, fromHalf);
     }
-    // Keys and queries of a head have rows of `headWide`; values are stored with their columns as rows of `capacity`.
-    this.headWide = up(c.head_dim, WIDE);
-    this.capacity = up(c.max_seq_len, WIDE);
-    const heads = c.num_layers * c.num_kv_heads;
-    this.keys = take(4 * heads * this.capacity * this.headWide);
-    this.values = take(4 * heads * this.capacity * c.head_dim);
-    const widest = up(Math.max(c.embed_dim, c.ff_dim, c.num_heads * c.head_dim), BLOCK);
-    const outputs = Math.max(c.vocab_size, 2 * c.ff_dim, (c.num_heads + 2 * c.num_kv_heads) * c.head_dim, c.embed_dim);
-    this.x = take(4 * widest); // what a product reads: float32, or int16
-    this.y = take(4 * outputs); // what it writes
-    this.query = take(4 * this.headWide);
-    this.scores = take(4 * this.capacity);
-    this.mixed = take(4 * c.head_dim);
-    this.memory = new WebAssembly.Memory({ initial: Math.ceil(this.size / 65536) });
-    Object.assign(this, assembleProducts(this.memory));
-    this.fill(bytes, isRounded);
+    const size = config.num_layers * config.num_kv_heads * config.max_seq_len * config.head_dim;
+    this.keys = new Float32Array(size); // (layers, heads, tokens, head_dim)
+    this.values = new Float32Array(size);
     this.held = []; // the tokens in the cache
-  }
-
-  floats(at, length) {
-    return new Float32Array(this.memory.buffer, at, length);
-  }
-
-  fill(bytes, isRounded) {
-    const half = halves(), view = new DataView(bytes.buffer);
-    for (const tensor of Object.values(this.tensors)) {
-      const { rows, columns, wide, from, at } = tensor;
-      if (rows === 0) {
-        tensor.numbers = this.floats(at, columns);
-        for (let i = 0; i < columns; i++) tensor.numbers[i] = view.getFloat32(from + 4 * i, true);
-      } else if (isRounded) {
-        const blocks = (rows * wide) / BLOCK;
-        const scales = (tensor.numbers = this.floats(tensor.scales, blocks));
-        for (let i = 0; i < blocks; i++) scales[i] = half[view.getUint16(from + 2 * i, true)];
-        const first = from + 2 * blocks;
-        tensor.whole = new Int8Array(this.memory.buffer, at, rows * wide);
-        tensor.whole.set(new Int8Array(bytes.buffer, first, rows * wide));
-      } else {
-        tensor.numbers = this.floats(at, rows * wide);
-        for (let row = 0, i = from; row < rows; row++)
-          for (let column = 0; column < columns; column++, i += 2)
-            tensor.numbers[row * wide + column] = half[view.getUint16(i, true)];
-      }
-    }
   }
 
   // y += row of the matrix
   addRow(name, row, y) {
-    const { columns, wide, numbers, whole } = this.tensors[name];
-    for (let i = 0, at = row * wide; i < columns; i++, at++) y[i] += whole ? whole[at] * numbers[(at / BLOCK) | 0] : numbers[at];
+    const { columns, wide, numbers, scales } = this.tensors[name];
+    for (let i = 0, at = row * wide; i < columns; i++, at++) y[i] += scales ? numbers[at] * scales[(at / BLOCK) | 0] : numbers[at];
   }
 
-  // The matrix times x, plus its bias: a view of `this.y` that the next product overwrites.
+  // The matrix times x, plus its bias.
   linear(name, x) {
-    const { rows, columns, wide, at, scales } = this.tensors[`${name}.weight`];
-    const y = this.floats(this.y, rows), bias = this.tensors[`${name}.bias`]?.numbers;
-    let scale = 1;
-    if (this.type === "int8") {
-      // Products of whole numbers are faster. 16 bits round x hundreds of times less than 8 bits round the weights.
-      let largest = 0;
-      for (let i = 0; i < columns; i++) largest = Math.max(largest, Math.abs(x[i]));
-      scale = largest / 32767;
-      const whole = new Int16Array(this.memory.buffer, this.x, wide), factor = largest ? 32767 / largest : 0;
-      for (let i = 0; i < columns; i++) whole[i] = Math.round(x[i] * factor);
-      whole.fill(0, columns);
-      this.rounded(at, scales, this.x, this.y, rows, wide);
-    } else {
-      const padded = this.floats(this.x, wide);
-      padded.set(x);
-      padded.fill(0, columns);
-      this.product(at, this.x, this.y, rows, wide, 4 * wide);
+    const { rows, columns, wide, numbers, scales } = this.tensors[`${name}.weight`];
+    const y = new Float32Array(rows), bias = this.tensors[`${name}.bias`]?.numbers;
+    const input = new Float32Array(wide); // filled up with zeros
+    input.set(x.subarray(0, columns));
+    for (let row = 0, at = 0, block = 0; row < rows; row++) {
+      let sum = bias ? bias[row] : 0;
+      if (scales)
+        for (let i = 0; i < wide; block++) {
+          let a = 0, b = 0, c = 0, d = 0; // four sums at once are faster
+          for (const end = i + BLOCK; i < end; i += 4, at += 4) {
+            a += numbers[at] * input[i];
+            b += numbers[at + 1] * input[i + 1];
+            c += numbers[at + 2] * input[i + 2];
+            d += numbers[at + 3] * input[i + 3];
+          }
+          sum += scales[block] * (a + b + c + d);
+        }
+      else for (let i = 0; i < wide; i++, at++) sum += numbers[at] * input[i];
+      y[row] = sum;
     }
-    for (let i = 0; i < rows; i++) y[i] = y[i] * scale + (bias ? bias[i] : 0);
     return y;
   }
 
@@ -185,31 +140,26 @@ class Model {
   }
 
   attention(layer, x, position, turn) {
-    const { num_heads: H, num_kv_heads: K, head_dim: D, qk_norm } = this.config, name = `blocks.${layer}.attention`;
-    const { capacity, headWide } = this, group = H / K, seen = position + 1, padded = up(seen, WIDE);
-    const qkv = Float32Array.from(this.linear(`${name}.qkv`, x)), y = new Float32Array(H * D);
+    const { num_heads: H, num_kv_heads: K, head_dim: D, qk_norm, max_seq_len } = this.config, name = `blocks.${layer}.attention`;
+    const qkv = this.linear(`${name}.qkv`, x), y = new Float32Array(H * D), scores = new Float32Array(position + 1);
     for (let head = 0; head < H + K; head++) { // queries, then keys
       if (qk_norm) this.norm(`${name}.${head < H ? "q" : "k"}_norm`, qkv, true, head * D, D);
       if (turn) this.rotate(qkv, head * D, turn);
     }
-    const query = this.floats(this.query, headWide), scores = this.floats(this.scores, padded), mixed = this.floats(this.mixed, D);
-    for (let k = 0; k < K; k++) {
-      const keys = this.keys + 4 * (layer * K + k) * capacity * headWide;
-      const values = this.values + 4 * (layer * K + k) * capacity * D;
-      this.floats(keys + 4 * position * headWide, headWide).set(qkv.subarray((H + k) * D, (H + k + 1) * D));
-      const columns = this.floats(values, capacity * D);
-      for (let i = 0; i < D; i++) columns[i * capacity + position] = qkv[(H + K + k) * D + i];
-      for (let head = k * group; head < (k + 1) * group; head++) {
-        query.set(qkv.subarray(head * D, (head + 1) * D));
-        this.product(keys, this.query, this.scores, seen, headWide, 4 * headWide);
-        let largest = -Infinity, sum = 0;
-        for (let t = 0; t < seen; t++) largest = Math.max(largest, scores[t]);
-        for (let t = 0; t < seen; t++) sum += scores[t] = Math.exp((scores[t] - largest) / Math.sqrt(D));
-        for (let t = 0; t < seen; t++) scores[t] /= sum;
-        scores.fill(0, seen); // what is left in the cache beyond them does not count
-        this.product(values, this.scores, this.mixed, D, padded, 4 * capacity);
-        y.set(mixed, head * D);
+    for (let head = 0; head < H; head++) {
+      const k = Math.floor((head * K) / H), cache = (layer * K + k) * max_seq_len * D; // heads of a group share one
+      const of = (part, i) => qkv.subarray((part + i) * D, (part + i + 1) * D);
+      this.keys.set(of(H, k), cache + position * D);
+      this.values.set(of(H + K, k), cache + position * D);
+      let largest = -Infinity, sum = 0;
+      for (let t = 0, at = cache; t <= position; t++) {
+        let score = 0;
+        for (let i = 0; i < D; i++, at++) score += qkv[head * D + i] * this.keys[at];
+        largest = Math.max(largest, (scores[t] = score));
       }
+      for (let t = 0; t <= position; t++) sum += scores[t] = Math.exp((scores[t] - largest) / Math.sqrt(D));
+      for (let t = 0, at = cache; t <= position; t++)
+        for (let i = 0; i < D; i++, at++) y[head * D + i] += (scores[t] / sum) * this.values[at];
     }
     return this.linear(`${name}.out_proj`, y);
   }
@@ -239,8 +189,6 @@ class Model {
   }
 
   logits(hidden) {
-    const cap = this.config.logit_softcap;
-    const logits = this.linear(this.config.tie_embeddings ? "token_embedding" : "head", hidden);
-    return cap ? logits.map((each) => cap * Math.tanh(each / cap)) : Float32Array.from(logits);
+    return this.linear(this.config.tie_embeddings ? "token_embedding" : "head", hidden);
   }
 }

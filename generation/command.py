@@ -20,7 +20,7 @@ from common.files import read_text
 from common.output import cell, printable, table_row
 from generation.completion import ROWS_AT_ONCE, generate, prompt_ids
 from generation.loading import load_checkpoint
-from generation.scoring import Score, json_row, meaning, score_file, table_head, table_line, table_rows
+from generation.scoring import Score, json_row, meaning, score_documents, table_head, table_line
 from generation.settings import Request, Sampling
 from generation.terminal import interact, stream_one
 from model import TransformerLanguageModel
@@ -99,22 +99,26 @@ def score(request: Request) -> None:
         with tqdm(total=size, desc=source.name, unit="B", unit_scale=True, leave=False, disable=None, delay=1) as bar:
             documents = encode_documents(tokenizer, read_pieces([source], on_read=bar.update))
             try:
-                scored = score_file(model, tokenizer, documents, stride)
+                scored = list(score_documents(model, tokenizer, documents, stride))
             except UnknownCharacterError as error:
                 raise TokenizerError(
                     f"{name}: {error.finding}. The model has no probability for it; remove it."
                 ) from None
-        total.add(scored.total)
-        if not scored.total.tokens:
+        of_file = Score()
+        for document in scored:
+            of_file.add(document)
+        total.add(of_file)
+        if not of_file.tokens:
             nothing = f"{name} holds no text to score, or no document of two tokens or more"
             if len(named) == 1:
                 raise DataError(f"{nothing}.")
             print(f"{nothing}: it is left out.", file=sys.stderr)
         elif request.json:
-            row = json_row(scored.total) | {"stride": stride, "checkpoint": str(checkpoint.path)}
+            row = json_row(of_file) | {"stride": stride, "checkpoint": str(checkpoint.path)}
             print(json.dumps({"file": name} | row), flush=True)
         else:
-            print(*heads, *table_rows(name, scored), sep="\n", flush=True)
+            several = f", {len(scored):,} documents" if len(scored) > 1 else ""
+            print(*heads, table_line(name + several, of_file), sep="\n", flush=True)
             heads = []
     if not request.json:
         if len(named) > 1:

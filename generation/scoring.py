@@ -25,8 +25,6 @@ TOKENS_AT_ONCE = 8192  # positions in a batch of windows: about 100 MB for the w
 LOGITS_AT_ONCE = 1 << 24  # 64 MiB in fp32; the logits of whole windows would take more than the model
 Documents = Iterable[Iterable[np.ndarray]]  # the ids of each, (tokens,) at a time
 
-DOCUMENTS_LISTED = 20  # a file with more shows only its sum
-
 
 @dataclass
 class Score:
@@ -55,28 +53,6 @@ class Score:
     def bits_per_byte(self) -> float:
         """Comparable across tokenizers; nan if no byte of text was predicted."""
         return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
-
-
-@dataclass
-class FileScore:
-    """The score of a file, and of each document if it has 2 to DOCUMENTS_LISTED."""
-
-    total: Score
-    documents: int
-    listed: list[Score]
-
-
-def score_file(model: TransformerLanguageModel, tokenizer: Tokenizer, documents: Documents, stride: int) -> FileScore:
-    """Score the documents of a file; see `score_documents`."""
-    result = FileScore(Score(), 0, [])
-    for score in score_documents(model, tokenizer, documents, stride):
-        result.total.add(score)
-        result.documents += 1
-        if result.documents <= DOCUMENTS_LISTED:
-            result.listed.append(score)
-    if not 2 <= result.documents <= DOCUMENTS_LISTED:
-        result.listed.clear()
-    return result
 
 
 def score_documents(
@@ -188,13 +164,6 @@ def json_row(score: Score) -> dict[str, int | float | None]:
 def table_head() -> list[str]:
     names = ["text", "tokens", "bytes", "loss", "perplexity", "bits per byte"]
     return [table_row(names), table_row(["---", *["---:"] * (len(names) - 1)])]
-
-
-def table_rows(name: str, scored: FileScore) -> list[str]:
-    """The documents of a file, if they are listed, and then the whole file."""
-    rows = [table_line(f"{name}, document {number}", score) for number, score in enumerate(scored.listed, 1)]
-    whole = f"{name}, {scored.documents:,} documents" if scored.documents > 1 else name
-    return [*rows, table_line(whole, scored.total)]
 
 
 def table_line(name: str, score: Score) -> str:

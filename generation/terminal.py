@@ -6,11 +6,9 @@ import contextlib
 import dataclasses
 
 from common.chat import AnyTemplate, Message
-from common.flags import meant
 from common.output import printable
-from common.validation import check, fields_of, suggest
 from generation.completion import Completion, prompt_ids
-from generation.settings import Sampling, unescape
+from generation.settings import Sampling
 from generation.stream import only_text, stream
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
@@ -33,45 +31,40 @@ def stream_one(
 def interact(
     model: TransformerLanguageModel, tokenizer: Tokenizer, sampling: Sampling, template: AnyTemplate | None
 ) -> None:
-    """A prompt loop. Each line is a prompt, or with a `template` the next turn of a conversation. `/name value` changes
-    a setting."""
+    """A prompt loop. Each line is a prompt, or with a `template` the next turn of a conversation."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (line editing and history; not on Windows)
 
-    settings = [field.name for field in dataclasses.fields(sampling)]
-    listed = f"Settings: {', '.join('/' + name for name in settings)} VALUE. /quit ends."
-    conversation = None if template is None else Conversation(template, tokenizer, room_for_prompt(model, sampling))
-    if conversation is None:
-        help_text = f"Type a text to continue. {listed}"
+    if template is None:
+        print("Type a text to continue. quit ends.")
     else:
-        help_text = (
-            f"Ask something. The model remembers the conversation; /reset forgets it, /system TEXT sets instructions. "
-            f"{listed}"
-        )
-    print(help_text)
+        print("Ask something. The model remembers the conversation; /reset forgets it, quit ends.")
+    turns: list[Message] = []
+    forgets = False
     while True:
         try:
             line = input("> ")
         except (EOFError, KeyboardInterrupt):
             print()
             return
-        command, _, value = line[1:].strip().partition(" ") if line.startswith("/") else ("", "", "")
-        if (command or line.strip()) in ("quit", "exit"):
+        if line.strip() in ("quit", "exit", "/quit"):
             return
-        if conversation and command in ("reset", "system"):
-            print(conversation.reset() if command == "reset" else conversation.instruct(value))
-        elif command or line.startswith("/"):
-            sampling = change_setting(line[1:], sampling, settings, help_text)
-            if conversation:
-                conversation.room = room_for_prompt(model, sampling)
+        if template and line.strip() == "/reset":
+            turns.clear()
+            print("The conversation is forgotten.")
         elif line.strip():
             try:
-                if conversation is None:
+                if template is None:
                     print(printable(line), end="", flush=True)
                     stream_one(model, tokenizer, prompt_ids(tokenizer, line), sampling, is_answer=False)
                 else:
-                    answer = stream_one(model, tokenizer, conversation.ask(line), sampling, is_answer=True)
-                    conversation.answered(answer.text)
+                    asked = [*turns, Message("user", line)]
+                    ids = template.prompt_ids(tokenizer, asked, room_for_prompt(model, sampling))
+                    if not forgets and len(ids) < len(template.prompt_ids(tokenizer, asked)):
+                        print("(The conversation is longer than the context: the oldest turns are forgotten.)")
+                        forgets = True
+                    answer = stream_one(model, tokenizer, ids, sampling, is_answer=True).text
+                    turns = [*asked, Message("assistant", answer)] if answer.strip() else turns
             except KeyboardInterrupt:  # stops this text, not the program
                 print()
             except TokenizerError as problem:  # unknown characters
@@ -80,62 +73,7 @@ def interact(
 
 
 def room_for_prompt(model: TransformerLanguageModel, sampling: Sampling) -> int:
-    """How many tokens of the context a conversation may take. At least half of the context stays for the answer, unless
-    max_new_tokens is less."""
+    """How many tokens of the context a conversation may take; the oldest turns are left out of a longer one. At least
+    half of the context stays for the answer, unless max_new_tokens is less."""
     context = model.config.max_seq_len
     return context - min(sampling.max_new_tokens, context // 2)
-
-
-class Conversation:
-    """The turns so far, without questions whose answer was interrupted."""
-
-    def __init__(self, template: AnyTemplate, tokenizer: Tokenizer, room: int):
-        self.template, self.tokenizer, self.room = template, tokenizer, room
-        self.system: list[Message] = []
-        self.turns: list[Message] = []
-        self.question = ""
-        self.is_forgetting = False
-
-    def ask(self, question: str) -> list[int]:
-        """The ids of the prompt: the question, and before it as many turns as there is room for."""
-        self.question = question
-        messages = [*self.system, *self.turns, Message("user", question)]
-        ids = self.template.prompt_ids(self.tokenizer, messages, self.room)
-        if not self.is_forgetting and len(ids) < len(self.template.prompt_ids(self.tokenizer, messages)):
-            print("(The conversation is longer than the context: from now on the oldest turns are forgotten.)")
-            self.is_forgetting = True
-        if len(ids) > self.room:
-            print(f"(The question is longer than {self.room} tokens, the room for it: the model may see only its end.)")
-        return ids
-
-    def answered(self, answer: str) -> None:
-        if answer.strip():
-            self.turns += [Message("user", self.question), Message("assistant", answer)]
-
-    def reset(self) -> str:
-        self.turns.clear()
-        self.is_forgetting = False
-        return "The conversation is forgotten."
-
-    def instruct(self, text: str) -> str:
-        """Set the system's turn, or remove it if `text` is empty."""
-        self.system = [Message("system", text)] if text.strip() else []
-        return f"Instructions: {text}" if self.system else "Instructions: none."
-
-
-def change_setting(command: str, sampling: Sampling, settings: list[str], help_text: str) -> Sampling:
-    name, _, value = command.strip().partition(" ")
-    if name not in settings:
-        print(help_text + suggest(name, settings))
-        return sampling
-    if not value:
-        print(f"{name} is {getattr(sampling, name)}")
-        return sampling
-    typed = (unescape(value),) if name == "stop" else meant(value, fields_of(Sampling)[name])
-    problems: list[str] = []
-    changed = check(Sampling, vars(sampling) | {name: typed}, problems)
-    if changed is None or problems:
-        print("; ".join(problems))
-        return sampling
-    print(f"{name} is now {getattr(changed, name)}")
-    return changed

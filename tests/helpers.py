@@ -26,7 +26,7 @@ from training.machine.hardware import Hardware, detect_hardware
 from training.numbers.data import TokenData
 from training.numbers.optimizer import build_optimizer
 from training.numbers.step import Prompt, Trainer
-from training.planning.memory import estimate_memory, savings
+from training.planning.memory import estimate_memory
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)  # of no kind in particular
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,10 +181,6 @@ def open_tokens(config: Config, hardware: Hardware = CPU) -> TokenData:
 
 def estimated(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:
     return estimate_memory(config, model, hardware, rows_of(config))
-
-
-def ways_of(config: Config, vocab_size: int, hardware: Hardware) -> list[tuple[str, int]]:
-    return savings(config, config.shape(vocab_size), hardware, rows_of(config))
 
 
 @contextlib.contextmanager

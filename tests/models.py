@@ -23,6 +23,7 @@ from training.numbers.optimizer import Optimizer, build_optimizer
 
 CHARACTERS = CharacterTokenizer.train(ALPHABET + "\0\r'😀")
 MODERN = {"norm": "rmsnorm", "position": "rope", "qk_norm": True, "embed_norm": True, "bias": False}
+MODERN |= {"activation": "swiglu"}
 TINY = {"embed_dim": 32, "num_heads": 4, "num_layers": 2, "max_seq_len": 24}
 
 

@@ -1,5 +1,4 @@
-"""Make a checkpoint of a Hugging Face folder, to generate with or to train further: GPT-2, Llama, Qwen2, Qwen3 or
-NanoChat.
+"""Make a checkpoint of a Hugging Face folder, to generate with or to train further: GPT-2, Llama, Qwen2 or Qwen3.
 
     python tools/import_hf.py openai-community/gpt2 runs/gpt2_pretrained
     python tools/import_hf.py HuggingFaceTB/SmolLM2-135M runs/smollm2
@@ -25,7 +24,7 @@ from common.validation import STRICT, Text, option
 
 @dataclass(frozen=True, config=STRICT)
 class Options:
-    """Make a checkpoint of a Hugging Face folder: GPT-2, SmolLM2, Llama, Qwen2, Qwen3, NanoChat."""
+    """Make a checkpoint of a Hugging Face folder: GPT-2, SmolLM2, Llama, Qwen2, Qwen3."""
 
     folder: Text = option(..., "", "folder, or a name on the hub: openai-community/gpt2", word="FOLDER")
     out: Text = option(..., "", "checkpoint folder to write; empty, or not there yet", word="OUT")

@@ -117,7 +117,7 @@ def test_variants_of_the_first_run_are_not_trained_twice(
     runs = json.loads((tmp_path / "learning.json").read_text())["runs"]
     lowest = [seeds["1337"]["lowest"] for seeds in runs.values()]
     assert list(runs) == [first, "--position rope"] and len(set(lowest)) == 2 and all(0 < each < 10 for each in lowest)
-    assert "| `--position rope` | 0.00M |" in (tmp_path / "learning.md").read_text()
+    assert "| `--position rope` | 256 |" in (tmp_path / "learning.md").read_text()
     rows = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/metrics.jsonl")}
     assert learning.main([*argv, "--bogus 2"]) != 0  # after the first run, which is finished
     assert len(rows) == 2 and all(path.read_bytes() == before for path, before in rows.items())

@@ -22,7 +22,7 @@ from tests.hostile.readers import seal
 from tests.models import MODERN, bpe, random_model, write_adapters, write_model
 
 ALL = tuple(TARGETS)
-FORMS = {"gpt2": {}, "tied": {"tie_embeddings": True}, "modern": {**MODERN, "activation": "relu2"}}
+FORMS = {"gpt2": {}, "tied": {"tie_embeddings": True}, "modern": MODERN}
 TOKENS = torch.arange(48).view(2, 24) * 5
 
 

@@ -25,7 +25,7 @@ from training.reports.records import read_metrics
 pytestmark = pytest.mark.cuda
 
 
-MODERN = "--position rope --qk_norm --norm rmsnorm --embed_norm --bias false --activation relu2"
+MODERN = "--position rope --qk_norm --norm rmsnorm --embed_norm --bias false --activation swiglu"
 
 
 @pytest.mark.parametrize("choice", ["on", "off"])

@@ -97,16 +97,11 @@ def converse(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, *lines: str, fla
 
 
 def test_a_conversation_is_remembered_and_can_be_forgotten(chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = converse(monkeypatch, chat, "the cat", "a dog", "/reset", "a dog", "/system sat on", "a dog", "/system", "x")
-    cat, dog, system = Message("user", "the cat"), Message("user", "a dog"), Message("system", "sat on")
+    said = converse(monkeypatch, chat, "the cat", "a dog", "/reset", "a dog")
+    cat, dog = Message("user", "the cat"), Message("user", "a dog")
     first = answer(chat, cat)
-    alone = answer(chat, dog)
     assert said[:2] == [first, answer(chat, cat, Message("assistant", first), dog)]
-    assert said[2:4] == ["The conversation is forgotten.", alone]
-    assert said[4] == "Instructions: sat on"
-    assert said[5] == answer(chat, system, dog, Message("assistant", alone), dog)
-    assert said[6] == "Instructions: none."
-    assert len({said[1], said[3], said[5]}) == 3, "what was said before makes a difference"
+    assert said[2:4] == ["The conversation is forgotten.", answer(chat, dog)] and said[1] != said[3]
 
 
 def test_the_oldest_turns_go_first(chat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +120,6 @@ def test_the_oldest_turns_go_first(chat: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_a_raw_loop_remembers_nothing(chat: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = converse(monkeypatch, chat, "the cat", "a dog", flags=("--raw",))
     assert raw == converse(monkeypatch, plain, "the cat", "a dog")
-    (help_text,) = converse(monkeypatch, plain, "/reset")
-    assert "Type a text to continue" in help_text, "there is nothing to reset"
 
 
 def test_a_template_that_is_none_is_said(tmp_path: Path) -> None:

@@ -343,37 +343,15 @@ def talk(run, checkpoint, monkeypatch) -> Callable[..., str]:
 
 def test_interactive_continues_each_line_and_another_way_each_time(talk, checkpoint):
     model, tokenizer = script.load_model(checkpoint)
-    expected = [script.generate_text(model, tokenizer, "bad", 12, seed=seed).rstrip("\n") for seed in (1337, 1338, 5)]
-    first, second, said, third, end = talk("bad", "bad", "/seed 5", "bad")
-    assert [first, second, third] == expected and len(set(expected)) == 3
-    assert "5" in said and end == ""
+    expected = [script.generate_text(model, tokenizer, "bad", 12, seed=seed).rstrip("\n") for seed in (1337, 1338)]
+    assert (
+        talk("bad", "", "bad", "quit", "never read") == [expected[0], "", expected[1], ""] and len(set(expected)) == 2
+    )
 
 
-def test_interactive_settings_change(talk, checkpoint):
-    model, tokenizer = script.load_model(checkpoint)
-    answers = talk("/temperature 0", "/max_new_tokens 5", "bad", "/top_k", "/quit", "never read")
-    assert answers[2] == script.generate_text(model, tokenizer, "bad", 5, temperature=0).rstrip("\n")
-    assert "top_k" in answers[3] and "0" in answers[3]
-    assert len(answers) == 5
-
-
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("/top_k abc", ("top_k", "abc", "whole number")),
-        ("/temperature warm", ("temperature", "warm", "number")),
-        ("/temperature -1", ("temperature", "-1")),
-        ("/tempature 1", ("temperature",)),
-        ("/help", ("/temperature", "/quit")),
-        ("z9", ("'9'", "'z'")),
-    ],
-)
-def test_interactive_survives_mistakes(talk, line, said):
-    """A message that says what is wrong, no words of Python's, and the next line is answered."""
-    answer, after, _ = talk(line, "bad")
-    assert all(word in answer for word in said), answer
-    assert "invalid literal" not in answer and "could not convert" not in answer
-    assert after.startswith("bad")
+def test_interactive_survives_mistakes(talk):
+    answer, after, _ = talk("z9", "bad")
+    assert "'9'" in answer and "'z'" in answer and after.startswith("bad")
 
 
 @pytest.mark.parametrize("flags", [("--num_samples", "2"), ("--no_stream",)], ids=" ".join)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -22,14 +23,17 @@ from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
 from tools.export_hf import main
 
+QWEN3 = {**MODERN, "embed_norm": False}
 FORMS = {
     "gpt2": {},
-    "no biases, tied, relu2": {"bias": False, "tie_embeddings": True, "activation": "relu2"},
+    "no biases, tied": {"bias": False, "tie_embeddings": True},
     "narrow": {"ff_dim": 40, "dropout": 0.1},
-    "modern": {**MODERN, "activation": "relu2"},
-    "modern, narrow, softcap": {**MODERN, "ff_dim": 40, "logit_softcap": 3.0},
+    "modern": QWEN3,
 }
-MODERN_BLOCK = [*(f"self_attn.{part}_proj" for part in "qkvo"), "mlp.fc1", "mlp.fc2"]
+MODERN_BLOCK = [
+    *(f"self_attn.{part}_proj" for part in "qkvo"),
+    *(f"mlp.{part}_proj" for part in ("gate", "up", "down")),
+]
 MODERN_MODULES = ["model.embed_tokens", "lm_head", *MODERN_BLOCK]
 GPT2_MODULES = ["transformer.wte", "lm_head", "attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
 MODULES = {False: GPT2_MODULES, True: MODERN_MODULES}
@@ -85,7 +89,7 @@ def test_peft_opens_them_and_computes_the_same(
 
 @needs_peft
 @pytest.mark.parametrize("targets", ["attention", "feed_forward", "embeddings"])
-@pytest.mark.parametrize("options", [{}, MODERN], ids=["gpt2", "modern"])
+@pytest.mark.parametrize("options", [{}, QWEN3], ids=["gpt2", "modern"])
 def test_some_layers_alone(targets: str, options: dict, tmp_path: Path) -> None:
     from common.files import sha256_file
 
@@ -125,6 +129,10 @@ def test_a_chat_template_goes_along(tmp_path: Path) -> None:
     assert "apply_chat_template" in (tmp_path / "l" / "README.md").read_text(encoding="utf-8")
 
 
+def half_of(read: Callable) -> Callable:
+    return lambda path: {name: tensor / 2 for name, tensor in read(path).items()}
+
+
 @needs_peft
 @pytest.mark.parametrize(
     ("damage", "code", "words"),
@@ -145,12 +153,12 @@ def test_a_chat_template_goes_along(tmp_path: Path) -> None:
 def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
     damage: str, code: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    write_adapters(tmp_path / "lora", tmp_path / "base", **MODERN)
+    write_adapters(tmp_path / "lora", tmp_path / "base", **QWEN3)
     exported, out = tmp_path / "exported", tmp_path / "place" / "out"
     out.parent.mkdir()
     if damage in ("another base", "another shape"):
         options = {"std": 0.1} if damage == "another base" else {"num_layers": 1}
-        write_model(tmp_path / "other", **MODERN, **options)
+        write_model(tmp_path / "other", **QWEN3, **options)
         assert main([str(tmp_path / "other"), str(exported)]) == 0
     else:
         assert main([str(tmp_path / "base"), str(exported)]) == 0
@@ -169,7 +177,7 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
     elif damage == "full disk":
         monkeypatch.setattr("exchange.hf_folder.write_file", full_disk)
     elif damage == "other logits":
-        monkeypatch.setattr("exchange.hf_common.swap_halves", lambda weight, heads: weight)
+        monkeypatch.setattr("exchange.hf_adapter.read_safetensors", half_of(exchange.hf_adapter.read_safetensors))
     elif damage == "other names":
         real = exchange.hf_adapter.peft_config
         names = {"target_modules": ["mlp.fc3"]}

@@ -132,7 +132,6 @@ def test_what_cannot_be_expressed_is_refused_by_its_name(name: str, changes: dic
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"logit_softcap": 15.0}, "logit_softcap 15.0"),
         ({"embed_norm": True, "tie_embeddings": True}, "embed_norm with tie_embeddings"),
         ({"qk_norm": True, "qkv_bias": True}, "qkv_bias True"),
         ({"norm": "layernorm", "norm_gain": False}, "norm 'layernorm'"),

@@ -39,7 +39,7 @@ LLAMA = {**MODERN, "norm_gain": True, "embed_norm": False, "activation": "swiglu
 FORMS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "tanh": {"activation": "gelu_tanh", "tie_embeddings": True, "bias": False, "qk_norm": True},
-    "modern": {**MODERN, "activation": "relu2", "logit_softcap": 5.0},
+    "modern": MODERN,
     "llama": {**LLAMA, "head_dim": 10, "rope_base": 500.0, "rope_scaling": (4.0, 1.0, 4.0, 16.0)},
     "layernorm with rope": {"position": "rope", "embed_norm": True, "embed_dim": 72, "norm_eps": 0.01, "ff_dim": 40},
 }

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from generation import scoring
-from generation.scoring import FileScore, Score, json_row, meaning, score_documents, score_file, table_rows, windows
+from generation.scoring import Score, json_row, meaning, score_documents, table_line, windows
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.generation.helpers import CHARACTERS, CONTEXT, random_model
-from tests.helpers import columns
 from tokenization import corpus
 from tokenization.corpus import find_sources, read_pieces
 from tokenization.encoding import encode_documents
@@ -34,9 +33,9 @@ def parts(tokenizer: Tokenizer, text: str, size: int = 10**9) -> list[np.ndarray
     return [tokenizer.encode(text[i : i + size]) for i in range(0, max(1, len(text)), size)]
 
 
-def score_path(model: TransformerLanguageModel, tokenizer: Tokenizer, path: Path, stride: int) -> FileScore:
+def score_path(model: TransformerLanguageModel, tokenizer: Tokenizer, path: Path, stride: int) -> list[Score]:
     documents = encode_documents(tokenizer, read_pieces(find_sources([str(path)])))
-    return score_file(model, tokenizer, documents, stride)
+    return list(score_documents(model, tokenizer, documents, stride))
 
 
 def one_by_one(logits: Logits, ids: Sequence[int], context: int, stride: int) -> float:
@@ -186,37 +185,23 @@ def test_a_long_document_scores_as_one_that_is_encoded_whole(bpe, tmp_path, monk
     path.write_bytes(text.encode())
     (document,) = [list(document) for document in encode_documents(bpe, read_pieces(find_sources([str(path)])))]
     assert len(document) > 2
-    scored = score_path(model, bpe, path, CONTEXT)
+    (scored,) = score_path(model, bpe, path, CONTEXT)
     (whole,) = score_documents(model, bpe, [parts(bpe, text)], CONTEXT)
-    assert (scored.total.tokens, scored.total.bytes) == (whole.tokens, whole.bytes)
-    assert scored.total.nats == pytest.approx(whole.nats) and (scored.documents, scored.listed) == (1, [])
-
-
-@pytest.mark.parametrize("documents", [1, 2, 20, 21])
-def test_documents_are_listed_while_they_are_few(characters, tmp_path, documents: int) -> None:
-    path = tmp_path / "several.txt"
-    path.write_text("\n<|endoftext|>\n".join(["abc" * (i + 1) for i in range(documents)]))
-    scored = score_path(cached_model(len(CHARACTERS)), characters, path, 4)
-    assert scored.documents == documents
-    assert len(scored.listed) == (documents if 2 <= documents <= 20 else 0)
-    lines = [columns(row) for row in table_rows(str(path), scored)]
-    assert len(lines) == len(scored.listed) + 1
-    assert lines[-1][0] == (str(path) if documents == 1 else f"{path}, {documents} documents")
-    tokens = sum(3 * (i + 1) - 1 for i in range(documents))
-    assert scored.total.tokens == tokens and lines[-1][1] == f"{tokens:,}"
+    assert (scored.tokens, scored.bytes) == (whole.tokens, whole.bytes)
+    assert scored.nats == pytest.approx(whole.nats)
 
 
 @pytest.mark.parametrize("text", ["", "\n<|endoftext|>\n", "a", "a\n<|endoftext|>\nb"])
 def test_a_file_with_nothing_to_score(characters, tmp_path, text: str) -> None:
     path = tmp_path / "little.txt"
     path.write_text(text)
-    assert score_path(cached_model(len(CHARACTERS)), characters, path, 4).total == Score()
+    assert {each.tokens for each in score_path(cached_model(len(CHARACTERS)), characters, path, 4)} <= {0}
 
 
 def test_one_token_is_enough_after_an_end_of_text_token(bpe, tmp_path) -> None:
     path = tmp_path / "little.txt"
     path.write_text("x")
-    assert score_path(cached_model(bpe.vocab_size), bpe, path, 4).total.tokens == 1
+    assert score_path(cached_model(bpe.vocab_size), bpe, path, 4)[0].tokens == 1
 
 
 def test_a_loss_beyond_all_floats_is_infinite_and_json_says_null() -> None:
@@ -225,7 +210,7 @@ def test_a_loss_beyond_all_floats_is_infinite_and_json_says_null() -> None:
     row = json_row(score)
     assert list(row) == ["tokens", "bytes", "loss", "perplexity", "bits_per_byte"]
     assert row["perplexity"] is None and row["loss"] == 1e5
-    assert "inf" in table_rows("a.txt", FileScore(score, 1, []))[0]
+    assert "inf" in table_line("a.txt", score)
 
 
 @pytest.mark.parametrize(

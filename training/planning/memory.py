@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,11 +14,11 @@ import torch
 from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
 from common.files import read_json
 from common.lora import add_adapters
-from common.machine import available_ram, has_fast_bf16, total_ram
+from common.machine import available_ram, total_ram
 from common.output import byte_size, log
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from training.config import MODEL_SIZES, NOT_GIVEN, Config, is_resolved, preset
+from training.config import NOT_GIVEN, Config, is_resolved
 from training.machine.compilation import compile_model, uncompiled
 from training.machine.hardware import Hardware, clear_frames, return_freed_memory
 from training.machine.processes import any_process, on_rank_0
@@ -250,9 +249,8 @@ def held_memory(data: TokenData, hardware: Hardware) -> int:
 
 
 def no_way_out(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> str:
-    """The message if one sequence at a time does not fit: what would help, in order, and by how much."""
+    """The message if one sequence at a time does not fit: what would help."""
     others = ""
-    ranked: list[tuple[str, int]] = []
     with contextlib.suppress(Exception):  # memory may run out here too
         if (held := held_by_others(hardware) or 0) > OTHERS_SHARE * (hardware.memory_bytes or math.inf):
             tool = "nvidia-smi" if hardware.is_cuda else "top"
@@ -260,47 +258,13 @@ def no_way_out(config: Config, shape: ModelConfig, hardware: Hardware, rows: int
                 f" Other processes hold {byte_size(held)} of this memory ({tool} lists them). End those you do "
                 "not need (in a notebook, unused sessions) and run the same command again."
             )
-        ranked = savings(config, shape, hardware, rows)
-    ways = "".join(f"\n  {flags}: about {byte_size(saved)} less" for flags, saved in ranked)
+    smaller = "" if config.activation_checkpointing else "--activation_checkpointing, then "
+    fewer = "--micro_batch_size 1, then " if rows > 1 else ""
     return (
-        f"Out of memory with {rows} x {shape.max_seq_len} tokens at once (--micro_batch_size x "
-        f"--max_seq_len).{others}"
-        + (f" What would help:{ways}" if ways else " Choose a smaller --model_size or --max_seq_len.")
-        + "\nCheckpoints saved before are whole."
+        f"Out of memory with {rows} x {shape.max_seq_len} tokens at once (--micro_batch_size x --max_seq_len).{others} "
+        f"What would help: {fewer}{smaller}a new run with --max_seq_len {max(1, shape.max_seq_len // 2)} or a smaller "
+        "--model_size.\nCheckpoints saved before are whole."
     )
-
-
-def savings(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> list[tuple[str, int]]:
-    """Flags that take less memory, and the bytes that each saves. Those that change the run least come first; the last
-    ones need a new run."""
-
-    def saved(config: Config = config, shape: ModelConfig = shape, hardware: Hardware = hardware, r: int = rows) -> int:
-        return now - estimate_memory(config, without_memory(config, shape), hardware, r)
-
-    now = estimate_memory(config, without_memory(config, shape), hardware, rows)
-    ways = [
-        ("--micro_batch_size 1", saved(r=1)),
-        ("--activation_checkpointing", saved(replace(config, activation_checkpointing=True))),
-        ("--shard", saved(replace(config, shard=True))),
-    ]
-    if hardware.precision == "fp32" and has_fast_bf16(hardware.device):
-        ways.append(("--precision bf16", saved(hardware=replace(hardware, precision="bf16"))))
-    ways.append(("--dropout 0", saved(shape=replace(shape, dropout=0.0))))
-    if not config.lora_rank:
-        if config.init_from:
-            ways.append(("--lora_rank 8 (a new run)", saved(replace(config, lora_rank=8, optimizer="adamw"))))
-        ways.append(("--optimizer muon (a new run)", saved(replace(config, optimizer="muon"))))
-    half = max(1, shape.max_seq_len // 2)
-    ways.append((f"--max_seq_len {half} (a new run)", saved(shape=replace(shape, max_seq_len=half))))
-    sizes = [(f"--model_size {size} (a new run)", saved(shape=of_size(shape, size))) for size in MODEL_SIZES]
-    ways += sorted((way for way in sizes if way[1] > 0), key=lambda way: way[1])[:1]  # the largest that is smaller
-    return [way for way in ways if way[1] > 0]
-
-
-def of_size(shape: ModelConfig, size: str) -> ModelConfig:
-    """A model of the same form, as wide and deep as one of MODEL_SIZES."""
-    follow = dict.fromkeys(("ff_dim", "head_dim", "num_kv_heads"))
-    return replace(shape, **{**follow, **preset(size)})
 
 
 def without_memory(config: Config, shape: ModelConfig) -> TransformerLanguageModel:

@@ -30,7 +30,7 @@ from training.numbers.step import Trainer, not_finite, train_step
 from training.plan import build, make_plan
 
 STEPS = 4
-MODERN = shlex.split("--norm rmsnorm --position rope --qk_norm true --embed_norm true --activation relu2")
+MODERN = shlex.split("--norm rmsnorm --position rope --qk_norm true --embed_norm true --activation swiglu")
 VARIANTS = {
     "adamw": [],
     "tied, checkpointed": ["--tie_embeddings", "true", "--activation_checkpointing", "--norm", "layernorm"],

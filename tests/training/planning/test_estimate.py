@@ -16,10 +16,9 @@ from training.config import Config
 from training.planning.memory import bytes_per_token
 
 MODERN = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "embed_norm": True, "bias": False}
-MODERN |= {"activation": "relu2"}
+MODERN |= {"activation": "swiglu"}
 FORMS: dict[str, dict[str, Any]] = {"gpt-2": {}, "gpt-2, tanh": {"activation": "gelu_tanh"}, "modern": MODERN}
-FORMS["swiglu"] = MODERN | {"activation": "swiglu"}
-FORMS["qwen3"] = FORMS["swiglu"] | {"norm_gain": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 80}
+FORMS["qwen3"] = MODERN | {"norm_gain": True, "num_heads": 4, "num_kv_heads": 2, "head_dim": 80}
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_dot_product_flash_attention"}
 PRODUCTS |= {"_scaled_dot_product_flash_attention_backward"}
 

@@ -20,10 +20,9 @@ import pytest
 import torch
 
 from common.errors import MemoryExhausted
-from common.output import byte_size
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import ALPHABET, CPU, ROOT, estimated, rows_of, trainer_of, ways_of
+from tests.helpers import ALPHABET, CPU, ROOT, estimated, rows_of, trainer_of
 from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
 from training.checkpoints.resume import Old
@@ -346,27 +345,10 @@ def test_running_out_in_the_update_is_not_tried_again(
     assert steps_of(tmp_path / "run") == []
 
 
-def test_what_would_help_is_named_in_order_with_what_it_saves() -> None:
+def test_what_would_help_is_named() -> None:
     config = Config(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
-    hardware = dataclasses.replace(CPU, memory_bytes=10**9)
-    ways = ways_of(config, 32_000, hardware)
-    flags = [flag.split(" (")[0] for flag, _ in ways]
-    order = [
-        "--micro_batch_size 1",
-        "--activation_checkpointing",
-        "--precision bf16",
-        "--optimizer muon",
-        "--max_seq_len 256",
-        "--model_size xlarge",
-    ]
-    assert flags == [flag for flag in order if flag in flags] and {order[0], order[-1]} <= set(flags)
-    halved = dataclasses.replace(config, max_seq_len=256)
-    with torch.device("meta"):
-        models = [TransformerLanguageModel(each.shape(32_000)) for each in (config, halved)]
-    saved = estimated(config, models[0], hardware) - estimated(halved, models[1], hardware)
-    assert dict(ways)["--max_seq_len 256 (a new run)"] == saved
-    said = no_way_out(config, config.shape(32_000), dataclasses.replace(hardware, memory_bytes=10**15), rows_of(config))
-    assert f"--max_seq_len 256 (a new run): about {byte_size(saved)} less" in said
+    said = no_way_out(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**15), rows_of(config))
+    assert "--micro_batch_size 1, then --activation_checkpointing, then a new run with --max_seq_len 256" in said
     assert not re.search("[Rr]estart|process", said)
 
 
@@ -377,9 +359,8 @@ def test_processes_that_share_the_optimizers_state_need_less_each() -> None:
     with torch.device("meta"):
         model = TransformerLanguageModel(config.shape(256))
     block = sum(parameter.numel() for parameter in model.blocks.parameters())
-    saved = dict(ways_of(config, 256, CPU))["--shard"]
+    saved = estimated(config, model, CPU) - estimated(dataclasses.replace(config, shard=True), model, CPU)
     assert 16 * 0.7 * block < saved < 16 * 0.75 * model.num_parameters()
-    assert "--shard" not in dict(ways_of(dataclasses.replace(config, processes=1), 256, CPU))
 
 
 def test_scaling_md_says_what_large_models_need() -> None:
@@ -399,14 +380,6 @@ def test_scaling_md_says_what_large_models_need() -> None:
             with torch.device("meta"):
                 model = TransformerLanguageModel(config.shape(32_000))
             assert f"{estimated(config, model, hardware) / 1e9:.1f}" == figure
-
-
-def test_dropout_is_what_to_leave_out_where_it_takes_memory() -> None:
-    config = Config(embed_dim=64, num_heads=2, num_layers=2, max_seq_len=64, micro_batch_size=1, dropout=0.1)
-    hardware = dataclasses.replace(CPU, precision="bf16")
-    saved = dict(ways_of(config, 100, hardware))
-    assert saved["--dropout 0"] == 12 * 3 * 2 * 64 * 64  # bytes, layers and one at work, heads, positions by positions
-    assert "--dropout 0" not in dict(ways_of(config, 100, dataclasses.replace(hardware, device=torch.device("cuda"))))
 
 
 def test_no_way_out_is_raised_as_exhausted_memory() -> None:
