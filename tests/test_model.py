@@ -699,3 +699,22 @@ def test_zero_init_starts_with_every_token_equally_likely_and_blocks_that_do_not
     torch.testing.assert_close(embedded.square().mean(-1), torch.ones(2, 8), rtol=1e-2, atol=0)
     torch.testing.assert_close(model.hidden(tokens), model.ln_f(embedded))
     assert model.num_parameters() == sum(p.numel() for p in model.parameters())
+
+
+def test_what_attention_keeps_grows_with_the_context_not_with_its_square() -> None:
+    def largest_kept(length: int) -> int:
+        """Elements of the largest tensor that is kept for the backward pass of two sequences."""
+        model = TransformerLanguageModel(ModelConfig(40, 32, 2, 2, max_seq_len=length))
+        tokens = torch.randint(0, 40, (2, length))
+        sizes: list[int] = []
+
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
+            sizes.append(tensor.numel())
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(tokens, tokens).backward()
+        return max(sizes)
+
+    assert largest_kept(1024) == 2 * largest_kept(512) < 2 * 2 * 2 * 512 * 512  # sequences, heads, positions squared
+    assert not any("mask" in name for name in TransformerLanguageModel(tiny_config()).state_dict())

@@ -27,7 +27,6 @@ from serving.demo_model import CONSIDERED, token_label
 from tests.foreign_tokenizers import QWEN
 from tests.helpers import ROOT, flip, generated_text, run_script
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_adapters, write_model
-from tests.serving.contrast import assert_readable
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import PROBE, BPETokenizer
 from tools import export_page
@@ -425,7 +424,6 @@ def test_it_is_readable_and_fits_a_phone(browser: Any, tmp_path: Path, scheme: s
         visitor.write("x" * 400)
         visitor.tab.locator(".turn.model .token:visible").first.click()  # some tokens are half a character
         assert visitor.tab.evaluate("document.documentElement.scrollWidth") == 390
-        assert_readable(visitor.tab, 20)
         names = visitor.tab.evaluate(
             "[...document.querySelectorAll('input, textarea')].map((each) => each.labels.length)"
         )

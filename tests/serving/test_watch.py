@@ -22,7 +22,6 @@ import pytest
 from serving import watch_page
 from serving.run_reader import FIELDS, MOST_STRETCHES, RunReader
 from tests.helpers import ROOT, run_script
-from tests.serving.contrast import assert_readable
 from tools import watch
 from training.reports.records import Sample, metrics_line, sample_line
 
@@ -261,35 +260,6 @@ def test_ten_runs_are_rows_and_lines_that_can_be_told_apart(browser: Any, ten_ru
         assert [dashes == "none" for _, dashes in drawn] == [True, False] * 10
         page.get_by_label(f"show {names[0]}").uncheck()
         assert names[0] not in chart.inner_text() and names[1] in chart.inner_text()
-
-
-@pytest.mark.parametrize("width", [390, 1280])
-def test_no_word_of_a_table_is_broken(browser: Any, ten_runs: Path, width: int) -> None:
-    count_lines = """cells => cells.flatMap((cell) => {
-        const range = document.createRange(), text = cell.lastChild;
-        if (text?.nodeType !== Node.TEXT_NODE) return [];
-        return [...text.data.matchAll(/\\S+/g)].map((word) => {
-            range.setStart(text, word.index);
-            range.setEnd(text, word.index + word[0].length);
-            return [word[0], new Set([...range.getClientRects()].map((box) => box.top)).size];
-        });
-    })"""
-    with opened(browser, ten_runs, viewport={"width": width, "height": 900}) as page:
-        page.locator("summary").click()
-        words = page.locator("th, td").evaluate_all(count_lines)
-        assert {"gpt2_small_modern_9", "Indistinguishable", "num_layers"} <= {word for word, _ in words}
-        assert [word for word, lines in words if lines != 1] == []
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing sticks out"
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("count", [1, 2], ids=["card", "rows"])
-def test_every_text_can_be_read(browser: Any, ten_runs: Path, tmp_path: Path, scheme: str, count: int) -> None:
-    write_page(tmp_path, *sorted((ten_runs / "runs").iterdir())[:count])
-    with opened(browser, tmp_path, color_scheme=scheme) as page:
-        page.locator("summary").click()
-        page.locator("figure svg").first.press("ArrowLeft")  # the values at a step
-        assert_readable(page, least_texts=100)
 
 
 def test_settings_differ_by_what_was_trained(browser: Any, tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import gzip
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -548,3 +550,30 @@ def test_batches_have_the_strides_of_a_padded_one() -> None:
     data = counting_data(500, 16, 0, 100)
     for tensors in (data.batch(0, 3), data.validation_batch(0, 2, 4)):
         assert all(tensor.is_contiguous() for tensor in tensors)
+
+
+def instructions(action: Callable[[], object]) -> int:
+    """How many of Python's instructions an action takes, which is the same each time."""
+    count = 0
+
+    def tracer(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return tracer
+
+    before = sys.gettrace()
+    gc.disable()  # what is collected meanwhile may run code of its own
+    sys.settrace(tracer)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return count
+
+
+def test_a_batch_of_512_rows_takes_as_many_instructions_as_one_of_8(token_folder: Path) -> None:
+    data = open_tokens(Config(data_dir=str(token_folder), max_seq_len=16, placement="ram"), CPU)
+    data.batch(0, 512)  # the order of the epoch is drawn once, and kept
+    assert instructions(lambda: data.batch(0, 512)) == instructions(lambda: data.batch(0, 8)) > 0

@@ -345,11 +345,14 @@ def test_running_out_in_the_update_is_not_tried_again(
     assert steps_of(tmp_path / "run") == []
 
 
-def test_what_would_help_is_named() -> None:
+def test_what_others_hold_and_what_would_help_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
     said = no_way_out(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**15), rows_of(config))
     assert "--micro_batch_size 1, then --activation_checkpointing, then a new run with --max_seq_len 256" in said
     assert not re.search("[Rr]estart|process", said)
+    monkeypatch.setattr(memory_module, "available_ram", lambda: 1)
+    said = no_way_out(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**9), 1)
+    assert "Other processes hold " in said and "--micro_batch_size 1" not in said
 
 
 def test_processes_that_share_the_optimizers_state_need_less_each() -> None:
