@@ -92,7 +92,7 @@ class ChatTemplate:
             ids: list[int] = encode_parts(tokenizer, self.parts([*kept, Message("assistant", "")])[:-1])[0].tolist()
             return ids
 
-        return fitting(messages, room, encode)
+        return without_oldest_turns(messages, room, encode)
 
     def answer_ids(self, tokenizer: Tokenizer, begun: str) -> list[int]:
         """The ids of an answer's beginning, which follow those of its prompt."""
@@ -138,7 +138,7 @@ class ChatML:
         """As `ChatTemplate.prompt_ids`."""
         begin, _ = self.special_ids(tokenizer)
         asks = [begin, *tokenizer.encode("assistant\n").tolist()]
-        return fitting(messages, room, lambda kept: [*self.encode(tokenizer, kept)[0].tolist(), *asks])
+        return without_oldest_turns(messages, room, lambda kept: [*self.encode(tokenizer, kept)[0].tolist(), *asks])
 
     def answer_ids(self, tokenizer: Tokenizer, begun: str) -> list[int]:
         """As `ChatTemplate.answer_ids`."""
@@ -164,7 +164,7 @@ def template_from_dict(values: Any) -> AnyTemplate:
     return build(ChatML, values) if is_chatml else build(ChatTemplate, values)
 
 
-def fitting(
+def without_oldest_turns(
     messages: Sequence[Message], room: int | None, encode: Callable[[Sequence[Message]], list[int]]
 ) -> list[int]:
     """The ids of the messages, without as many of the oldest as `room` demands (None: all stay)."""

@@ -20,10 +20,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.script import LONGEST_MESSAGE
-from common.validation import suggest
+from common.validation import shown, suggest
 from serving.models import Served
 from serving.openai_answer import Answer
-from serving.openai_request import ChatRequest, CompletionRequest, RequestError, explain, shown
+from serving.openai_request import ChatRequest, CompletionRequest, RequestError, explain
 from serving.server import Settings, is_own
 
 HEALTH = "/health"

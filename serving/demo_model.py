@@ -27,7 +27,7 @@ from generation.completion import Completion
 from generation.sampling import Sampling
 from generation.scoring import Likelihood, likelihoods
 from generation.stream import only_text, stream
-from serving.models import MOST_COMPARED, Library, Served, standing
+from serving.models import MOST_COMPARED, Library, Served, progress_of
 from serving.openai_request import RequestError, chat_ids, explain, text_ids
 from tokenizer import Tokenizer
 from tokenizer_base import valid_unicode
@@ -223,7 +223,7 @@ def write_in_turn(cards: list[Card], seconds: float) -> Iterator[list[Event]]:
 def opening(library: Library, names: Sequence[str]) -> Event:
     found = {str(found.path): found for found in library.find()}
     cards = [
-        {"title": found[name].name, "detail": standing(found[name].path)} if name in found else {} for name in names
+        {"title": found[name].name, "detail": progress_of(found[name].path)} if name in found else {} for name in names
     ]
     return {"cards": cards}
 

@@ -150,7 +150,7 @@ def name_of(checkpoint: Path) -> str:
     return f"{run.name}, step {int(step[1]):,}" if step else f"{run.name}, {checkpoint.name}"
 
 
-def standing(checkpoint: Path) -> str:
+def progress_of(checkpoint: Path) -> str:
     """Its step (unless its name has it) and its bits per byte, which do not depend on the vocabulary, or else its
     validation loss; "" if unknown."""
     try:

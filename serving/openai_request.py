@@ -5,7 +5,6 @@ A parameter that would change the text but is not supported is refused by its na
 
 from __future__ import annotations
 
-import json
 import random
 import traceback
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from common.chat import Message, require_order
 from common.errors import is_out_of_memory
-from common.validation import build
+from common.validation import build, shown
 from generation.completion import ROWS_AT_ONCE, prompt_ids
 from generation.sampling import Sampling
 from generation.stream import only_text
@@ -284,9 +283,3 @@ def require_room(subject: str, param: str, ids: list[int], served: Served) -> No
     if len(ids) > (context := served.model.config.max_seq_len):
         message = f"{subject} makes {len(ids):,} tokens, and {served.name} reads {context:,}."
         raise RequestError(message, param, code="context_length_exceeded")
-
-
-def shown(value: Any) -> str:
-    """A value as JSON for a message, shortened."""
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:60]}..."

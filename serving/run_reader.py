@@ -103,10 +103,10 @@ class RunReader:
                 trained = read_json(checkpoint / "config.json", ConfigError)
                 values |= {key: trained[key] for key in TRAINED if key in trained}
                 break
-        return {key: value if is_number(value) else shown(value) for key, value in values.items()}
+        return {key: value if is_number(value) else displayed(value) for key, value in values.items()}
 
 
-def shown(value: Any) -> str:
+def displayed(value: Any) -> str:
     if value is None:
         return "not set"
     return value if isinstance(value, str) else json.dumps(value)

@@ -25,7 +25,7 @@ TEMPLATE = Path(__file__).with_name("watch.html")
 POLL_SECONDS = 2.0  # how often the page asks for news
 
 
-def newest_run(runs: Path) -> Path:
+def last_reported_run(runs: Path) -> Path:
     """The run that reported last."""
     metrics = list(runs.glob(f"*/{METRICS}"))
     if not metrics:

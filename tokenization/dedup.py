@@ -52,7 +52,7 @@ class Repeats:
             if piece.begins_document:
                 document, paragraphs = hashlib.blake2b(digest_size=8), set[int]()
             document.update("".join(f"{word} " for word in piece.text.split()).encode())  # in other line ends, too
-            paragraphs.update(hash_of(text) for text in BLANK_LINES.split(piece.text)[::2] if is_long(text))
+            paragraphs.update(paragraph_hash(text) for text in BLANK_LINES.split(piece.text)[::2] if is_long(text))
             if piece.ends_document:
                 yield int.from_bytes(document.digest(), "big"), paragraphs
 
@@ -77,7 +77,7 @@ class Repeats:
         split = ["", *BLANK_LINES.split(text)]
         kept = []
         for blank, paragraph in zip(split[::2], split[1::2], strict=True):
-            if is_long(paragraph) and hash_of(paragraph) in self.paragraphs:
+            if is_long(paragraph) and paragraph_hash(paragraph) in self.paragraphs:
                 self.left_out[" ".join(paragraph.split())[:FEWEST_CHARACTERS]] += 1
             else:
                 kept += [blank, paragraph]
@@ -94,7 +94,7 @@ def is_long(paragraph: str) -> bool:
     return len(paragraph) >= FEWEST_CHARACTERS
 
 
-def hash_of(paragraph: str) -> int:
+def paragraph_hash(paragraph: str) -> int:
     """The same where the lines break elsewhere."""
     return int.from_bytes(hashlib.blake2b(" ".join(paragraph.split()).encode(), digest_size=8).digest(), "big")
 

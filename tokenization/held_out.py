@@ -67,7 +67,7 @@ class HeldOut:
             if begins_document(passage):
                 read = held = 0
             read += size
-            is_held = hash_of(passage.text) < self.limit
+            is_held = passage_hash(passage.text) < self.limit
             if not held and isinstance(passage, Piece) and passage.ends_document:
                 is_held = is_held or self.limit * read >= TYPICAL
             held += size * is_held
@@ -168,6 +168,6 @@ def joined(chosen: Iterable[tuple[Text, bool]]) -> Iterator[tuple[Text, bool]]:
         yield piece("".join(each.text for each in run), True), side
 
 
-def hash_of(text: str) -> float:
+def passage_hash(text: str) -> float:
     """From 0 to 1; white space around the text does not count."""
     return int.from_bytes(hashlib.blake2b(text.strip().encode(), digest_size=8).digest(), "big") / 2**64

@@ -26,7 +26,7 @@ from common.output import byte_size
 from common.script import script
 from common.validation import STRICT, Text, option
 from serving.run_reader import RunReader
-from serving.watch_page import listen, named, newest_run, page, runs_in
+from serving.watch_page import last_reported_run, listen, named, page, runs_in
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--html is {html}; name an .html file; one that exists is replaced.")
     if html and not html.parent.is_dir():
         raise ConfigError(f"There is no folder {html.parent} to write {html.name} into (--html).")
-    given = [Path(run) for run in options.runs] or [newest_run(Path("runs"))]
+    given = [Path(run) for run in options.runs] or [last_reported_run(Path("runs"))]
     folders = named([run for folder in given for run in runs_in(folder)])
     readers = [RunReader(folder, name) for folder, name in folders.items()]
     if html:

@@ -19,7 +19,7 @@ from generation.sampling import Sampling
 from generation.terminal import room_for_prompt
 from serving import demo_model, models
 from serving.demo_model import END, Turn, complete, converse
-from serving.models import Library, standing
+from serving.models import Library, progress_of
 from tests.models import CHARACTERS, write_adapters, write_model
 
 USUAL = {"max_new_tokens": 12, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.0, "seed": "7"}
@@ -121,10 +121,10 @@ def test_what_is_said_of_a_checkpoint(train: Callable[..., Any], tmp_path: Path)
     run = tmp_path / "runs" / "tiny"
     assert train(run).code == 0
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    told = standing(run / "checkpoints" / "step_00000024")
+    told = progress_of(run / "checkpoints" / "step_00000024")
     assert told == f"{rows[-1]['val_bits_per_byte']:.3f} bits per byte"
-    assert standing(run / "best").startswith("step ")
-    assert standing(tmp_path) == ""
+    assert progress_of(run / "best").startswith("step ")
+    assert progress_of(tmp_path) == ""
 
 
 # Texts

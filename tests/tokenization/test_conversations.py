@@ -20,7 +20,7 @@ from tests.helpers import Killed
 from tokenization import token_folder
 from tokenization.conversations import messages_of, records_of_array
 from tokenization.corpus import find_sources
-from tokenization.held_out import hash_of
+from tokenization.held_out import passage_hash
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import main, tokenize
 from tokenizer import load_tokenizer
@@ -127,7 +127,7 @@ def test_tokens_mask_and_metadata(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "in 30 conversations" in capsys.readouterr().out
     metadata, tokens, mask, tokenizer = read_folder(tmp_path / "out")
     assert metadata.chat_template == ChatTemplate() and metadata.documents == 30
-    held_out = [hash_of(template_text(record)) < 0.1 for record in records]
+    held_out = [passage_hash(template_text(record)) < 0.1 for record in records]
     ordered = [*itertools.compress(records, map(operator.not_, held_out)), *itertools.compress(records, held_out)]
     expected = [ChatTemplate().encode(tokenizer, messages_of(record)) for record in ordered]
     assert tokens.tolist() == np.concatenate([ids for ids, _ in expected]).tolist()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.helpers import WORDS
 from tokenization.corpus import PIECE_CHARACTERS, Piece, Source, find_sources, read_pieces
 from tokenization.encoding import Text
-from tokenization.held_out import MOST, MOST_BYTES, HeldOut, choose_held_out, hash_of, passages
+from tokenization.held_out import MOST, MOST_BYTES, HeldOut, choose_held_out, passage_hash, passages
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import main
 from tokenizer import load_tokenizer
@@ -111,14 +111,14 @@ def test_a_book_gives_its_share_whatever_chance_does(sizes: list[int], seed: int
 def test_a_conversation_or_a_short_document_is_one_passage() -> None:
     texts = [story(number, 5000) for number in range(200)]
     trained, held = split(texts)
-    assert [piece.text for piece in held] == [text for text in texts if hash_of(text) < 0.1]
+    assert [piece.text for piece in held] == [text for text in texts if passage_hash(text) < 0.1]
     assert {piece.text for piece in trained} == {*texts} - {piece.text for piece in held}
 
 
 def test_copies_are_on_one_side_in_other_line_ends_and_beside_other_text() -> None:
     book = story(7, 300_000)
     alone = {piece.text.strip() for piece in passages(pieces_of([book]))}
-    held = [text for text in alone if hash_of(text) < 0.1]
+    held = [text for text in alone if passage_hash(text) < 0.1]
     for other in (f"\n{book}", f"{story(8, 900)}{book}", book + story(9, 5000)):
         trained, validation = (" ".join(piece.text for piece in side) for side in split([book, other]))
         assert sum(text in trained for text in held) <= 3 and sum(text in validation for text in held) == len(held)

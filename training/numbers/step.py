@@ -20,7 +20,7 @@ from training.machine.hardware import Hardware
 from training.numbers.data import TokenData
 from training.numbers.optimizer import Optimizer, apply_hyperparameters, gradient_norm, update
 
-OUT_OF_MEMORY = "out of memory"  # source of a micro-batch that was halved after such an error
+HALVED = "out of memory"  # source of a micro-batch that was halved after such an error
 Batch = tuple[torch.Tensor, ...]  # what TokenData.batch returns
 MOST_IN_A_ROW = 5  # this many skipped updates in a row stop the run
 MOST_IN_A_ROW_SCALED = 25  # in fp16: the gradient scaler starts at 65,536 and halves its factor at each skip
@@ -50,7 +50,7 @@ class Trainer:
     scaler: torch.amp.GradScaler
     step_model: Callable[..., torch.Tensor]  # the model as it trains: compiled, data-parallel, or just the model
     micro_batch_size: int
-    micro_batch_source: str  # where it comes from: as in Config.sources, or "memory", or OUT_OF_MEMORY
+    micro_batch_source: str  # where it comes from: as in Config.sources, or "memory", or HALVED
     ready_for: int = 0  # sequences at once that `step_model` was made for; 0: not yet
 
     @property

@@ -24,7 +24,7 @@ from training.machine.hardware import Hardware, clear_frames, return_freed_memor
 from training.machine.processes import any_process, on_rank_0
 from training.numbers.data import TokenData
 from training.numbers.optimizer import RULES, by_rule
-from training.numbers.step import OUT_OF_MEMORY, Trainer
+from training.numbers.step import HALVED, Trainer
 from training.reports.records import CONFIG
 
 Made = TypeVar("Made")
@@ -49,7 +49,7 @@ def fit_micro_batch(
         print(
             f"Memory     micro_batch_size {rows}, which fitted on this device before (--micro_batch_size tries another)"
         )
-        return rows, OUT_OF_MEMORY
+        return rows, HALVED
     return halve_until_it_fits(config, model, hardware, held)
 
 
@@ -124,7 +124,7 @@ def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None
         kept = read_json(config.run_dir / CONFIG, ConfigError)
     except (ConfigError, OSError):
         return None
-    if not is_resolved(kept) or kept["sources"].get("micro_batch_size") != OUT_OF_MEMORY or config.resume == "never":
+    if not is_resolved(kept) or kept["sources"].get("micro_batch_size") != HALVED or config.resume == "never":
         return None
     rows = kept["config"].get("micro_batch_size")
     same = kept.get("device") == hardware.name and kept["config"].get("max_seq_len") == seq_len
@@ -153,7 +153,7 @@ def halve_micro_batch(trainer: Trainer, error: Exception) -> None:
     if trainer.hardware.compiles:
         torch.compiler.reset()  # also because PyTorch limits how often it compiles for another shape
     return_freed_memory(trainer.hardware.device)
-    trainer.micro_batch_size, trainer.micro_batch_source = rows // 2, OUT_OF_MEMORY
+    trainer.micro_batch_size, trainer.micro_batch_source = rows // 2, HALVED
     less = trainer.rows_at_once
     log.info(
         f"Out of memory with {rows} sequences at once: the same batch again with {less}, with the same result{aside}, "

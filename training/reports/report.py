@@ -35,7 +35,7 @@ from training.reports.records import (
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-LONG_SECONDS = 20.0  # longer silences are announced
+ANNOUNCED_SECONDS = 20.0  # longer silences are announced
 CURVE_SECONDS = 10.0  # between two drawings of the curve; each takes a tenth of a second
 
 
@@ -93,7 +93,7 @@ class Report:
         """Say so if an evaluation will take long, at about three times the speed of training."""
         if speed := self.timer.tokens_per_second:
             seconds = tokens / (3 * speed)
-            if seconds > LONG_SECONDS:
+            if seconds > ANNOUNCED_SECONDS:
                 log.info(f"Evaluating on {tokens:,} validation tokens, about {clock(seconds)} ...")
 
     def evaluation(self, row: dict[str, Any], answers: list[Answer]) -> None:
