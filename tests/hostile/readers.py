@@ -14,18 +14,16 @@ from pathlib import Path
 import torch
 
 from common.errors import DataError
-from common.files import holder
 from generate import generate_text, load_model
-from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, open_tokens, rows_of, write_tokens
+from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, open_tokens, write_tokens
 from tokenization.token_folder import require_tokens_of
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
 from training.checkpoints.resume import find_old, start_or_resume
 from training.checkpoints.run import Run
-from training.checkpoints.run_folder import require_ours
 from training.checkpoints.state import Saved
 from training.config import Config, parse_config
-from training.numbers.evaluate import bits_per_byte, check_prompts, read_prompts
+from training.numbers.evaluate import bits_per_byte
 from training.numbers.schedule import learning_rate
 from training.numbers.step import train_step
 from training.plan import build, make_plan
@@ -66,22 +64,6 @@ def use_metadata(folder: Path, config: Config) -> None:
     use_tokens(config)
     with contextlib.suppress(DataError):  # it tells of no files
         require_tokens_of(folder, ["no files"], [], "character")
-
-
-def use_config(path: Path) -> None:
-    config = parse_config(["--config", str(path)])
-    assert rows_of(config) >= 1 and config.run_dir and config.shape(100)
-    json.dumps(config.values(), allow_nan=False)
-
-
-def use_resolved_config(run_dir: Path) -> None:
-    require_ours(run_dir, "--output_dir")
-    assert isinstance(holder(run_dir / "config.json"), str)
-    use_config(run_dir / "config.json")
-
-
-def use_prompts(path: Path, config: Config) -> None:
-    check_prompts(read_prompts(path), open_tokens(config, CPU))
 
 
 def use_model(folder: Path) -> None:

@@ -4,7 +4,6 @@ memory beyond what it holds. A failure names the kind of file and the mutation."
 from __future__ import annotations
 
 import contextlib
-import gzip
 import json
 import signal
 from collections.abc import Callable, Iterator
@@ -14,32 +13,24 @@ from typing import NamedTuple, NoReturn
 import pytest
 
 from common.errors import CheckpointError, DataError, UserError
-from tests.helpers import ROOT
 from tests.hostile.mutations import Mutation, byte_mutations, header_mutations, json_mutations
 from tests.hostile.readers import (
     Training,
     blogs_form,
     limited_memory,
     seal,
-    tiny_config,
-    use_config,
     use_metadata,
     use_model,
-    use_prompts,
-    use_resolved_config,
     use_tokenizer,
     use_tokens,
     write_bpe_tokenizer,
 )
 from tokenizer import load_tokenizer
 from tokenizer_base import TokenizerError
-from training.checkpoints.run_folder import write_config
 
 KINDS = (
-    "metadata", "config", "a run's config", "character tokenizer", "BPE tokenizer", "tokens", "packed tokens",
-    "eval prompts", "config.json", "config.json, resumed", "model.safetensors", "header of model.safetensors",
-    "optimizer.safetensors", "optimizer.safetensors of Muon", "training_state.json", "tokenizer.json", "manifest.json",
-    "pytorch_model.bin", "config.json of adapters", "adapter.safetensors", "adapter.safetensors, resumed",
+    "metadata", "BPE tokenizer", "config.json", "header of model.safetensors", "optimizer.safetensors",
+    "training_state.json", "manifest.json", "pytorch_model.bin",
 )  # fmt: skip
 HASHED = ("tokens.bin", "tokenizer.json")
 CHECKPOINT = ("model.safetensors", "config.json", "tokenizer.json", "optimizer.safetensors", "training_state.json")
@@ -62,40 +53,17 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
 def cases(tmp_path_factory: pytest.TempPathFactory, training: Training) -> dict[str, Case]:
     """By kind. No hash stands before what is mutated: the metadata has none, the manifest is made to agree."""
     folder = tmp_path_factory.mktemp("hostile")
-    adamw, muon = Training(folder / "adamw"), Training(folder / "muon", optimizer="muon")
-    data, config, checkpoint = adamw.token_folder, adamw.config, adamw.checkpoint
-
-    metadata = data / "tokens_metadata.json"
+    open_to_all = Training(folder / "run")
+    data, config, checkpoint = open_to_all.token_folder, open_to_all.config, open_to_all.checkpoint
+    metadata, bpe = data / "tokens_metadata.json", folder / "bpe.json"
     described = json.loads(metadata.read_text())
     metadata.write_text(json.dumps({key: value for key, value in described.items() if "sha256" not in key}))
-    write_config(adamw.start_or_resume().trainer)
-    quickstart, bpe, prompts = (folder / name for name in ("quickstart.json", "bpe.json", "prompts.jsonl"))
-    quickstart.write_bytes((ROOT / "configs" / "quickstart.json").read_bytes())
     write_bpe_tokenizer(bpe)
-    prompts.write_text('{"prompt": "the cat", "answer": "sat"}\n{"prompt": "a mat"}\n')
-    packed = folder / "packed" / "tokens.bin.gz"
-    packed.parent.mkdir()
-    for path in (metadata, data / "tokenizer.json"):
-        (packed.parent / path.name).write_bytes(path.read_bytes())
-    packed.write_bytes(gzip.compress((data / "tokens.bin").read_bytes(), mtime=0))
-    packed_config = tiny_config(packed.parent, folder / "packed_run")
     blog = blogs_form(checkpoint, folder / "blog")
-    base = Training(folder / "base").checkpoint  # which no case changes
-    adapted = Training(folder / "lora", init_from=str(base), lora_rank=2)
-    of_adapters, adapters = (adapted.checkpoint / name for name in ("config.json", "adapter.safetensors"))
 
-    def unpack() -> None:
-        unpacked = packed.parent / "tokens.bin"
-        unpacked.unlink(missing_ok=True)
-        try:
-            use_tokens(packed_config)
-        except UserError:
-            assert not unpacked.exists(), f"{unpacked} is left over"
-            raise
-
-    def sealed(of: Training, use: Callable[[], object]) -> Callable[[], object]:
+    def sealed(use: Callable[[], object]) -> Callable[[], object]:
         def seal_and_use() -> None:
-            seal(of.checkpoint)
+            seal(checkpoint)
             use()
 
         return seal_and_use
@@ -109,34 +77,20 @@ def cases(tmp_path_factory: pytest.TempPathFactory, training: Training) -> dict[
     def as_json(path: Path, count: int, seed: int) -> list[Mutation]:
         return [*json_mutations(json.loads(path.read_bytes()), count, seed), *changed(path, count // 2, seed)]
 
-    row = {"prompt": "the cat", "answer": "sat"}
-    in_row = [Mutation(name, content + b"\n") for name, content in json_mutations(row, 120, 8)]
-    run_config, state = config.run_dir / "config.json", "training_state.json"
-    weights, tokenizer = checkpoint / "model.safetensors", checkpoint / "tokenizer.json"
+    weights, optimizer, state, shape = (
+        checkpoint / name
+        for name in ("model.safetensors", "optimizer.safetensors", "training_state.json", "config.json")
+    )
     manifest = training.checkpoint / "manifest.json"  # of files that no other case changes
-    optimizers = [each.checkpoint / "optimizer.safetensors" for each in (adamw, muon)]
     listed = [
         Case(metadata, as_json(metadata, 400, 1), lambda: use_metadata(data, config)),
-        Case(quickstart, as_json(quickstart, 200, 2), lambda: use_config(quickstart)),
-        Case(run_config, as_json(run_config, 200, 3), lambda: use_resolved_config(config.run_dir)),
-        Case(data / "tokenizer.json", as_json(data / "tokenizer.json", 200, 4), lambda: use_metadata(data, config)),
         Case(bpe, as_json(bpe, 300, 5), lambda: use_tokenizer(load_tokenizer(bpe))),
-        Case(data / "tokens.bin", changed(data / "tokens.bin", 200, 6), lambda: use_tokens(config)),
-        Case(packed, changed(packed, 200, 7), unpack),
-        Case(prompts, [*changed(prompts, 120, 8), *in_row], lambda: use_prompts(prompts, config)),
-        Case(checkpoint / "config.json", as_json(checkpoint / "config.json", 300, 9), sealed(adamw, model)),
-        Case(checkpoint / "config.json", as_json(checkpoint / "config.json", 100, 10), sealed(adamw, adamw.resume)),
-        Case(weights, changed(weights, 250, 11), sealed(adamw, model)),
-        Case(weights, list(header_mutations(weights.read_bytes(), 150, 12)), sealed(adamw, model)),
-        Case(optimizers[0], changed(optimizers[0], 250, 13), sealed(adamw, adamw.resume)),
-        Case(optimizers[1], changed(optimizers[1], 100, 14), sealed(muon, muon.resume)),
-        Case(checkpoint / state, as_json(checkpoint / state, 350, 15), sealed(adamw, adamw.resume)),
-        Case(tokenizer, as_json(tokenizer, 60, 16), sealed(adamw, model)),
+        Case(shape, as_json(shape, 300, 9), sealed(model)),
+        Case(weights, list(header_mutations(weights.read_bytes(), 150, 12)), sealed(model)),
+        Case(optimizer, changed(optimizer, 150, 13), sealed(open_to_all.resume)),
+        Case(state, as_json(state, 350, 15), sealed(open_to_all.resume)),
         Case(manifest, as_json(manifest, 150, 17), lambda: use_model(training.checkpoint)),
         Case(blog / "pytorch_model.bin", changed(blog / "pytorch_model.bin", 250, 18), lambda: use_model(blog)),
-        Case(of_adapters, as_json(of_adapters, 300, 22), sealed(adapted, lambda: use_model(adapted.checkpoint))),
-        Case(adapters, changed(adapters, 150, 23), sealed(adapted, lambda: use_model(adapted.checkpoint))),
-        Case(adapters, changed(adapters, 100, 24), sealed(adapted, adapted.resume)),
     ]
     return dict(zip(KINDS, listed, strict=True))
 
@@ -192,7 +146,7 @@ def refusals(
 
 def is_told(problem: BaseException, path: Path) -> bool:
     """Whether a user can act on it: an error of ours that names the file, its folder or its flag."""
-    named = any(name in str(problem) for name in (path.name, str(path.parent), "--eval_prompts"))
+    named = any(name in str(problem) for name in (path.name, str(path.parent)))
     return isinstance(problem, UserError | TokenizerError) and named
 
 
