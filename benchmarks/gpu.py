@@ -301,15 +301,14 @@ def peers(report: Report) -> None:
 
 
 def processes(report: Report) -> None:
-    """With two GPUs: torchrun, with whole and with divided weights."""
+    """With two GPUs: torchrun."""
     import torch
 
     if torch.cuda.device_count() < 2:
         report.say("\nLeft out: one GPU.")
         return
-    for name, shard in (("ddp", ""), ("shard", " --shard")):
-        flags = f"{report.data} --max_steps 100 --output_dir {report.folder / name}{shard}"
-        report.run(name, f"-m torch.distributed.run --nproc_per_node=2 train_colab_mmap.py {flags}", 300)
+    flags = f"{report.data} --max_steps 100 --output_dir {report.folder / 'ddp'}"
+    report.run("ddp", f"-m torch.distributed.run --nproc_per_node=2 train_colab_mmap.py {flags}", 300)
 
 
 STEPS: dict[str, Callable[[Report], None]] = {

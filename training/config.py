@@ -186,11 +186,6 @@ class Config(ModelConfig, DataKeys):
     threads: int | None = option(
         None, "hardware", "threads of a CPU [one a core, or fewer if --minutes alone finds that faster]", ge=1, le=1024
     )
-    shard: bool = option(
-        False,
-        "hardware",
-        "with torchrun: each process keeps a slice of weights, gradients and optimizer state (FSDP2); for large models",
-    )
     dry_run: bool = option(
         False, "hardware", "check everything, time one step, forecast the run, write no run", scope="command"
     )
@@ -210,11 +205,6 @@ class Config(ModelConfig, DataKeys):
     @property
     def sequences_per_step(self) -> int:
         return self.batch_size * self.gradient_accumulation_steps
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each process keeps only a slice of weights, gradients and the optimizer's state."""
-        return self.shard and self.processes > 1
 
     @property
     def sequences_per_process(self) -> int:

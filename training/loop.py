@@ -14,7 +14,7 @@ from common.output import byte_size, clock, log
 from common.script import is_rank_0
 from training.checkpoints.interruption import Interruption, StopRequested
 from training.checkpoints.mirror import Mirror
-from training.checkpoints.resume import look, shard_trainer, start_or_resume
+from training.checkpoints.resume import look, start_or_resume
 from training.checkpoints.run import Run
 from training.checkpoints.run_folder import require_ours, take, write_config
 from training.checkpoints.state import Start
@@ -54,8 +54,6 @@ def train(config: Config, started: float, ends_process: bool) -> int:
         run = Run(trainer, mirror)
         with memory_advice(config, trainer.shape, trainer.hardware, trainer.rows_at_once):
             if inspect is not None:
-                if config.is_sharded:
-                    shard_trainer(trainer)
                 inspect(run, old)
                 return 0
             start_or_resume(run, old)

@@ -39,9 +39,8 @@ from training.checkpoints.run_folder import quarantine, require_movable, require
 from training.checkpoints.state import Saved, TrainState, read_state
 from training.config import Config, scope_of
 from training.machine.processes import any_process, broadcast_tensors, count, on_rank_0
-from training.machine.sharding import shard
 from training.numbers.data import TokenData
-from training.numbers.optimizer import apply_hyperparameters, build_optimizer
+from training.numbers.optimizer import apply_hyperparameters
 from training.numbers.schedule import epoch_sequences, has_stopped_early, last_step, learning_rate
 from training.numbers.step import Trainer
 from training.reports.records import RECORDS
@@ -428,10 +427,7 @@ def share_rank_0(run: Run) -> None:
     trainer = run.trainer
     trainer.scaler.load_state_dict(on_rank_0(trainer.scaler.state_dict))
     broadcast_tensors(list(trainer.model.state_dict().values()))
-    if trainer.config.is_sharded:
-        shard_trainer(trainer)
-    else:
-        broadcast_tensors(list(trainer.optimizer.tensors().values()))
+    broadcast_tensors(list(trainer.optimizer.tensors().values()))
     own = step_folders(run.dir / "checkpoints") if trainer.config.resume == "auto" else []
     (is_elsewhere,) = any_process(bool(own) and run.state.step == 0)
     if is_elsewhere:
@@ -440,11 +436,3 @@ def share_rank_0(run: Run) -> None:
             f"reads and writes them. Give torchrun --node_rank=0 on the machine that has them, or --resume never "
             f"to start over."
         )
-
-
-def shard_trainer(trainer: Trainer) -> None:
-    """Divide the model, and the optimizer's state that rank 0 has loaded, among the processes."""
-    loaded = trainer.optimizer.loaded
-    shard(trainer.model, trainer.hardware)
-    trainer.optimizer = build_optimizer(trainer.model, trainer.config)
-    trainer.optimizer.take_rows(loaded)

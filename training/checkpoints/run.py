@@ -35,13 +35,10 @@ from common.tensors import Content, on_host
 from training.checkpoints.interruption import Interruption
 from training.checkpoints.mirror import Mirror
 from training.checkpoints.state import Saved, TrainState
-from training.machine.processes import all_reduce_sum, any_process, broadcast_tensors, on_rank_0
-from training.machine.sharding import gather, is_sharded, local, scatter, unsharded_copy
-from training.numbers.optimizer import whole_state
+from training.machine.processes import any_process, broadcast_tensors, on_rank_0
 from training.numbers.schedule import epoch_sequences, last_step
 from training.numbers.step import Trainer, diverged
 
-Tensors = dict[str, torch.Tensor]
 Snapshot = dict[str, Content]  # the files of a checkpoint, in memory
 SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
 
@@ -145,13 +142,13 @@ class Run:
 
     def save(self, best_only: bool = False) -> None:
         """Begin to write a checkpoint of this step, or of the best weights alone, or of both if these are the best. Of
-        several processes rank 0 writes, and gets from the others what only they have.
+        several processes rank 0 writes.
 
         Raises ConfigError if the weights are not finite: a good checkpoint must not make way for a useless one.
         """
         trainer, state = self.trainer, self.state
-        total = torch.stack([local(parameter.detach()).sum() for parameter in trainer.model.parameters()]).sum()
-        if not torch.isfinite(all_reduce_sum(total) if trainer.config.is_sharded else total):
+        total = torch.stack([parameter.detach().sum() for parameter in trainer.model.parameters()]).sum()
+        if not torch.isfinite(total):
             raise diverged(state.step, self.saved_step, "a weight is not finite")
         folders = [self.dir / BEST] if self.best_is_new else []
         if not best_only:
@@ -160,16 +157,13 @@ class Run:
             self.last_saved = time.monotonic()
             self.is_due = False
         self.best_is_new = False
-        if trainer.config.is_sharded and is_rank_0():
-            self.wait_for_save()  # what it writes and what is gathered would be in memory together
-        weights, optimizer = self.gathered()
         if is_rank_0():
             began = time.perf_counter()
             self.wait_for_save()
-            if (snapshot := self.copied(weights, optimizer)) is not None:
+            if (snapshot := self.copied()) is not None:
                 self.under_way = self.thread.submit(self.write, folders, snapshot)
             else:  # the training waits until the weights themselves are written
-                self.write(folders, self.snapshot(weights, optimizer, copy=False))
+                self.write(folders, self.snapshot(copy=False))
             self.seconds_held += time.perf_counter() - began
 
     def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
@@ -185,13 +179,13 @@ class Run:
         if self.mirror is not None and not self.state.finished:  # a finished run is copied with its summary
             self.mirror.wake()
 
-    def copied(self, weights: Tensors, optimizer: Tensors) -> Snapshot | None:
+    def copied(self) -> Snapshot | None:
         """A snapshot that stays as it is while the training goes on; None if there is too little memory for one."""
         free = available_ram()
         if free is not None and self.checkpoint_bytes > SNAPSHOT_SHARE * free:
             return None
         try:
-            return self.snapshot(weights, optimizer, copy=True)
+            return self.snapshot(copy=True)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -204,32 +198,21 @@ class Run:
         model = self.trainer.model
         current = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         try:
-            whole = unsharded_copy(model, torch.device("cpu")) if is_sharded(model) else model
-            on_rank_0(lambda: Checkpoint(self.dir / BEST).load_weights(whole))
-            if whole is model:
-                broadcast_tensors(list(model.state_dict().values()))
-            else:
-                scatter(stored_weights(whole), stored_weights(model))
+            on_rank_0(lambda: Checkpoint(self.dir / BEST).load_weights(model))
+            broadcast_tensors(list(model.state_dict().values()))
             yield
         finally:
             model.load_state_dict(current)
 
-    def gathered(self) -> tuple[Tensors, Tensors]:
-        """The weights to keep and the optimizer's tensors; if sharded, rank 0 gets them whole. Every process must call
-        this."""
-        model = self.trainer.model
-        weights = stored_weights(model)
-        return gather(weights) if is_sharded(model) else weights, whole_state(self.trainer.optimizer)
-
-    def snapshot(self, weights: Tensors, optimizer: Tensors, copy: bool) -> Snapshot:
+    def snapshot(self, copy: bool) -> Snapshot:
         """The files of a checkpoint; a `copy` of their content stays as it is while the training goes on."""
         trainer, metadata = self.trainer, self.trainer.data.metadata
-        copy = copy and not trainer.config.is_sharded  # gathered tensors are copies
         config = stored_config(trainer.model, metadata.tokenizer_type, metadata.chat_template)
         saved = Saved(self.state, trainer.scaler.state_dict(), trainer.data.fingerprint, trainer.resolved()).to_json()
+        weights = WEIGHTS_FILES[0] if lora_of(trainer.model) is None else ADAPTERS
         return {
-            WEIGHTS_FILES[0] if lora_of(trainer.model) is None else ADAPTERS: on_host(weights, copy),
-            OPTIMIZER: on_host(optimizer, copy),
+            weights: on_host(stored_weights(trainer.model), copy),
+            OPTIMIZER: on_host(trainer.optimizer.tensors(), copy),
             "tokenizer.json": trainer.data.tokenizer_file,  # not its path: the file may have changed since
             "config.json": json_bytes(config),
             STATE: json_bytes(saved),

@@ -16,7 +16,6 @@ from common.errors import is_out_of_memory
 from model import TransformerLanguageModel
 from training.machine.hardware import Hardware
 from training.machine.processes import data_parallel, is_collective_error, no_sync
-from training.machine.sharding import is_sharded
 
 
 class TookTooLong(BaseException):
@@ -31,9 +30,9 @@ def compile_model(
 
     If compiling fails or takes longer than `hardware.compile_limit`, says so once and returns the model uncompiled, and
     the reason: it is slower, with the same results. One of several processes may fail alone: they exchange nothing
-    here, except with a sharded model, which is compiled in parts: FSDP2 works between them.
+    here.
     """
-    whole = model if is_sharded(model) else data_parallel(model)
+    whole = data_parallel(model)
     if not hardware.compiles:
         return whole, ""
     started = time.perf_counter()
@@ -44,7 +43,7 @@ def compile_model(
         torch.compiler.reset()  # an earlier run in this process (a notebook) counts towards PyTorch's limit
         # Splits the graph so that all-reduce overlaps the backward pass; impossible with activation checkpointing.
         torch._dynamo.config.optimize_ddp = not model.activation_checkpointing
-        compiled = compile_blocks(model) if is_sharded(model) else torch.compile(whole, dynamic=False)
+        compiled = torch.compile(whole, dynamic=False)
         with time_limit(hardware.compile_limit):
             with no_sync(whole):
                 with hardware.autocast():
@@ -59,7 +58,6 @@ def compile_model(
                     compiled(*example)
     except BaseException as error:
         forget_unfinished()
-        uncompiled(whole, model)
         if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception | TookTooLong):
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -90,22 +88,6 @@ def time_limit(seconds: float | None) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-
-
-def compile_blocks(model: TransformerLanguageModel) -> TransformerLanguageModel:
-    """Compile a sharded model in parts, in place: each block, and the head with the loss. Between them FSDP2 gathers
-    and frees weights, in Python. Blocks are alike, so they share one compiled code, which takes less time, too."""
-    for part, method in [*((block, "forward") for block in model.blocks), (model, "loss")]:
-        part.__dict__[method] = torch.compile(getattr(type(part), method).__get__(part), dynamic=False)
-    return model
-
-
-def uncompiled(step_model: Callable[..., torch.Tensor], model: TransformerLanguageModel) -> Callable[..., torch.Tensor]:
-    """What `compile_model` made of `model`, as it was before."""
-    if is_sharded(model):
-        for part, method in [*((block, "forward") for block in model.blocks), (model, "loss")]:
-            part.__dict__.pop(method, None)
-    return getattr(step_model, "_orig_mod", step_model)
 
 
 def forget_unfinished() -> None:

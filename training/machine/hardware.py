@@ -291,9 +291,7 @@ def choose_compile(
     step = flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))  # seconds
     seconds = config.max_steps * step or 60 * config.minutes
     takes = compile_seconds(shape.num_layers, config.forecast.cpu_share if config.forecast else 1.0)
-    limit = (
-        None if config.is_sharded else GIVEN_UP_AFTER * (takes + step)
-    )  # the others would wait for one that gives up
+    limit = GIVEN_UP_AFTER * (takes + step)
     if not seconds:
         return True, "on a CPU it saves about a third of each step of this model", limit
     forecast = f"about {takes:.0f} s, and save about {CPU_COMPILE_SAVES * seconds:.0f} s of this run"

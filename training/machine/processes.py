@@ -72,8 +72,6 @@ def process_group(config: Config) -> Iterator[None]:
     global GROUP
     here = place()
     if here.count == 1:
-        if config.shard:
-            print("Note       --shard has no effect: there is only one process (torchrun starts several)")
         yield
         return
     try:

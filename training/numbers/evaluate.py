@@ -24,7 +24,6 @@ from training.config import Config
 from training.machine import processes
 from training.machine.hardware import with_fewer_rows
 from training.machine.processes import on_rank_0
-from training.machine.sharding import whole_model
 from training.numbers.data import TokenData
 from training.numbers.step import Prompt, Trainer, pad_rows
 
@@ -105,16 +104,13 @@ def continuations(trainer: Trainer, prompts: Sequence[str | list[int]], sampling
     Rank 0 computes them; every process must call this."""
     if not prompts:
         return []
-    model = whole_model(trainer.model)
+    model = trainer.model
 
     def written(rows: int) -> list[str]:
-        assert model is not None
         batches = (prompts[first : first + rows] for first in range(0, len(prompts), rows))
         return [each.text for batch in batches for each in generate(model, trainer.data.tokenizer, batch, sampling)]
 
     def written_if_it_fits() -> list[str]:
-        if model is None:
-            return []
         try:
             return with_fewer_rows(written, min(ROWS_AT_ONCE, trainer.rows_at_once), model.device)
         except Exception as error:

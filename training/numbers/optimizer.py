@@ -16,8 +16,7 @@ from common.machine import has_fast_bf16
 from model import TransformerLanguageModel, require_shapes
 from model_config import ModelConfig
 from training.config import Config
-from training.machine.processes import all_reduce_sum, map_over_ranks, on_rank_0
-from training.machine.sharding import exchange, gather, local, scatter
+from training.machine.processes import map_over_ranks
 
 ADAMW_BETA1, ADAMW_EPSILON = 0.9, 1e-8
 NEWTON_SCHULZ_STEPS = 5
@@ -28,16 +27,11 @@ Group = dict[str, Any]  # of parameters, as torch.optim knows it
 
 
 class Optimizer(torch.optim.Optimizer):
-    """Updates each group of parameters by its "rule", a name in RULES.
+    """Updates each group of parameters by its "rule", a name in RULES. A group's "stacked" holds the rows of each
+    matrix that is stacked in each of its parameters; () is one matrix."""
 
-    With `is_sharded`, each process updates the rows of the parameters that it keeps; `whole_state` gathers the state. A
-    group's "stacked" holds the rows of each matrix that is stacked in each of its parameters; () is one matrix.
-    """
-
-    def __init__(self, groups: list[Group], fused: bool = True, is_sharded: bool = False):
+    def __init__(self, groups: list[Group], fused: bool = True):
         super().__init__(groups, {"fused": fused, "decays": True, "stacked": ()})
-        self.is_sharded = is_sharded
-        self.loaded: dict[str, torch.Tensor] = {}  # if sharded: whole, on rank 0, until each process has its rows
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # no closure is ever given
@@ -71,8 +65,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_tensors(self, saved: dict[str, torch.Tensor]) -> None:
-        """Load what `tensors` returned. If sharded, only keep it until `take_rows` gives each process its part. Raises
-        ValueError for those of other parameters."""
+        """Load what `tensors` returned. Raises ValueError for those of other parameters."""
         shapes = {
             f"{name}.{key}": torch.Size() if key == "step" else parameter.shape
             for group in self.param_groups
@@ -80,16 +73,8 @@ class Optimizer(torch.optim.Optimizer):
             for key in RULES[group["rule"]].state
         }
         require_shapes(saved, shapes, "it is of other parameters")
-        if self.is_sharded:
-            self.loaded = saved
-            return
         for name, tensor in self.tensors().items():
             tensor.copy_(saved[name])
-
-    def take_rows(self, loaded: dict[str, torch.Tensor]) -> None:
-        """Take this process's rows of what rank 0 has loaded, if it has. Every process must call it."""
-        if on_rank_0(lambda: bool(loaded)):
-            scatter(loaded, self.tensors())
 
 
 def update_adamw(
@@ -100,10 +85,10 @@ def update_adamw(
         parameters = with_gradients([group])
         states = [optimizer.state_of(parameter, group) for parameter in parameters]
         adamw(
-            [local(parameter) for parameter in parameters],
+            list(parameters),
             gradients_of([group]),
-            [local(state["exp_avg"]) for state in states],
-            [local(state["exp_avg_sq"]) for state in states],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
             fused=group["fused"],
@@ -143,14 +128,14 @@ def update_muon(
             by_shape[parameter.shape].append(parameter)
         for parameters in by_shape.values():
             batches.append(Batch(parameters, momentum(optimizer, parameters, group, skip), group))
-    for parts, orthogonal, scale, group in (of_rows if optimizer.is_sharded else of_whole)(batches):
+    for parts, orthogonal, scale, group in orthogonalized(batches):
         torch._foreach_mul_(parts, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
         torch._foreach_add_(parts, list((orthogonal * keep).float()), alpha=-group["lr"] * scale)
 
 
 def momentum(optimizer: Optimizer, parameters: list[Parameter], group: Group, skip: torch.Tensor) -> torch.Tensor:
     """Update the momentum of N parameters of one shape, unless `skip`. Returns Nesterov's, (N, rows, columns)."""
-    buffers = [local(optimizer.state_of(parameter, group)["momentum_buffer"]) for parameter in parameters]
+    buffers = [optimizer.state_of(parameter, group)["momentum_buffer"] for parameter in parameters]
     stack = torch.stack(buffers)
     gradients = torch.where(skip, stack, torch.stack(gradients_of([{"params": parameters}])))
     stack.lerp_(gradients, 1 - group["momentum"])
@@ -162,7 +147,7 @@ def momentum(optimizer: Optimizer, parameters: list[Parameter], group: Group, sk
 
 class Batch(NamedTuple):
     """Parameters of one shape and group, and what Muon would add to them before it is orthogonalized, (N, rows,
-    columns); if sharded, this process's rows of it."""
+    columns)."""
 
     parameters: list[Parameter]
     matrices: torch.Tensor
@@ -176,7 +161,7 @@ def scale_of(rows: int, columns: int) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def of_whole(batches: list[Batch]) -> Orthogonalized:
+def orthogonalized(batches: list[Batch]) -> Orthogonalized:
     """(parts of parameters, their orthogonalized updates, the scale of the updates, the group) for all matrices."""
     alike = defaultdict(list)  # shape -> (parts of parameters, their matrices, their group)
     for parameters, matrices, group in batches:
@@ -189,19 +174,6 @@ def of_whole(batches: list[Batch]) -> Orthogonalized:
         for parts, _, group in same:
             updates, orthogonal = orthogonal[: len(parts)], orthogonal[len(parts) :]
             yield parts, updates, scale_of(*shape), group
-
-
-def of_rows(batches: list[Batch]) -> Orthogonalized:
-    """The same if each process has some rows of each matrix. Of the matrices of one shape, each process gets a share,
-    whole, and the rows of the results go back. So no process ever has all matrices."""
-    for parameters, matrices, group in batches:
-        like, shape = parameters[0], parameters[0].shape
-        whole_shape = torch.Size((len(parameters), *shape))
-        whole = exchange(matrices, whole_shape, like, before=1, after=0)
-        pieces = whole.split(group["stacked"] or (shape[0],), dim=1)  # each (share of the matrices, rows, columns)
-        done = torch.cat([orthogonalize(piece) * scale_of(*piece.shape[1:]) for piece in pieces], dim=1)
-        rows = exchange(done, whole_shape, like, before=0, after=1)
-        yield [local(parameter) for parameter in parameters], rows, 1.0, group
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
@@ -302,7 +274,7 @@ def build_optimizer(model: TransformerLanguageModel, config: Config) -> Optimize
             groups.append({"params": parameters, "rule": rule, "decays": decays, "stacked": rows})
     # Not on Apple's GPUs: the fused kernel ignores `found_inf` there (pytorch pull request 186360).
     fused = all(parameter.device.type != "mps" for parameter in model.parameters())
-    optimizer = Optimizer(groups, fused, config.is_sharded)
+    optimizer = Optimizer(groups, fused)
     apply_hyperparameters(optimizer, config.learning_rate, config)
     return optimizer
 
@@ -312,11 +284,6 @@ def apply_hyperparameters(optimizer: Optimizer, lr: float, config: Config) -> No
     for group in optimizer.param_groups:
         group |= RULES[group["rule"]].hyperparameters(config, lr)
         group["weight_decay"] = config.weight_decay if group["decays"] else 0.0
-
-
-def whole_state(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """What the optimizer keeps. If it is sharded, rank 0 gets it whole. Every process must call this."""
-    return gather(optimizer.tensors()) if optimizer.is_sharded else optimizer.tensors()
 
 
 def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip: torch.Tensor) -> None:
@@ -347,8 +314,7 @@ def clip_divisor(grad_norm: torch.Tensor, grad_clip: float) -> torch.Tensor:
 
 def gradient_norm(optimizer: Optimizer) -> torch.Tensor:
     """The global L2 norm of all gradients."""
-    norm = torch.nn.utils.get_total_norm(gradients_of(optimizer.param_groups))
-    return all_reduce_sum(norm.square()).sqrt() if optimizer.is_sharded else norm
+    return torch.nn.utils.get_total_norm(gradients_of(optimizer.param_groups))
 
 
 def with_gradients(groups: list[Group]) -> list[Parameter]:
@@ -356,6 +322,4 @@ def with_gradients(groups: list[Group]) -> list[Parameter]:
 
 
 def gradients_of(groups: list[Group]) -> list[torch.Tensor]:
-    """If sharded, this process's rows of them."""
-    gradients = [parameter.grad for parameter in with_gradients(groups)]
-    return [local(gradient) for gradient in gradients if gradient is not None]
+    return [parameter.grad for parameter in with_gradients(groups) if parameter.grad is not None]

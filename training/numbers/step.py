@@ -109,10 +109,7 @@ def accumulate(trainer: Trainer, batch: Batch, step: int, sequences: int) -> tor
     own = len(batch[0])
     total = torch.zeros((), device=trainer.data.device)
     weights = shares(batch[1], rows, trainer.data.layout.has_mask, sequences)
-    micro_batches = list(zip(*(part.split(rows) for part in batch), strict=True))
-    if config.is_sharded:  # every pass gathers weights, so all processes take equally many
-        spare = math.ceil(math.ceil(sequences / config.processes) / rows) - len(weights)
-        micro_batches, weights = micro_batches + micro_batches[:spare], weights + [0.0] * spare
+    micro_batches = zip(*(part.split(rows) for part in batch), strict=True)
     for number, (micro_batch, share) in enumerate(zip(micro_batches, weights, strict=True), 1):
         with processes.no_sync(trainer.step_model, number * rows < own):
             with trainer.hardware.autocast():

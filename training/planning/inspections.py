@@ -26,7 +26,6 @@ from training.checkpoints.resume import Old, planned_steps, require_the_same, re
 from training.checkpoints.run import Run
 from training.machine.hardware import Hardware
 from training.machine.processes import on_rank_0
-from training.machine.sharding import is_sharded, unsharded_copy
 from training.numbers.evaluate import evaluated_windows, validation_loss
 from training.numbers.schedule import decay_share, decay_start, epoch_sequences
 from training.numbers.step import Trainer, accumulate, apply_gradients, read_batch, smallest_part, train_step
@@ -89,8 +88,7 @@ def dry_run(run: Run, old: Old) -> None:
         )
     fitting(trainer, check_first_loss, trainer)
     seconds, rows = fitting(trainer, time_step, trainer)
-    weights, optimizer = run.gathered()
-    saving = on_rank_0(lambda: time_save(run, weights, optimizer))
+    saving = on_rank_0(lambda: time_save(run))
     evaluating = time_evaluation(trainer)
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
@@ -197,18 +195,17 @@ def check_first_loss(trainer: Trainer) -> None:
         )
 
 
-def time_save(run: Run, weights: dict[str, torch.Tensor], optimizer: dict[str, torch.Tensor]) -> float:
+def time_save(run: Run) -> float:
     """Seconds to write, verify and load a checkpoint on the run's disk. Deletes it afterwards."""
     parent = existing(run.dir.parent)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        write_checkpoint(folder / "step", run.snapshot(weights, optimizer, copy=False))
+        write_checkpoint(folder / "step", run.snapshot(copy=False))
         if problems := problems_of(folder / "step"):
             raise CheckpointError(f"A checkpoint written below {parent} is damaged: {'; '.join(problems)}.")
         checkpoint = Checkpoint(folder / "step")
-        model = run.trainer.model
-        checkpoint.load_weights(unsharded_copy(model, torch.device("cpu")) if is_sharded(model) else model)
+        checkpoint.load_weights(run.trainer.model)
         checkpoint.load_optimizer(run.trainer.optimizer)
     return time.perf_counter() - began
 

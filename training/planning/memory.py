@@ -19,7 +19,7 @@ from common.output import byte_size, log
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from training.config import NOT_GIVEN, Config, is_resolved
-from training.machine.compilation import compile_model, uncompiled
+from training.machine.compilation import compile_model
 from training.machine.hardware import Hardware, clear_frames, return_freed_memory
 from training.machine.processes import any_process, on_rank_0
 from training.numbers.data import TokenData
@@ -108,7 +108,7 @@ def compile_step_model(trainer: Trainer) -> None:
         if not failure:
             print("torch.compile failed in another process; training continues uncompiled in all of them.")
             # Back to the model inside: for another micro-batch, the first step would compile again.
-            trainer.step_model = uncompiled(trainer.step_model, trainer.model)
+            trainer.step_model = getattr(trainer.step_model, "_orig_mod", trainer.step_model)
         reason = f"torch.compile failed ({failure or 'in another process'})"
         trainer.hardware = dataclasses.replace(trainer.hardware, compiles=False, compile_reason=reason)
         if trainer.micro_batch_source in NOT_GIVEN:
@@ -164,47 +164,25 @@ def halve_micro_batch(trainer: Trainer, error: Exception) -> None:
 def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: Hardware, rows: int) -> int:
     """Peak bytes of a training step that takes `rows` sequences per forward pass: weights, gradients and the
     optimizer's state in fp32 (16 bytes a parameter with AdamW, 12 with Muon, 4 if it is frozen), and what one
-    micro-batch keeps for the backward pass. If sharded: those of the slices that a process keeps, and the weights that
-    it gathers.
+    micro-batch keeps for the backward pass.
 
     Counted from the tensors that autograd keeps if the model runs uncompiled, and that the compiled graphs keep
     (docs/benchmarks/gpu_forecast.md).
     """
-    sharing = config.processes if config.is_sharded else 1
-    parameters = sum(largest_slice(parameter, sharing) for parameter in model.parameters())
-    trained = sum(largest_slice(parameter, sharing) for parameter in model.parameters() if parameter.requires_grad)
     several = rows < config.sequences_per_process  # earlier micro-batches left gradients
-    state, update = 4 * parameters, 0
+    state, update = 4 * model.num_parameters(), 0
     for rule, named in by_rule(model, config).items():
-        share = sum(largest_slice(parameter, sharing) for parameter in named.values())
-        state += RULES[rule].state_bytes * share
-        update += RULES[rule].update_bytes * share  # after the activations are freed
-    gradients = 4 * trained
-    if config.is_sharded:
-        state += gathered_bytes(model, hardware)
-    cast = sum(parameter.numel() for parameter in (model.head if config.is_sharded else model).parameters())
-    weight_copies = 2 * cast if hardware.precision != "fp32" else 0  # autocast keeps its casts for the backward pass
+        count = sum(parameter.numel() for parameter in named.values())
+        state += RULES[rule].state_bytes * count
+        update += RULES[rule].update_bytes * count  # after the activations are freed
+    gradients = 4 * model.num_parameters(trained_only=True)
+    # Autocast keeps its casts of the weights for the backward pass.
+    weight_copies = 2 * model.num_parameters() if hardware.precision != "fp32" else 0
     activations = bytes_per_token(config, model, hardware) * rows * model.config.max_seq_len
     during_backward = weight_copies + activations + several * gradients
-    at_once = hardware.compiles and not config.is_sharded  # the compiled model returns all gradients together
-    after_it = gradients + max(update, several * at_once * gradients)
-    at_start = 4 * model.num_parameters()  # a process divides the weights once it has all of them
-    return max(state + max(during_backward, after_it), at_start)
-
-
-def largest_slice(parameter: torch.Tensor, processes: int) -> int:
-    """Numbers in the slice of the process that keeps most of a parameter: FSDP2 divides the rows."""
-    return math.ceil(len(parameter) / processes) * (parameter.numel() // len(parameter))
-
-
-def gathered_bytes(model: TransformerLanguageModel, hardware: Hardware) -> int:
-    """What is whole at the peak if the model is sharded: the layers outside the blocks, and either the buffer that they
-    are gathered through, or a block, the next one on its way, and the gradients of the last, which are averaged in
-    fp32."""
-    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
-    outside = sum(parameter.numel() for parameter in model.parameters()) - len(model.blocks) * block
-    half = 4 if hardware.precision == "fp32" else 2
-    return 4 * outside + max(4 * outside, (3 * half + 4) * block)
+    # The compiled model returns all gradients together.
+    after_it = gradients + max(update, several * hardware.compiles * gradients)
+    return state + max(during_backward, after_it)
 
 
 def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:

@@ -149,13 +149,12 @@ def test_two_machines_give_the_numbers_of_one_process_which_ends_what_they_began
 def test_two_processes_end_what_one_began_though_one_of_them_is_killed(
     one: Path, train: Callable, train_flags: Callable, tmp_path: Path, reaped: list[Process]
 ) -> None:
-    """The job ends by itself and says why, and the same command continues. The optimizer is sharded; checkpoints are
-    those of one process."""
+    """The job ends by itself and says why, and the same command continues."""
     for name in ("killed", "unbroken"):
         shutil.copytree(one.with_name("half"), tmp_path / name)
     longer = HALF | {"max_steps": 60}
     assert train(tmp_path / "unbroken", **longer).code == 0
-    command = torchrun(2, *train_flags(tmp_path / "killed", **longer), "--shard")
+    command = torchrun(2, *train_flags(tmp_path / "killed", **longer))
     launcher = subprocess.Popen(command, **PIPES)
     wait_for(launcher, "Saved ")
     os.kill(worker_of(launcher, rank=1), signal.SIGKILL)
@@ -168,7 +167,7 @@ def test_two_processes_end_what_one_began_though_one_of_them_is_killed(
     assert "rank      : 1" in err, "torchrun's table names it"
     assert 12 < steps_of(tmp_path / "killed")[0] < 60, "the kill did not land in the middle of the run"
 
-    reaped += trained(2, *train_flags(tmp_path / "killed", **longer), "--shard")
+    reaped += trained(2, *train_flags(tmp_path / "killed", **longer))
     for process in reaped:
         _, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
@@ -188,7 +187,7 @@ def rounding_as_in_fp32() -> None:
     optimizer.newton_schulz_dtype = lambda device: torch.float32
 
 
-def test_muon_on_conversations_by_one_by_four_sharded_and_by_three(
+def test_muon_on_conversations_by_one_by_four_and_by_three(
     tmp_path: Path, reaped: list[Process], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each continues from the checkpoint of the others. Processes get different numbers of sequences, with different
@@ -205,8 +204,8 @@ def test_muon_on_conversations_by_one_by_four_sharded_and_by_three(
     ).split()
     several, one = ([*flags, "--output_dir", tmp_path / name] for name in ("several", "one"))
     assert run_script(train_colab_mmap.main, *several, "--max_steps", 2).code == 0
-    for count, steps, shard in ((4, 4, "--shard"), (3, 6, "--shard"), (3, 8, "--shard=false")):
-        processes = trained(count, *several, shard, "--max_steps", steps, first=rounding_as_in_fp32)
+    for count, steps in ((4, 4), (3, 7)):
+        processes = trained(count, *several, "--max_steps", steps, first=rounding_as_in_fp32)
         reaped += processes
         told = [process.communicate(timeout=100) for process in processes]
         assert [process.returncode for process in processes] == [0] * count, told

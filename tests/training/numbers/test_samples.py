@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import train_colab_mmap
-import training.numbers.evaluate
 from tests.helpers import run_script
 from training.numbers.samples import PASSAGE, copied, hashes
 from training.reports.records import read_samples
@@ -53,15 +52,6 @@ def test_planted_passages_are_found_among_many_tokens() -> None:
     assert found == by_hand(texts, tokens) and found[0] > 0.1
     around = np.concatenate([draw.integers(50_000, 65_536, 3_000_000).astype(np.uint16), tokens])
     assert copied(texts, around) == found and copied(texts[15:], around) == (0.0, 0)
-
-
-def test_a_model_too_large_for_a_whole_copy_writes_nothing_and_the_run_is_finished(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with --shard, where no process has all of it."""
-    monkeypatch.setattr(training.numbers.evaluate, "whole_model", lambda model: None)
-    result = train(tmp_path / "run", max_steps=2)
-    assert result.code == 0 and "Sample" not in result.out and (tmp_path / "run" / "summary.md").exists()
 
 
 def test_a_hash_depends_on_the_order() -> None:

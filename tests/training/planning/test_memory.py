@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import functools
 import gc
-import itertools
 import json
 import re
 import sys
@@ -22,7 +21,7 @@ import torch
 from common.errors import MemoryExhausted
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import ALPHABET, CPU, ROOT, estimated, rows_of, trainer_of
+from tests.helpers import ALPHABET, CPU, estimated, rows_of, trainer_of
 from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
 from training.checkpoints.resume import Old
@@ -353,36 +352,6 @@ def test_what_others_hold_and_what_would_help_is_named(monkeypatch: pytest.Monke
     monkeypatch.setattr(memory_module, "available_ram", lambda: 1)
     said = no_way_out(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**9), 1)
     assert "Other processes hold " in said and "--micro_batch_size 1" not in said
-
-
-def test_processes_that_share_the_optimizers_state_need_less_each() -> None:
-    """Of 16 bytes a parameter each of four processes keeps a fourth. It gathers one block at a time."""
-    config = Config(embed_dim=64, num_heads=2, num_layers=24, max_seq_len=64, tie_embeddings=True, bias=False)
-    config = dataclasses.replace(config, batch_size=8, micro_batch_size=1, processes=4)
-    with torch.device("meta"):
-        model = TransformerLanguageModel(config.shape(256))
-    block = sum(parameter.numel() for parameter in model.blocks.parameters())
-    saved = estimated(config, model, CPU) - estimated(dataclasses.replace(config, shard=True), model, CPU)
-    assert 16 * 0.7 * block < saved < 16 * 0.75 * model.num_parameters()
-
-
-def test_scaling_md_says_what_large_models_need() -> None:
-    """Its table is of the command above it."""
-    page = (ROOT / "docs" / "scaling.md").read_text()
-    section = page[page.index("## Large models") :]
-    command = re.search("train_colab_mmap.py (.*) --shard ", section)
-    rows = re.findall(r"^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", section, re.MULTILINE)
-    assert command and [row[0] for row in rows] == ["2", "4", "8"]
-    hardware = dataclasses.replace(CPU, device=torch.device("cuda"), precision="bf16", compiles=True)
-    for processes, *figures in rows:
-        for (optimizer, shard), figure in zip(
-            itertools.product(("muon", "adamw"), (False, True)), figures, strict=True
-        ):
-            config = parse_config([*command[1].split(), "--optimizer", optimizer])
-            config = dataclasses.replace(config, processes=int(processes), shard=shard)
-            with torch.device("meta"):
-                model = TransformerLanguageModel(config.shape(32_000))
-            assert f"{estimated(config, model, hardware) / 1e9:.1f}" == figure
 
 
 def test_no_way_out_is_raised_as_exhausted_memory() -> None:
