@@ -34,7 +34,7 @@ from common.errors import DataError
 from common.files import read_json, write_json
 from common.flags import Parser, add_debug
 from common.script import script
-from training.reports.records import read_metrics
+from training.records import read_metrics
 
 QUESTION = "What is the capital of France?"
 TOY = "--device cpu --num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 16 --batch_size 4 --eval_interval 0"
@@ -57,7 +57,7 @@ for name, (queries, options) in cases.items():
 STEP_MS = {"T4": 1350, "L4": 600, "A100-SXM4-40GB": 138, "A100-SXM4-80GB": 130, "H100": 58, "H200": 53}
 # Programs instead of the script: one that prints more kernels, and one without cuDNN's attention.
 KERNELS = (
-    "import training.planning.inspections as i; i.OPERATIONS = 40; "
+    "import training.inspections as i; i.OPERATIONS = 40; "
     "from train_colab_mmap import main; raise SystemExit(main({words!r}))"
 )
 WITHOUT_CUDNN = (

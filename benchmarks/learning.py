@@ -37,9 +37,9 @@ from model import TransformerLanguageModel
 from tokenization.corpus import find_sources, read_pieces
 from training.config import parse_config
 from training.dial import HEAD_WIDTH, Shape, beta2_for, context_for, dropout_for, recipe, sequences_for
-from training.planning.law import Law
-from training.planning.text import TRAIN_SHARE, vocabulary_for
-from training.reports.records import read_metrics
+from training.law import Law
+from training.records import read_metrics
+from training.text import TRAIN_SHARE, vocabulary_for
 
 LEAST_CHARACTERS = 20_000  # of a book
 FIT_STEPS = 3_000

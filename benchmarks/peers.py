@@ -45,7 +45,7 @@ from common.machine import has_fast_bf16, pick_device
 from common.script import script
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from training.machine.hardware import Hardware
+from training.hardware import Hardware
 
 TOKENS = 2_000_000
 

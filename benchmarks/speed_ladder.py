@@ -31,7 +31,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-import training.machine.hardware
+import training.hardware
 from benchmarks.measure import (
     RESULTS,
     Measured,
@@ -49,12 +49,12 @@ from common.flags import Parser, add_debug
 from common.machine import has_fast_bf16, pick_device
 from common.script import script
 from model import TransformerLanguageModel
+from training.compilation import compile_model
 from training.config import Config, parse_config
-from training.machine.compilation import compile_model
-from training.machine.hardware import detect_hardware
-from training.numbers.data import TokenData
-from training.numbers.optimizer import build_optimizer
-from training.numbers.step import Trainer, train_step
+from training.data import TokenData
+from training.hardware import detect_hardware
+from training.optimizer import build_optimizer
+from training.step import Trainer, train_step
 
 WARM_UP_STEPS = 2  # the first loads every kernel, the second allocates all memory
 TOKENS = 100_000_000  # random ones, 200 MB: far beyond a CPU's caches
@@ -108,7 +108,7 @@ def gather_row_by_row(data: TokenData, starts: np.ndarray) -> torch.Tensor:
 def climb(rung: Rung, steps: int, config: Config) -> dict[str, Any]:
     """Measure one rung in this process: mean seconds of `steps` steps after two that do not count."""
     if rung < Rung.OURS:
-        training.machine.hardware.keep_freed_memory = lambda: None  # only in this process, like the attention below
+        training.hardware.keep_freed_memory = lambda: None  # only in this process, like the attention below
     hardware = detect_hardware(config, config)
     if rung < Rung.OURS:
         precision = mixed_precision(hardware.device) if rung >= Rung.MIXED else "fp32"

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from training.checkpoints.resume import Old
 from training.config import parse_config
-from training.numbers.schedule import last_step, learning_rate
-from training.numbers.step import Trainer, train_step
+from training.memory import compile_step_model
 from training.plan import build, make_plan
-from training.planning.memory import compile_step_model
+from training.resume import Old
+from training.schedule import last_step, learning_rate
+from training.step import Trainer, train_step
 
 WARM_UP_SHARE = 0.2  # of a measurement's time, before it and not counted
 

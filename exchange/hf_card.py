@@ -15,7 +15,7 @@ from exchange.hf_model import FORMS, hf_kind
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
 from tokenizer_base import valid_unicode
-from training.checkpoints.state import Saved, read_state
+from training.state import Saved, read_state
 
 CARD = """---
 library_name: {library}

@@ -15,7 +15,7 @@ from common.files import CHECKPOINT_NAME, STEP_NAME
 from generation.loading import load_checkpoint
 from model import TransformerLanguageModel
 from tokenizer import Tokenizer
-from training.reports.records import read_metrics
+from training.records import read_metrics
 
 MOST_COMPARED = 4  # checkpoints on one prompt, and models kept in memory
 WEIGHTS = ("manifest.json", "pytorch_model.bin")  # a whole checkpoint, ours or the blog's, has one of them

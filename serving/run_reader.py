@@ -14,7 +14,7 @@ from common.errors import ConfigError, DataError
 from common.files import read_json, require_regular
 from common.validation import about
 from training.config import MODEL_KEYS, SCHEMA, counts
-from training.reports.records import CONFIG, METRICS, SAMPLES, SUMMARY, Sample, read_samples, records_in, score
+from training.records import CONFIG, METRICS, SAMPLES, SUMMARY, Sample, read_samples, records_in, score
 
 FIELDS = (
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",

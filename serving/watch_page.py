@@ -19,7 +19,7 @@ from common.errors import ConfigError
 from common.validation import suggest
 from serving.run_reader import RunReader
 from serving.server import is_own
-from training.reports.records import CONFIG, METRICS, records_in
+from training.records import CONFIG, METRICS, records_in
 
 TEMPLATE = Path(__file__).with_name("watch.html")
 POLL_SECONDS = 2.0  # how often the page asks for news

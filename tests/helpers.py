@@ -22,11 +22,11 @@ from common.output import log
 from model import TransformerLanguageModel
 from tokenizer import CharacterTokenizer
 from training.config import Config
-from training.machine.hardware import Hardware, detect_hardware
-from training.numbers.data import TokenData
-from training.numbers.optimizer import build_optimizer
-from training.numbers.step import Prompt, Trainer
-from training.planning.memory import estimate_memory
+from training.data import TokenData
+from training.hardware import Hardware, detect_hardware
+from training.memory import estimate_memory
+from training.optimizer import build_optimizer
+from training.step import Prompt, Trainer
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)  # of no kind in particular
 ROOT = Path(__file__).resolve().parents[1]

@@ -19,7 +19,7 @@ from tests.helpers import ALPHABET, generated_text
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import BPETokenizer
 from training.config import Config
-from training.numbers.optimizer import Optimizer, build_optimizer
+from training.optimizer import Optimizer, build_optimizer
 
 CHARACTERS = CharacterTokenizer.train(ALPHABET + "\0\r'😀")
 MODERN = {"norm": "rmsnorm", "position": "rope", "qk_norm": True, "embed_norm": True, "bias": False}

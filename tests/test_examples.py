@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 
-from training.planning.text import EXAMPLES
+from training.text import EXAMPLES
 
 
 def test_held_out_questions_are_never_asked_and_their_facts_are_taught() -> None:

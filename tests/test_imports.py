@@ -15,7 +15,6 @@ from tests.helpers import ROOT, SOURCES
 GROUND = {"common", "model", "model_config", "tokenizer", "tokenizer_base", "tokenizer_bpe"}
 CONFIG = {"training.config"}
 FLAGS = {"generation.settings", "tokenization.settings"}  # so that one script can say which other has a flag
-NUMBERS = GROUND | CONFIG | {"tokenization", "generation", "training.machine", "training.numbers"}
 # A room is a folder, or a file beside rooms. It may import itself and what stands here.
 MAY_IMPORT = {
     "model_config": set(),
@@ -27,29 +26,22 @@ MAY_IMPORT = {
     "tokenization": GROUND,
     "generation": GROUND | {"tokenization"},  # which reads the text to score
     "training.config": GROUND | CONFIG | FLAGS,
-    "training.reports.records": GROUND | CONFIG,
-    "training.machine": GROUND | CONFIG,
-    "training.numbers": NUMBERS,
-    "training.planning": NUMBERS | {"training.checkpoints", "training.reports"},
-    "training.checkpoints": NUMBERS | {"training.reports.records"},
-    "training.reports": NUMBERS | {"training.checkpoints"},
+    "training.records": GROUND | CONFIG,
+    "training": GROUND | {"tokenization", "generation"},
     "tokenize_local_bpe": GROUND | {"tokenization"},
     "generate": GROUND | {"generation"},
-    "training.plan": NUMBERS | {"training.checkpoints", "training.planning"},
-    "training.dial": NUMBERS | {"training.checkpoints", "training.planning", "training.reports", "training.plan"},
-    "training.loop": NUMBERS | {"training.checkpoints", "training.planning", "training.reports", "training.plan"},
     "train_colab_mmap": {"common", "training"},
 }
-PRODUCT = set(MAY_IMPORT) | {"training"}
+PRODUCT = set(MAY_IMPORT)
 # Rooms beside each other do not import each other, and only notebooks import tools.
 MAY_IMPORT["exchange"] = GROUND | {
-    "training.checkpoints.state",  # a card tells how the training went
-    "training.reports.records",
+    "training.state",  # a card tells how the training went
+    "training.records",
     "generation.settings",  # a Modelfile has generate.py's defaults
 }
-MAY_IMPORT["serving"] = GROUND | CONFIG | {"generation", "generate", "training.reports.records"}
+MAY_IMPORT["serving"] = GROUND | CONFIG | {"generation", "generate", "training.records"}
 MAY_IMPORT["benchmarks"] = PRODUCT
-MAY_IMPORT["tools"] = GROUND | {"exchange", "serving", "benchmarks", "training.config"} | {"training.reports.records"}
+MAY_IMPORT["tools"] = GROUND | {"exchange", "serving", "benchmarks", "training.config"} | {"training.records"}
 MAY_IMPORT["notebooks"] = PRODUCT | {"exchange", "serving", "tools"}
 
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES if path.name != "__init__.py"}

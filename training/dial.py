@@ -20,9 +20,9 @@ from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
 from common.files import read_json
 from common.output import byte_size, clock
 from common.validation import build
-from training.checkpoints.mirror import Mirror
 from training.config import REPOSITORY, Config, Forecast, is_resolved, parse_config
-from training.machine.hardware import (
+from training.data import GPU_SHARE
+from training.hardware import (
     ALL_THREADS,
     COMPILED_LEAST,
     COMPILED_TOKEN,
@@ -31,12 +31,12 @@ from training.machine.hardware import (
     choose_compile,
     clear_frames,
 )
-from training.numbers.data import GPU_SHARE
-from training.planning.law import ERROR, expected_error, expected_loss, most_passes
-from training.planning.memory import MEMORY_SHARE, PROCESS_BYTES
-from training.planning.text import TRAIN_SHARE, Text, look_at, vocabulary_for
-from training.planning.timing import FEWEST_TIMED, Candidate, Machine, Timed
-from training.reports.records import CONFIG
+from training.law import ERROR, expected_error, expected_loss, most_passes
+from training.memory import MEMORY_SHARE, PROCESS_BYTES
+from training.mirror import Mirror
+from training.records import CONFIG
+from training.text import TRAIN_SHARE, Text, look_at, vocabulary_for
+from training.timing import FEWEST_TIMED, Candidate, Machine, Timed
 
 Made = TypeVar("Made")
 SOURCE = "the dial"  # of the values that it chose, in config.json

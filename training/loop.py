@@ -12,26 +12,26 @@ from common.errors import INTERRUPTED, MemoryExhausted
 from common.files import FolderLock
 from common.output import byte_size, clock, log
 from common.script import is_rank_0
-from training.checkpoints.interruption import Interruption, StopRequested
-from training.checkpoints.mirror import Mirror
-from training.checkpoints.resume import look, start_or_resume
-from training.checkpoints.run import Run
-from training.checkpoints.run_folder import require_ours, take, write_config
-from training.checkpoints.state import Start
 from training.config import Config
-from training.machine.hardware import frozen_garbage
-from training.machine.processes import on_rank_0, process_group
-from training.numbers.evaluate import Answer, Evaluation, answer_prompts, evaluate, evaluated_windows, validation_loss
-from training.numbers.samples import sample
-from training.numbers.schedule import has_stopped_early, learning_rate
-from training.numbers.step import Stability, StepResult, accumulate, apply_gradients, diverged, read_batch
+from training.deadline import Deadline
+from training.evaluate import Answer, Evaluation, answer_prompts, evaluate, evaluated_windows, validation_loss
+from training.hardware import frozen_garbage
+from training.inspections import disk_space, dry_run, profile
+from training.memory import fitting, memory_advice
+from training.mirror import Mirror
+from training.parallel import on_rank_0, process_group
 from training.plan import build, make_plan
-from training.planning.deadline import Deadline
-from training.planning.inspections import disk_space, dry_run, profile
-from training.planning.memory import fitting, memory_advice
-from training.reports.records import SUMMARY, read_samples, require_tensorboard, rewind
-from training.reports.report import Report, Timer
-from training.reports.summary import finished_message, write_summary
+from training.records import SUMMARY, read_samples, require_tensorboard, rewind
+from training.report import Report, Timer
+from training.resume import look, start_or_resume
+from training.run import Run
+from training.run_folder import require_ours, take, write_config
+from training.samples import sample
+from training.schedule import has_stopped_early, learning_rate
+from training.signals import Interruption, StopRequested
+from training.state import Start
+from training.step import Stability, StepResult, accumulate, apply_gradients, diverged, read_batch
+from training.summary import finished_message, write_summary
 
 Made = TypeVar("Made")
 INSPECTIONS = {"dry_run": dry_run, "profile": profile}  # flags that inspect a run instead of training it
@@ -208,7 +208,7 @@ class Loop:
             self.report.write(row)
 
     def fitting(self, work: Callable[..., Made], *arguments: Any) -> Made:
-        """What `work` returns, with micro-batches that fit; `fitting` of training/planning/memory.py says how. Their
+        """What `work` returns, with micro-batches that fit; `fitting` of training/memory.py says how. Their
         size is kept for the next session."""
         size = self.trainer.micro_batch_size
         made = fitting(self.trainer, work, *arguments)

@@ -20,17 +20,17 @@ from tokenization.extract import format_of
 from tokenization.metadata import metadata_files
 from tokenization.settings import Settings
 from tokenization.token_folder import REPORT
-from training.checkpoints.resume import Old
 from training.config import Config
-from training.machine.hardware import Hardware, detect_hardware
-from training.machine.processes import on_rank_0
-from training.numbers.data import TokenData
-from training.numbers.evaluate import check_prompts, read_prompts
-from training.numbers.optimizer import build_optimizer
-from training.numbers.schedule import repetition
-from training.numbers.step import Prompt, Trainer
-from training.planning.memory import fit_micro_batch, memory_advice
-from training.planning.text import EXAMPLE, EXAMPLES, text_of
+from training.data import TokenData
+from training.evaluate import check_prompts, read_prompts
+from training.hardware import Hardware, detect_hardware
+from training.memory import fit_micro_batch, memory_advice
+from training.optimizer import build_optimizer
+from training.parallel import on_rank_0
+from training.resume import Old
+from training.schedule import repetition
+from training.step import Prompt, Trainer
+from training.text import EXAMPLE, EXAMPLES, text_of
 
 
 @dataclass(frozen=True)

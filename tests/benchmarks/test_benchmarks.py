@@ -17,7 +17,7 @@ from benchmarks.measure import measure_in_turn, write_random_tokens
 from benchmarks.workload import Training
 from tests.forked import fork_what_is_measured
 from tests.helpers import ROOT, WORDS, generated_text
-from training.planning.law import Law
+from training.law import Law
 
 TRUE = Law(0.8, 5.0, 0.22, 40.0, 0.3, 5.0, 0.25)
 # Stands for nanoGPT's model.py: its names and its tied head, over our model.

@@ -31,7 +31,7 @@ from tests.helpers import SOURCES, Killed, flip
 from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer
 from training.config import Config
-from training.numbers.optimizer import Optimizer, build_optimizer
+from training.optimizer import Optimizer, build_optimizer
 
 CONTRACT = {
     "model.safetensors", "config.json", "tokenizer.json", "optimizer.safetensors", "training_state.json",

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from benchmarks.workload import Training
-from training.machine import hardware
-from training.reports.records import read_metrics
+from training import hardware
+from training.records import read_metrics
 
 DEVICE = "cuda"
 SHAPE = ["--num_layers", "2", "--embed_dim", "64", "--num_heads", "2", "--max_seq_len", "32", "--batch_size", "8"]

@@ -15,12 +15,12 @@ from benchmarks.measure import write_random_tokens
 from benchmarks.workload import Training
 from tests.cuda.helpers import DEVICE, ON_GPU, losses_of, memory_limit, opened
 from tests.helpers import estimated
-from training.checkpoints.resume import Old
+from training import memory
 from training.config import parse_config
-from training.machine.hardware import limit_memory
+from training.hardware import limit_memory
 from training.plan import build, make_plan
-from training.planning import memory
-from training.reports.records import read_metrics
+from training.records import read_metrics
+from training.resume import Old
 
 pytestmark = pytest.mark.cuda
 

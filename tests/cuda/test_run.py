@@ -18,8 +18,8 @@ from common.checkpoint import open_checkpoint
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, losses_of
 from tests.helpers import generated_text, run_script
-from training.planning.inspections import PARTS
-from training.reports.records import read_metrics
+from training.inspections import PARTS
+from training.records import read_metrics
 
 pytestmark = pytest.mark.cuda
 

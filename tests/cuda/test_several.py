@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.cuda.helpers import DEVICE, losses_of
-from tests.training.machine.launching import trained
+from tests.training.launching import trained
 
 pytestmark = [
     pytest.mark.cuda,

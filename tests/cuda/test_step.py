@@ -17,8 +17,8 @@ from benchmarks.workload import Training
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, opened, waiting_forbidden
 from tokenize_local_bpe import tokenize
-from training.numbers.evaluate import validation_loss
-from training.numbers.step import StepResult, train_step
+from training.evaluate import validation_loss
+from training.step import StepResult, train_step
 
 pytestmark = pytest.mark.cuda
 

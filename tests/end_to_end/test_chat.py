@@ -20,7 +20,7 @@ from generation.sampling import Sampling
 from tests.helpers import run_script
 from tests.models import bpe, random_model, save_checkpoint, write_model
 from training.config import Config
-from training.numbers.optimizer import build_optimizer
+from training.optimizer import build_optimizer
 
 FLAGS = ("--device", "cpu", "--max_new_tokens", "6", "--temperature", "0")
 GREEDY = Sampling(max_new_tokens=6, temperature=0)

@@ -25,7 +25,7 @@ from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
 from training.config import Config
-from training.numbers.optimizer import build_optimizer
+from training.optimizer import build_optimizer
 
 ALPHABET = "\n abcdefgh?"
 SHORT = ("--max_new_tokens", "12")

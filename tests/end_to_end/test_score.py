@@ -21,7 +21,7 @@ from tests.models import save_checkpoint
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
 from training.config import Config
-from training.numbers.optimizer import build_optimizer
+from training.optimizer import build_optimizer
 
 CONTEXT = 32
 KEYS = ["file", "tokens", "bytes", "loss", "perplexity", "bits_per_byte", "stride", "checkpoint"]

@@ -20,10 +20,8 @@ import train_colab_mmap
 from common.errors import ConfigError
 from tests.helpers import Killed, columns, generated_text, snapshot
 from tokenize_local_bpe import tokenize
-from training import loop
-from training.checkpoints import run_folder
-from training.numbers import evaluate
-from training.reports.records import drawn, read_metrics, read_samples
+from training import evaluate, loop, run_folder
+from training.records import drawn, read_metrics, read_samples
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ALWAYS = {"step", "epoch", "tokens"}

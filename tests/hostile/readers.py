@@ -19,14 +19,14 @@ from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, open_tokens,
 from tokenization.token_folder import require_tokens_of
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
-from training.checkpoints.resume import find_old, start_or_resume
-from training.checkpoints.run import Run
-from training.checkpoints.state import Saved
 from training.config import Config, parse_config
-from training.numbers.evaluate import bits_per_byte
-from training.numbers.schedule import learning_rate
-from training.numbers.step import train_step
+from training.evaluate import bits_per_byte
 from training.plan import build, make_plan
+from training.resume import find_old, start_or_resume
+from training.run import Run
+from training.schedule import learning_rate
+from training.state import Saved
+from training.step import train_step
 
 TEXT = "the cat sat on a mat.\n"
 

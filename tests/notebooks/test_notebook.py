@@ -19,7 +19,7 @@ import pytest
 import generate
 from tests.helpers import ROOT, generated_text
 from tests.training.helpers import checkpoint_of
-from training.reports.records import read_metrics
+from training.records import read_metrics
 
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")

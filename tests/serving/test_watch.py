@@ -23,7 +23,7 @@ from serving import watch_page
 from serving.run_reader import FIELDS, MOST_STRETCHES, RunReader
 from tests.helpers import ROOT, run_script
 from tools import watch
-from training.reports.records import Sample, metrics_line, sample_line
+from training.records import Sample, metrics_line, sample_line
 
 ATTACK = "</script><script>document.title='hit'</script><img src=x onerror=\"document.title='hit'\">"
 

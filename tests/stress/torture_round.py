@@ -30,11 +30,11 @@ import training.loop  # noqa: F401 (as above)
 from benchmarks.measure import flag_words
 from common.checkpoint import problems_of, step_folders, step_of
 from common.files import OF_RUN, sha256_file
-from training.checkpoints import mirror
-from training.planning.text import EXAMPLES
-from training.reports import (
+from training import (
+    mirror,
     summary,  # noqa: F401 (as above)
 )
+from training.text import EXAMPLES
 
 STEPS = 60
 TEXT_BYTES = 60_000

@@ -12,8 +12,8 @@ import torch
 from common.checkpoint import step_folders, step_of
 from tests.helpers import Killed
 from training import loop
-from training.checkpoints.run import Run
-from training.reports.records import read_metrics
+from training.records import read_metrics
+from training.run import Run
 
 TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"}  # what differs between two runs
 

@@ -11,11 +11,11 @@ import torch
 from model_config import ModelConfig
 from training.config import Config, parse_config
 from training.dial import EVALUATING_SHARE, Choice, Dial
-from training.machine.hardware import CPU_COMPILE_SAVES, Hardware, compile_seconds
-from training.planning.law import expected_loss, most_passes
-from training.planning.memory import without_memory
-from training.planning.text import TRAIN_SHARE, Text, vocabulary_for
-from training.planning.timing import Candidate, Machine, Timed
+from training.hardware import CPU_COMPILE_SAVES, Hardware, compile_seconds
+from training.law import expected_loss, most_passes
+from training.memory import without_memory
+from training.text import TRAIN_SHARE, Text, vocabulary_for
+from training.timing import Candidate, Machine, Timed
 
 
 class Specs(NamedTuple):

@@ -19,8 +19,8 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ROOT
 from tests.models import write_model
-from training.checkpoints.resume import find_old
 from training.config import MODEL_KEYS, MODEL_SIZES, SCHEMA, Config, parse_config
+from training.resume import find_old
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 BLOG_COMMAND = (

@@ -20,9 +20,9 @@ from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
 from training.config import Config, parse_config
 from training.dial import SOURCE, Dial, beta2_for, choose, dropout_for, sequences_for
-from training.machine.hardware import ALL_THREADS
-from training.planning.text import look_at
-from training.planning.timing import Timed
+from training.hardware import ALL_THREADS
+from training.text import look_at
+from training.timing import Timed
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from tests.docs.what_you_get import DOCUMENT, cell_of, table_of
 from tests.training.pretended import MACHINES, MINUTES, SIZES, Pretended, dial_of, trained
 from training.dial import FEWEST_STEPS
-from training.planning.timing import Candidate, Timed
+from training.timing import Candidate, Timed
 
 
 @pytest.mark.parametrize("name", MACHINES)

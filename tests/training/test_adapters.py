@@ -1,0 +1,346 @@
+"""A run that trains adapters: its base stays to the bit, its checkpoints are small, and it resumes as any run does."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+
+import generate
+from common.checkpoint import open_checkpoint
+from common.lora import LoRA, adapters_of, add_adapters
+from model import TransformerLanguageModel
+from tests.helpers import CPU, estimated, snapshot, ways_of
+from tests.training.helpers import checkpoint_of, measured, steps_of
+from training.config import Config, parse_config
+from training.optimizer import build_optimizer
+from training.records import CONFIG, read_metrics
+
+FILES = {"adapter.safetensors", "config.json", "tokenizer.json", "manifest.json"}
+FILES |= {"optimizer.safetensors", "training_state.json"}
+
+
+@pytest.fixture(scope="module")
+def finished(train: Callable, unbroken: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of adapters, for the weights of `unbroken`. Not to be changed by a test."""
+    folder = tmp_path_factory.mktemp("finished") / "lora"
+    before = snapshot(unbroken)
+    result = train(folder, init_from=unbroken, lora_rank=4)
+    assert (
+        result.code == 0
+        and "LoRA       rank 4 on attention, feed_forward, embeddings: 2,552 parameters train" in result.out
+    )
+    assert snapshot(unbroken) == before, "the base was changed"
+    assert "17,816 parameters, 2,552 of them trained" in result.out
+    return folder
+
+
+@pytest.fixture
+def copy(finished: Path, tmp_path: Path) -> Path:
+    shutil.copytree(finished, tmp_path / "lora")
+    return tmp_path / "lora"
+
+
+def adapters(run: Path, step: int = 24) -> bytes:
+    return (run / "checkpoints" / f"step_{step:08d}" / "adapter.safetensors").read_bytes()
+
+
+def test_the_base_stays_to_the_bit_and_what_is_kept_is_small(finished: Path, unbroken: Path) -> None:
+    losses = [row["val_loss"] for row in read_metrics(finished) if "val_loss" in row]
+    base = [row["val_loss"] for row in read_metrics(unbroken) if "val_loss" in row]
+    assert losses[-1] < base[-1] - 0.01, "nothing was learned"
+    for folder in (finished / "best", finished / "checkpoints" / "step_00000024"):
+        files = {path.name for path in folder.iterdir()}
+        assert files == (FILES - {"optimizer.safetensors"} if folder.name == "best" else FILES)
+        held = safetensors.torch.load_file(folder / "adapter.safetensors")
+        assert all(name.endswith((".lora_A", ".lora_B")) for name in held)
+        assert sum(tensor.numel() for tensor in held.values()) == 2552
+        for name in files & {"optimizer.safetensors"}:
+            kept = safetensors.torch.load_file(folder / name)
+            assert sum(tensor.numel() for name, tensor in kept.items() if name.endswith(".exp_avg")) == 2552
+        described = json.loads((folder / "config.json").read_text())
+        assert described["lora"] == {
+            "rank": 4,
+            "alpha": 16.0,
+            "targets": ["attention", "feed_forward", "embeddings"],
+            "base": str(unbroken / "checkpoints" / "step_00000024"),
+            "base_sha256": snapshot(unbroken)["checkpoints/step_00000024/model.safetensors"],
+        }
+        assert described["total_parameters"] == 15_264, "those of the merged model"
+    merged, base_weights = open_checkpoint(finished).weights(), open_checkpoint(unbroken).weights()
+    changed = {name for name in merged if not torch.equal(merged[name], base_weights[name])}
+    modules = ("attention.qkv", "attention.out_proj", "feed_forward.fc1", "feed_forward.fc2")
+    assert changed == {*(f"blocks.0.{module}.weight" for module in modules), "token_embedding.weight", "head.weight"}
+
+
+def test_the_first_step_is_that_of_the_base(train: Callable, unbroken: Path, tmp_path: Path) -> None:
+    """B is zero: the loss before the first update is the one of a full training from there, to the bit."""
+    flags: dict[str, Any] = {"init_from": unbroken, "max_steps": 1, "dropout": 0.0, "eval_interval": 0}
+    assert train(tmp_path / "full", **flags).code == train(tmp_path / "lora", **flags, lora_rank=4).code == 0
+    first = [read_metrics(tmp_path / name)[0]["train_loss"] for name in ("full", "lora")]
+    assert first[0] == first[1]
+
+
+@pytest.mark.parametrize("after", [3, 13])
+def test_an_interrupted_run_ends_as_if_it_had_not_been(
+    after: int, interrupt: Callable, train: Callable, unbroken: Path, finished: Path, tmp_path: Path
+) -> None:
+    flags = {"init_from": unbroken, "lora_rank": 4}
+    interrupt(tmp_path / "run", after, **flags)
+    assert train(tmp_path / "run", **flags).code == 0
+    assert adapters(tmp_path / "run") == adapters(finished)
+    assert measured(tmp_path / "run") == measured(finished)
+    folders = [folder / "checkpoints" / "step_00000024" for folder in (tmp_path / "run", finished)]
+    one, other = ((folder / "optimizer.safetensors").read_bytes() for folder in folders)
+    assert one == other
+
+
+def test_a_run_keeps_its_base_when_that_goes_on(
+    interrupt: Callable, train: Callable, copy_of: Path, finished: Path, tmp_path: Path
+) -> None:
+    """`init_from` names a run folder, whose newest checkpoint is another one by then."""
+    flags = {"init_from": copy_of, "lora_rank": 4}
+    interrupt(tmp_path / "lora", 13, **flags)
+    assert train(copy_of, max_steps=30).code == 0 and steps_of(copy_of) == [30, 24]
+    assert train(tmp_path / "lora", **flags).code == 0
+    assert adapters(tmp_path / "lora") == adapters(finished)
+    shutil.rmtree(copy_of / "checkpoints" / "step_00000024")
+    result = train(tmp_path / "lora", **flags, max_steps=30)
+    assert result.code == 4 and "step_00000024, which do not exist. Put them back" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_the_micro_batch_is_a_matter_of_memory(train: Callable, unbroken: Path, tmp_path: Path) -> None:
+    flags = {"init_from": unbroken, "lora_rank": 4, "dropout": 0.0, "max_steps": 6}
+    for rows in (1, 3, 8):
+        assert train(tmp_path / str(rows), **flags, micro_batch_size=rows).code == 0
+    losses = [[row["train_loss"] for row in read_metrics(tmp_path / str(rows))] for rows in (1, 3, 8)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] == pytest.approx(losses[2], rel=1e-5)
+
+
+def test_in_bf16_and_with_activation_checkpointing(train: Callable, unbroken: Path, tmp_path: Path) -> None:
+    flags = {"init_from": unbroken, "lora_rank": 4, "max_steps": 6, "eval_interval": 0}
+    plain = train(tmp_path / "plain", **flags)
+    less = train(tmp_path / "less", **flags, extra=("--activation_checkpointing",))
+    half = train(tmp_path / "half", **flags, precision="bf16")
+    assert plain.code == less.code == half.code == 0
+    assert adapters(tmp_path / "plain", 6) == adapters(tmp_path / "less", 6)
+    losses = [[row["train_loss"] for row in read_metrics(tmp_path / name)] for name in ("plain", "half")]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+
+
+# What contradicts it
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"lora_rank": 4}, "lora_rank trains adapters of a trained model; name it with --init_from CHECKPOINT"),
+        ({"lora_alpha": 8}, "lora_alpha (flag) is for --lora_rank N"),
+        ({"lora_targets": "attention"}, "lora_targets (flag) is for --lora_rank N"),
+        ({"lora_rank": 4, "init_from": "a", "optimizer": "muon"}, "add --optimizer adamw"),
+        ({"lora_rank": -1}, "--lora_rank is"),
+        ({"lora_rank": 4, "init_from": "a", "lora_alpha": 0}, "--lora_alpha is"),
+        ({"lora_rank": 4, "init_from": "a", "lora_targets": "head"}, "attention, feed_forward"),
+    ],
+    ids=str,
+)
+def test_flags_that_would_do_nothing_are_refused(
+    flags: dict[str, Any], said: str, train: Callable, tmp_path: Path
+) -> None:
+    result = train(tmp_path / "run", **flags)
+    assert result.code == 2 and said in result.err and not (tmp_path / "run").exists()
+
+
+def test_a_rank_of_zero_as_a_flag_turns_a_configs_adapters_off(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"lora_rank": 8, "lora_alpha": 32, "init_from": "a"}))
+    assert parse_config(["--config", str(config)]).lora_alpha == 32
+    assert parse_config(["--config", str(config), "--lora_rank", "0"]).lora_rank == 0
+
+
+def test_a_rank_beyond_the_models_width_is_refused(train: Callable, unbroken: Path, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", init_from=unbroken, lora_rank=33)
+    assert result.code == 2 and "lora_rank is 33" in result.err and "8 is usual" in result.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lora_rank": 8}, "lora_rank: 4 in the checkpoint, 8 now"),
+        ({"lora_alpha": 8}, "lora_alpha: 16.0 in the checkpoint, 8.0 now"),
+        ({"lora_targets": "attention"}, "'embeddings') in the checkpoint, ('attention',) now"),
+        ({"lora_rank": None}, "lora_rank: 4 in the checkpoint, 0 now"),
+    ],
+    ids=str,
+)
+def test_other_adapters_cannot_take_over_a_run(
+    changes: dict[str, Any], said: str, train: Callable, copy: Path, unbroken: Path
+) -> None:
+    before = snapshot(copy)
+    result = train(copy, **{"init_from": unbroken, "lora_rank": 4, "max_steps": 30, **changes})
+    assert result.code == 4 and said in result.err and "Traceback" not in result.err
+    assert snapshot(copy) == before
+
+
+def test_a_run_without_adapters_does_not_go_on_with_some(train: Callable, copy_of: Path, tmp_path: Path) -> None:
+    result = train(copy_of, init_from=copy_of, lora_rank=4, max_steps=30)
+    assert result.code == 4 and "did not start from" in result.err
+    result = train(tmp_path / "new", resume_from=copy_of, lora_rank=4)
+    assert result.code == 4 and "--init_from" in result.err and "was trained without adapters" in result.err
+
+
+def test_adapters_are_no_base_of_others(train: Callable, finished: Path, tmp_path: Path) -> None:
+    """Of a full training they are: merged, as whatever loads them has them."""
+    result = train(tmp_path / "second", init_from=finished, lora_rank=4)
+    assert result.code == 4 and "python tools/merge_lora.py" in result.err
+    full = train(tmp_path / "full", init_from=finished, max_steps=2, dropout=0.0)
+    assert full.code == 0 and (tmp_path / "full" / "checkpoints" / "step_00000002" / "model.safetensors").exists()
+
+
+def test_another_base_in_the_place_of_the_old_is_refused(train: Callable, copy_of: Path, tmp_path: Path) -> None:
+    flags = {"init_from": copy_of, "lora_rank": 4}
+    assert train(tmp_path / "lora", **flags, max_steps=6).code == 0
+    assert train(copy_of, seed=5, resume="never").code == 0
+    result = train(tmp_path / "lora", **flags, max_steps=12)
+    assert result.code == 4 and "an adapter for another base" in result.err and str(copy_of) in result.err
+    code = generate.main(["--checkpoint", str(tmp_path / "lora"), "--prompt", "the", "--device", "cpu"])
+    assert code == 4
+
+
+# The rest of a run
+
+
+def test_a_base_in_the_run_that_makes_way_is_refused(train: Callable, copy_of: Path, tmp_path: Path) -> None:
+    """Its adapters would name a base that is no longer there."""
+    shutil.copytree(copy_of, tmp_path / "own")
+    result = train(tmp_path / "own", init_from=tmp_path / "own", lora_rank=4, resume="never")
+    assert result.code == 4 and "which --resume never sets aside with the run" in result.err
+    assert (tmp_path / "own" / "checkpoints").exists()
+
+
+def test_resume_from_brings_shape_and_base(train: Callable, finished: Path, tmp_path: Path) -> None:
+    shape = dict.fromkeys(("num_layers", "embed_dim", "num_heads", "max_seq_len"))
+    result = train(tmp_path / "new", resume_from=finished, lora_rank=4, max_steps=30, **shape)
+    assert result.code == 0 and "Continuing from" in result.out, result.err
+    assert steps_of(tmp_path / "new") == [30]
+    assert train(tmp_path / "new", resume_from=finished, lora_rank=4, max_steps=36, **shape).code == 0
+    assert steps_of(tmp_path / "new") == [36, 30]
+
+
+def test_the_runs_own_config_continues_it(train: Callable, copy: Path) -> None:
+    import train_colab_mmap
+
+    own = copy / CONFIG
+    content = json.loads(own.read_text())
+    content["config"]["output_dir"] = str(copy)
+    own.write_text(json.dumps(content))
+    assert train_colab_mmap.main(["--config", str(own), "--max_steps", "30"]) == 0
+    assert steps_of(copy) == [30, 24]
+
+
+def test_a_lost_folder_comes_back_from_the_mirror(
+    interrupt: Callable, train: Callable, unbroken: Path, finished: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "drive").mkdir()
+    flags = {"init_from": unbroken, "lora_rank": 4, "checkpoint_dir": tmp_path / "drive" / "copies"}
+    assert train(tmp_path / "run", **flags, max_steps=12).code == 0
+    copies = tmp_path / "drive" / "copies" / "run"
+    assert {path.name for path in checkpoint_of(copies, 12).iterdir()} == FILES | {"run"}
+    shutil.rmtree(tmp_path / "run")
+    assert train(tmp_path / "run", **flags, max_steps=18).code == 0
+    assert steps_of(tmp_path / "run") == [18, 12]
+
+
+@pytest.mark.parametrize("look", ["--dry_run", "--profile"])
+def test_a_look_writes_no_run(look: str, train: Callable, unbroken: Path, tmp_path: Path) -> None:
+    result = train(tmp_path / "run", init_from=unbroken, lora_rank=4, extra=(look,))
+    assert result.code == 0 and "no run was written" in result.out and "Warning" not in result.out, result.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_every_way_to_generate_takes_them(finished: Path, unbroken: Path, tmp_path: Path, capsys: Any) -> None:
+    arguments = ["--prompt", "the cat", "--temperature", "0", "--max_new_tokens", "8", "--device", "cpu", "--json"]
+    assert generate.main([*arguments, "--compare", str(unbroken), str(finished)]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [Path(row["checkpoint"]) for row in rows] == [
+        folder / "checkpoints" / "step_00000024" for folder in (unbroken, finished)
+    ]
+    model, tokenizer = generate.load_model(finished, "cpu")
+    assert generate.generate_text(model, tokenizer, "the cat", 8, 0.0) == "the cat" + rows[1]["completion"]
+    assert not adapters_of(model) and model.num_parameters() == 15_264, "merged: a token costs no more than before"
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on a mat.\n" * 20)
+    scores = []
+    for checkpoint in (unbroken, finished):
+        assert generate.main(["--score", str(text), "--checkpoint", str(checkpoint), "--json"]) == 0
+        scores.append(json.loads(capsys.readouterr().out)["loss"])
+    assert scores[0] != scores[1]
+
+
+# What it takes
+
+
+def shaped(config: Config) -> TransformerLanguageModel:
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.shape(32_000))
+        if config.lora_rank:
+            add_adapters(model, config.lora())
+    return model
+
+
+def test_gradients_and_moments_are_of_adapters_alone() -> None:
+    full = Config(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=4, init_from="base")
+    lora = dataclasses.replace(full, lora_rank=8)
+    whole, model = shaped(full), shaped(lora)
+    frozen, trained = whole.num_parameters(), model.num_parameters(trained_only=True)
+    assert trained == 12 * 8 * (768 * (1 + 1 + 1 + 4) + 768 * (3 + 1 + 4 + 1)) + 2 * 8 * (32_000 + 768)
+    optimizer = build_optimizer(model, lora)
+    assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == trained
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [lora.weight_decay]
+    taken = [estimated(config, each, CPU) for config, each in ((full, whole), (lora, model))]
+    assert 8 * frozen - 20 * trained < taken[0] - taken[1] <= 12 * frozen  # moments; gradients, after the activations
+    for targets in ("attention", "feed_forward"):
+        one = dataclasses.replace(lora, lora_targets=targets)
+        assert estimated(one, shaped(one), CPU) < taken[1]
+    ways = dict(ways_of(full, 32_000, CPU))
+    assert ways["--lora_rank 8 (a new run)"] == taken[0] - taken[1]
+    assert not any("lora" in way or "muon" in way for way, _ in ways_of(lora, 32_000, CPU))
+    assert "--max_seq_len 256 (a new run)" in dict(ways_of(lora, 32_000, CPU))
+
+
+@pytest.mark.parametrize(
+    "targets", ["attention,feed_forward,embeddings", "attention,feed_forward", "attention", "feed_forward"]
+)
+def test_the_estimate_counts_what_autograd_keeps(targets: str) -> None:
+    config = Config(
+        embed_dim=128, num_layers=4, max_seq_len=64, batch_size=4, init_from="base", lora_rank=8, lora_targets=targets
+    )
+    model = TransformerLanguageModel(config.shape(512))
+    add_adapters(model, config.lora())
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    tokens = torch.zeros(4, 64, dtype=torch.long)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(tokens, tokens)
+    held = sum(size for address, size in kept.items() if address not in own)
+    state = 4 * model.num_parameters() + 8 * model.num_parameters(trained_only=True)
+    forecast = estimated(config, model, CPU) - state
+    assert held < forecast < 1.35 * held
+
+
+def test_sizes_alone_need_no_base() -> None:
+    config = Config(lora_rank=8, lora_targets="attention", init_from="base")
+    assert config.lora() == LoRA(8, 16.0, ("attention",), "any", "0" * 64)

@@ -1,0 +1,163 @@
+"""Compiling changes the speed and nothing else, and a failure to compile stops nothing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import random
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import pytest
+import safetensors.torch
+import torch
+from torch._inductor.async_compile import AsyncCompile
+
+from model import TransformerLanguageModel
+from model_config import ModelConfig
+from tests.helpers import CPU
+from training.compilation import compile_model, forget_unfinished
+from training.records import read_metrics
+from training.signals import Interruption, StopRequested
+
+SHAPE = ModelConfig(11, 8, 2, 1, max_seq_len=4)
+COMPILING = dataclasses.replace(CPU, compiles=True)
+
+
+def example() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.zeros(2, 4, dtype=torch.long)
+    return tokens, tokens
+
+
+def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """torch.compile fails at the first call, and may do so in the backward pass, when gradients are half there."""
+    model = TransformerLanguageModel(SHAPE)
+    before = copy.deepcopy(model.state_dict())
+
+    def lazy(model: torch.nn.Module, **options: object) -> Callable:
+        def compiled(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            model(tokens, targets).backward()
+            raise RuntimeError("no compiler found\nand a long tail of lines")
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", lazy)
+    assert compile_model(model, COMPILING, example()) == (model, "no compiler found")
+    printed = capsys.readouterr().out
+    assert printed.count("torch.compile failed") == 1 and "no compiler found" in printed
+    assert "long tail" not in printed and "--compile off" in printed
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_running_out_of_memory_is_not_taken_for_a_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
+    with pytest.raises(torch.OutOfMemoryError):
+        compile_model(TransformerLanguageModel(SHAPE), COMPILING, example())
+
+
+class Sum(torch.nn.Module):
+    """As little as can be compiled, to code that is in no cache: it holds a number that was drawn."""
+
+    activation_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = random.SystemRandom().random()
+        self.weight = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (self.weight * tokens).sum() * self.factor
+
+
+@torch._inductor.config.patch(compile_threads=2)
+def test_a_stop_ends_compiling_at_once_and_the_next_attempt_begins_anew(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """In a notebook it begins in the same process, where the compiler's threads still hold what was dropped."""
+    model, interruption, released = cast(TransformerLanguageModel, Sum()), Interruption(), threading.Event()
+    forget_unfinished()
+    busy = [AsyncCompile.pool().submit(released.wait, 300) for _ in range(2)]  # what is to be compiled has to wait
+    with monkeypatch.context() as patch:
+        patch.setattr(AsyncCompile, "wait", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        with interruption.awaited(), pytest.raises(StopRequested), interruption.abandonable():
+            compile_model(model, COMPILING, example())
+    try:
+        assert "Stopping now, " in capfd.readouterr().err
+        assert compile_model(model, COMPILING, example())[0] is not model, capfd.readouterr().out
+        assert not any(thread.done() for thread in busy)
+    finally:
+        released.set()
+
+
+def test_compiling_that_takes_too_long_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+    model = cast(TransformerLanguageModel, Sum())
+    made, failure = compile_model(model, dataclasses.replace(COMPILING, compile_limit=0.01), example())
+    assert made is model and "longer than" in failure and "continues uncompiled" in capsys.readouterr().out
+    assert compile_model(model, COMPILING, example())[0] is not model  # nothing is left of it
+
+
+def test_a_run_goes_on_as_it_was_compiled(tmp_path: Path, train: Callable) -> None:
+    """Nothing repays compiling a few steps. More of them might, and would round in another way."""
+    few = {"position": "rope", "dropout": 0.0, "eval_interval": 0}
+    assert "Compile    off" in train(tmp_path / "run", **few, max_steps=2).out
+    result = train(tmp_path / "run", **few, max_steps=4, compile="auto")
+    assert result.code == 0 and "off: as this run began" in result.out
+
+
+def test_a_compiled_training_compiles_at_its_start_alone_and_learns_the_same(tmp_path: Path, train: Callable) -> None:
+    """One shape for training, one for evaluation, though the last micro-batch and the last validation batch are
+    smaller, and answers are generated in between. The checkpoint knows nothing of it."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "the cat"}\n')
+    shape = {"batch_size": 7, "micro_batch_size": 3, "gradient_accumulation_steps": 1, "eval_batches": 3, "dropout": 0}
+    flags = {**shape, "compile": "on", "max_steps": 6, "eval_interval": 3, "eval_prompts": prompts}
+    result = train(tmp_path / "run", **flags)
+    assert result.code == 0 and "Compiled in" in result.out, result
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+    eager = {**flags, "compile": "off"}
+    assert train(tmp_path / "eager", **eager).code == 0
+    for ours, theirs in zip(read_metrics(tmp_path / "run"), read_metrics(tmp_path / "eager"), strict=True):
+        assert set(ours) == set(theirs)
+        for key in {"train_loss", "val_loss", "grad_norm"} & set(theirs):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-3)
+    weights = safetensors.torch.load_file(tmp_path / "run/checkpoints/step_00000006/model.safetensors")
+    assert not any("_orig_mod" in name for name in weights)
+    assert train(tmp_path / "run", **{**eager, "max_steps": 7}).code == 0
+
+
+def test_adapters_compile_to_the_same_numbers() -> None:
+    """Forward and backward, with as much as the compiler leaves out for what is frozen."""
+    from common.lora import LoRA, adapters_of, add_adapters
+
+    lora = LoRA(2, 16.0, ("attention", "feed_forward"), "base", "0" * 64)
+    model = TransformerLanguageModel(SHAPE)
+    add_adapters(model, lora)
+    with torch.no_grad():
+        for adapter in adapters_of(model).values():
+            adapter.normal_(std=0.3)
+    compiled, _ = compile_model(model, COMPILING, example())
+    assert compiled is not model
+    assert all(parameter.grad is None for parameter in model.parameters())
+    tokens = torch.arange(8).view(2, 4)
+    results = []
+    for step_model in (model, compiled):
+        loss = step_model(tokens, tokens.flip(1))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        model.zero_grad(set_to_none=True)
+    assert len(results[0]) == len(results[1]) == 1 + 8
+    for eager, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-4)

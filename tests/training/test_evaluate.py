@@ -1,0 +1,215 @@
+"""Evaluation: a mean over fixed windows that leaves the training as it was, and prompts with known answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common.errors import DataError
+from model import TransformerLanguageModel
+from tests.helpers import trainer_of
+from tokenization.metadata import TokenMetadata
+from tokenizer import CharacterTokenizer
+from training.config import Config
+from training.data import TokenData
+from training.evaluate import Answer, accuracy, answer_prompts, bits_per_byte, read_prompts, validation_loss
+from training.layout import layout_of_text
+from training.step import Prompt
+
+CHARACTERS = "abcdefghij .?"
+TRAIN_TOKENS = 100
+VAL_TOKENS = 165  # 20 windows of 8, and some tokens over
+CONFIG = Config(embed_dim=16, num_heads=2, num_layers=1, max_seq_len=8, dropout=0.4, batch_size=6, eval_batches=0)
+
+
+@pytest.fixture
+def data() -> TokenData:
+    tokens = np.random.default_rng(0).integers(0, len(CHARACTERS), TRAIN_TOKENS + VAL_TOKENS).astype(np.uint16)
+    metadata = TokenMetadata(len(CHARACTERS), len(tokens), TRAIN_TOKENS, dtype="uint16", val_bytes=330)
+    tokenizer = CharacterTokenizer(CHARACTERS)
+    return TokenData(
+        metadata,
+        tokens,
+        tokenizer,
+        b"{}",
+        layout_of_text(metadata, CONFIG.max_seq_len),
+        CONFIG,
+        torch.device("cpu"),
+        "ram",
+    )
+
+
+@pytest.fixture
+def model() -> TransformerLanguageModel:
+    torch.manual_seed(0)
+    model = TransformerLanguageModel(CONFIG.shape(len(CHARACTERS)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def plain_loss(model: TransformerLanguageModel, data: TokenData, windows: list[int]) -> float:
+    """The definition, one window at a time and straight from the tokens."""
+    tokens = data.tokens.long()
+    model.eval()
+    losses = []
+    for window in windows:
+        start = TRAIN_TOKENS + window * CONFIG.max_seq_len
+        inputs, targets = tokens[start : start + 8], tokens[start + 1 : start + 9]
+        with torch.no_grad():
+            losses.append(F.cross_entropy(model(inputs[None])[0].double(), targets).item())
+    model.train()
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6, 7, 20, 64])
+def test_the_loss_is_the_mean_over_every_window(model, data: TokenData, rows: int) -> None:
+    """Also where the last batch is only partly filled (6, 7) or the only one (64)."""
+    config = dataclasses.replace(CONFIG, batch_size=rows)
+    assert validation_loss(trainer_of(model, data, config)) == pytest.approx(plain_loss(model, data, range(20)))
+
+
+def test_every_batch_has_one_shape(model, data: TokenData) -> None:
+    """Or a compiled model would be compiled again for the last one."""
+    shapes = []
+
+    def watched(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        shapes.append((inputs.shape, targets.shape))
+        return model(inputs, targets)
+
+    validation_loss(dataclasses.replace(trainer_of(model, data, CONFIG), step_model=watched))
+    assert len(shapes) == 4 and set(shapes) == {((6, 8), (6, 8))}
+
+
+def test_eval_batches_limits_the_windows(model, data: TokenData) -> None:
+    config = dataclasses.replace(CONFIG, batch_size=5, eval_batches=2)
+    evenly = list(range(0, 20, 2))
+    assert validation_loss(trainer_of(model, data, config)) == pytest.approx(plain_loss(model, data, evenly))
+    more_than_there_is = dataclasses.replace(CONFIG, eval_batches=1000)
+    whole = plain_loss(model, data, range(20))
+    assert validation_loss(trainer_of(model, data, more_than_there_is)) == pytest.approx(whole)
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 4, 6])
+def test_the_micro_batch_does_not_change_what_is_evaluated(model, data: TokenData, micro_batch_size: int) -> None:
+    config = dataclasses.replace(CONFIG, eval_batches=2)
+    sliced = dataclasses.replace(config, micro_batch_size=micro_batch_size)
+    expected = validation_loss(trainer_of(model, data, config))
+    assert validation_loss(trainer_of(model, data, sliced)) == pytest.approx(expected)
+
+
+def test_evaluation_changes_nothing_of_the_training(model, data: TokenData) -> None:
+    """No random numbers drawn, no gradients left, training mode on, the same answer again."""
+    random_state = torch.get_rng_state()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    first = validation_loss(trainer_of(model, data, CONFIG))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(module.training for module in model.modules())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert validation_loss(trainer_of(model, data, CONFIG)) == first
+
+
+def test_answering_prompts_changes_nothing_of_the_training(model, data: TokenData) -> None:
+    random_state = torch.get_rng_state()
+    answers = answer_prompts(trainer_of(model, data, CONFIG, [Prompt("abc", "x"), Prompt("j")]))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert all(module.training for module in model.modules())
+    assert [answer.prompt.text for answer in answers] == ["abc", "j"]
+    assert answers == answer_prompts(trainer_of(model, data, CONFIG, [Prompt("abc", "x"), Prompt("j")]))
+
+
+def test_bits_per_byte_is_the_code_length_of_the_split_over_its_bytes(data: TokenData) -> None:
+    total_bits = math.log2(5) * VAL_TOKENS  # as if each token were one of five equally likely ones
+    assert bits_per_byte(math.log(5), data) == pytest.approx(total_bits / 330)
+
+
+@pytest.mark.parametrize("val_bytes", [None, 0])
+def test_bits_per_byte_is_unknown_where_the_bytes_are(data: TokenData, val_bytes: int | None) -> None:
+    data.layout = layout_of_text(dataclasses.replace(data.metadata, val_bytes=val_bytes), data.seq_len)
+    assert bits_per_byte(1.0, data) is None
+
+
+# Prompts
+
+
+def write(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_prompts_are_read_with_and_without_answers(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", '{"prompt": "a?", "answer": "b"}', "", '{"prompt": "c?"}', '{"prompt": "é"}')
+    assert read_prompts(path) == [Prompt("a?", "b"), Prompt("c?"), Prompt("é")]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '{"prompt": "a"',
+        '{"question": "a"}',
+        '{"prompt": 3}',
+        '{"prompt": null}',
+        '{"prompt": "a", "answer": 3}',
+        '["a"]',
+        '"a"',
+        "3",
+        "null",
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path / "p.jsonl", '{"prompt": "a"}', "", line)
+    with pytest.raises(DataError) as caught:
+        read_prompts(path)
+    assert str(path) in str(caught.value) and "line 3" in str(caught.value)
+
+
+def test_only_newlines_end_a_line(tmp_path: Path) -> None:
+    """JSON allows U+2028 and U+0085 inside a string, and json.dumps(ensure_ascii=False) writes them."""
+    texts = ["a\u2028b", "a\u0085b"]
+    path = write(tmp_path / "p.jsonl", *(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts))
+    assert [prompt.text for prompt in read_prompts(path)] == texts
+
+
+def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')  # as Windows editors save it
+    assert read_prompts(path) == [Prompt("a"), Prompt("b")]
+
+
+def test_a_prompts_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
+    write(tmp_path / "empty.jsonl")
+    for name, said in (("absent.jsonl", "no file"), ("latin.jsonl", "byte 12"), ("empty.jsonl", "no prompts")):
+        with pytest.raises(DataError) as caught:
+            read_prompts(tmp_path / name)
+        assert name in str(caught.value) and said in str(caught.value)
+
+
+def test_an_answer_is_right_when_it_matches_but_for_white_space_around_it() -> None:
+    assert Answer(Prompt("a", "Paris."), " Paris.\n").right is True
+    assert Answer(Prompt("a", "Paris."), "paris.").right is False
+    assert Answer(Prompt("a", "Paris."), "Paris. And").right is False
+    assert Answer(Prompt("a"), "anything").right is None
+    assert Answer(Prompt("a", ""), "").right is True
+
+
+def test_accuracy_counts_only_answers_that_are_known() -> None:
+    answers = [Answer(Prompt("a", "x"), "x"), Answer(Prompt("b", "x"), "y"), Answer(Prompt("c"), "z")]
+    assert accuracy(answers) == (1, 2)
+    assert accuracy([]) == (0, 0)
+
+
+@pytest.mark.parametrize("line", ["9" * 5000, '{"prompt": ' * 100_000], ids=["digits", "nested"])
+def test_prompts_that_no_reader_can_take_are_refused(line: str, tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text(line)
+    with pytest.raises(DataError, match="line 1"):
+        read_prompts(tmp_path / "prompts.jsonl")

@@ -1,0 +1,76 @@
+"""The law behind the dial's forecasts, against the runs and the public losses that it was fitted to."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from statistics import median
+
+import pytest
+
+from tests.helpers import ROOT
+from training.law import (
+    BEYOND,
+    ERROR,
+    MOST_BYTES,
+    MOST_PARAMETERS,
+    OURS,
+    Law,
+    expected_error,
+    expected_loss,
+    most_passes,
+)
+
+SIMPLE = Law(floor=1, of_size=8, size_power=0.5, of_text=8, text_power=0.5, worth=4, worth_power=0)
+
+
+def test_the_law_of_simple_constants() -> None:
+    assert SIMPLE.loss(64, 16, 1) == pytest.approx(1 + 8 / 8 + 8 / (16 * 4 * 0.2212) ** 0.5, abs=1e-4)
+    assert SIMPLE.loss(64, 16, 1000) == pytest.approx(1 + 8 / 8 + 8 / 8)  # all passes together are worth four
+    assert SIMPLE._replace(kappa=2).loss(64, 16, 1000) == pytest.approx(1 + math.sqrt(2))
+
+
+@pytest.mark.parametrize("text_bytes", [1e5, 1e6, 1e7, 1e8, 1e10])
+@pytest.mark.parametrize("parameters", [2e5, 3e6, 1e8])
+def test_text_passes_and_parameters_lower_the_loss(parameters: float, text_bytes: float) -> None:
+    loss = expected_loss(parameters, text_bytes, 2)
+    assert loss > expected_loss(4 * parameters, text_bytes, 1.5) - 0.2 and loss > expected_loss(
+        parameters, 2 * text_bytes, 2
+    )
+    assert loss >= expected_loss(parameters, text_bytes, 3) - 1e-3
+    assert expected_loss(parameters, text_bytes, 3) > expected_loss(parameters, 2 * text_bytes, 1.5)  # new text
+    assert 0.5 < loss < 4 and 1 <= most_passes(parameters, text_bytes) <= 20
+
+
+def test_half_of_a_text_is_a_text_of_half_the_size() -> None:
+    assert expected_loss(1e6, 1e6, 0.5) == expected_loss(1e6, 5e5, 1) == expected_loss(1e6, 1e9, 5e-4)
+
+
+def test_where_our_runs_end_the_laws_meet() -> None:
+    for passes in (1, 4):
+        here = expected_loss(MOST_PARAMETERS, MOST_BYTES, passes)
+        assert here == pytest.approx(OURS.loss(MOST_PARAMETERS, MOST_BYTES, passes))
+        assert here == pytest.approx(expected_loss(1.001 * MOST_PARAMETERS, 1.001 * MOST_BYTES, passes), abs=1e-3)
+
+
+def test_the_law_is_that_of_the_runs_on_record() -> None:
+    """As far as the passes over a text pay."""
+    runs = json.loads((ROOT / "docs/benchmarks/law.json").read_text())["runs"]
+    of = [(run["parameters"], run["bytes"], run["passes"], run["lowest"]) for run in runs]
+    apart = [abs(expected_loss(*run[:3]) - run[3]) for run in of if run[2] <= 16]
+    assert len(apart) >= 10 and sum(each <= ERROR for each in apart) >= 0.9 * len(apart)
+
+
+def test_nine_of_ten_public_losses_of_each_kind_of_text_are_in_the_interval() -> None:
+    """The text's difficulty is known: the dial measures it."""
+    of_text = defaultdict(list)
+    for point in json.loads((ROOT / "docs/benchmarks/public_losses.json").read_text())["points"]:
+        said = expected_loss(point["parameters"], point["bytes"], point["passes"])
+        of_text[point["text"]].append((said, point["bits_per_byte"]))
+    assert sum(map(len, of_text.values())) > 150
+    for text, losses in of_text.items():
+        difficulty = median(loss / said for said, loss in losses)
+        inside = [abs(difficulty * said - loss) <= BEYOND * ERROR for said, loss in losses]
+        assert sum(inside) >= 0.9 * len(inside), text
+    assert expected_error(1e8, 1e9, 1.0) == BEYOND * ERROR > expected_error(1e6, 1e6, 1.0)

@@ -1,0 +1,385 @@
+"""Running out of memory: the micro-batch gives way and the result stays; where nothing helps, what would is said."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import gc
+import json
+import re
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+
+from common.errors import MemoryExhausted
+from model import TransformerLanguageModel
+from tests.forked import Forked
+from tests.helpers import ALPHABET, CPU, estimated, rows_of, trainer_of
+from tests.training.helpers import final_weights, measured, save_at_once, steps_of
+from tokenizer import Tokenizer
+from training import evaluate as evaluate_module
+from training import hardware as hardware_module
+from training import memory as memory_module
+from training.config import Config, parse_config
+from training.data import TokenData
+from training.memory import no_way_out
+from training.optimizer import Optimizer
+from training.plan import build, make_plan
+from training.records import CONFIG, read_metrics
+from training.resume import Old
+from training.run import Run
+
+M_ARENA_MAX = -8  # of malloc.h
+# A step of 256 sequences at once takes about 310 MB in such a process, one of 128 about 170: what is too much fails at
+# a large tensor, and what fits has room. In fp32: without oneDNN, products in bf16 are several times slower.
+LARGE = {"max_seq_len": 64, "embed_dim": 64, "num_layers": 2, "batch_size": 256, "dropout": 0.0, "precision": "fp32"}
+LARGE |= {"max_steps": 2, "eval_interval": 0, "checkpoint_steps": 1}
+LIMIT = 230  # MB
+
+
+class Ended(NamedTuple):
+    """How a process ended."""
+
+    returncode: int | None
+    stdout: str
+    stderr: str
+
+
+def limit_memory(megabytes: int) -> None:
+    """To what this process has taken so far, and some more. Without oneDNN, which under such a limit cannot always
+    create its primitives where the machine is busy, and then goes on failing however much is free."""
+    import resource
+
+    import training.inspections
+    import training.summary  # noqa: F401
+
+    torch.backends.mkldnn.set_flags(False)
+    # What a thread has freed counts against this limit, and by default other threads cannot have it.
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+    torch.nn.functional.linear(torch.ones(64, 64), torch.ones(64, 64))
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], fused=True)  # imports much
+    with open("/proc/self/status") as status:
+        taken = next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (taken + megabytes * 2**20,) * 2)
+
+
+def limited(megabytes: int, flags: list[str]) -> Ended:
+    process = Forked(flags, first=functools.partial(limit_memory, megabytes))
+    out, err = process.communicate(timeout=120)
+    return Ended(process.returncode, out, err)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
+    train_flags: Callable, train: Callable, tmp_path: Path
+) -> None:
+    """In a process whose memory really is limited. The size that was found is kept."""
+    flags = train_flags(tmp_path / "run", **LARGE)
+    result = limited(LIMIT, flags)
+    assert result.returncode == 0, result.stderr
+    told = re.findall(r"Out of memory with (\d+) sequences at once: the same batch again with (\d+)", result.stdout)
+    assert told and told[0][0] == "256"
+    rows = int(told[-1][1])
+    assert f"--micro_batch_size {rows}" in result.stdout
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+
+    with torch.backends.mkldnn.flags(enabled=False):
+        straight = train(tmp_path / "straight", **LARGE, micro_batch_size=rows)
+    assert straight.code == 0
+    assert final_weights(tmp_path / "run", 2) == final_weights(tmp_path / "straight", 2)
+
+    again = limited(LIMIT, train_flags(tmp_path / "run", **{**LARGE, "max_steps": 3}))
+    assert again.returncode == 0, again.stderr
+    assert f"micro_batch_size {rows}, which fitted on this device before" in again.stdout
+    assert "Out of memory" not in again.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
+def test_a_model_that_does_not_fit_at_all_ends_with_exit_code_5_and_what_would_help(
+    train_flags: Callable, tmp_path: Path
+) -> None:
+    # In fp32, for oneDNN's products in bf16 end with a segmentation fault where there is no memory for their scratch.
+    flags = train_flags(tmp_path / "none", **{**LARGE, "embed_dim": 512, "num_heads": 8})
+    for megabytes in (10, 40):  # it runs out at the model, or in the first step
+        none = limited(megabytes, flags)
+        assert none.returncode == 5 and "Traceback" not in none.stderr, none.stderr
+        assert "error: Out of memory" in none.stderr and "--" in none.stderr
+
+
+def out_of_memory() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")  # as a GPU says it
+
+
+def out_of_memory_once(patch: pytest.MonkeyPatch, call: int) -> list[int]:
+    """Memory runs out in the given forward pass. Returns the rows of each, in a list that grows."""
+    forward, calls = TransformerLanguageModel.forward, list[int]()
+
+    def fails_once(model: TransformerLanguageModel, *args: torch.Tensor, **cached: Any) -> torch.Tensor:
+        if cached:  # the samples at the end
+            return forward(model, *args, **cached)
+        calls.append(len(args[0]))
+        if len(calls) == call:
+            out_of_memory()
+        return forward(model, *args)
+
+    patch.setattr(TransformerLanguageModel, "forward", fails_once)
+    return calls
+
+
+def test_memory_that_runs_out_later_changes_nothing_about_the_run(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After gradients of a part of the batch have been added up, in the middle of the run."""
+    flags = {"dropout": 0.0, "log_interval": 1}
+    assert train(tmp_path / "straight", **flags).code == 0
+    with monkeypatch.context() as patch:
+        calls = out_of_memory_once(patch, 20)  # the second of the two of a step
+        result = train(tmp_path / "run", **flags)
+    assert result.code == 0 and result.out.count("Out of memory with 4 sequences at once") == 1
+    assert set(calls[:19]) == {4} and set(calls[20:30]) == {2}
+    rows, straight = measured(tmp_path / "run"), measured(tmp_path / "straight")
+    assert [row["step"] for row in rows] == [row["step"] for row in straight]
+    for ours, theirs in zip(rows, straight, strict=True):
+        assert ours["train_loss"] == pytest.approx(theirs["train_loss"], rel=1e-4)
+    assert json.loads((tmp_path / "run" / CONFIG).read_text())["config"]["micro_batch_size"] == 2
+
+
+@pytest.mark.parametrize("changed", ["device", "flag", "start over"])
+def test_the_size_that_was_found_is_for_this_device_and_this_run(
+    changed: str, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        out_of_memory_once(patch, 2)
+        assert train(run, max_steps=6).code == 0
+    assert "fitted on this device before" in train(run, max_steps=8).out
+    flags: dict[str, Any] = {"flag": {"micro_batch_size": 4}, "start over": {"resume": "never"}}.get(changed, {})
+    if changed == "device":
+        content = json.loads((run / CONFIG).read_text())
+        (run / CONFIG).write_text(json.dumps({**content, "device": "another"}))
+    result = train(run, max_steps=10, **flags)
+    assert result.code == 0 and "fitted" not in result.out
+
+
+def test_memory_that_runs_out_in_an_evaluation_costs_nothing(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, calls = TokenData.validation_batch, list[int]()
+
+    def fails_once(data: TokenData, first: int, rows: int, of: int) -> tuple[torch.Tensor, torch.Tensor]:
+        calls.append(rows)
+        if len(calls) == 2:
+            out_of_memory()
+        return original(data, first, rows, of)
+
+    monkeypatch.setattr(TokenData, "validation_batch", fails_once)
+    result = train(tmp_path / "run", micro_batch_size=4, dropout=0.0)
+    assert result.code == 0 and "same batch again" not in result.out
+    assert calls[:4] == [4, 4, 2, 2] and calls[-1] == 4
+    assert [row["step"] for row in read_metrics(tmp_path / "run") if "val_loss" in row] == [12, 24]
+
+
+def test_memory_that_runs_out_while_prompts_are_answered_costs_no_answer(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many are answered at once as sequences are trained at once, and at most three fit."""
+    original = evaluate_module.generate
+
+    def generate(model: TransformerLanguageModel, tokenizer: Tokenizer, rows: list, *args: Any, **more: Any) -> list:
+        if len(rows) > 3:
+            out_of_memory()
+        return original(model, tokenizer, rows, *args, **more)
+
+    prompts = [{"prompt": letter * 3, "answer": "x"} for letter in ALPHABET[:10]]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    flags = {"eval_prompts": tmp_path / "prompts.jsonl", "eval_interval": 24, "micro_batch_size": 4}
+    assert train(tmp_path / "plain", **flags).code == 0
+    monkeypatch.setattr(evaluate_module, "generate", generate)
+    result = train(tmp_path / "run", **flags)
+    assert result.code == 0 and "same batch again" not in result.out
+    assert (tmp_path / "run" / "samples.md").read_bytes() == (tmp_path / "plain" / "samples.md").read_bytes()
+
+
+def test_texts_that_never_fit_are_left_out_and_the_run_is_finished(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluate_module, "generate", lambda *_: out_of_memory())
+    result = train(tmp_path / "run")
+    assert result.code == 0 and result.out.count("Warning: out of memory while the model wrote") == 1
+    assert (tmp_path / "run" / "summary.md").exists()
+
+
+# One layer whose activations are far larger than its weights.
+MOSTLY_ACTIVATIONS = {"embed_dim": 32, "max_seq_len": 64, "batch_size": 64, "gradient_accumulation_steps": 1}
+MOSTLY_ACTIVATIONS |= {"precision": "fp32", "max_steps": 4, "eval_interval": 0, "checkpoint_steps": 2}
+
+
+def memory_for_compiled_code(flags: list[str]) -> int:
+    """So much that a step of these flags fits compiled, and not uncompiled."""
+    config = parse_config(flags)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.shape(len(ALPHABET)))
+    uncompiled, compiled = (
+        estimated(config, model, dataclasses.replace(CPU, compiles=compiles)) for compiles in (False, True)
+    )
+    assert compiled < uncompiled
+    return int((compiled + uncompiled) / 2 / memory_module.MEMORY_SHARE)
+
+
+def compiling_fails(patch: pytest.MonkeyPatch) -> None:
+    def compiled(*batch: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no compiler found\nand more lines")
+
+    patch.setattr(torch, "compile", lambda model, **options: compiled)
+
+
+def test_a_compile_that_fails_fits_the_micro_batch_again(
+    train: Callable, train_flags: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To uncompiled code, which takes more memory. A run that is resumed then, too, has the result of --compile off."""
+    flags = {**MOSTLY_ACTIVATIONS, "compile": "on"}
+    enough = memory_for_compiled_code(train_flags(tmp_path / "run", **flags))
+    monkeypatch.setattr(hardware_module, "total_ram", lambda: enough)
+    with monkeypatch.context() as patch:
+        compiling_fails(patch)
+        stopped = train(tmp_path / "run", **flags | {"max_steps": 2, "use_lr_scheduler": "constant"})
+        result = train(tmp_path / "run", **flags | {"use_lr_scheduler": "constant"})
+        dry = train(tmp_path / "dry", ("--dry_run",), **flags)
+        given = train(tmp_path / "given", **flags, micro_batch_size=64)
+    told = "Memory     a step of 64 sequences at once would not fit: micro_batch_size 32"
+    for each in (stopped, result, dry):
+        assert each.code == 0, each.err
+        assert each.out.count("torch.compile failed (no compiler found)") == each.out.count(told) == 1
+        assert each.out.index("torch.compile failed") < each.out.index(told)
+    kept = json.loads((tmp_path / "run" / CONFIG).read_text())
+    assert kept["config"]["micro_batch_size"] == 32 and kept["sources"]["micro_batch_size"] == "memory"
+    assert given.code == 0 and given.out.count("torch.compile failed") == 1 and told not in given.out
+    straight = train(tmp_path / "straight", **flags | {"compile": "off", "use_lr_scheduler": "constant"})
+    assert straight.code == 0 and told in straight.out
+    assert final_weights(tmp_path / "run", 4) == final_weights(tmp_path / "straight", 4)
+
+
+def test_the_optimizers_state_takes_its_memory_before_the_first_step(train_flags: Callable, tmp_path: Path) -> None:
+    """If it does not fit, a smaller micro-batch is found before compiling takes its time."""
+    trainer = build(make_plan(parse_config(train_flags(tmp_path / "run")), Old()))
+    memory_module.fitting(trainer, lambda: None)
+    assert set(trainer.optimizer.state) == set(trainer.model.parameters())
+
+
+def test_after_a_compile_that_failed_the_hardware_does_not_compile(
+    train_flags: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_config(train_flags(tmp_path / "run", compile="on", precision="fp32"))
+    trainer = build(make_plan(config, Old()))
+    assert trainer.hardware.compiles
+    compiling_fails(monkeypatch)
+    memory_module.compile_step_model(trainer)
+    assert trainer.step_model is trainer.model and not trainer.hardware.compiles
+    assert "Compile    off: torch.compile failed (no compiler found)" in trainer.hardware.describe()
+
+
+def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler raises an error of its own. Behind it is the allocator's, whose frames hold tensors."""
+    held: list[weakref.ref] = []
+    order: list[str] = []
+
+    def lowers() -> None:
+        activations = torch.zeros(1000)
+        held.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError(f"CUDA out of memory beside {len(activations)}")
+
+    def compiled(*batch: torch.Tensor) -> torch.Tensor:
+        if len(batch[0]) < 4:
+            raise RuntimeError("no compiler found")
+        try:
+            lowers()
+        except torch.OutOfMemoryError as error:
+            raise RuntimeError(f"backend failed: {error}") from error
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
+    reset, give_back = torch.compiler.reset, memory_module.return_freed_memory
+
+    def returned(device: torch.device) -> None:
+        assert all(tensor() is None for tensor in held), "what failed cannot be returned yet"
+        order.append("returned")
+        give_back(device)
+
+    monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("reset") or reset())
+    monkeypatch.setattr(memory_module, "return_freed_memory", returned)
+    gc.disable()  # nothing but the retry itself lets go
+    try:
+        result = train(tmp_path / "run", compile="on", max_steps=2, eval_interval=0)
+    finally:
+        gc.enable()
+    assert result.code == 0 and "the same batch again with 2" in result.out, result
+    assert order == ["reset", "reset", "returned", "reset"]  # each attempt to compile resets first
+
+
+def test_a_dry_run_gives_way_as_the_training_would(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out_of_memory_once(monkeypatch, 1)
+    result = train(tmp_path / "run", extra=("--dry_run",))
+    assert result.code == 0 and "the same batch again with 2" in result.out
+    assert not (tmp_path / "run").exists()
+
+
+def test_running_out_in_the_update_is_not_tried_again(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have changed some of the weights."""
+    monkeypatch.setattr(Optimizer, "step", lambda optimizer, **given: out_of_memory())
+    result = train(tmp_path / "run", optimizer="muon")
+    assert result.code == 5 and "same batch again" not in result.out
+    assert steps_of(tmp_path / "run") == []
+
+
+def test_what_others_hold_and_what_would_help_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
+    said = no_way_out(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**15), rows_of(config))
+    assert "--micro_batch_size 1, then --activation_checkpointing, then a new run with --max_seq_len 256" in said
+    assert not re.search("[Rr]estart|process", said)
+    monkeypatch.setattr(memory_module, "available_ram", lambda: 1)
+    said = no_way_out(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**9), 1)
+    assert "Other processes hold " in said and "--micro_batch_size 1" not in said
+
+
+def test_no_way_out_is_raised_as_exhausted_memory() -> None:
+    config = Config(micro_batch_size=1)
+    with torch.device("meta"):
+        model = TransformerLanguageModel(config.shape(100))
+    data = cast(TokenData, SimpleNamespace(vocab_size=100))
+    with pytest.raises(MemoryExhausted, match="1 x 256 tokens"):
+        memory_module.halve_micro_batch(trainer_of(model, data, config), MemoryError())
+
+
+@pytest.mark.parametrize("fails", [1, 4], ids=["first", "last"])
+def test_memory_that_runs_out_in_a_save_ends_the_training(
+    fails: int, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A smaller micro-batch would not help, and nothing would save this step again."""
+    original, saves = Run.write, list[int]()
+
+    def write(run: Run, *args: Any) -> None:
+        saves.append(len(saves) + 1)
+        if len(saves) == fails:
+            raise MemoryError
+        original(run, *args)
+
+    save_at_once(monkeypatch)
+    monkeypatch.setattr(Run, "write", write)
+    result = train(tmp_path / "run", eval_interval=0)
+    assert result.code == 5 and "same batch again" not in result.out
+    assert steps_of(tmp_path / "run") == [6 * step for step in range(fails - 1, 0, -1)][:2]
+    assert train(tmp_path / "run", eval_interval=0).code == 0
+    assert steps_of(tmp_path / "run")[0] == 24

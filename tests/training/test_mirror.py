@@ -1,0 +1,762 @@
+"""The mirror: verified copies beside the training, whatever becomes of the Drive."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
+from common.files import STEP_NAME
+from tests.helpers import flip, logged, snapshot
+from tests.training.helpers import at_step, checkpoint_of, final_weights, measured, steps_of
+from training import mirror as mirror_module
+from training import resume, signals
+from training.mirror import Mirror, beats, copy_files, standing
+
+
+def wait_until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def only_best(mirror: Path) -> Path:
+    (best,) = mirror.glob("best_*")
+    return best
+
+
+def copied_at_once(run_dir: Path, drive: Path, run_id: str = "the run") -> Mirror:
+    """A session of another machine, which copies what its run folder holds."""
+    session = Mirror(run_dir, str(drive))
+    session.run_id = run_id
+    session.bring_up_to_date()
+    return session
+
+
+@pytest.fixture
+def mirrors(monkeypatch: pytest.MonkeyPatch) -> list[Mirror]:
+    """Those that have begun."""
+    begun, begin = list[Mirror](), Mirror.begin
+    monkeypatch.setattr(Mirror, "begin", lambda mirror, run_id: (begun.append(mirror), begin(mirror, run_id)))
+    return begun
+
+
+@pytest.fixture
+def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mirror_module, "LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr(mirror_module, "LAST_ATTEMPTS_SECONDS", 0.5)
+
+
+# Continuing from copies
+
+
+def test_a_run_continues_from_the_mirror_when_its_folder_is_gone(
+    train: Callable, interrupt: Callable, unbroken: Path, tmp_path: Path
+) -> None:
+    flags = {"checkpoint_dir": tmp_path / "drive"}
+    interrupt(tmp_path / "run", after=20, **flags)
+    copies = tmp_path / "drive" / "run"
+    assert steps_of(copies)[0] == 18 and problems_of(only_best(copies)) == []
+    shutil.rmtree(tmp_path / "run")
+    result = train(tmp_path / "run", **flags)
+    assert result.code == 0 and f"Copies     {copies}/step_00000018-" in result.out
+    assert final_weights(tmp_path / "run") == final_weights(copies) == final_weights(unbroken)
+    assert measured(tmp_path / "run") == measured(checkpoint_of(copies) / "run") == measured(unbroken)
+    assert "24 steps" in (checkpoint_of(copies) / "run" / "summary.md").read_text()
+    assert (tmp_path / "run" / "best" / "model.safetensors").read_bytes() == (
+        only_best(copies) / "model.safetensors"
+    ).read_bytes()
+    assert len(steps_of(copies)) == KEEP
+
+
+def test_the_mirror_is_as_good_as_the_run_to_whoever_generates(train: Callable, tmp_path: Path) -> None:
+    """By the folder that was given to the trainer, too, which holds runs."""
+    assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=6).code == 0
+    for folder in ("drive", "drive/run"):
+        assert open_checkpoint(tmp_path / folder).path == checkpoint_of(tmp_path / "drive" / "run", 6)
+
+
+@pytest.mark.parametrize("damaged", ["here", "there"])
+def test_a_damaged_checkpoint_is_passed_over_for_the_same_one_elsewhere(
+    damaged: str, train: Callable, tmp_path: Path
+) -> None:
+    run, copies = tmp_path / "run", tmp_path / "drive" / "run"
+    flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 14}
+    assert train(run, **{**flags, "max_steps": 12}).code == 0
+    assert "is whole and fits" in train(run, **flags, dry_run="true").out
+    flip(checkpoint_of(run if damaged == "here" else copies, 12) / "model.safetensors")
+    result = train(run, **flags)
+    assert result.code == 0
+    assert f"Continuing from {checkpoint_of(run, 12)}" in result.out
+    assert (f"Copies     {checkpoint_of(copies, 12)} is the newest" in result.out) == (damaged == "here")
+    assert steps_of(copies)[0] == 14
+
+
+def test_a_damaged_newest_copy_is_passed_over_told_and_left(train: Callable, tmp_path: Path) -> None:
+    """It may only be on its way through the Drive. It does not stop a training that is behind it either."""
+    run, copies = tmp_path / "run", tmp_path / "drive" / "run"
+    flags = {"checkpoint_dir": tmp_path / "drive", "checkpoint_steps": 4, "eval_interval": 0}
+    # Two runs: a run that is faster than its copies leaves out all but the newest.
+    assert train(run, **flags, max_steps=4).code == 0 and train(run, **flags, max_steps=8).code == 0
+    shutil.rmtree(run)
+    damaged = checkpoint_of(copies, 8)
+    flip(damaged / "model.safetensors")
+    result = train(run, **{**flags, "checkpoint_steps": 1}, max_steps=12)
+    assert result.code == 0 and f"{damaged} is damaged" in result.err and "step_00000004-" in result.out
+    assert steps_of(copies)[0] == 12
+
+
+def test_the_one_that_is_behind_continues_from_the_newest_copy_with_all_that_belongs_to_it(
+    train: Callable, tmp_path: Path
+) -> None:
+    """Metrics, samples and best weights are those of the state that is continued."""
+    run, elsewhere, drive = tmp_path / "run", tmp_path / "elsewhere", tmp_path / "drive"
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat"}\n')
+    flags = {"checkpoint_dir": drive, "eval_interval": 6, "eval_prompts": tmp_path / "prompts.jsonl"}
+
+    def recorded(run: Path, best: Path) -> list[Any]:
+        samples = [(run / name).read_text() for name in ("samples.jsonl", "samples.md")]
+        return [snapshot(best), measured(run), samples]
+
+    assert train(run, max_steps=12, **flags).code == 0
+    run.rename(elsewhere)  # the first machine; the second has the Drive alone
+    assert train(run, max_steps=20, **flags).code == 0
+    second = recorded(run, run / "best")
+    shutil.rmtree(run)
+    elsewhere.rename(run)
+    assert train(run, max_steps=20, **flags).code == 0
+    copy = checkpoint_of(drive / "run", 20) / "run"
+    assert recorded(run, run / "best") == recorded(copy, only_best(drive / "run")) == second
+
+
+def test_a_best_that_was_lost_comes_back_from_the_mirror(train: Callable, copy_of: Path, tmp_path: Path) -> None:
+    """It is copied when a mirror is given later, too."""
+    before = snapshot(copy_of / "best")
+    assert train(copy_of, checkpoint_dir=tmp_path / "drive", max_steps=25, eval_interval=0).code == 0
+    shutil.rmtree(copy_of / "best")
+    assert train(copy_of, checkpoint_dir=tmp_path / "drive", max_steps=26, eval_interval=0).code == 0
+    assert snapshot(copy_of / "best") == before
+
+
+# Whose copies they are
+
+
+def test_the_mirror_of_another_run_of_the_same_name_is_refused_with_both_named(train: Callable, tmp_path: Path) -> None:
+    drive = tmp_path / "drive"
+    first, second = tmp_path / "lr1" / "run", tmp_path / "lr2" / "run"
+    assert train(first, checkpoint_dir=drive).code == 0
+    before = snapshot(drive)
+    for more in ({}, {"resume": "never"}):
+        result = train(second, checkpoint_dir=drive, **more)
+        assert result.code == 4 and str(first) in result.err and str(second) in result.err
+        assert snapshot(drive) == before and not second.exists()
+    assert train(second).code == 0
+    assert train(second, checkpoint_dir=drive, max_steps=30).code == 4  # it has checkpoints of its own, of another run
+    shutil.rmtree(first)
+    assert train(first, checkpoint_dir=drive, max_steps=26).code == 0  # the machine went away; only the Drive is left
+
+
+def test_a_run_is_known_by_its_output_dir_in_any_working_directory(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for steps, (place, spelled) in enumerate([("home", "x/run"), ("elsewhere", "./x/run"), ("home", "x/y/../run")], 1):
+        (tmp_path / place).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / place)
+        result = train(spelled, checkpoint_dir=tmp_path / "drive", max_steps=steps, eval_interval=0)
+        assert result.code == 0 and f"steps {steps - 1} to {steps} " in result.out
+        shutil.rmtree(spelled)
+
+
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+def test_a_run_is_not_copied_onto_itself(dry_run: str, train: Callable, tmp_path: Path) -> None:
+    (tmp_path / "drive").mkdir()
+    for folder in (tmp_path / "drive" / "run", tmp_path / "drive" / ".." / "drive" / "run"):
+        result = train(folder, checkpoint_dir=tmp_path / "drive", dry_run=dry_run)
+        assert result.code == 2 and "would lie in the run folder itself" in result.err, result
+    assert os.listdir(tmp_path / "drive") == []
+
+
+def test_a_run_that_ended_before_its_first_copy_begins_again(
+    interrupt: Callable, train: Callable, unbroken: Path, tmp_path: Path
+) -> None:
+    for start in ({}, {"resume_from": unbroken, "max_steps": 30}):
+        flags = {**start, "checkpoint_dir": tmp_path / f"drive{len(start)}"}
+        interrupt(tmp_path / "run", after=26 if start else 2, **flags)
+        wait_until((tmp_path / f"drive{len(start)}" / "run" / "run.json").exists)
+        shutil.rmtree(tmp_path / "run")
+        assert train(tmp_path / "run", **flags).code == 0
+        shutil.rmtree(tmp_path / "run")
+
+
+def test_a_new_run_says_that_its_mirror_holds_nothing_yet(train: Callable, tmp_path: Path) -> None:
+    """All that is left to say where neither the run folder nor the disk with its copies is there."""
+    flags = {"checkpoint_dir": tmp_path / "drive", "eval_interval": 0}
+    line = f"Copies     go to {tmp_path / 'drive' / 'run'}. There are none of this run yet"
+    assert line in train(tmp_path / "run", **flags, max_steps=2).out
+    assert "Copies     go" not in train(tmp_path / "run", **flags, max_steps=3).out
+
+
+# A Drive that is not there
+
+
+def test_a_drive_that_is_not_mounted_is_not_made_up_on_the_local_disk(train: Callable, tmp_path: Path) -> None:
+    my_drive = tmp_path / "drive" / "MyDrive"
+    result = train(tmp_path / "run", checkpoint_dir=my_drive / "checkpoints")
+    assert result.code == 2 and "drive.mount" in result.err and f"mkdir -p {my_drive}" in result.err
+    assert not (tmp_path / "drive").exists() and not (tmp_path / "run").exists()
+    (tmp_path / "drive").write_text("not a folder")
+    assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive").code == 2
+
+
+def test_a_drive_that_goes_while_it_is_looked_through_is_not_taken_for_empty(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its checkpoint is the newest; without it the run would go on from an older one."""
+    drive, find = tmp_path / "drive", resume.find_old
+    mirrored = {"checkpoint_dir": drive / "MyDrive" / "copies", "checkpoint_steps": 3}
+    (drive / "MyDrive").mkdir(parents=True)
+    assert train(tmp_path / "run", **mirrored, max_steps=6).code == 0
+    shutil.rmtree(checkpoint_of(tmp_path / "run", 6))
+
+    def find_without_drive(*args: Any) -> Any:
+        drive.rename(tmp_path / "away")
+        drive.mkdir()
+        return find(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "find_old", find_without_drive)
+        result = train(tmp_path / "run", **mirrored, max_steps=9)
+    assert result.code == 2 and "Mount the Drive first" in result.err
+    drive.rmdir()
+    (tmp_path / "away").rename(drive)
+    result = train(tmp_path / "run", **mirrored, max_steps=9)
+    assert result.code == 0 and ": step 6" in result.out
+
+
+def test_a_drive_that_is_unmounted_on_the_way_is_told_and_not_made_up(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrors: list[Mirror]
+) -> None:
+    """What is left of it is the empty folder it was mounted on; once it is back, the copies go on."""
+    drive, away = tmp_path / "drive", tmp_path / "away"
+    drive.mkdir()
+
+    def unmount() -> None:
+        wait_until(lambda: steps_of(drive / "checkpoints" / "run") == [6] and mirrors[0].request.is_set())
+        drive.rename(away)
+        drive.mkdir()
+
+    def mount() -> None:
+        wait_until(lambda: mirrors[0].problem is not None)
+        assert os.listdir(drive) == []
+        drive.rmdir()
+        away.rename(drive)
+
+    at_step(monkeypatch, 8, unmount)
+    at_step(monkeypatch, 20, mount)
+    result = train(tmp_path / "run", checkpoint_dir=drive / "checkpoints")
+    assert result.code == 0
+    said = [line for line in result.out.splitlines() if line.startswith(("Copied", "Warning"))]
+    assert any("unmounted" in line for line in said), result.out
+    assert said[0].startswith("Copied step_00000006") and said[-1].startswith("Copied step_00000024")
+    assert final_weights(drive / "checkpoints" / "run") == final_weights(unbroken)
+
+
+@pytest.mark.parametrize("root", ["usb", "usb/copies"])
+@pytest.mark.parametrize("resumes", ["auto", "never"])
+def test_a_mount_point_that_is_left_behind_gets_no_copies(
+    root: str, resumes: str, train: Callable, tmp_path: Path
+) -> None:
+    """As external disks and network drives leave it; the run folder knows that its copies are elsewhere."""
+    usb, away = tmp_path / "usb", tmp_path / "away"
+    usb.mkdir()
+    flags = {"checkpoint_dir": tmp_path / root, "eval_interval": 0}
+    assert train(tmp_path / "run", **flags, max_steps=3).code == 0
+    usb.rename(away)
+    usb.mkdir()
+    result = train(tmp_path / "run", **flags, max_steps=6, resume=resumes)
+    assert result.code == 2 and "Mount it again" in result.err and os.listdir(usb) == []
+    assert steps_of(tmp_path / "run") == [3]
+    shutil.rmtree(away)
+    (tmp_path / "run" / "run.json").unlink()  # as the message advises for copies that were deleted
+    assert train(tmp_path / "run", **flags, max_steps=7).code == 0
+    assert steps_of(tmp_path / root / "run")[0] == 7
+
+
+# A Drive that fails
+
+
+def failing_copies(patch: pytest.MonkeyPatch, error: BaseException, times: float = float("inf")) -> None:
+    """So many copies of checkpoints end in this error, after their first file."""
+    failed = 0
+
+    def fail(paths: Iterable[Path], target: Path) -> None:
+        nonlocal failed
+        paths = list(paths)
+        if "step" not in target.name or failed >= times:
+            return copy_files(paths, target)
+        failed += 1
+        copy_files(paths[:1], target)
+        raise error
+
+    patch.setattr(mirror_module, "copy_files", fail)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENOTCONN])
+def test_a_mirror_that_fails_is_told_and_made_up_for_by_the_same_command(
+    number: int, train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+) -> None:
+    """Full, read-only, broken, disconnected."""
+    drive = tmp_path / "drive"
+    with monkeypatch.context() as patch:
+        failing_copies(patch, OSError(number, os.strerror(number)))
+        result = train(tmp_path / "run", checkpoint_dir=drive)
+    assert result.code == 0 and result.err == ""
+    assert f"({os.strerror(number)})" in result.out
+    assert f"Warning: the copies in {drive / 'run'} are not up to date" in result.out
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+    # What an attempt under way when the run ended had begun is gone once it has failed.
+    wait_until(lambda: sorted(path.name[:5] for path in (drive / "run").iterdir()) == ["best_", "run.j"])
+
+    again = train(tmp_path / "run", checkpoint_dir=drive)
+    assert again.code == 0 and "This run is finished" in again.out and "Copied step_00000024" in again.out
+    assert final_weights(drive / "run") == final_weights(unbroken)
+    assert measured(checkpoint_of(drive / "run") / "run") == measured(unbroken)
+    assert "Copied" not in train(tmp_path / "run", checkpoint_dir=drive).out  # nothing is left to do
+
+
+def test_what_lies_in_a_mirror_that_is_read_only_from_the_start_is_told(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+) -> None:
+    flags = {"checkpoint_dir": tmp_path / "drive", "eval_interval": 0}
+    assert train(tmp_path / "run", **flags, max_steps=12).code == 0
+    before, copies = snapshot(tmp_path / "drive"), tmp_path / "drive" / "run"
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(mirror_module, "copy_files", refuse)
+    result = train(tmp_path / "run", **flags, max_steps=14)
+    why = "(Read-only file system)"
+    assert result.code == 0 and f"Warning: the copies in {copies} are not up to date {why}" in result.out
+    assert result.out.count(f"Warning: copying to {copies} failed {why}") == 1, result.out
+    assert snapshot(tmp_path / "drive") == before
+
+
+def test_an_error_of_any_kind_while_copying_is_told_and_tried_again(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+) -> None:
+    failing_copies(monkeypatch, MemoryError(), times=1)
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    assert result.code == 0 and "(MemoryError)" in result.out
+    assert steps_of(tmp_path / "drive" / "run")[0] == 24
+
+
+def test_a_drive_that_is_slow_does_not_hold_the_training(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is copied to it before the training is done; then only what is newest. A checkpoint that is deleted while
+    it is copied is copied whole."""
+    done = threading.Event()
+
+    def slow(paths: Iterable[Path], target: Path) -> None:
+        assert done.wait(30), "the training waits for the copy"
+        copy_files(paths, target)
+
+    monkeypatch.setattr(mirror_module, "copy_files", slow)
+    at_step(monkeypatch, 23, done.set)
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    assert result.code == 0 and "no copy yet" in result.out
+    assert final_weights(tmp_path / "drive" / "run") == final_weights(unbroken)
+    assert len(steps_of(tmp_path / "drive" / "run")) <= 2  # the one that was begun, and the newest
+
+
+def test_a_drive_that_hangs_holds_neither_the_saves_nor_the_end(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that does not come back."""
+    back = threading.Event()
+    monkeypatch.setattr(mirror_module, "COPY_SECONDS", 0.5)
+    monkeypatch.setattr(mirror_module, "LAST_CALL_SECONDS", 0.1)
+    monkeypatch.setattr(mirror_module, "copy_files", lambda *_: back.wait(60))
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    back.set()
+    assert result.code == 0 and "not done within" in result.out
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+
+
+def test_whoever_stops_waits_a_stated_time_for_the_copy(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = threading.Event()
+    monkeypatch.setattr(mirror_module, "COPY_SECONDS_IF_STOPPED", 1.5)
+    monkeypatch.setattr(mirror_module, "LAST_CALL_SECONDS", 0.1)
+    monkeypatch.setattr(mirror_module, "copy_files", lambda *_: back.wait(60))
+    monkeypatch.setattr(signals, "LONG_SECONDS", math.inf)  # however busy the machine is
+    at_step(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    back.set()
+    assert result.code == 130
+    assert steps_of(tmp_path / "run")[0] == 9 and steps_of(tmp_path / "drive" / "run") == []
+    assert "Waiting for the copy" in result.out and "not done within" in result.out
+
+
+def test_pauses_between_attempts_double_up_to_a_minute_and_new_work_is_tried_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mirror, now, pauses = Mirror(tmp_path / "run", str(tmp_path / "no" / "drive")), 0.0, list[float | None]()
+
+    class Woken(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal now
+            pauses.append(timeout)
+            now += timeout or 0.0
+            if len(pauses) == 10:
+                mirror.wake()
+            mirror.closed = len(pauses) == 12
+            return self.is_set()
+
+    mirror.woken = Woken()
+    monkeypatch.setattr(mirror_module, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
+    mirror.wake()
+    with logged() as said:
+        mirror.work()
+    assert pauses == [None, 1, 1, 2, 4, 8, 16, 32, 60, 60, 1, 1]
+    assert len(said) == 1, "the same reason was told twice"
+
+
+# What is copied, and what is deleted
+
+
+@pytest.mark.parametrize("cause", ["altered on the way", "manifest cut on the way", "unmounted"])
+def test_a_copy_gets_its_name_only_when_it_is_whole(
+    cause: str, copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drive = tmp_path / "drive"
+
+    def copy(paths: Iterable[Path], target: Path) -> None:
+        copy_files(paths, target)
+        if cause == "altered on the way":
+            flip(target / "model.safetensors")
+        elif cause == "manifest cut on the way":
+            (target / "manifest.json").write_bytes((target / "manifest.json").read_bytes()[:40])
+        else:
+            shutil.rmtree(drive)
+
+    monkeypatch.setattr(mirror_module, "copy_files", copy)
+    with pytest.raises(OSError):
+        copied_at_once(copy_of, drive)
+    assert not drive.exists() or os.listdir(drive / "run") == ["run.json"]
+
+
+def test_what_is_saved_meanwhile_is_not_missing_beside_a_copy(
+    copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metrics and best weights in the mirror go as far as its newest checkpoint, though the training goes on: here it
+    saves a better one, and deletes the older one, right before the first copy."""
+    steps, metrics, best = copy_of / "checkpoints", copy_of / "metrics.jsonl", copy_of / "best"
+    rows, weights = metrics.read_text(), snapshot(best)
+    os.rename(steps / "step_00000024", tmp_path / "later")
+    os.rename(best, tmp_path / "better")
+    metrics.write_text("".join(line for line in rows.splitlines(keepends=True) if json.loads(line)["step"] <= 18))
+    shutil.copytree(steps / "step_00000018", best)
+
+    def train_on(paths: Iterable[Path], target: Path) -> None:
+        if (tmp_path / "later").exists():
+            metrics.write_text(rows)
+            shutil.rmtree(best)
+            os.rename(tmp_path / "better", best)
+            os.rename(tmp_path / "later", steps / "step_00000024")
+            shutil.rmtree(steps / "step_00000018")
+        copy_files(paths, target)
+
+    monkeypatch.setattr(mirror_module, "copy_files", train_on)
+    session = copied_at_once(copy_of, tmp_path / "drive")  # what made way is no failure
+    assert steps_of(session.dir) == []
+    session.bring_up_to_date()  # as the save of the newer one requests
+    assert steps_of(session.dir) == [24] and weights in map(snapshot, session.best_copies())
+    assert (checkpoint_of(session.dir) / "run" / "metrics.jsonl").read_text() == rows
+
+
+def test_best_weights_that_are_damaged_do_not_keep_the_steps_from_the_mirror(
+    train: Callable, copy_of: Path, tmp_path: Path, quick_retries: None
+) -> None:
+    (copy_of / "best" / "tokenizer.json").unlink()
+    result = train(copy_of, checkpoint_dir=tmp_path / "drive", max_steps=26, eval_interval=0)
+    assert result.code == 0
+    assert f"failed ({copy_of / 'best'} is damaged: tokenizer.json is missing)" in result.out
+    assert steps_of(tmp_path / "drive" / "run")[0] == 26
+
+
+def test_the_best_weights_with_the_lowest_loss_stay(train: Callable, tmp_path: Path) -> None:
+    """Those of two machines, whichever comes first; losses over other windows cannot be compared."""
+    flags = {"eval_interval": 6, "checkpoint_steps": 6}
+    runs = {steps: tmp_path / str(steps) / "run" for steps in (6, 18)}
+    for steps, run in runs.items():
+        assert train(run, **flags, max_steps=steps).code == 0
+    early, late = (standing(run / "best") for run in runs.values())
+    assert early is not None and late is not None and beats(late, early) and not beats(early, late)
+    for name, order in (("one", (6, 18)), ("other", (18, 6))):
+        for steps in order:
+            session = Mirror(runs[steps], str(tmp_path / name))
+            session.claim()
+            session.copy_best()
+        assert snapshot(only_best(tmp_path / name / "run")) == snapshot(runs[18] / "best")
+    late.best_windows = None
+    late.best_val_loss = 100.0
+    assert beats(late, early) and not beats(early, late)
+
+
+def test_best_weights_that_were_copied_under_the_name_of_those_before_are_there_once(
+    copy_of: Path, tmp_path: Path
+) -> None:
+    """best/ may change between the look at its step and the copy."""
+    session = copied_at_once(copy_of, tmp_path / "drive")
+    best = only_best(session.dir)
+    best.rename(best.with_name("best_00000012-of_before"))
+    session.copy_best()
+    assert only_best(session.dir).name == best.name
+
+
+def test_old_copies_are_emptied_before_they_are_deleted_and_go_last(train: Callable, tmp_path: Path) -> None:
+    """What is deleted on Drive lies in its bin and counts against the quota."""
+    drive = tmp_path / "drive" / "run"
+    flags = {"checkpoint_dir": tmp_path / "drive"}
+    assert train(tmp_path / "run", max_steps=6, **flags).code == 0
+    with open(checkpoint_of(drive, 6) / "model.safetensors", "rb") as in_the_bin:
+        for steps in (7, 8):
+            assert os.fstat(in_the_bin.fileno()).st_size > 0
+            assert train(tmp_path / "run", max_steps=steps, **flags).code == 0
+        assert steps_of(drive) == [8, 7] and os.fstat(in_the_bin.fileno()).st_size == 0
+
+
+def test_what_is_begun_and_not_finished_stays_a_day(train: Callable, tmp_path: Path) -> None:
+    """Another machine may be copying it right now."""
+    drive = tmp_path / "drive" / "run"
+    flags = {"checkpoint_dir": tmp_path / "drive"}
+    assert train(tmp_path / "run", max_steps=6, **flags).code == 0
+    for name, days in (("old", 1.01), ("new", 0.99)):
+        (drive / f".tmp-{name}").mkdir()
+        os.utime(drive / f".tmp-{name}", times=(0, time.time() - 86_400 * days))
+    (drive / ".old-0123abcd").mkdir()
+    assert train(tmp_path / "run", max_steps=7, **flags).code == 0
+    assert [path.name for path in drive.glob(".*")] == [".tmp-new"]
+
+
+def test_links_are_removed_and_never_followed(train: Callable, tmp_path: Path) -> None:
+    """A backup by hard links stays whole, and so does what a link leads to."""
+    drive, backup = tmp_path / "drive" / "run", tmp_path / "backup"
+    flags = {"checkpoint_dir": tmp_path / "drive", "eval_interval": 0}
+    for steps in (6, 7):
+        assert train(tmp_path / "run", max_steps=steps, **flags).code == 0
+    shutil.copytree(drive, backup, copy_function=os.link)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "thesis.txt").write_text("years of work")
+    (checkpoint_of(drive, 6) / "notes.txt").symlink_to(theirs / "thesis.txt")
+    (checkpoint_of(drive, 6) / "folder").symlink_to(theirs)
+    for name in (".tmp-one", ".old-two"):
+        (drive / name).mkdir()
+        (drive / name / "link").symlink_to(theirs / "thesis.txt")
+        (drive / f"{name}-link").symlink_to(theirs)
+    os.utime(drive / ".tmp-one", times=(0, 0))
+    os.utime(drive / ".tmp-one-link", times=(0, 0), follow_symlinks=False)
+    before = [snapshot(backup), snapshot(theirs)]
+    for steps in (8, 9):
+        assert train(tmp_path / "run", max_steps=steps, **flags).code == 0
+    assert steps_of(drive) == [9, 8] and not list(drive.glob(".*")) and [snapshot(backup), snapshot(theirs)] == before
+
+
+def test_a_pipe_in_the_mirror_is_not_read(train: Callable, tmp_path: Path) -> None:
+    drive = tmp_path / "drive" / "run"
+    flags = {"checkpoint_dir": tmp_path / "drive"}
+    assert train(tmp_path / "run", max_steps=6, **flags).code == 0
+    for name in ("run.json", "step_00000009-0123abcd/manifest.json", "best_00000009-0123abcd/manifest.json"):
+        (drive / name).unlink(missing_ok=True)
+        (drive / name).parent.mkdir(exist_ok=True)
+        os.mkfifo(drive / name)
+    result = train(tmp_path / "run", max_steps=12, **flags)
+    assert result.code == 0 and "is not a regular file" in result.err and steps_of(drive)[0] == 12
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "run/metrics.jsonl", "manifest.json"])
+def test_a_damaged_copy_is_made_again(name: str, train: Callable, tmp_path: Path) -> None:
+    """By the command of a finished run, too; its records are a part of it."""
+    drive = tmp_path / "drive" / "run"
+    flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 6}
+    assert train(tmp_path / "run", **flags).code == 0
+    damaged = checkpoint_of(drive, 6) / name
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    result = train(tmp_path / "run", **flags)
+    assert result.code == 0 and "This run is finished" in result.out and "Copied step_00000006" in result.out
+    assert sum(problems_of(copy) == [] for copy in step_folders(drive)) == 1
+    shutil.rmtree(tmp_path / "run")
+    again = train(tmp_path / "run", **flags)
+    assert again.code == 0 and "step 6" in again.out and len(measured(tmp_path / "run")) > 0
+
+
+def test_a_copy_that_is_damaged_while_it_gets_its_name_is_made_again(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+) -> None:
+    replace, damaged = os.replace, list[Path]()
+
+    def damage_and_replace(source: str | Path, target: str | Path) -> None:
+        if STEP_NAME.fullmatch(Path(target).name) and "-" in Path(target).name and not damaged:
+            damaged.append(Path(source) / "tokenizer.json")
+            os.truncate(damaged[0], 0)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", damage_and_replace)
+    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=6)
+    assert result.code == 0 and damaged and "is damaged" in result.out
+    assert problems_of(checkpoint_of(tmp_path / "drive" / "run", 6)) == []
+
+
+# Two machines
+
+
+def test_a_run_that_another_machine_has_taken_further_stops_and_continues_from_there(
+    train: Callable,
+    interrupt: Callable,
+    unbroken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    mirrors: list[Mirror],
+) -> None:
+    run, drive, elsewhere = tmp_path / "run", tmp_path / "drive", tmp_path / "elsewhere" / "run"
+    interrupt(run, after=8)
+    shutil.copytree(run, elsewhere)
+    assert train(elsewhere).code == 0
+    at_step(monkeypatch, 8, lambda: copied_at_once(elsewhere, drive, mirrors[0].run_id))
+    at_step(monkeypatch, 13, lambda: wait_until(lambda: mirrors[0].overtaken is not None))
+    result = train(run, checkpoint_dir=drive)
+    assert result.code == 4 and "Another session has trained this run further" in result.err
+    assert "Traceback" not in result.err and steps_of(run)[0] in (12, 13, 14), "its own state was not saved"
+    again = train(run, checkpoint_dir=drive)
+    assert again.code == 0 and f"Copies     {checkpoint_of(drive / 'run')} is the newest" in again.out
+    assert final_weights(run) == final_weights(unbroken) and measured(run) == measured(unbroken)
+    assert snapshot(run / "best") == snapshot(elsewhere / "best")
+
+
+def test_a_session_that_slept_takes_nothing_away(
+    copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+) -> None:
+    """Stopped right before any of its renames, while another machine copies a newer state."""
+    older, newer = tmp_path / "older" / "run", tmp_path / "newer" / "run"
+    for folder, kept in ((older, 18), (newer, 24)):
+        shutil.copytree(copy_of, folder)
+        for step in step_folders(folder / "checkpoints"):
+            if step != checkpoint_of(folder, kept):
+                shutil.rmtree(step)
+    replace, planned = os.replace, list[Callable[[], None]]()
+
+    def replace_later(source: str | Path, target: str | Path) -> None:
+        if planned and threading.current_thread().name == "mirror":
+            planned.pop(0)()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", replace_later)
+    for position in range(100):
+        drive, theirs = tmp_path / "drive" / str(position), dict[str, bytes]()
+        drive.mkdir(parents=True)
+
+        def overtake(drive: Path = drive, theirs: dict[str, bytes] = theirs) -> None:
+            copies = snapshot(copied_at_once(newer, drive).dir).items()
+            theirs |= {path: file for path, file in copies if path.startswith(("best", "step"))}
+
+        planned[:] = [*[lambda: None] * position, overtake]
+        session = Mirror(older, str(drive))
+        session.begin("the run")
+        session.finish()
+        session.close()
+        if not theirs:
+            break  # all its renames were tried
+        assert theirs.items() <= snapshot(session.dir).items()
+        assert steps_of(session.dir)[0] == 24
+    assert position >= 3
+
+
+def test_a_copy_that_makes_way_while_it_is_read_is_not_taken_for_damaged(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another machine deletes old copies: then there is a newer one."""
+    drive = tmp_path / "drive"
+    assert train(tmp_path / "run", checkpoint_dir=drive, max_steps=6).code == 0
+    copy, problems = checkpoint_of(drive / "run", 6), problems_of
+    newer = copy.with_name("step_00000009-0123abcd")
+
+    def look(folder: Path) -> list[str]:
+        if folder == copy and not newer.exists():
+            shutil.copytree(copy, newer)
+            shutil.rmtree(copy)
+        return problems(folder)
+
+    monkeypatch.setattr("common.checkpoint.problems_of", look)
+    assert open_checkpoint(drive).path == newer
+    assert capsys.readouterr().err == ""
+
+
+def test_of_two_runs_that_begin_at_once_on_one_mirror_the_second_goes_on_without_copies(
+    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrors: list[Mirror]
+) -> None:
+    """Here the first of them to copy is one of another shape."""
+    run, drive, theirs = tmp_path / "run", tmp_path / "drive", tmp_path / "theirs" / "run"
+    assert train(theirs, embed_dim=16, num_heads=1, max_steps=6).code == 0
+    drive.mkdir()
+    copied_at_once(theirs, drive)
+    shutil.rmtree(theirs)
+    os.rename(drive, tmp_path / "later")
+
+    def copies_appear() -> None:
+        wait_until(lambda: mirrors[0].request.is_set() and not steps_of(drive / "run"))
+        shutil.rmtree(drive)
+        os.rename(tmp_path / "later", drive)
+
+    at_step(monkeypatch, 3, copies_appear)
+    result = train(run, checkpoint_dir=drive)
+    assert result.code == 0 and result.out.count("holds the copies of another run") == 1
+    assert final_weights(run) == final_weights(unbroken) and steps_of(drive / "run") == [6]
+
+
+def test_machines_that_begin_one_run_at_once_share_it_and_other_settings_make_another_run(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrors: list[Mirror]
+) -> None:
+    for number, settings in enumerate([{}, {}, {"learning_rate": 0.01}, {"resume": "never"}]):
+        (tmp_path / str(number)).mkdir()
+        monkeypatch.chdir(tmp_path / str(number))
+        assert train("run", checkpoint_dir=tmp_path / f"drive{number}", max_steps=2, **settings).code == 0
+    ids = [mirror.run_id for mirror in mirrors]
+    assert len(ids) == 4 and ids[0] == ids[1] and len(set(ids)) == 3
+
+
+def test_a_copy_that_goes_while_it_is_continued_from_gives_way_to_the_newer_one(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, drive = tmp_path / "run", tmp_path / "drive"
+    assert train(run, checkpoint_dir=drive, max_steps=6).code == 0
+    shutil.copytree(run, tmp_path / "elsewhere" / "run")
+    assert train(tmp_path / "elsewhere" / "run", max_steps=9).code == 0
+    shutil.rmtree(run)
+    older, state = checkpoint_of(drive / "run", 6), resume.read_state
+
+    def read(checkpoint: Any) -> Any:
+        if checkpoint.path == older and older.exists():
+            copied_at_once(tmp_path / "elsewhere" / "run", drive, state(checkpoint).state.run_id)
+            shutil.rmtree(older)
+        return state(checkpoint)
+
+    monkeypatch.setattr(resume, "read_state", read)
+    result = train(run, checkpoint_dir=drive, max_steps=12)
+    assert result.code == 0 and ": step 9" in result.out and steps_of(drive / "run")[0] == 12

@@ -1,0 +1,226 @@
+"""What a run tells stays readable and true: no torn rows, no broken tables, no plot that stops a training."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from common.errors import ConfigError
+from common.output import cell, table_row
+from serving.run_reader import shown_tables
+from tests.helpers import columns, hardware_of
+from tests.hostile.mutations import byte_mutations, json_mutations
+from tests.training.helpers import at_step
+from training import report as report_module
+from training import report as timer_module
+from training.config import Forecast, parse_config
+from training.evaluate import Answer
+from training.hardware import Hardware
+from training.records import drawn, read_metrics, read_samples, rewind
+from training.report import Report, Timer
+from training.step import Prompt
+from training.summary import busy, compared
+
+CONTRACT_FIELDS = {
+    "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
+    "tokens_per_second", "mfu", "peak_memory_gb", "elapsed_seconds", "compute_units",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hardware() -> Hardware:
+    return hardware_of(parse_config(["--device", "cpu"]))
+
+
+@pytest.fixture
+def report(tmp_path: Path, hardware: Hardware) -> Report:
+    return Report(tmp_path, Timer(hardware, time.perf_counter(), 0.0, None), step=0, max_steps=100)
+
+
+def training_row(report: Report, step: int) -> dict:
+    report.step_done(512)
+    row = report.timer.training_row(torch.tensor(2.5), torch.tensor(0.7), 1e-3, flops_per_token=1_000_000)
+    return {"step": step, "epoch": 0.1, "tokens": 512 * step, **row}
+
+
+def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: Report, tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"step": step, "train_loss": 1 / step}) + "\n" for step in range(1, 8))
+    (tmp_path / "metrics.jsonl").write_text(rows + '{"step": 3, "train_lo')
+    report.samples(2, [Answer(Prompt("a 12", "9"), "x")])
+    samples, table = ((tmp_path / name).read_text() for name in ("samples.jsonl", "samples.md"))
+    report.samples(6, [Answer(Prompt("a 12", "9"), "9")])
+    for name, torn in (("samples.jsonl", '{"step": 2, "ri'), ("samples.md", "| 1")):
+        with open(tmp_path / name, "a") as file:
+            file.write(torn)
+    rewind(tmp_path, 5)
+    assert read_metrics(tmp_path) == [json.loads(line) for line in rows.splitlines()[:5]]
+    assert (tmp_path / "samples.jsonl").read_text() == samples
+    assert (tmp_path / "samples.md").read_text() == table
+    rows = ["| prompt | answer | exactly right |", "| --- | --- | --- |", "| a 12 | x | no: 9 |"]
+    assert table.splitlines() == ["## Step 2, 0 of 1 exactly right", "", *rows, ""]
+    report.write({"step": 6, "train_loss": 0.5})
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    rewind(tmp_path, 0)
+    assert read_metrics(tmp_path) == []
+
+
+def test_rewind_survives_a_character_cut_in_half(report: Report, tmp_path: Path) -> None:
+    """A process killed in the middle of writing an answer in another script leaves half of a character."""
+    report.samples(1, [Answer(Prompt("q"), "größer")])
+    files = [tmp_path / name for name in ("samples.jsonl", "samples.md")]
+    whole = [path.read_bytes() for path in files]
+    report.samples(2, [Answer(Prompt("q"), "größer")])
+    for path in files:
+        path.write_bytes(path.read_bytes().rpartition("ö".encode())[0] + "ö".encode()[:1])
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe')
+    rewind(tmp_path, 1)
+    assert [path.read_bytes() for path in files] == whole
+    assert read_metrics(tmp_path) == [{"step": 1}]
+
+
+def test_whatever_became_of_samples_they_are_read(report: Report, tmp_path: Path) -> None:
+    """Lines that hold something else are skipped; what is left can be shown, drawn, and written again."""
+    report.samples(2, [Answer(Prompt("a", "9"), "x"), Answer(Prompt("größer"), "\ud800")])
+    report.samples(4, [Answer(Prompt("a", "9"), "9"), Answer(Prompt("größer"), "z")])
+    path = tmp_path / "samples.jsonl"
+    content = path.read_bytes()
+    assert len(read_samples(tmp_path)) == 2
+    row = json.loads(content.splitlines()[0])
+    for mutation in [*byte_mutations(content, 200, seed=3), *json_mutations(row, 200, seed=3)]:
+        path.write_bytes(mutation.content)
+        samples = read_samples(tmp_path)
+        assert len(drawn(samples).splitlines()) >= len(samples), mutation.name
+        json.dumps(shown_tables(samples), allow_nan=False)
+
+
+def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path, hardware: Hardware) -> None:
+    report.write(training_row(report, 1) | {"val_loss": 2.0, "val_bits_per_byte": None})
+    (row,) = read_metrics(tmp_path)
+    assert set(row) == CONTRACT_FIELDS - {"mfu", "compute_units", "val_bits_per_byte"}
+    assert row["train_loss"] == 2.5
+
+    fast = dataclasses.replace(hardware, peak_flops=1e12)
+    paid = Report(tmp_path, Timer(fast, time.perf_counter(), 3600.0, 8.0), step=0, max_steps=100)
+    row = training_row(paid, 1)
+    assert row["mfu"] == pytest.approx(row["tokens_per_second"] * 1e6 / 1e12)
+    assert row["compute_units"] == pytest.approx(8.0, abs=0.1)
+    assert row["elapsed_seconds"] >= 3600  # the clock of the run goes on where the last session stopped it
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_speed_leaves_out_what_happens_while_paused(
+    fails: bool, report: Report, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also an evaluation that memory ran out in, after which training goes on."""
+    now = [report.timer.interval_started]
+    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: now[0])
+    for _ in range(4):
+        now[0] += 0.5
+        report.step_done(100)
+    with contextlib.suppress(MemoryError), report.timer.paused():
+        now[0] += 1000.0
+        if fails:
+            raise MemoryError
+    row = report.timer.training_row(torch.tensor(1.0), torch.tensor(1.0), 1e-3, flops_per_token=1)
+    assert row["ms_per_step"] == pytest.approx(500.0)
+    assert row["tokens_per_second"] == pytest.approx(200.0)
+
+
+def test_progress_in_a_log_file_is_a_line_now_and_then_and_always_at_the_end(
+    report: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not report.interactive
+    clock_now = [1000.0]
+    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock_now[0])
+    row = {"train_loss": 2.345678, "tokens_per_second": 12_345.0, "lr": 0.001, "ms_per_step": 1000.0}
+    for step in range(1, 101):
+        clock_now[0] += 1.0
+        report.progress({"step": step, **row})
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert 100 / report_module.LOG_LINE_SECONDS <= len(lines) <= 100 / report_module.LOG_LINE_SECONDS + 2
+    assert "step 100/100" in lines[-1] and "2.346" in lines[-1] and "12.3k tok/s" in lines[-1]
+    assert "1:39 left" in lines[0]
+    assert "\r" not in captured.out + captured.err and "\x1b" not in captured.out + captured.err
+    assert "MFU" not in captured.out and "units" not in captured.out  # neither is known here
+
+
+def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Path) -> None:
+    nasty = ["a | b", "line\nbreak\r\nand\ttab", "\x1b[31mred\x07", "back\\slash \\| pipe", "", "\u2028sep\x85"]
+    for text in nasty:
+        row = table_row([cell(text), "end"])
+        assert len(columns(row)) == 2 and len(row.splitlines()) == 1, repr(text)
+        assert all(character.isprintable() for character in row), repr(text)
+    answers = [Answer(Prompt(text, text), text) for text in nasty]
+    for step in (10, 20):
+        report.samples(step, answers)
+    rows = (tmp_path / "samples.md").read_text(encoding="utf-8").splitlines()
+    tables = [row for row in rows if row.startswith("|")]
+    assert len(tables) == 2 * (2 + len(nasty))  # header and rule, a row for each prompt
+    assert {len(columns(row)) for row in tables} == {3}
+    assert [row for row in rows if row.startswith("#")] == [
+        f"## Step {step}, {len(nasty)} of {len(nasty)} exactly right" for step in (10, 20)
+    ]
+    assert [row.answers for row in read_samples(tmp_path)] == [nasty, nasty]
+    rewind(tmp_path, 10)
+    assert (tmp_path / "samples.md").read_text(encoding="utf-8").splitlines() == rows[: len(rows) // 2]
+
+
+def test_the_curve_is_drawn_though_the_training_fails(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ConfigError("something")
+
+    at_step(monkeypatch, 20, fail)
+    assert train(tmp_path / "run").code == 2
+    assert (tmp_path / "run" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_curve_that_cannot_be_drawn_is_told_and_raises_nothing(
+    report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.write({"step": 1, "train_loss": 2.0})
+    report.write({"step": 2, "train_loss": 1.0, "val_loss": 1.5})
+    report.curve()
+    drawn = (tmp_path / "loss_curve.png").read_bytes()
+    assert drawn.startswith(b"\x89PNG\r\n\x1a\n")
+    assert capsys.readouterr().out == ""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no fonts here")
+
+    monkeypatch.setattr(report_module, "draw_curve", fail)
+    report.curve()
+    assert "no fonts here" in capsys.readouterr().out
+    monkeypatch.undo()
+    with open(tmp_path / "metrics.jsonl", "a") as metrics:
+        metrics.write('{"step": 3, "train_lo{"step": 4}\n')
+    report.write({"step": 5, "train_loss": 0.5})
+    report.curve()
+    assert capsys.readouterr().out == ""
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 5]  # without the torn line
+    assert (tmp_path / "loss_curve.png").read_bytes() != drawn
+
+
+def test_what_was_expected_is_compared_with_what_came() -> None:
+    forecast = Forecast(2.02, 0.06, 6000.0)
+    for came, speed, said in (
+        (2.05, 5000, "got 2.05: within 0.06, as forecast"),
+        (2.48, 1000, "got 2.48: the machine was 6 times slower than when it was timed"),
+        (1.90, 12_000, "got 1.90: the machine was 2 times faster"),
+        (2.48, 6000, "got 2.48: this text is harder"),
+        (1.90, 1000, "got 1.90: easier than text of its kind"),
+    ):
+        assert said in compared(forecast, came, speed)
+
+
+def test_a_busy_machine_is_told() -> None:
+    assert busy(0.95) == "" and "computed for 47% of its time" in busy(0.47)

@@ -1,0 +1,190 @@
+"""Numbers that go wrong: an update that is not finite is skipped, counted, and too many of them end the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from model import TransformerLanguageModel
+from model_config import ModelConfig
+from tests.helpers import snapshot
+from tests.training.helpers import at_step, final_weights, measured, steps_of
+from training import step as step_module
+from training.config import Config
+from training.data import TokenData
+from training.hardware import Hardware
+from training.optimizer import build_optimizer, gradient_norm, update
+from training.records import read_metrics
+from training.step import Stability
+
+
+def spoiled_gradients(patch: pytest.MonkeyPatch, steps: range) -> None:
+    """One number of the gradient is not finite in these steps: what an overflow somewhere in the model leaves."""
+
+    def spoiled(optimizer: Any) -> torch.Tensor:
+        if drawn[-1] // 8 in steps:
+            optimizer.param_groups[0]["params"][0].grad[0, 0] = float("nan" if drawn[-1] % 16 else "inf")
+        return gradient_norm(optimizer)
+
+    drawn: list[int] = []
+    batch = TokenData.batch
+
+    def noted(data: TokenData, sequences_seen: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn.append(sequences_seen)
+        return batch(data, sequences_seen, rows)
+
+    patch.setattr(TokenData, "batch", noted)
+    patch.setattr(step_module, "gradient_norm", spoiled)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("spoiled", [float("nan"), float("inf")])
+def test_a_skipped_update_leaves_weights_and_moments_as_they_were(optimizer: str, spoiled: float) -> None:
+    torch.manual_seed(0)
+    model = TransformerLanguageModel(ModelConfig(13, embed_dim=16, num_heads=2, num_layers=2, max_seq_len=8))
+    ours = build_optimizer(model, Config(optimizer=optimizer))
+    tokens = torch.arange(16).view(2, 8) % 13
+
+    def backward() -> torch.Tensor:
+        model.zero_grad()
+        model(tokens, tokens).backward()
+        return torch.zeros(())
+
+    def state() -> list[torch.Tensor]:
+        tensors: list[torch.Tensor] = [*model.state_dict().values()]
+        tensors += [value for values in ours.state_dict()["state"].values() for value in values.values()]
+        return [tensor.clone() for tensor in tensors]
+
+    norm = torch.ones(())
+    update(ours, norm, 1.0, backward())
+    before = state()
+    backward()
+    for parameter in model.parameters():
+        parameter.grad.view(-1)[0] = spoiled
+    update(ours, torch.tensor(spoiled), 1.0, torch.ones(()))
+    assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+    update(ours, norm, 1.0, backward())  # and the next one is taken
+    assert not any(torch.equal(a, b) for a, b in zip(before, state(), strict=True) if a.numel() > 100)
+
+
+def test_a_step_that_is_not_finite_is_skipped_counted_and_told(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        spoiled_gradients(patch, range(8, 11))
+        result = train(tmp_path / "run")
+    assert result.code == 0
+    assert result.out.count("Warning: updates skipped") == 3 and "(3 in this run)" in result.out
+    rows = read_metrics(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 25))
+    assert [row["step"] for row in rows if "grad_norm" not in row] == [9, 10, 11]
+    assert [row.get("skipped_updates", 0) for row in rows] == [0] * 8 + [1, 2, 3] + [3] * 13
+    more = train(tmp_path / "run", max_steps=26)
+    assert more.code == 0 and "Warning" not in more.out and read_metrics(tmp_path / "run")[-1]["skipped_updates"] == 3
+
+
+@pytest.mark.parametrize("log_interval", [1, 0, 7])
+def test_five_in_a_row_stop_the_run_with_remedies_and_the_last_good_checkpoint(
+    log_interval: int,
+    train: Callable,
+    interrupt: Callable,
+    unbroken: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Checkpoints are due in the middle of them, and are not made."""
+    flags = {"log_interval": log_interval, "checkpoint_steps": 1}
+    interrupt(tmp_path / "run", after=13, **flags)
+    before = snapshot(tmp_path / "run" / "checkpoints")
+    with monkeypatch.context() as patch:
+        spoiled_gradients(patch, range(13, 24))
+        result = train(tmp_path / "run", **flags)
+    assert result.code == 2
+    assert "step 18: 5 updates in a row" in result.err
+    assert all(flag in result.err for flag in ("--learning_rate", "--warmup_steps", "--grad_clip", "--precision fp32"))
+    assert snapshot(tmp_path / "run" / "checkpoints") == before
+    again = train(tmp_path / "run", log_interval=1, checkpoint_steps=6)
+    assert again.code == 0
+    assert final_weights(tmp_path / "run") == final_weights(unbroken)
+    if log_interval == 1:
+        assert measured(tmp_path / "run") == measured(unbroken)
+
+
+def test_a_checkpoint_that_is_due_after_a_skipped_update_waits_for_a_sound_step(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        spoiled_gradients(patch, range(16, 19))  # of steps 17 to 19; one is due after 18
+        assert train(tmp_path / "run", max_steps=21, checkpoint_steps=9, eval_interval=0).code == 0
+    assert steps_of(tmp_path / "run") == [21, 20]
+
+
+@pytest.mark.parametrize("ends", ["stopped", "finished"])
+def test_what_ends_right_after_a_skipped_update_is_saved(
+    ends: str, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are those of before it."""
+    flags = {"eval_interval": 0, "checkpoint_steps": 0, "dropout": 0.0, "max_steps": 9 if ends == "finished" else 24}
+    with monkeypatch.context() as patch:
+        spoiled_gradients(patch, range(8, 9))
+        if ends == "stopped":
+            at_step(patch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        result = train(tmp_path / "run", **flags)
+    assert result.code == (0 if ends == "finished" else 130)
+    assert steps_of(tmp_path / "run") == [9]
+    assert "updates skipped up to step 9" in result.out
+    monkeypatch.undo()
+    at_step(monkeypatch, 7, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    assert train(tmp_path / "before", **flags).code == 130
+    assert final_weights(tmp_path / "run", 9) == final_weights(tmp_path / "before", 8)
+
+
+def test_best_weights_and_their_loss_belong_together_after_a_skipped_update(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        spoiled_gradients(patch, range(11, 12))  # of the step after which it is evaluated
+        assert train(tmp_path / "run", max_steps=14, eval_interval=12, checkpoint_steps=0).code == 0
+    state = json.loads((tmp_path / "run" / "best" / "training_state.json").read_text())
+    losses = {row["step"]: row["val_loss"] for row in read_metrics(tmp_path / "run") if "val_loss" in row}
+    assert losses[state["step"]] == pytest.approx(state["best_val_loss"], rel=1e-5) == min(losses.values())
+
+
+def test_gradients_that_stay_infinite_in_fp16_end_the_run(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient scaler skips such updates by itself, and halves its factor each time: some are normal."""
+    scaler = torch.amp.GradScaler("cpu", enabled=True, init_scale=2.0**16)
+    monkeypatch.setattr(Hardware, "grad_scaler", lambda hardware: scaler)
+    with monkeypatch.context() as patch:
+        spoiled_gradients(patch, range(10))
+        few = train(tmp_path / "few", eval_interval=0)
+    assert few.code == 0 and "A few are normal in fp16" in few.out
+    spoiled_gradients(monkeypatch, range(8, 60))
+    result = train(tmp_path / "run", max_steps=60, eval_interval=0, checkpoint_steps=0)
+    assert result.code == 2 and "step 33: 25 updates in a row" in result.err
+
+
+def test_a_jump_of_the_loss_is_told(train: Callable, tmp_path: Path) -> None:
+    """Six standard deviations above the mean of the losses before."""
+    stability = Stability(torch.device("cpu"))
+    losses = [3.0 + 0.01 * (step % 5) for step in range(40)]
+    assert not any(stability.warnings(step, loss) for step, loss in enumerate(losses))
+    assert not stability.warnings(40, 3.05)
+    (warning,) = stability.warnings(41, 3.2)
+    assert "jumped to 3.200 at step 41" in warning and "--learning_rate" in warning
+    assert not Stability(torch.device("cpu")).warnings(1, 100.0)  # nothing to compare it with
+
+    run = tmp_path / "run"
+    quiet = {"use_lr_scheduler": "constant", "eval_interval": 0, "dropout": 0.0}
+    assert train(run, **quiet, max_steps=40, learning_rate=1e-4).code == 0
+    again = train(run, **quiet, max_steps=80, learning_rate=1e-4)
+    assert again.code == 0 and "jumped" not in again.out
+    assert final_weights(run, 80)

@@ -1,0 +1,49 @@
+"""What the dial times on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from training.config import parse_config
+from training.timing import Candidate, Machine
+
+FLAGS = "--data_dir x --device cpu --compile off --num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 64"
+
+
+def candidate(*flags: str, is_chat: bool = False) -> Candidate:
+    return Machine().candidate(parse_config([*FLAGS.split(), *flags]), 100, is_chat)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("flags", [(), ("--optimizer", "muon", "--grad_clip", "0")])
+def test_steps_take_time(flags: tuple[str, ...], is_chat: bool) -> None:
+    machine, threads = Machine(), torch.get_num_threads()
+    began = machine.now()
+    steps = machine.time_steps(candidate(*flags, is_chat=is_chat), 128, threads, 0.05)
+    took = machine.now() - began
+    assert 0 < steps.update < took and 0 < 128 * steps.token < took and steps.least == 0
+    assert steps.scatter >= 0 and 0 < steps.cpu_share <= 1
+
+
+def test_a_huge_context_is_timed_in_part() -> None:
+    machine, threads = Machine(), torch.get_num_threads()
+    huge = candidate("--max_seq_len", "100000", "--position", "rope")
+    assert (
+        machine.time_steps(huge, 1000, threads, 0.05).token > machine.time_steps(candidate(), 1000, threads, 0.05).token
+    )
+
+
+def test_the_model_that_is_compiled_is_the_one_that_is_timed() -> None:
+    """Uncompiled here, where compiling takes longer than this test may."""
+    compiling, seconds = Machine().compile(candidate(), 2, 0.01)
+    assert compiling > 0 and seconds > 0
+
+
+def test_memory_is_that_of_the_step_in_its_form() -> None:
+    some = candidate("--precision", "bf16")
+    assert some.memory(8, 8, compiles=False) > some.memory(8, 8, compiles=True) > some.memory(8, 2, compiles=True)
+    other = replace(some, config=replace(some.config, batch_size=99), known={})
+    assert other.memory(8, 8, True) == some.memory(8, 8, True)  # as asked, not as configured

@@ -1,1 +1,0 @@
-"""What is kept: checkpoints, their copies, and whose the folders are."""

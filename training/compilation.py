@@ -1,0 +1,102 @@
+"""Compiles the model."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+import torch
+
+from common.errors import is_out_of_memory
+from model import TransformerLanguageModel
+from training.hardware import Hardware
+from training.parallel import data_parallel, is_collective_error, no_sync
+
+
+class TookTooLong(BaseException):
+    """Not an Exception: the compiler handles those."""
+
+
+def compile_model(
+    model: TransformerLanguageModel, hardware: Hardware, example: tuple[torch.Tensor, ...], evaluates: bool = False
+) -> tuple[Callable[..., torch.Tensor], str]:
+    """torch.compile, tried on the batch `example`, forward and backward and, if the run `evaluates`, without gradients:
+    so nothing is left to compile after the first step.
+
+    If compiling fails or takes longer than `hardware.compile_limit`, says so once and returns the model uncompiled, and
+    the reason: it is slower, with the same results. One of several processes may fail alone: they exchange nothing
+    here.
+    """
+    whole = data_parallel(model)
+    if not hardware.compiles:
+        return whole, ""
+    started = time.perf_counter()
+    # Its products in fp32 are fp32 on purpose.
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* not enabled", UserWarning)
+    warnings.filterwarnings("ignore", "Error detected in", UserWarning)  # of where a signal came
+    try:
+        torch.compiler.reset()  # an earlier run in this process (a notebook) counts towards PyTorch's limit
+        # Splits the graph so that all-reduce overlaps the backward pass; impossible with activation checkpointing.
+        torch._dynamo.config.optimize_ddp = not model.activation_checkpointing
+        compiled = torch.compile(whole, dynamic=False)
+        with time_limit(hardware.compile_limit):
+            with no_sync(whole):
+                with hardware.autocast():
+                    loss = compiled(*example)
+                # This compiles the backward pass. On a GPU, autograd would do that in another thread while this one
+                # waits, and only this thread handles signals.
+                with torch.autograd.set_multithreading_enabled(False):
+                    loss.backward()
+            if evaluates:
+                model.eval()
+                with torch.no_grad(), hardware.autocast():
+                    compiled(*example)
+    except BaseException as error:
+        forget_unfinished()
+        if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception | TookTooLong):
+            raise
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        print(f"torch.compile failed ({first_line}); training continues uncompiled. --compile off skips the attempt.")
+        return whole, first_line
+    finally:
+        model.train()
+        model.zero_grad(set_to_none=True)
+    hardware.synchronize()
+    print(f"Compiled in {time.perf_counter() - started:.0f} s, a first pass over {len(example[0])} sequences included.")
+    return compiled, ""
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Raise TookTooLong inside after so many seconds. Not on Windows, which has no such signal, nor in a thread."""
+    if seconds is None or not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def give_up(number: int, frame: FrameType | None) -> None:
+        raise TookTooLong(f"it took longer than {seconds:.0f} s, twice its forecast: this machine is slow or busy")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again: what is raised in a __del__ is lost
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def forget_unfinished() -> None:
+    """Clean up after an attempt that failed or was stopped. Cancel queued jobs, or the process would wait for them when
+    it ends. Clear PyTorch's record of them, or the next attempt in this process (a notebook) would fail too."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.utils import clear_caches
+
+    if AsyncCompile.pool.cache_info().currsize:
+        AsyncCompile.pool().shutdown(wait=False, cancel_futures=True)
+        AsyncCompile.pool.cache_clear()
+    clear_caches()

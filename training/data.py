@@ -1,0 +1,257 @@
+"""TokenData: a token file, placed in memory, and the batches drawn from it.
+
+A batch is a pure function of (seed, sequences seen so far). Each epoch cuts the training split into non-overlapping
+windows at a fresh phase and visits every window once in a fresh order. So a run resumes exactly from one number, and
+the batch size may change on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from common.errors import ConfigError, DataError
+from common.machine import available_ram
+from common.output import byte_size
+from common.script import place
+from model import IGNORE_INDEX
+from tokenization.metadata import TokenMetadata, check_tokenizer, check_tokens, metadata_files, read_tokens
+from tokenization.token_folder import DEFAULT_FOLDER, holds_unfinished
+from tokenizer import Tokenizer
+from training.config import Config
+from training.hardware import Hardware
+from training.layout import Layout, layout_of_text, pack_splits
+
+RAM_SHARE = 0.7  # tokens may take this share of the available memory; the rest is for the model and Python
+GPU_SHARE = 0.2  # tokens may take this share of the GPU's memory; the rest is for training
+
+
+class TokenData:
+    """Verified tokens and their tokenizer. Training uses `batch` and `validation_batch`."""
+
+    def __init__(
+        self,
+        metadata: TokenMetadata,
+        tokens: np.ndarray,
+        tokenizer: Tokenizer,
+        tokenizer_file: bytes,
+        layout: Layout,
+        config: Config,
+        device: torch.device,
+        placement: str,
+    ):
+        self.metadata = metadata
+        self.tokenizer_file = tokenizer_file  # the verified bytes: the folder may change or vanish later
+        self.tokenizer = tokenizer
+        self.layout, self.seq_len = layout, layout.seq_len
+        self.seed = config.seed
+        self.device = device
+        self.placement = placement
+        self.is_16_bit = tokens.dtype.itemsize == 2
+        # PyTorch has few operations on uint16: ids above 32,767 travel as negative int16 and `split` restores them.
+        self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
+        if placement == "gpu":
+            self.tokens = self.tokens.to(device)
+        stride = config.sequences_per_step if config.processes > 1 else None  # other processes read the rows between
+        self.reader = None if self.tokens.device.type == device.type else ReadAhead(self, stride)
+        self.windows, self.val_windows = layout.windows, layout.val_windows
+        self.fingerprint = {
+            "tokens_sha256": metadata.tokens_sha256,
+            "tokenizer_sha256": metadata.tokenizer_sha256,
+            "train_tokens": metadata.train_tokens,
+        }
+        if metadata.mask_sha256:
+            self.fingerprint |= {"mask_sha256": metadata.mask_sha256}
+
+    @classmethod
+    def open(cls, config: Config, data_dir: str | None, seq_len: int, hardware: Hardware) -> TokenData:
+        """Find, check and place the tokens. Raises DataError for bad files, ConfigError if the context is too long."""
+        bin_path, tokenizer_path, metadata_path = locate(config, data_dir)
+        metadata = TokenMetadata.read(metadata_path)
+        bin_path = bin_path or metadata.beside("bin_file")
+        tokenizer_path = tokenizer_path or metadata.beside("tokenizer_file")
+        is_chat = metadata.chat_template is not None
+        for split, count in (("training", metadata.train_tokens), ("validation", metadata.val_tokens)):
+            if count <= seq_len and not is_chat:
+                raise ConfigError(
+                    f"max_seq_len {seq_len} needs more than {seq_len} {split} tokens and "
+                    f"{metadata_path} has {count:,}. Lower --max_seq_len, or tokenize more text or with another "
+                    "--train_split."
+                )
+        bytes_a_token = 4 if is_chat else metadata.numpy_dtype.itemsize
+        placement = choose_placement(metadata.total_tokens * bytes_a_token, config, hardware)
+        if is_chat and placement == "mmap":
+            if config.placement == "mmap":
+                raise ConfigError("--placement mmap is for text: conversations are packed into windows in memory.")
+            placement = "ram"
+        tokens = read_tokens(bin_path, metadata, mapped=placement == "mmap")
+        tokens_sha256 = check_tokens(bin_path, tokens, metadata)
+        tokenizer, tokenizer_file = check_tokenizer(tokenizer_path, metadata)
+        tokenizer_sha256 = hashlib.sha256(tokenizer_file).hexdigest()
+        metadata = replace(metadata, tokens_sha256=tokens_sha256, tokenizer_sha256=tokenizer_sha256)
+        layout = layout_of_text(metadata, seq_len)
+        if is_chat:
+            tokens, layout = pack_splits(tokens, metadata, tokenizer, seq_len)
+        return cls(metadata, tokens, tokenizer, tokenizer_file, layout, config, hardware.device, placement)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.metadata.vocab_size
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Of the tokens on a GPU."""
+        return self.tokens.nbytes if self.tokens.is_cuda else 0
+
+    def describe(self) -> str:
+        m = self.metadata
+        place = {"gpu": "GPU memory", "ram": "RAM", "mmap": "a memory map"}[self.placement]
+        return (
+            f"Data       {m.total_tokens:,} tokens, vocabulary {m.vocab_size:,} ({m.tokenizer_type}), in {place}\n"
+            f"Splits     {self.layout.described}"
+        )
+
+    def batch(self, sequences_seen: int, rows: int) -> tuple[torch.Tensor, ...]:
+        """The `rows` sequences that follow the first `sequences_seen`, as the model takes them: inputs, targets and,
+        for conversations, the column in which each token's conversation starts. Each is (rows, T) int64."""
+        read = self.reader.windows if self.reader else self.train_windows
+        return self.split(read(sequences_seen, rows))
+
+    def validation_batch(self, first: int, rows: int, of: int) -> tuple[torch.Tensor, ...]:
+        """`rows` windows from number `first` on, of a fixed set of `of` windows spread evenly over the split."""
+        chosen = np.arange(first, first + rows, dtype=np.int64) * self.val_windows // of
+        return self.split(self.gather(self.layout.val_start + chosen * self.layout.stride))
+
+    def train_windows(self, first: int, rows: int) -> torch.Tensor:
+        """`rows` sequences of the shuffled stream from number `first` on, as `gather` returns them."""
+        layout = self.layout
+        return self.gather(train_starts(first, rows, layout.windows, layout.spare, layout.stride, self.seed))
+
+    def gather(self, starts: np.ndarray) -> torch.Tensor:
+        """The windows that begin at `starts`, (rows,), as stored: (rows, T + 1), on the tokens' device."""
+        # A view of all windows, and one indexed copy of the wanted ones: no loop over rows.
+        every_window = self.tokens.unfold(0, self.seq_len + 1, 1)
+        indices = torch.from_numpy(starts)
+        if self.tokens.is_cuda:  # from pinned memory: the host does not wait for work that is queued
+            indices = indices.pin_memory().to(self.tokens.device, non_blocking=True)
+        return every_window[indices]
+
+    def split(self, windows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Windows as stored -> what `batch` returns. Widened to int64 on the device, so fewer bytes are copied."""
+        windows = windows.to(self.device).long()
+        if self.is_16_bit:
+            windows &= 0xFFFF
+        # Contiguous: for tensors with other strides, torch.compile would compile the model again.
+        inputs, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+        if not self.layout.has_mask:
+            return inputs, targets
+        start_id = self.tokenizer.start_id
+        assert start_id is not None, "conversations are tokenized with a vocabulary that has one"
+        columns = torch.arange(self.seq_len, device=inputs.device)
+        starts = torch.where(inputs == ~start_id, columns, 0).cummax(dim=1).values  # no loss is counted on a start
+        inputs = torch.where(inputs < 0, ~inputs, inputs)
+        targets = torch.where(targets < 0, IGNORE_INDEX, targets)
+        return inputs, targets, starts
+
+
+class ReadAhead:
+    """Prefetches batches for the GPU: while the GPU works on one, a thread reads the next into pinned memory. So the
+    host waits neither for the disk nor for the copy.
+
+    Each batch has its own pinned buffer; PyTorch uses a buffer again once the copy from it is done. A batch that was
+    not prefetched (the first one, or one after a change of size) is read on demand.
+    """
+
+    def __init__(self, data: TokenData, stride: int | None = None):
+        self.data = data
+        self.device = data.device
+        self.stride = stride  # sequences from one batch to the next; None: the batch's own number
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
+        self.next: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
+
+    def windows(self, first: int, rows: int) -> torch.Tensor:
+        """(rows, T + 1) on the device."""
+        expected, reading = self.next or ((0, 0), None)
+        if reading is None or expected != (first, rows):
+            reading = self.thread.submit(self.fill, first, rows)
+        windows = reading.result().to(self.device, non_blocking=self.device.type == "cuda")
+        following = first + (self.stride or rows)
+        self.next = (following, rows), self.thread.submit(self.fill, following, rows)
+        return windows
+
+    def fill(self, first: int, rows: int) -> torch.Tensor:
+        windows = self.data.train_windows(first, rows)
+        return windows.pin_memory() if self.device.type == "cuda" else windows
+
+
+def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, seed: int) -> np.ndarray:
+    """(rows,): where `rows` sequences of the endless shuffled stream, from number `first` on, begin in the split."""
+    epochs, places = np.divmod(np.arange(first, first + rows, dtype=np.int64), windows)
+    starts = np.empty(rows, dtype=np.int64)
+    for epoch in range(epochs[0], epochs[-1] + 1):
+        phase, order = epoch_order(seed, epoch, windows, spare, seq_len)
+        here = epochs == epoch
+        starts[here] = phase + order[places[here]] * seq_len
+    return starts
+
+
+@lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
+def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -> tuple[int, np.ndarray]:
+    """Where the first window of an epoch begins (the phase), and the order of the windows.
+
+    RandomState, not Generator: NumPy will never change its stream (NEP 19), so a run that is resumed years later, with
+    another NumPy, still sees the same order.
+    """
+    random = np.random.RandomState([seed, epoch])
+    phase = int(random.randint(0, min(spare, seq_len - 1) + 1))
+    return phase, random.permutation(windows).astype(np.int64)
+
+
+def locate(config: Config, data_dir: str | None) -> tuple[Path | None, Path | None, Path]:
+    """Paths of the token file, the tokenizer and the metadata. The first two are None where the metadata names them.
+
+    Raises DataError if the folder has no token file, or several."""
+    if config.bin_file:
+        assert config.tokenizer_file and config.metadata_file, "`contradictions` requires all three or none"
+        return Path(config.bin_file), Path(config.tokenizer_file), Path(config.metadata_file)
+    folder = Path(data_dir or DEFAULT_FOLDER)
+    found = metadata_files(folder)
+    if len(found) == 1:
+        return None, None, found[0]
+    if found:
+        names = ", ".join(path.name for path in found)
+        raise DataError(
+            f"{folder} holds several token files ({names}). Name one with --bin_file, --tokenizer_file and "
+            "--metadata_file, or move each into its own folder and use --data_dir."
+        )
+    if holds_unfinished(folder):
+        raise DataError(f"{folder}/ holds an unfinished token file: run the same tokenize_local_bpe.py command again.")
+    where = f" --output_dir {folder}" if config.data_dir else ""
+    make = f"python tokenize_local_bpe.py --input my_text.txt{where}"
+    dial = "" if config.data_dir else "Train on a text: python train_colab_mmap.py --input my_text.txt --minutes 60. "
+    raise DataError(f"There is no token file in {folder}/. {dial}Or make one: {make}")
+
+
+def choose_placement(size: int, config: Config, hardware: Hardware) -> str:
+    """gpu > ram > mmap: the fastest memory that the tokens fit in. Raises ConfigError if there is no GPU for `gpu`."""
+    if config.placement == "gpu" and not hardware.is_cuda:
+        raise ConfigError("--placement gpu needs a CUDA GPU; --placement auto uses RAM here.")
+    if config.placement != "auto":
+        return config.placement
+    if hardware.is_cuda and hardware.memory_bytes and size <= GPU_SHARE * hardware.memory_bytes:
+        return "gpu"
+    free = available_ram()
+    size *= place().local_count  # each process reads its own copy
+    if free is None or size <= RAM_SHARE * free:
+        return "ram"
+    print(
+        f"The tokens ({byte_size(size)}) do not fit in the {byte_size(free)} of free RAM; the training reads "
+        "them from disk through a memory map. That is slow on a network drive: keep the file on a local disk."
+    )
+    return "mmap"

@@ -1,0 +1,182 @@
+"""What a model has learned: validation loss, bits per byte, and answers to prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from common.chat import Message
+from common.errors import DataError, is_out_of_memory
+from common.files import read_text
+from common.machine import exact_device
+from common.output import log
+from generation.completion import ROWS_AT_ONCE, generate
+from generation.sampling import Sampling
+from model import IGNORE_INDEX
+from tokenizer_base import UnknownCharacterError
+from training import parallel
+from training.config import Config
+from training.data import TokenData
+from training.hardware import with_fewer_rows
+from training.parallel import on_rank_0
+from training.step import Prompt, Trainer, pad_rows
+
+ANSWER_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt: Prompt
+    text: str
+
+    @property
+    def right(self) -> bool | None:
+        """Whether it matches exactly, except for white space around it; None if no answer is expected."""
+        return None if self.prompt.expected is None else self.text.strip() == self.prompt.expected.strip()
+
+
+class Evaluation(NamedTuple):
+    val_loss: float  # nats per token
+    bits_per_byte: float | None  # None if the metadata does not count the bytes
+    windows: int  # validation windows in the loss
+    answers: list[Answer]  # to the prompts of the run
+
+
+def evaluate(trainer: Trainer) -> Evaluation:
+    """Evaluate the current weights."""
+    windows = evaluated_windows(trainer.data, trainer.config)
+    loss = validation_loss(trainer, windows)
+    return Evaluation(loss, bits_per_byte(loss, trainer.data), windows, answer_prompts(trainer))
+
+
+@torch.no_grad()
+def validation_loss(trainer: Trainer, windows: int | None = None) -> float:
+    """Mean cross-entropy in nats per token over a fixed set of `windows` (None: as many as the run evaluates); masked
+    tokens do not count. Draws no random numbers.
+
+    Every batch has the same shape, so that torch.compile compiles the evaluation once: `pad_rows` fills the last batch.
+    Processes take batches in turn.
+    """
+    model, data, config = trainer.model, trainer.data, trainer.config
+    windows = windows or evaluated_windows(data, config)
+    exact = exact_device(data.device)
+
+    def losses(rows: int) -> tuple[torch.Tensor, int | torch.Tensor]:
+        """The sum over this process's windows, and how many tokens or windows it is of."""
+        total = torch.zeros((), device=exact, dtype=torch.float64)
+        counted: int | torch.Tensor = 0
+        for round_begins in range(0, windows, rows * parallel.count()):
+            first = round_begins + rows * parallel.rank()
+            here = max(0, min(rows, windows - first))
+            # A process without windows computes one that does not count, as all take equally many batches.
+            batch = data.validation_batch(min(first, windows - 1), max(1, here), windows)
+            count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask and here else here
+            with trainer.hardware.autocast():
+                total += trainer.step_model(*pad_rows(batch, rows)).to(exact).double() * count
+            counted += count
+        return total, counted
+
+    model.eval()
+    try:
+        rows = trainer.rows_at_once  # of several processes, none can take fewer than the others
+        total, counted = losses(rows) if config.processes > 1 else with_fewer_rows(losses, rows, data.device)
+    finally:
+        model.train()
+    counts = parallel.all_reduce_sum(torch.as_tensor(counted, device=data.device))
+    return (parallel.all_reduce_sum(total) / counts).item()
+
+
+def answer_prompts(trainer: Trainer) -> list[Answer]:
+    """The model's most likely continuation of each prompt of the run. Every process must call this."""
+    asked = [asked_as_trained(prompt.text, trainer.data) for prompt in trainer.prompts]
+    texts = continuations(trainer, asked, Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0))
+    return [Answer(prompt, text) for prompt, text in zip(trainer.prompts, texts, strict=False)]
+
+
+def continuations(trainer: Trainer, prompts: Sequence[str | list[int]], sampling: Sampling) -> list[str]:
+    """What the model writes after each prompt, as many at once as sequences in training; [] if memory does not suffice.
+    Rank 0 computes them; every process must call this."""
+    if not prompts:
+        return []
+    model = trainer.model
+
+    def written(rows: int) -> list[str]:
+        batches = (prompts[first : first + rows] for first in range(0, len(prompts), rows))
+        return [each.text for batch in batches for each in generate(model, trainer.data.tokenizer, batch, sampling)]
+
+    def written_if_it_fits() -> list[str]:
+        try:
+            return with_fewer_rows(written, min(ROWS_AT_ONCE, trainer.rows_at_once), model.device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            log.info("Warning: out of memory while the model wrote texts, which are left out. The training goes on.")
+            return []
+
+    return on_rank_0(written_if_it_fits)
+
+
+def asked_as_trained(text: str, data: TokenData) -> str | list[int]:
+    """The prompt in the chat template of the training data; unchanged if that is plain text."""
+    template = data.metadata.chat_template
+    return text if template is None else template.prompt_ids(data.tokenizer, [Message("user", text)])
+
+
+def evaluated_windows(data: TokenData, config: Config) -> int:
+    """How many windows an evaluation takes: those of `eval_batches` batches, or the whole split."""
+    return min(config.eval_batches * config.batch_size, data.val_windows) or data.val_windows
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def bits_per_byte(loss: float, data: TokenData) -> float | None:
+    """Loss in bits per byte of text: comparable across tokenizers. None if the metadata does not count the bytes."""
+    per_byte = data.layout.val_tokens_per_byte
+    return None if per_byte is None else loss / math.log(2) * per_byte
+
+
+def accuracy(answers: Sequence[Answer]) -> tuple[int, int]:
+    """(number of right answers, number of prompts with an expected answer)"""
+    judged = [answer.right for answer in answers if answer.right is not None]
+    return sum(judged), len(judged)
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Read a JSONL file of {"prompt": ..., "answer": ... (optional)}. Raises DataError naming the line."""
+    prompts = []
+    for number, line in enumerate(read_text(path, DataError, "--eval_prompts").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            prompt = Prompt(value["prompt"], value.get("answer"))
+            if not (isinstance(prompt.text, str) and isinstance(prompt.expected, str | None)):
+                raise TypeError
+            prompts.append(prompt)
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            raise DataError(
+                f'{path}, line {number}: {{"prompt": "...", "answer": "..."}} is expected (the answer may be left out).'
+            ) from None
+    if not prompts:
+        raise DataError(f"{path} holds no prompts.")
+    return prompts
+
+
+def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
+    """Raises DataError for a prompt that the tokenizer cannot encode, before the training starts."""
+    for prompt in prompts:
+        try:
+            data.tokenizer.encode(prompt.text)
+        except UnknownCharacterError as problem:
+            named = ", ".join(map(repr, problem.characters))
+            raise DataError(
+                f"--eval_prompts: the prompt {prompt.text!r} has characters the tokenizer does not know: {named}."
+            ) from None

@@ -1,0 +1,342 @@
+"""--dry_run tries what can go wrong before it costs anything, and forecasts time, memory and disk. --profile tells how
+long each part of a step takes, what to do about it, and the longest operations."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from common.checkpoint import Checkpoint, problems_of, write_checkpoint
+from common.errors import CheckpointError
+from common.files import atomic_write
+from common.lora import lora_of
+from common.machine import available_ram
+from common.output import byte_size, clock, si
+from training.deadline import MARGIN, Costs
+from training.evaluate import evaluated_windows, validation_loss
+from training.hardware import Hardware
+from training.memory import estimate_memory, fitting, held_memory
+from training.mirror import COPIES, Mirror
+from training.parallel import on_rank_0
+from training.resume import Old, planned_steps, require_the_same, require_tokenizer
+from training.run import Run
+from training.schedule import decay_share, decay_start, epoch_sequences
+from training.step import Trainer, accumulate, apply_gradients, read_batch, smallest_part, train_step
+from training.summary import BUSY, finished_message
+
+TIMED_SECONDS = 8.0  # a longer step is timed on a part of its sequences
+GPU_TIMED_SECONDS = 0.5  # of steps
+FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
+KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one being written
+PROBE_BYTES = 1 << 20
+PARTS = ("data", "gradients", "update")
+NOTICEABLE = 0.15  # of a step: below this share, a part other than the computation is not worth a change
+PROFILE_SECONDS = 10.0
+MAX_STEPS = 50
+OPERATIONS = 10  # that are listed
+
+
+def dry_run(run: Run, old: Old) -> None:
+    """Print what is known before the first step; time steps, a save and an evaluation; print a forecast. Writes no run.
+
+    Raises what would prevent the run: CheckpointError, ConfigError, and whatever the trainer raise.
+    """
+    trainer, config = run.trainer, run.trainer.config
+    model, data, hardware, state = trainer.model, trainer.data, trainer.hardware, run.state
+    checkpoint, saved = old.checkpoint, old.saved
+    if checkpoint is not None and saved is not None:
+        on_rank_0(lambda: require_the_same(checkpoint, saved, trainer))
+        state = saved.state
+    elif old.given is not None:
+        given = old.given
+        on_rank_0(lambda: require_tokenizer(given, data))
+    max_steps = planned_steps(trainer, state) - state.step
+    if max_steps <= 0:
+        run.state = state
+        print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
+        return
+    rest = "left " if state.step else ""
+    estimate = estimate_memory(config, model, hardware, trainer.rows_at_once) + held_memory(data, hardware)
+    there_is = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
+    several = f" in each of {config.processes} processes" if config.processes > 1 else ""
+    at_most = "at most " if config.minutes else ""
+    need, free = disk_space(run)
+    print(
+        f"Steps      {at_most}{max_steps:,} {rest}of {trainer.tokens_per_step:,} tokens ({config.sequences_per_step} "
+        f"sequences, {trainer.rows_at_once} at once{several}), {max_steps * trainer.tokens_per_step / 1e6:,.1f}M "
+        f"tokens in all\n"
+        f"Memory     about {byte_size(estimate)}{there_is} (an estimate){free_memory(hardware)}; beside it "
+        f"{byte_size(run.checkpoint_bytes)} of RAM while a checkpoint is written\n"
+        f"Disk       about {byte_size(need)} in {config.run_dir} (two checkpoints, the best and the one being "
+        f"written), of {byte_size(free)} that are free{too_little(need, free)}"
+    )
+    if run.mirror is not None:
+        probe(run.mirror)
+        need, free = COPIES * run.checkpoint_bytes, free_space(run.mirror.dir)
+        print(
+            f"Mirror     {run.mirror.root} can be written and read; about {byte_size(need)} there, of "
+            f"{byte_size(free)} that are free{too_little(need, free)}"
+        )
+    fitting(trainer, check_first_loss, trainer)
+    seconds, rows = fitting(trainer, time_step, trainer)
+    saving = on_rank_0(lambda: time_save(run))
+    evaluating = time_evaluation(trainer)
+    whole = config.sequences_per_step
+    part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
+    speed = trainer.tokens_per_step / seconds
+    mfu = f", MFU {speed * model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
+    if config.minutes:
+        max_steps = steps_in_time(trainer, Costs(seconds, evaluating, saving), max_steps, state.elapsed_seconds)
+    evaluations = math.ceil(max_steps / config.eval_interval) if config.eval_interval else 0
+    total = seconds * max_steps + evaluating * evaluations
+    print(
+        f"Speed      {seconds:.3g} s a step{part}, {si(speed)} tokens/s{mfu}\n"
+        f"Saving     a checkpoint was written, verified and loaded in {saving:.1f} s, beside the training\n"
+        f"Evaluating about {clock(evaluating)} for {evaluated_windows(data, config):,} windows, {evaluations} times"
+        f"{', answers to prompts aside' if config.eval_prompts else ''}\n"
+        f"Time       about {clock(total)} for {max_steps:,} steps and their evaluations"
+    )
+    if at_risk := between_checkpoints(trainer, seconds):
+        print(f"At risk    at most {clock(min(at_risk, total))} of training, if the machine is lost between two saves")
+    if units := hardware.units_per_hour(config):
+        print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
+    if hardware.is_cuda and (peak := hardware.peak_memory()):
+        print(f"Peak       {peak / 1e9:.2f} GB of GPU memory in the timed step")
+    if old.checkpoint is not None:
+        print(f"Resume     {old.checkpoint.path} is whole and fits; training would continue from it")
+    print("Dry run: no run was written. Leave --dry_run out to train.")
+
+
+def steps_in_time(trainer: Trainer, costs: Costs, most: int, elapsed: float) -> int:
+    """The forecast of `minutes`, printed: how many of at most `most` steps fit, compiling aside."""
+    config = trainer.config
+    seconds = 60 * config.minutes * (1 - MARGIN) - elapsed
+    steps = costs.steps_within(seconds, 0, most, config)
+    epochs = steps * config.sequences_per_step / epoch_sequences(trainer.data.windows, config)
+    if not steps:
+        fits = "Warning: no step fits; give more"
+    elif steps == most:
+        fits = f"all {config.epochs} epochs fit, and the run ends early; --epochs asks for more"
+    else:
+        fits = f"about {steps:,} steps, {epochs:.2g} epochs, fit"
+    first = min(decay_start(most, config), round((1 - decay_share(config)) * steps))
+    print(f"Minutes    {config.minutes:g}: {fits}. The learning rate falls from about step {first:,} on")
+    return steps
+
+
+def free_memory(hardware: Hardware) -> str:
+    if hardware.is_cuda:
+        return f", {byte_size(torch.cuda.mem_get_info()[0])} of it free now"
+    free = available_ram()
+    return f", {byte_size(free)} of it free now" if free is not None else ""
+
+
+def too_little(need: int, free: int) -> str:
+    return ". Warning: too little" if need > free else ""
+
+
+def disk_space(run: Run) -> tuple[int, int]:
+    """Bytes that the checkpoints of a run take at the peak, and those that are free."""
+    return KEPT_ON_DISK * run.checkpoint_bytes, free_space(run.dir)
+
+
+def free_space(folder: Path) -> int:
+    """Free bytes on the disk of a folder, which may not exist yet."""
+    return shutil.disk_usage(existing(folder)).free
+
+
+def existing(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+
+
+def probe(mirror: Mirror) -> None:
+    """Write a file where the mirror will be, and read it back. Raises CheckpointError if that fails."""
+    path, content = existing(mirror.dir) / f".probe-{os.getpid()}.tmp", os.urandom(PROBE_BYTES)
+    try:
+        with atomic_write(path) as file:
+            file.write(content)
+        is_same = path.read_bytes() == content
+        path.unlink()
+        if not is_same:
+            raise OSError("the bytes read differ from the bytes written")
+    except OSError as problem:
+        raise CheckpointError(
+            f"--checkpoint_dir {mirror.root} cannot be written and read back ({problem.strerror or problem}). Fix "
+            "that, or choose another folder."
+        ) from None
+
+
+def check_first_loss(trainer: Trainer) -> None:
+    """Warn if the first loss is not that of an untrained model, to which all tokens are about equally likely. With
+    adapters the base is trained, so there is nothing to compare."""
+    trainer.model.eval()
+    with torch.no_grad(), trainer.hardware.autocast():
+        loss = float(trainer.step_model(*trainer.data.batch(0, trainer.rows_at_once)))
+    trainer.model.train()
+    if lora_of(trainer.model) is not None:
+        print(f"First loss {loss:.2f}, that of the base")
+        return
+    expected = math.log(trainer.data.vocab_size)
+    print(f"First loss {loss:.2f}; an untrained model has ln({trainer.data.vocab_size:,}) = {expected:.2f}")
+    if not abs(loss - expected) < FIRST_LOSS_MARGIN:
+        print(
+            "Warning: these two should be close. Does the vocabulary belong to these tokens? Did you change the "
+            "model's initialisation?"
+        )
+
+
+def time_save(run: Run) -> float:
+    """Seconds to write, verify and load a checkpoint on the run's disk. Deletes it afterwards."""
+    parent = existing(run.dir.parent)
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        write_checkpoint(folder / "step", run.snapshot(copy=False))
+        if problems := problems_of(folder / "step"):
+            raise CheckpointError(f"A checkpoint written below {parent} is damaged: {'; '.join(problems)}.")
+        checkpoint = Checkpoint(folder / "step")
+        checkpoint.load_weights(run.trainer.model)
+        checkpoint.load_optimizer(run.trainer.optimizer)
+    return time.perf_counter() - began
+
+
+def time_evaluation(trainer: Trainer) -> float:
+    """Seconds of an evaluation, estimated from one batch, after one that does not count."""
+    if not trainer.config.eval_interval:
+        return 0.0
+    windows = evaluated_windows(trainer.data, trainer.config)
+    some = min(trainer.rows_at_once * trainer.config.processes, windows)
+    validation_loss(trainer, some)
+    trainer.hardware.synchronize()
+    began = time.perf_counter()
+    validation_loss(trainer, some)
+    trainer.hardware.synchronize()
+    return (time.perf_counter() - began) * windows / some
+
+
+def between_checkpoints(trainer: Trainer, seconds: float) -> float | None:
+    """Longest time between checkpoints, if a step takes `seconds`; None if only the last step is saved."""
+    config = trainer.config
+    steps_an_epoch = epoch_sequences(trainer.data.windows, config) / config.sequences_per_step
+    by_epochs = seconds * steps_an_epoch * config.checkpoint_interval
+    times = [60 * config.checkpoint_minutes, seconds * config.checkpoint_steps, by_epochs]
+    return min((each for each in times if each), default=None)
+
+
+def time_step(trainer: Trainer) -> tuple[float, int]:
+    """Seconds of a training step, and the number of sequences it was timed on (the seconds are scaled to a step)."""
+    config, hardware = trainer.config, trainer.hardware
+
+    def timed(rows: int) -> float:
+        hardware.synchronize()
+        started = time.perf_counter()
+        train_step(trainer, 0, 0, 0.0, rows)
+        hardware.synchronize()
+        return time.perf_counter() - started
+
+    whole = config.sequences_per_step
+    unit = smallest_part(trainer)
+    timed(unit)  # first use of every kernel
+    seconds = timed(unit)
+    rows = unit
+    if hardware.is_cuda or seconds * whole <= TIMED_SECONDS * unit:
+        rows = whole
+    elif not hardware.compiles:
+        rows = min(trainer.rows_at_once * config.processes, max(unit, int(TIMED_SECONDS / seconds)))
+    if rows > unit:
+        timed(rows)  # later steps reuse the memory that this one allocates
+        seconds = timed(rows)
+    if hardware.is_cuda:  # whose clocks rise with the work
+        more = on_rank_0(lambda: int(GPU_TIMED_SECONDS / seconds))
+        seconds = median([seconds, *(timed(rows) for _ in range(more))])
+    return seconds * whole / rows, rows
+
+
+def profile(run: Run, old: Old) -> None:
+    """Time the parts of real steps for a few seconds; print them and what limits the run. Writes no run."""
+    trainer, data, hardware, config = run.trainer, run.trainer.data, run.trainer.hardware, run.trainer.config
+    whole_seconds, rows = fitting(trainer, time_step, trainer)
+    whole = config.sequences_per_step
+    steps = min(MAX_STEPS, max(1, int(PROFILE_SECONDS * whole / (whole_seconds * rows))))
+    spent = dict.fromkeys(PARTS, 0.0)
+    began, cpu = time.perf_counter(), time.thread_time()
+    for number in range(steps):  # with other data each time, as in training
+        for part, took in zip(PARTS, timed_parts(trainer, number * rows, rows), strict=True):
+            spent[part] += took
+    cpu_share = (time.thread_time() - cpu) / (time.perf_counter() - began) if hardware.device.type == "cpu" else 1.0
+    # The update takes as long for any batch; the other parts are those of a whole step.
+    scale = {name: 1.0 if name == "update" else whole / rows for name in PARTS}
+    seconds = {name: spent[name] / steps * scale[name] for name in PARTS}
+    total = sum(seconds.values())
+    speed = trainer.tokens_per_step / total
+    mfu = f", MFU {speed * trainer.model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
+    on_part = "" if rows == whole else f", each timed on {rows} of its {whole} sequences"
+    print(f"Profile    {steps} step{'s' * (steps > 1)} of {trainer.tokens_per_step:,} tokens{on_part}; seconds a step:")
+    for name in PARTS:
+        print(f"  {name:<10}{seconds[name]:>9.4f}{seconds[name] / total:>6.0%}")
+    print(f"  {'in all':<10}{total:>9.4f}  {si(speed)} tokens/s{mfu}")
+    if cpu_share <= BUSY:
+        print(
+            f"Limit      Other programs: these steps computed for {cpu_share:.0%} of their time. Threads that wait for "
+            "each other lose most: --threads 1 can be several times as fast."
+        )
+    else:
+        print(f"Limit      {limit(seconds, hardware, data.placement)}")
+    with torch.profiler.profile() as trace:
+        train_step(trainer, 0, 0, 0.0, rows)
+        hardware.synchronize()
+    own = "self_device_time_total" if hardware.is_cuda else "self_cpu_time_total"
+    print(trace.key_averages().table(sort_by=own, row_limit=OPERATIONS, max_name_column_width=40))
+    print("Profile: no run was written. Leave --profile out to train.")
+
+
+def timed_parts(trainer: Trainer, first: int, rows: int) -> list[float]:
+    """Seconds of the PARTS of a step of the `rows` sequences from number `first` on. On a GPU each part waits for the
+    one before, so the sum is a little more than a step of the training, whose parts overlap."""
+
+    def now() -> float:
+        trainer.hardware.synchronize()
+        return time.perf_counter()
+
+    times = [now()]
+    batch = read_batch(trainer, first, rows)
+    times.append(now())
+    loss = accumulate(trainer, batch, 0, rows)
+    times.append(now())
+    apply_gradients(trainer, loss, 0.0)
+    times.append(now())
+    return [after - before for before, after in itertools.pairwise(times)]
+
+
+def limit(seconds: Mapping[str, float], hardware: Hardware, placement: str) -> str:
+    """One sentence: what limits the run, and what to do about it. `seconds`: of a step by part; `placement`: where the
+    tokens are."""
+    share = {part: seconds[part] / sum(seconds.values()) for part in PARTS}
+    if share["update"] >= max(NOTICEABLE, share["data"]):
+        return (
+            f"The optimizer takes {share['update']:.0%} of a step, as long for any batch: a larger --batch_size or "
+            "--gradient_accumulation_steps spreads its time over more tokens."
+        )
+    if share["data"] >= NOTICEABLE:
+        advice = "a larger model makes it less"
+        if placement == "mmap":
+            advice = "the tokens are on a disk, so copy them to a local one, or try --placement ram if they fit"
+        elif placement == "ram" and hardware.is_cuda:
+            advice = "the tokens come from the host's memory, so try --placement gpu"
+        return f"Reading data takes {share['data']:.0%} of a step: {advice}."
+    advice = "a smaller model, a shorter --max_seq_len or another machine shortens it"
+    if hardware.is_cuda and hardware.precision == "fp32":
+        advice = "leave --precision on auto"
+    elif hardware.is_cuda and not hardware.compiles:
+        advice = "--compile on fuses its smaller operations"
+    return f"The computation is the limit, as it should be: {advice}."

@@ -1,1 +1,0 @@
-"""What the numbers are computed on: device, precision, processes, compiled code."""

@@ -1,0 +1,274 @@
+"""The memory of a step: an estimate before it runs, the micro-batch that fits, the retry with a smaller one if memory
+runs out, and advice if that does not help."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
+from common.files import read_json
+from common.lora import add_adapters
+from common.machine import available_ram, total_ram
+from common.output import byte_size, log
+from model import TransformerLanguageModel
+from model_config import ModelConfig
+from training.compilation import compile_model
+from training.config import NOT_GIVEN, Config, is_resolved
+from training.data import TokenData
+from training.hardware import Hardware, clear_frames, return_freed_memory
+from training.optimizer import RULES, by_rule
+from training.parallel import any_process, on_rank_0
+from training.records import CONFIG
+from training.step import HALVED, Trainer
+
+Made = TypeVar("Made")
+MEMORY_SHARE = 0.8  # of all memory; the rest is for tokens, kernels' workspaces and fragmentation
+DROPOUT_ASIDE = " except for dropout's random draws"  # which are made per micro-batch
+PROCESS_BYTES = 350_000_000  # resident size of a process that has imported torch
+OTHERS_SHARE = 0.1  # of the memory: from here on the message says what other processes hold
+
+
+def fit_micro_batch(
+    config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
+) -> tuple[int, str]:
+    """`micro_batch_size` and where it comes from: as it was given, else what this run found to fit on this device
+    before, else the batch, halved until the estimate fits beside the `held` bytes of the tokens on a GPU. The result of
+    the training does not depend on it.
+
+    Raises MemoryExhausted if one sequence does not fit.
+    """
+    if config.micro_batch_size:
+        return config.micro_batch_size, config.sources.get("micro_batch_size", "default")
+    if (rows := found_before(config, model.config.max_seq_len, hardware)) is not None:
+        print(
+            f"Memory     micro_batch_size {rows}, which fitted on this device before (--micro_batch_size tries another)"
+        )
+        return rows, HALVED
+    return halve_until_it_fits(config, model, hardware, held)
+
+
+def halve_until_it_fits(
+    config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
+) -> tuple[int, str]:
+    """As `fit_micro_batch`, by the estimate alone."""
+    whole = rows = config.rows_at_once(config.batch_size)
+    if hardware.memory_bytes is None:
+        return config.batch_size, "default"
+    while (needed := estimate_memory(config, model, hardware, config.rows_at_once(rows))) > (
+        MEMORY_SHARE * hardware.memory_bytes - held
+    ):
+        if rows == 1:
+            raise MemoryExhausted(
+                f"Training this model takes about {byte_size(needed)} even with one sequence at a time; "
+                f"this device has {byte_size(hardware.memory_bytes)}. Choose a smaller --model_size or --max_seq_len; "
+                "--micro_batch_size 1 tries it anyway."
+            )
+        rows //= 2
+    if rows == whole:
+        return config.batch_size, "default"
+    print(
+        f"Memory     a step of {whole} sequences at once would not fit: micro_batch_size {rows}, "
+        f"with the same result{DROPOUT_ASIDE if config.dropout else ''}"
+    )
+    return rows, "memory"
+
+
+def fitting(trainer: Trainer, work: Callable[..., Made], *arguments: Any) -> Made:
+    """What `work` returns, after the model has been compiled for this micro-batch. If memory runs out, both are done
+    again with a micro-batch of half the size: `work` is a function of the step, and has changed nothing that counts.
+
+    Raises MemoryExhausted if one sequence at a time does not fit.
+    """
+    while True:
+        try:
+            if trainer.ready_for != trainer.rows_at_once:
+                compile_step_model(trainer)
+            return work(*arguments)
+        except Exception as error:
+            halve_micro_batch(trainer, error)
+
+
+def compile_step_model(trainer: Trainer) -> None:
+    """Set `trainer.step_model` by `compile_model`, tried on the first sequences. If compiling fails in one of the
+    processes, all train uncompiled. That takes more memory, so the micro-batch is fitted again, unless it was given.
+
+    Raises MemoryExhausted if one sequence does not fit.
+    """
+    trainer.optimizer.tensors()  # allocate them now: if memory runs out, then before compiling takes its time
+    evaluates = bool(trainer.config.eval_interval)
+    example = trainer.data.batch(0, trainer.rows_at_once) if trainer.hardware.compiles else ()
+    trainer.step_model, failure = compile_model(trainer.model, trainer.hardware, example, evaluates)
+    if any_process(bool(failure))[0]:
+        if not failure:
+            print("torch.compile failed in another process; training continues uncompiled in all of them.")
+            # Back to the model inside: for another micro-batch, the first step would compile again.
+            trainer.step_model = getattr(trainer.step_model, "_orig_mod", trainer.step_model)
+        reason = f"torch.compile failed ({failure or 'in another process'})"
+        trainer.hardware = dataclasses.replace(trainer.hardware, compiles=False, compile_reason=reason)
+        if trainer.micro_batch_source in NOT_GIVEN:
+            trainer.micro_batch_size, trainer.micro_batch_source = on_rank_0(
+                lambda: halve_until_it_fits(trainer.config, trainer.model, trainer.hardware, trainer.data.gpu_bytes)
+            )
+    trainer.ready_for = trainer.rows_at_once
+
+
+def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None:
+    """The micro-batch that this run was reduced to on this device, from its folder; None if it was not reduced."""
+    try:
+        kept = read_json(config.run_dir / CONFIG, ConfigError)
+    except (ConfigError, OSError):
+        return None
+    if not is_resolved(kept) or kept["sources"].get("micro_batch_size") != HALVED or config.resume == "never":
+        return None
+    rows = kept["config"].get("micro_batch_size")
+    same = kept.get("device") == hardware.name and kept["config"].get("max_seq_len") == seq_len
+    return rows if same and isinstance(rows, int) and 0 < rows < config.rows_at_once(config.batch_size) else None
+
+
+def halve_micro_batch(trainer: Trainer, error: Exception) -> None:
+    """Prepare to do again what `error`, out of memory, has ended. Raises any other error, and MemoryExhausted if
+    halving cannot help."""
+    if not is_out_of_memory(error):
+        raise error
+    config, rows = trainer.config, trainer.rows_at_once
+    aside = DROPOUT_ASIDE if config.dropout else ""
+    if rows == 1:
+        raise MemoryExhausted(no_way_out(config, trainer.shape, trainer.hardware, rows)) from error
+    if config.processes > 1:  # all would have to retry together
+        raise MemoryExhausted(
+            f"Out of memory with {rows} sequences at once in one of {config.processes} processes: add "
+            f"--micro_batch_size {rows // 2} to the same command, with the same result{aside}. Checkpoints saved "
+            f"before are whole."
+        ) from error
+    # In this order: frames hold the activations, also those of the compiler, and what it keeps of an attempt would keep
+    # memory from being returned.
+    clear_frames(error)
+    trainer.optimizer.zero_grad(set_to_none=True)
+    if trainer.hardware.compiles:
+        torch.compiler.reset()  # also because PyTorch limits how often it compiles for another shape
+    return_freed_memory(trainer.hardware.device)
+    trainer.micro_batch_size, trainer.micro_batch_source = rows // 2, HALVED
+    less = trainer.rows_at_once
+    log.info(
+        f"Out of memory with {rows} sequences at once: the same batch again with {less}, with the same result{aside}, "
+        f"as by --micro_batch_size {less}"
+    )
+
+
+def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: Hardware, rows: int) -> int:
+    """Peak bytes of a training step that takes `rows` sequences per forward pass: weights, gradients and the
+    optimizer's state in fp32 (16 bytes a parameter with AdamW, 12 with Muon, 4 if it is frozen), and what one
+    micro-batch keeps for the backward pass.
+
+    Counted from the tensors that autograd keeps if the model runs uncompiled, and that the compiled graphs keep
+    (docs/benchmarks/gpu_forecast.md).
+    """
+    several = rows < config.sequences_per_process  # earlier micro-batches left gradients
+    state, update = 4 * model.num_parameters(), 0
+    for rule, named in by_rule(model, config).items():
+        count = sum(parameter.numel() for parameter in named.values())
+        state += RULES[rule].state_bytes * count
+        update += RULES[rule].update_bytes * count  # after the activations are freed
+    gradients = 4 * model.num_parameters(trained_only=True)
+    # Autocast keeps its casts of the weights for the backward pass.
+    weight_copies = 2 * model.num_parameters() if hardware.precision != "fp32" else 0
+    activations = bytes_per_token(config, model, hardware) * rows * model.config.max_seq_len
+    during_backward = weight_copies + activations + several * gradients
+    # The compiled model returns all gradients together.
+    after_it = gradients + max(update, several * hardware.compiles * gradients)
+    return state + max(during_backward, after_it)
+
+
+def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:
+    """Bytes that the forward pass keeps per token for the backward pass, and the logits and their gradient."""
+    c = model.config
+    half = 4 if hardware.precision == "fp32" else 2
+    residual = {"fp32": 4, "fp16": 4, "bf16": 2}[hardware.precision]
+    queries, keys, _ = c.qkv_rows
+    feed_forward = (4 if c.is_gated else 2) * c.ff_dim  # of SwiGLU: gate, up, the gate's activation and the product
+    if hardware.compiles:
+        # Per block: two norms' inputs and outputs, q, k, v, the attention's output, the activation's input and output.
+        feed_forward -= c.ff_dim * c.is_gated  # computed again from the gate
+        block = 2 * residual * c.embed_dim
+        head = half * 2 * c.vocab_size
+    else:
+        # The same, but norms keep their input in fp32, as the head keeps its softmax, its gradient and the logits'.
+        block = 2 * 4 * c.embed_dim
+        if c.qk_norm and half == 2:
+            block += 4 * (queries + keys)
+        if c.norm_gain:  # and what the gain multiplies
+            block += 4 * (2 * c.embed_dim + (queries + keys) * c.qk_norm)
+        head = 3 * 4 * c.vocab_size
+    block += half * (2 * c.embed_dim + 2 * queries + 2 * keys + feed_forward)
+    if config.lora_rank and "feed_forward" not in config.lora_targets:  # frozen layers do not keep their input
+        block -= half * (c.embed_dim + c.ff_dim)
+    if config.lora_rank and "attention" not in config.lora_targets:
+        block -= half * c.embed_dim
+    if c.position == "rope" or c.qk_norm:
+        block += half * (queries + keys)  # q and k as attention reads them
+    # PyTorch's flash kernel for CPUs has no dropout. The other kernel keeps three (T, T) fp32 matrices per head, and
+    # needs three more while it runs.
+    scores = 3 * 4 * c.num_heads * c.max_seq_len if c.dropout and hardware.device.type == "cpu" else 0
+    if config.activation_checkpointing:  # all blocks' inputs, and one block or the head at a time
+        return c.num_layers * residual * c.embed_dim + max(head, 2 * (block + scores))
+    return c.num_layers * (block + scores) + scores + head
+
+
+def held_memory(data: TokenData, hardware: Hardware) -> int:
+    """Other bytes in the same memory: the tokens and, on a CPU, Python and torch."""
+    tokens = data.tokens.nbytes if data.tokens.device.type == hardware.device.type and data.placement != "mmap" else 0
+    return tokens if hardware.is_cuda else tokens + PROCESS_BYTES
+
+
+def no_way_out(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> str:
+    """The message if one sequence at a time does not fit: what would help."""
+    others = ""
+    with contextlib.suppress(Exception):  # memory may run out here too
+        if (held := held_by_others(hardware) or 0) > OTHERS_SHARE * (hardware.memory_bytes or math.inf):
+            tool = "nvidia-smi" if hardware.is_cuda else "top"
+            others = (
+                f" Other processes hold {byte_size(held)} of this memory ({tool} lists them). End those you do "
+                "not need (in a notebook, unused sessions) and run the same command again."
+            )
+    smaller = "" if config.activation_checkpointing else "--activation_checkpointing, then "
+    fewer = "--micro_batch_size 1, then " if rows > 1 else ""
+    return (
+        f"Out of memory with {rows} x {shape.max_seq_len} tokens at once (--micro_batch_size x --max_seq_len).{others} "
+        f"What would help: {fewer}{smaller}a new run with --max_seq_len {max(1, shape.max_seq_len // 2)} or a smaller "
+        "--model_size.\nCheckpoints saved before are whole."
+    )
+
+
+def without_memory(config: Config, shape: ModelConfig) -> TransformerLanguageModel:
+    """A model on the meta device: sizes without numbers."""
+    with torch.device("meta"):
+        model = TransformerLanguageModel(shape)
+        if config.lora_rank:
+            add_adapters(model, config.lora())
+    return model
+
+
+def held_by_others(hardware: Hardware) -> int | None:
+    """Bytes of the same memory that other processes hold; None if the system does not say."""
+    if hardware.is_cuda:
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+    total_bytes, available, ours = total_ram(), available_ram(), hardware.peak_memory()
+    return None if not (total_bytes and available and ours) else total_bytes - available - ours
+
+
+@contextlib.contextmanager
+def memory_advice(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> Iterator[None]:
+    """Raise MemoryExhausted with advice for an out-of-memory error that a smaller micro-batch cannot solve."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise MemoryExhausted(no_way_out(config, shape, hardware, rows)) from error

@@ -1,1 +1,0 @@
-"""What a step computes: batches, the loss, the update."""

@@ -1,0 +1,325 @@
+"""The optimizer. Each group of parameters names the rule that updates it: AdamW (Loshchilov & Hutter 2019) or Muon
+(Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks")."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+from torch.optim.adamw import adamw
+
+from common.machine import has_fast_bf16
+from model import TransformerLanguageModel, require_shapes
+from model_config import ModelConfig
+from training.config import Config
+from training.parallel import map_over_ranks
+
+ADAMW_BETA1, ADAMW_EPSILON = 0.9, 1e-8
+NEWTON_SCHULZ_STEPS = 5
+# Jordan et al. 2024: the largest slope at zero with which the iteration stays bounded.
+NEWTON_SCHULZ_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+Group = dict[str, Any]  # of parameters, as torch.optim knows it
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Updates each group of parameters by its "rule", a name in RULES. A group's "stacked" holds the rows of each
+    matrix that is stacked in each of its parameters; () is one matrix."""
+
+    def __init__(self, groups: list[Group], fused: bool = True):
+        super().__init__(groups, {"fused": fused, "decays": True, "stacked": ()})
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]  # no closure is ever given
+        self, closure: None = None, *, found_inf: torch.Tensor | None = None, grad_scale: torch.Tensor | None = None
+    ) -> None:
+        """If `found_inf` () is 1.0, nothing changes. Rules with `divides_gradients` divide gradients by `grad_scale`
+        (). Both stay on the device, so the host does not wait."""
+        for name, rule in RULES.items():
+            if groups := [group for group in self.param_groups if group["rule"] == name]:
+                rule.update(self, groups, found_inf, grad_scale)
+
+    def state_of(self, parameter: Parameter, group: Group) -> dict[str, torch.Tensor]:
+        """The tensors that the group's rule keeps for a parameter: zeros before its first update."""
+        state: dict[str, torch.Tensor] = self.state[parameter]
+        if not state:
+            for name in RULES[group["rule"]].state:
+                state[name] = torch.zeros_like(parameter)
+            if "step" in state:
+                state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
+        return state
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All that is kept of the parameters, by name: blocks.0.attention.qkv.weight.exp_avg. Zeros before the first
+        update."""
+        return {
+            f"{name}.{key}": tensor
+            for group in self.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            for key, tensor in self.state_of(parameter, group).items()
+        }
+
+    @torch.no_grad()
+    def load_tensors(self, saved: dict[str, torch.Tensor]) -> None:
+        """Load what `tensors` returned. Raises ValueError for those of other parameters."""
+        shapes = {
+            f"{name}.{key}": torch.Size() if key == "step" else parameter.shape
+            for group in self.param_groups
+            for name, parameter in zip(group["param_names"], group["params"], strict=True)
+            for key in RULES[group["rule"]].state
+        }
+        require_shapes(saved, shapes, "it is of other parameters")
+        for name, tensor in self.tensors().items():
+            tensor.copy_(saved[name])
+
+
+def update_adamw(
+    optimizer: Optimizer, groups: list[Group], found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
+) -> None:
+    """Calls PyTorch's function."""
+    for group in groups:
+        parameters = with_gradients([group])
+        states = [optimizer.state_of(parameter, group) for parameter in parameters]
+        adamw(
+            list(parameters),
+            gradients_of([group]),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=group["fused"],
+            found_inf=found_inf,
+            grad_scale=grad_scale,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=ADAMW_EPSILON,
+            maximize=False,
+        )
+
+
+def is_hidden_matrix(name: str, parameter: Parameter) -> bool:
+    """Whether Muon updates this parameter: the matrices inside blocks."""
+    return name.startswith("blocks.") and parameter.dim() == 2
+
+
+def update_muon(
+    optimizer: Optimizer, groups: list[Group], found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
+) -> None:
+    """Momentum with an orthogonalized update: a matrix learns at the same speed in every direction.
+
+    The same update as `torch.optim.Muon` with its default learning-rate adjustment, sqrt(max(1, rows / columns)). But
+    one batched call orthogonalizes all matrices of one shape, and a few calls update them: on a GPU a call for each
+    matrix would take longer than the work. If several processes hold the same matrices, each orthogonalizes its share.
+    """
+    if found_inf is None:
+        found_inf = torch.zeros((), device=groups[0]["params"][0].device)
+    skip, keep = found_inf.bool(), 1 - found_inf
+    batches = []
+    for group in groups:
+        by_shape = defaultdict(list)
+        for parameter in with_gradients([group]):
+            by_shape[parameter.shape].append(parameter)
+        for parameters in by_shape.values():
+            batches.append(Batch(parameters, momentum(optimizer, parameters, group, skip), group))
+    for parts, orthogonal, scale, group in orthogonalized(batches):
+        torch._foreach_mul_(parts, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
+        torch._foreach_add_(parts, list((orthogonal * keep).float()), alpha=-group["lr"] * scale)
+
+
+def momentum(optimizer: Optimizer, parameters: list[Parameter], group: Group, skip: torch.Tensor) -> torch.Tensor:
+    """Update the momentum of N parameters of one shape, unless `skip`. Returns Nesterov's, (N, rows, columns)."""
+    buffers = [optimizer.state_of(parameter, group)["momentum_buffer"] for parameter in parameters]
+    stack = torch.stack(buffers)
+    gradients = torch.where(skip, stack, torch.stack(gradients_of([{"params": parameters}])))
+    stack.lerp_(gradients, 1 - group["momentum"])
+    torch._foreach_copy_(buffers, list(stack))
+    nesterov = gradients.lerp_(stack, group["momentum"])
+    is_bf16 = newton_schulz_dtype(nesterov.device) == torch.bfloat16  # fp16 could not hold it before it is scaled
+    return nesterov.bfloat16() if is_bf16 else nesterov
+
+
+class Batch(NamedTuple):
+    """Parameters of one shape and group, and what Muon would add to them before it is orthogonalized, (N, rows,
+    columns)."""
+
+    parameters: list[Parameter]
+    matrices: torch.Tensor
+    group: Group
+
+
+Orthogonalized = Iterator[tuple[list[torch.Tensor], torch.Tensor, float, Group]]
+
+
+def scale_of(rows: int, columns: int) -> float:
+    return math.sqrt(max(1.0, rows / columns))
+
+
+def orthogonalized(batches: list[Batch]) -> Orthogonalized:
+    """(parts of parameters, their orthogonalized updates, the scale of the updates, the group) for all matrices."""
+    alike = defaultdict(list)  # shape -> (parts of parameters, their matrices, their group)
+    for parameters, matrices, group in batches:
+        rows = group["stacked"] or (matrices.size(1),)
+        split = [parameter.split(rows) for parameter in parameters]
+        for parts, pieces in zip(map(list, zip(*split, strict=True)), matrices.split(rows, dim=1), strict=True):
+            alike[pieces.shape[1:]].append((parts, pieces, group))
+    for shape, same in alike.items():
+        orthogonal = map_over_ranks(orthogonalize, torch.cat([pieces for _, pieces, _ in same]))
+        for parts, _, group in same:
+            updates, orthogonal = orthogonal[: len(parts)], orthogonal[len(parts) :]
+            yield parts, updates, scale_of(*shape), group
+
+
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """Approximates the nearest semi-orthogonal matrix to each of (N, rows, columns): the same singular vectors,
+    singular values near 1. Five Newton-Schulz steps (Jordan et al. 2024)."""
+    a, b, c = NEWTON_SCHULZ_COEFFICIENTS
+    x = matrices
+    is_tall = x.size(1) > x.size(2)
+    if is_tall:
+        x = x.mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # the largest singular value is now at most 1
+    x = x.to(newton_schulz_dtype(x.device))
+    for _ in range(NEWTON_SCHULZ_STEPS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def newton_schulz_dtype(device: torch.device) -> torch.dtype:
+    """The iteration tolerates bf16's rounding. Normalised matrices stay in fp16's range, too: the error is smaller."""
+    if has_fast_bf16(device):
+        return torch.bfloat16
+    return torch.float16 if device.type == "cuda" else torch.float32
+
+
+class Rule(NamedTuple):
+    """How parameters are updated."""
+
+    takes: Callable[[str, Parameter], bool]  # whether the rule updates this parameter; if not, AdamW does
+    state: tuple[str, ...]  # tensors kept for each parameter: fp32, in its shape; "step" is a single number
+    hyperparameters: Callable[[Config, float], dict[str, Any]]  # given AdamW's learning rate of a step
+    update: Callable[[Optimizer, list[Group], torch.Tensor | None, torch.Tensor | None], None]
+    divides_gradients: bool = False  # by grad_scale; for other rules, gradients are clipped before the update
+    splits_stacked: bool = False  # the rule updates matrices that are stored as one separately: `stacked`
+    update_bytes: int = 0  # temporary memory of an update, per parameter
+
+    @property
+    def state_bytes(self) -> int:
+        """Per parameter; "step" is too small to count."""
+        return sum(4 for name in self.state if name != "step")
+
+
+RULES = {  # the choices of `optimizer` in training/config.py
+    "adamw": Rule(
+        takes=lambda name, parameter: True,
+        state=("step", "exp_avg", "exp_avg_sq"),
+        hyperparameters=lambda config, lr: {"lr": lr, "betas": (ADAMW_BETA1, config.beta2)},
+        update=update_adamw,
+        divides_gradients=True,
+    ),
+    "muon": Rule(
+        takes=is_hidden_matrix,
+        state=("momentum_buffer",),
+        hyperparameters=lambda config, lr: {  # follows AdamW's learning rate in a fixed proportion
+            "lr": lr / config.learning_rate * config.muon_learning_rate,
+            "momentum": config.muon_momentum,
+        },
+        update=update_muon,
+        splits_stacked=True,
+        update_bytes=12,  # the update and Newton-Schulz's temporaries
+    ),
+}
+
+
+def by_rule(model: torch.nn.Module, config: Config) -> dict[str, dict[str, Parameter]]:
+    """Rule -> name -> parameter, for the parameters that are trained. `config.optimizer` updates those that its rule
+    takes, AdamW the others."""
+    named: dict[str, dict[str, Parameter]] = {config.optimizer: {}, "adamw": {}}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            takes = RULES[config.optimizer].takes(name, parameter)
+            named[config.optimizer if takes else "adamw"][name] = parameter
+    return named
+
+
+def stacked(name: str, config: ModelConfig) -> tuple[int, ...]:
+    """The rows of each matrix, if a parameter holds several: queries, keys and values; gate and up."""
+    if name.endswith("qkv.weight"):
+        return config.qkv_rows
+    return (config.ff_dim, config.ff_dim) if name.endswith("fc1.weight") and config.is_gated else ()
+
+
+def build_optimizer(model: TransformerLanguageModel, config: Config) -> Optimizer:
+    """The optimizer of `config.optimizer`, with AdamW for the parameters that its rule does not take.
+
+    Weight decay acts only on the matrices of that rule. Decay would pull biases and norm gains away from useful values.
+    With another rule, AdamW's matrices (the embeddings and the head) have no decay.
+    """
+    groups: list[Group] = []
+    for rule, named in by_rule(model, config).items():
+        alike = defaultdict(list)
+        for name, parameter in named.items():
+            rows = stacked(name, model.config) if RULES[rule].splits_stacked else ()
+            alike[parameter.dim() >= 2, len(rows), rows].append((name, parameter))
+        for is_matrix, _, rows in sorted(alike, reverse=True):
+            decays = is_matrix and rule == config.optimizer
+            parameters = alike[is_matrix, len(rows), rows]
+            groups.append({"params": parameters, "rule": rule, "decays": decays, "stacked": rows})
+    # Not on Apple's GPUs: the fused kernel ignores `found_inf` there (pytorch pull request 186360).
+    fused = all(parameter.device.type != "mps" for parameter in model.parameters())
+    optimizer = Optimizer(groups, fused)
+    apply_hyperparameters(optimizer, config.learning_rate, config)
+    return optimizer
+
+
+def apply_hyperparameters(optimizer: Optimizer, lr: float, config: Config) -> None:
+    """Set the configuration's values. `lr` is AdamW's learning rate of this step; the other rules follow it."""
+    for group in optimizer.param_groups:
+        group |= RULES[group["rule"]].hyperparameters(config, lr)
+        group["weight_decay"] = config.weight_decay if group["decays"] else 0.0
+
+
+def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip: torch.Tensor) -> None:
+    """Clip the gradients to a global L2 norm of `grad_clip` (0: no clipping) and take the optimizer's step, unless
+    `skip` () is 1.0. The device decides, so the host does not wait."""
+    fused = all(group["fused"] for group in optimizer.param_groups)
+    folds = fused and bool(grad_clip) and folds_clipping(grad_norm.device)
+    if grad_clip:
+        ahead = [g for g in optimizer.param_groups if not (folds and RULES[g["rule"]].divides_gradients)]
+        factor = (grad_clip / (grad_norm + 1e-6)).clamp(max=1.0)  # as in torch.nn.utils.clip_grads_with_norm_
+        if gradients := gradients_of(ahead):
+            torch._foreach_mul_(gradients, factor)
+    if fused:
+        optimizer.step(found_inf=skip, grad_scale=clip_divisor(grad_norm, grad_clip) if folds else None)
+    elif not skip:  # PyTorch's other kernels cannot skip: the host must wait and decide
+        optimizer.step()
+
+
+def folds_clipping(device: torch.device) -> bool:
+    """Whether AdamW's kernel scales the gradients. On a GPU this saves one pass over them; on a CPU, nothing."""
+    return device.type == "cuda"
+
+
+def clip_divisor(grad_norm: torch.Tensor, grad_clip: float) -> torch.Tensor:
+    """The inverse of the factor that clips gradients."""
+    return ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
+
+
+def gradient_norm(optimizer: Optimizer) -> torch.Tensor:
+    """The global L2 norm of all gradients."""
+    return torch.nn.utils.get_total_norm(gradients_of(optimizer.param_groups))
+
+
+def with_gradients(groups: list[Group]) -> list[Parameter]:
+    return [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+
+
+def gradients_of(groups: list[Group]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in with_gradients(groups) if parameter.grad is not None]

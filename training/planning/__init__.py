@@ -1,1 +1,0 @@
-"""What a training will take, found out before it: memory, time, the fastest settings."""

@@ -1,1 +1,0 @@
-"""The output of a training: lines in the terminal, records in the run folder."""

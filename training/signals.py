@@ -1,0 +1,93 @@
+"""Signals that ask the training to stop: Ctrl-C, a notebook's stop button, a closed terminal, a shutdown."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+from common.script import is_rank_0
+from training.parallel import any_process, count
+
+SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+TWO_CLICKS_SECONDS = 2.0
+LONG_SECONDS = 1.0  # a longer step is not finished first: the machine may be gone by then
+
+
+class StopRequested(BaseException):
+    """Abandon what is under way, so that the state before it can be saved in time. Not an Exception, so that code which
+    handles errors, of a compiler for instance, does not catch it."""
+
+
+class Interruption:
+    """The first signal sets `requested`: the loop saves and ends.
+
+    The current step is finished first. If steps are long, what is `abandonable` of it is abandoned instead
+    (StopRequested), and the state after the step before it is saved. Of several processes none abandons anything: the
+    others would wait for it in the same step. A second signal within two seconds is ignored: a notebook's stop button
+    sends two for one click. A later or a third one stops at once, without saving (KeyboardInterrupt).
+    """
+
+    def __init__(self, ends_process: bool = False) -> None:
+        """`ends_process`: the process ends after the training, as a script does. Further signals are then ignored until
+        its end, because a default handler would change its exit code."""
+        self.ends_process = ends_process
+        self.requested = False
+        self.signals = 0
+        self.first_signal = 0.0
+        self.answer = "Stopping after this step, then saving"
+        self.began: float | None = None  # what is abandonable, if something is under way
+        self.is_long = True  # whether it took long the last time; nothing is known of the first
+
+    @contextlib.contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Inside, signals are requests to stop."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # only the main thread gets signals
+            return
+        handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
+        before = {number: signal.signal(number, self.ask) for number in handled}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                is_over = self.requested or count() > 1  # torchrun ends all processes when one has an exit code
+                signal.signal(number, signal.SIG_IGN if is_over and self.ends_process else handler)
+
+    def ask(self, signum: int, frame: FrameType | None) -> None:
+        self.signals += 1
+        if self.signals == 1:
+            self.requested = True
+            self.first_signal = time.monotonic()
+            since = None if self.began is None else time.monotonic() - self.began
+            abandons = since is not None and count() == 1 and (self.is_long or since > LONG_SECONDS)
+            now = "Stopping now, and saving what is finished" if abandons else self.answer
+            with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
+                if is_rank_0():
+                    os.write(2, f"\n{now}. Once more, after two seconds, stops at once.\n".encode())
+            if abandons:
+                raise StopRequested
+        elif self.signals > 2 or time.monotonic() - self.first_signal > TWO_CLICKS_SECONDS:
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def abandonable(self) -> Iterator[None]:
+        """What happens inside changes nothing that is saved. Raises StopRequested."""
+        self.began = began = time.monotonic()
+        try:
+            if self.requested and count() == 1:
+                raise StopRequested
+            yield
+        finally:
+            self.began = None
+        self.is_long = time.monotonic() - began > LONG_SECONDS
+
+    def agreed(self, limit: bool = False) -> bool:
+        """Whether all processes stop here, because one of them got a signal or has reached a limit."""
+        requested, is_over = any_process(self.requested, limit)
+        self.requested |= requested
+        return requested or is_over

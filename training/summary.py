@@ -1,0 +1,157 @@
+"""summary.md: what was run, on what, how fast and how well; printed at the end of a run."""
+
+from __future__ import annotations
+
+import shlex
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from common.files import atomic_write
+from common.output import cell, clock, printable, si, table_row
+from training.config import Forecast
+from training.evaluate import Answer, accuracy, perplexity
+from training.records import CURVE, METRICS, SAMPLES_TABLE, SUMMARY, answer_table, read_metrics, unwritable
+from training.report import Timer
+from training.run import Run
+from training.samples import copied, whole_numbers
+from training.schedule import has_stopped_early
+
+LEAST_EVALUATIONS = 3  # for a verdict
+RISEN = 1.005  # times the lowest validation loss: more than two seeds differ
+MEMORISING = "memorising"
+SLOWER = 1.2  # times, at least, to be the reason why a forecast was missed
+BUSY = 0.8  # of the time on a CPU: what is below was taken by other programs
+LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
+
+
+def write_summary(run: Run, timer: Timer, answers: list[Answer], samples: list[Answer]) -> None:
+    """Write summary.md and print what matters of it. `samples` are texts that nobody asked for, in place of answers."""
+    trainer, state = run.trainer, run.state
+    config, data, hardware, model = trainer.config, trainer.data, trainer.hardware, trainer.model
+    parameters, trained = model.num_parameters(), model.num_parameters(trained_only=True)
+    facts = {
+        "Model": f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else ""),
+        "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
+        "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
+        "Training": f"{state.step:,} steps of {trainer.tokens_per_step:,} tokens in {clock(timer.elapsed)}",
+    }
+    if timer.tokens_per_second:
+        facts["Speed"] = f"{si(timer.tokens_per_second)} tokens/s while training{busy(timer.cpu_share)}"
+    if peak := hardware.peak_memory():
+        facts["Peak memory"] = f"{peak / 1e9:.2f} GB"
+    facts["Saving"] = f"held this session for {run.seconds_held:.1f} s of its {clock(timer.session_seconds)}"
+    if (units := timer.compute_units) is not None:
+        facts["Compute units"] = f"{units:.2f}"
+    rows = read_metrics(run.dir)
+    evaluated = [row for row in rows if "val_loss" in row]
+    if evaluated:
+        last = evaluated[-1]
+        per_byte = f", {last['val_bits_per_byte']:.3f} bits per byte" if "val_bits_per_byte" in last else ""
+        facts["Validation loss"] = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
+    if state.best_val_loss is not None:  # which is of best/; rows may be over other windows
+        facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
+    facts |= verdict(rows, evaluated, run.epoch)
+    if config.forecast and evaluated and "val_bits_per_byte" in evaluated[-1]:
+        facts["Expected"] = compared(config.forecast, evaluated[-1]["val_bits_per_byte"], timer.tokens_per_second)
+    if written := [data.tokenizer.encode(each.text) for each in answers or samples]:
+        share, longest = copied(written, whole_numbers(data, 0, data.layout.val_start))
+        facts["Word for word"] = (
+            f"{share:.0%} of {'the answers' if answers else 'the samples'} stands in the training text"
+        )
+        facts["Word for word"] += f", {longest} tokens in a row at most" if longest else ""
+    if state.base:
+        facts["Before"] = f"validation loss {state.base.val_loss:.4f}, of the weights that it started from"
+    stopped_early = has_stopped_early(state.worse, config)
+    if stopped_early:
+        facts["Stopped"] = f"early: the last {state.worse} evaluations were no better"
+    prompts = [answer.prompt for answer in answers]
+    columns = [each.text for each in prompts], [each.text for each in answers], [each.expected for each in prompts]
+    before = state.base.answers if state.base and state.base.prompts == columns[0] else []
+    right, judged = accuracy(answers)
+    if judged:
+        facts["Answers"] = f"{right} of {judged} exactly right ({right / judged:.0%})"
+
+    lines = [f"# {run.dir.name}", "", "| | |", "|---|---|"]
+    lines += [table_row([key, cell(value)]) for key, value in facts.items()]
+    if answers:
+        lines += ["", "## Answers", "", *answer_table(*columns, before)]
+    for each in samples:
+        lines += ["", "## Sample", "", *(f"> {line}" for line in printable(each.prompt.text + each.text).splitlines())]
+    lines += ["", "## Configuration", "", "What differs from the defaults, and where it came from:", ""]
+    lines += [table_row(["key", "value", "source"]), table_row(["---"] * 3)]
+    given = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
+    lines += [table_row([key, cell(str(value)), config.sources.get(key, "")]) for key, value in given]
+    try:
+        with atomic_write(run.dir / SUMMARY) as file:
+            file.write(("\n".join(lines) + "\n").encode(errors="replace"))  # a file name can be any bytes
+    except OSError as problem:
+        print(unwritable(run.dir / SUMMARY, problem))
+
+    print()
+    for line in answer_table(*columns, before, LONGEST_PRINTED) if answers else []:
+        print(line)
+    for each in samples:
+        print(f"Sample: {printable(each.prompt.text)} ...{printable(each.text)}\n")
+    for key, value in facts.items():
+        print(f"{key:<16} {value}")
+    there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES_TABLE) if (run.dir / name).exists()]
+    there += [f"{name}/" for name in ("checkpoints", "best") if (run.dir / name).exists()]
+    print(f"{'Files':<16} {run.dir}: {', '.join(there)}")
+    is_past_best = stopped_early or facts.get("Verdict", "").startswith(MEMORISING)
+    checkpoint = shlex.quote(str(run.dir / "best" if is_past_best else run.dir))
+    print(f'\nTalk to it: python generate.py --checkpoint {checkpoint} --prompt "..." or --interactive')
+
+
+def compared(forecast: Forecast, came: float, tokens_per_second: float | None) -> str:
+    """What the dial expected beside what came, and why they differ."""
+    said = f"{forecast.bits_per_byte:.2f} bits per byte, got {came:.2f}"
+    if abs(came - forecast.bits_per_byte) <= forecast.error:
+        return f"{said}: within {forecast.error:.2f}, as forecast"
+    slower = forecast.tokens_per_second / (tokens_per_second or forecast.tokens_per_second)
+    if slower > SLOWER and came > forecast.bits_per_byte:
+        return f"{said}: the machine was {slower:.2g} times slower than when it was timed"
+    if slower < 1 / SLOWER and came < forecast.bits_per_byte:
+        return f"{said}: the machine was {1 / slower:.2g} times faster than when it was timed"
+    if came > forecast.bits_per_byte:
+        return f"{said}: this text is harder than most of its size"
+    return f"{said}: easier than text of its kind, as passages are whose books the model has read"
+
+
+def busy(cpu_share: float) -> str:
+    if cpu_share > BUSY:
+        return ""
+    return f"; other programs use this CPU, and the training computed for {cpu_share:.0%} of its time"
+
+
+def verdict(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs: float) -> dict[str, str]:
+    """What the losses mean: how far training and validation are apart, and whether more steps would help."""
+    trained = [row["train_loss"] for row in rows if "train_loss" in row][-max(1, len(rows) // 20) :]
+    if len(evaluated) < LEAST_EVALUATIONS or not trained:
+        return {}
+    last, lowest = evaluated[-1], min(evaluated, key=lambda row: row["val_loss"])
+    gap = last["val_loss"] - fmean(trained)
+    apart = f"{fmean(trained):.4f}, {abs(gap):.3f} {'below' if gap > 0 else 'above'} the validation loss"
+    if last["val_loss"] > RISEN * lowest["val_loss"]:
+        meaning = f"{MEMORISING} since epoch {lowest.get('epoch', 0):.2g}: use best/"
+    else:
+        meaning = "still falling at the end: more time, or more text, helps"
+    return {"Training loss": f"{apart}; the text was read {epochs:.2g} times", "Verdict": meaning}
+
+
+def finished_message(run: Run) -> str:
+    """For a command that finds nothing left to train."""
+    config, state = run.trainer.config, run.state
+    if has_stopped_early(state.worse, config):
+        more = f"--stop_after_worse {2 * config.stop_after_worse}"
+    elif config.minutes and state.cooldown and state.cooldown.last < state.cooldown.most:
+        more = f"--minutes {2 * config.minutes:g}"
+    elif config.max_steps:
+        more = f"--max_steps {state.step * 2}"
+    else:
+        more = f"--epochs {2 * max(config.epochs, int(run.epoch))}"
+    return (
+        f"This run is finished: step {state.step:,} of {state.max_steps:,}, results in {run.dir / SUMMARY}. "
+        f"To go on, ask for more: {more}. To start over: --resume never (the old run is kept aside)."
+    )

@@ -1,0 +1,118 @@
+"""What there is to learn from: how much text, how many tokens, how hard to predict."""
+
+from __future__ import annotations
+
+import math
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from common.errors import DataError
+from tokenization.corpus import BLOCK_BYTES, find_sources, unpacked_blocks
+from tokenization.extract import format_of, readable
+from tokenization.metadata import TokenMetadata, metadata_files, read_tokens
+from tokenization.settings import Settings
+from tokenizer import load_tokenizer
+from training.config import REPOSITORY, Config
+from training.law import difficulty
+
+EXAMPLE = "builtin:conversations"  # the quickstart's text, and questions that it does not ask in these words
+EXAMPLES = REPOSITORY / "examples"
+LEAST_BYTES = 2_000  # of a text
+TRAIN_SHARE = 0.9  # of the text
+SAMPLE_BYTES = 1_000_000
+
+
+class Vocabulary(NamedTuple):
+    most_bytes: float  # of a text that it is for
+    size: int
+    bytes_per_token: float  # of English books
+
+
+VOCABULARIES = (
+    Vocabulary(2e5, 512, 2.1),
+    Vocabulary(6e5, 1024, 2.6),
+    Vocabulary(2e6, 2048, 3.1),
+    Vocabulary(3e7, 4096, 3.5),
+    Vocabulary(2e8, 8192, 3.9),
+    Vocabulary(math.inf, 32_000, 4.4),
+)
+
+
+class Text(NamedTuple):
+    name: str
+    files: int
+    bytes: int
+    tokens: float
+    vocab_size: int
+    is_chat: bool
+    difficulty: float  # how much harder it is to predict than English books
+
+    @property
+    def train_tokens(self) -> float:
+        return TRAIN_SHARE * self.tokens
+
+    def with_vocabulary(self, vocabulary: Vocabulary) -> Text:
+        return self._replace(tokens=self.bytes / vocabulary.bytes_per_token, vocab_size=vocabulary.size)
+
+
+def text_of(given: str) -> str:
+    """The path of the text that `input` names."""
+    return str(EXAMPLES / "conversations.txt.gz") if given == EXAMPLE else given
+
+
+def vocabulary_for(text_bytes: float) -> Vocabulary:
+    return next(each for each in VOCABULARIES if text_bytes <= each.most_bytes)
+
+
+def look_at(config: Config) -> Text:
+    """What there is to learn from, and how hard it is."""
+    if not config.input:
+        return look_at_tokens(config)
+    text = text_of(config.input)
+    found = find_sources([text])
+    settings = Settings(input=(text,), format=format_of(found))
+    sources = readable(found, settings).sources
+    size = sum(source.text_bytes for source in sources)
+    if size < LEAST_BYTES:
+        raise DataError(f"{config.input} holds {size:,} bytes of text: too few to learn from and to hold some out.")
+    share = max(1, SAMPLE_BYTES // len(sources))
+    blocks = [islice(unpacked_blocks(source), math.ceil(share / BLOCK_BYTES)) for source in sources]
+    sample = b"".join(b"".join(beginning)[:share] for beginning in blocks)
+    vocabulary = vocabulary_for(size)
+    if config.is_given("vocab_size"):
+        vocabulary = vocabulary._replace(size=config.vocab_size)
+    elif config.tokenizer == "char":
+        vocabulary = Vocabulary(size, len(set(sample.decode(errors="ignore"))), 1.0)
+    return Text(
+        config.input,
+        len(sources),
+        size,
+        size / vocabulary.bytes_per_token,
+        vocabulary.size,
+        settings.format == "chat",
+        difficulty(sample),
+    )
+
+
+def look_at_tokens(config: Config) -> Text:
+    """Likewise of tokens that are there."""
+    folder = Path(config.data_dir or "")
+    paths = [Path(config.metadata_file)] if config.metadata_file else metadata_files(folder)
+    if len(paths) != 1:
+        raise DataError(f"{folder} holds the tokens of {len(paths)} texts; one is needed.")
+    metadata = TokenMetadata.read(paths[0])
+    bin_file = Path(config.bin_file) if config.bin_file else metadata.beside("bin_file")
+    tokenizer = load_tokenizer(config.tokenizer_file or metadata.beside("tokenizer_file"))
+    sample = tokenizer.decode(read_tokens(bin_file, metadata, mapped=True)[: SAMPLE_BYTES // 4])
+    size = metadata.text_bytes or round(len(sample.encode()) / (SAMPLE_BYTES // 4) * metadata.total_tokens)
+    files, is_chat = max(1, len(metadata.source_files)), metadata.chat_template is not None
+    return Text(
+        str(paths[0].parent),
+        files,
+        size,
+        metadata.total_tokens,
+        metadata.vocab_size,
+        is_chat,
+        difficulty(sample.encode()),
+    )
