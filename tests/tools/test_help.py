@@ -9,7 +9,7 @@ from tests.helpers import ROOT
 
 # What a user types, and what developers do.
 TOOLS = ("export_hf", "export_page", "import_hf", "merge_lora", "serve", "watch", "web_demo")
-OTHERS = ("benchmarks.gpu", "benchmarks.learning", "tests.stress.torture")  # they start processes that measure
+OTHERS = ("benchmarks.gpu", "tests.stress.torture")  # they start processes that measure
 CODE = """
 import importlib, sys
 for name in sys.argv[1:]:

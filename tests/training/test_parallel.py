@@ -202,7 +202,7 @@ def test_muon_on_conversations_by_one_by_four_and_by_three(
     ).split()
     several, one = ([*flags, "--output_dir", tmp_path / name] for name in ("several", "one"))
     assert run_script(train_colab_mmap.main, *several, "--max_steps", 2).code == 0
-    for count, steps in ((4, 4), (3, 7)):
+    for count, steps in ((4, 4), (3, 8)):
         processes = trained(count, *several, "--max_steps", steps, first=rounding_as_in_fp32)
         reaped += processes
         told = [process.communicate(timeout=100) for process in processes]

@@ -30,7 +30,7 @@ from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import flip, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
-from training import evaluate, memory
+from training import evaluate, memory, signals
 from training.data import TokenData
 from training.records import read_metrics
 from training.run import Run
@@ -230,7 +230,7 @@ def test_a_signal_between_two_steps_is_saved_too(
     assert steps_of(tmp_path / "run")[0] in (8, 9)
 
 
-def signals(*numbers: int) -> Callable[[], None]:
+def raised(*numbers: int) -> Callable[[], None]:
     def send() -> None:
         for number in numbers:
             os.kill(os.getpid(), number)
@@ -244,7 +244,7 @@ def test_a_second_signal_at_once_is_the_same_wish(
 ) -> None:
     """A click on Colab's stop button sends SIGINT twice, Jupyter SIGINT and then SIGHUP."""
     monkeypatch.setattr(signals, "LONG_SECONDS", math.inf)
-    at_step(monkeypatch, 8, signals(signal.SIGINT, second))
+    at_step(monkeypatch, 8, raised(signal.SIGINT, second))
     assert train(tmp_path / "run").code == 130
     assert steps_of(tmp_path / "run")[0] == 9
 
@@ -256,7 +256,7 @@ def test_a_third_signal_or_one_after_a_pause_stops_at_once(
     monkeypatch.setattr(signals, "LONG_SECONDS", math.inf)
     monkeypatch.setattr(signals, "TWO_CLICKS_SECONDS", 0.0 if pause else 60.0)
     save_at_once(monkeypatch)
-    at_step(monkeypatch, 8, signals(*[signal.SIGINT] * (2 if pause else 3)))
+    at_step(monkeypatch, 8, raised(*[signal.SIGINT] * (2 if pause else 3)))
     assert train(tmp_path / "run").code == 130
     assert steps_of(tmp_path / "run") == [6]
 
