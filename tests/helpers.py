@@ -26,7 +26,8 @@ from training.data import TokenData
 from training.hardware import Hardware, detect_hardware
 from training.memory import estimate_memory
 from training.optimizer import build_optimizer
-from training.step import Prompt, Trainer
+from training.prompts import Prompt
+from training.step import Trainer
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)  # of no kind in particular
 ROOT = Path(__file__).resolve().parents[1]

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from common.chat import Message
-from common.errors import DataError, is_out_of_memory
-from common.files import read_text
+from common.errors import is_out_of_memory
 from common.machine import exact_device
 from common.output import log
 from generation.completion import ROWS_AT_ONCE, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX
-from tokenizer_base import UnknownCharacterError
 from training import parallel
 from training.config import Config
 from training.data import TokenData
 from training.hardware import with_fewer_rows
 from training.parallel import on_rank_0
-from training.step import Prompt, Trainer, pad_rows
+from training.prompts import Prompt, beginnings
+from training.step import Trainer, pad_rows
 
-ANSWER_TOKENS = 64
+ANSWER_TOKENS, SAMPLE_TOKENS = 64, 100
 
 
 @dataclass(frozen=True)
@@ -122,6 +119,18 @@ def continuations(trainer: Trainer, prompts: Sequence[str | list[int]], sampling
     return on_rank_0(written_if_it_fits)
 
 
+def sample(trainer: Trainer) -> list[Answer]:
+    """What follows the beginnings of SAMPLES held-out documents, by generate.py's defaults. Every process must call
+    this. None of conversations, which `eval_prompts` ask better."""
+    data = trainer.data
+    if data.layout.has_mask:
+        return []
+    prompts = beginnings(data)
+    begin = [] if data.tokenizer.bos_id is None else [data.tokenizer.bos_id]
+    texts = continuations(trainer, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS))
+    return [Answer(Prompt(data.tokenizer.decode(ids)), text) for ids, text in zip(prompts, texts, strict=False)]
+
+
 def asked_as_trained(text: str, data: TokenData) -> str | list[int]:
     """The prompt in the chat template of the training data; unchanged if that is plain text."""
     template = data.metadata.chat_template
@@ -147,36 +156,3 @@ def accuracy(answers: Sequence[Answer]) -> tuple[int, int]:
     """(number of right answers, number of prompts with an expected answer)"""
     judged = [answer.right for answer in answers if answer.right is not None]
     return sum(judged), len(judged)
-
-
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """Read a JSONL file of {"prompt": ..., "answer": ... (optional)}. Raises DataError naming the line."""
-    prompts = []
-    for number, line in enumerate(read_text(path, DataError, "--eval_prompts").split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-            prompt = Prompt(value["prompt"], value.get("answer"))
-            if not (isinstance(prompt.text, str) and isinstance(prompt.expected, str | None)):
-                raise TypeError
-            prompts.append(prompt)
-        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-            raise DataError(
-                f'{path}, line {number}: {{"prompt": "...", "answer": "..."}} is expected (the answer may be left out).'
-            ) from None
-    if not prompts:
-        raise DataError(f"{path} holds no prompts.")
-    return prompts
-
-
-def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
-    """Raises DataError for a prompt that the tokenizer cannot encode, before the training starts."""
-    for prompt in prompts:
-        try:
-            data.tokenizer.encode(prompt.text)
-        except UnknownCharacterError as problem:
-            named = ", ".join(map(repr, problem.characters))
-            raise DataError(
-                f"--eval_prompts: the prompt {prompt.text!r} has characters the tokenizer does not know: {named}."
-            ) from None

@@ -14,7 +14,15 @@ from common.output import byte_size, clock, log
 from common.script import is_rank_0
 from training.config import Config
 from training.deadline import Deadline
-from training.evaluate import Answer, Evaluation, answer_prompts, evaluate, evaluated_windows, validation_loss
+from training.evaluate import (
+    Answer,
+    Evaluation,
+    answer_prompts,
+    evaluate,
+    evaluated_windows,
+    sample,
+    validation_loss,
+)
 from training.hardware import frozen_garbage
 from training.inspections import disk_space, dry_run, profile
 from training.memory import fitting, memory_advice
@@ -26,7 +34,6 @@ from training.report import Report, Timer
 from training.resume import look, start_or_resume
 from training.run import Run
 from training.run_folder import require_ours, take, write_config
-from training.samples import sample
 from training.schedule import has_stopped_early, learning_rate
 from training.signals import Interruption, StopRequested
 from training.state import Start

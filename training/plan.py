@@ -22,14 +22,14 @@ from tokenization.settings import Settings
 from tokenization.token_folder import REPORT
 from training.config import Config
 from training.data import TokenData
-from training.evaluate import check_prompts, read_prompts
 from training.hardware import Hardware, detect_hardware
 from training.memory import fit_micro_batch, memory_advice
 from training.optimizer import build_optimizer
 from training.parallel import on_rank_0
+from training.prompts import Prompt, check_prompts, read_prompts
 from training.resume import Old
 from training.schedule import repetition
-from training.step import Prompt, Trainer
+from training.step import Trainer
 from training.text import EXAMPLE, EXAMPLES, text_of
 
 

@@ -19,6 +19,7 @@ from training.config import MODEL_KEYS, Config
 from training.data import TokenData
 from training.hardware import Hardware
 from training.optimizer import Optimizer, apply_hyperparameters, gradient_norm, update
+from training.prompts import Prompt
 
 HALVED = "out of memory"  # source of a micro-batch that was halved after such an error
 Batch = tuple[torch.Tensor, ...]  # what TokenData.batch returns
@@ -26,14 +27,6 @@ MOST_IN_A_ROW = 5  # this many skipped updates in a row stop the run
 MOST_IN_A_ROW_SCALED = 25  # in fp16: the gradient scaler starts at 65,536 and halves its factor at each skip
 SPIKE_SIGMAS = 6.0
 LOSSES = range(20, 101)  # how many of the last reported losses make a mean
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What the model is asked at each evaluation, and the right answer, if there is one."""
-
-    text: str
-    expected: str | None = None
 
 
 @dataclass

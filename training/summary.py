@@ -15,7 +15,6 @@ from training.evaluate import Answer, accuracy, perplexity
 from training.records import CURVE, METRICS, SAMPLES_TABLE, SUMMARY, answer_table, read_metrics, unwritable
 from training.report import Timer
 from training.run import Run
-from training.samples import copied, whole_numbers
 from training.schedule import has_stopped_early
 
 LEAST_EVALUATIONS = 3  # for a verdict
@@ -55,12 +54,6 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer], samples: list[A
     facts |= verdict(rows, evaluated, run.epoch)
     if config.forecast and evaluated and "val_bits_per_byte" in evaluated[-1]:
         facts["Expected"] = compared(config.forecast, evaluated[-1]["val_bits_per_byte"], timer.tokens_per_second)
-    if written := [data.tokenizer.encode(each.text) for each in answers or samples]:
-        share, longest = copied(written, whole_numbers(data, 0, data.layout.val_start))
-        facts["Word for word"] = (
-            f"{share:.0%} of {'the answers' if answers else 'the samples'} stands in the training text"
-        )
-        facts["Word for word"] += f", {longest} tokens in a row at most" if longest else ""
     if state.base:
         facts["Before"] = f"validation loss {state.base.val_loss:.4f}, of the weights that it started from"
     stopped_early = has_stopped_early(state.worse, config)

@@ -19,9 +19,9 @@ from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import Config
 from training.data import TokenData
-from training.evaluate import Answer, accuracy, answer_prompts, bits_per_byte, read_prompts, validation_loss
+from training.evaluate import Answer, accuracy, answer_prompts, bits_per_byte, validation_loss
 from training.layout import layout_of_text
-from training.step import Prompt
+from training.prompts import Prompt, read_prompts
 
 CHARACTERS = "abcdefghij .?"
 TRAIN_TOKENS = 100

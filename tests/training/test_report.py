@@ -23,9 +23,9 @@ from training import report as timer_module
 from training.config import Forecast, parse_config
 from training.evaluate import Answer
 from training.hardware import Hardware
+from training.prompts import Prompt
 from training.records import drawn, read_metrics, read_samples, rewind
 from training.report import Report, Timer
-from training.step import Prompt
 from training.summary import busy, compared
 
 CONTRACT_FIELDS = {
