@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError
-from common.script import place
+from common.script import world
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
 LIMITED = "ATEN_CPU_CAPABILITY"
@@ -58,7 +58,7 @@ def pick_device(name: str) -> torch.device:
                 "--device mps, but PyTorch finds no Apple GPU. It needs a Mac with macOS 14 or later and a build of "
                 "torch for arm64. --device auto uses what is there."
             )
-        if place().count > 1:
+        if world().size > 1:
             raise ConfigError("--device mps is one GPU, for one process: leave out torchrun, or add --device cpu.")
         return torch.device("mps", 0)
     has_cuda = torch.cuda.is_available()
@@ -68,7 +68,7 @@ def pick_device(name: str) -> torch.device:
             "Elsewhere check `nvidia-smi`, and that torch is a CUDA build. --device auto uses what is there."
         )
     # With its index, as the tensors on it report it: torch.device("cuda") is not equal to torch.device("cuda:0").
-    return torch.device("cuda", place().local_rank) if has_cuda and name != "cpu" else torch.device("cpu")
+    return torch.device("cuda", world().local_rank) if has_cuda and name != "cpu" else torch.device("cpu")
 
 
 def device_name(device: torch.device) -> str:

@@ -18,26 +18,26 @@ LONGEST_MESSAGE = 5_000  # characters
 
 
 @dataclass(frozen=True)
-class Place:
-    """This process in the job that torchrun started. Without torchrun there is one process, of rank 0."""
+class World:
+    """The processes that torchrun started, and which of them this is. Without torchrun there is one, of rank 0."""
 
     rank: int = 0
-    count: int = 1  # world size: processes on all machines
+    size: int = 1  # processes on all machines
     local_rank: int = 0
-    local_count: int = 1  # of processes on this machine
+    local_size: int = 1  # processes on this machine
 
 
-def place() -> Place:
-    """From the environment variables that torchrun sets."""
+def world() -> World:
+    """Read the environment variables that torchrun sets."""
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys():
-        return Place()
+        return World()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    return Place(*(int(os.environ.get(name, 1)) for name in names))
+    return World(*(int(os.environ.get(name, 1)) for name in names))
 
 
 def is_rank_0() -> bool:
     """Whether this is rank 0, the process that prints and writes files."""
-    return place().rank == 0
+    return world().rank == 0
 
 
 class Script(Protocol):
@@ -91,7 +91,7 @@ def wrapped(main: Main, full_disk: type[UserError] | None) -> Script:
             if code is None or debug:
                 raise
             Unbreakable(sys.stdout).flush()
-            if place().local_rank == 0:
+            if world().local_rank == 0:
                 print(f"error: {message[:LONGEST_MESSAGE]}", file=Unbreakable(sys.stderr))
             return code
 
@@ -161,7 +161,7 @@ def unbreakable_output() -> Iterator[None]:
     """Printing inside never raises, and neither does flushing the rest afterwards. Only rank 0 prints."""
     with contextlib.ExitStack() as stack:
         out, err = (cast(TextIO, Unbreakable(stream)) for stream in (sys.stdout, sys.stderr))
-        if place().rank:
+        if world().rank:
             out = err = stack.enter_context(open(os.devnull, "w"))
         stack.enter_context(contextlib.redirect_stdout(out))
         stack.enter_context(contextlib.redirect_stderr(err))
@@ -182,7 +182,7 @@ def end(main: Script) -> NoReturn:
         code = main()
     except SystemExit as left:
         code = int(left.code or 0)
-    if place().count > 1:
+    if world().size > 1:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # the stream is closed
                 stream.flush()

@@ -78,9 +78,12 @@ class RunReader:
         whole = new[: new.rfind(b"\n") + 1]
         lines = whole.splitlines(keepends=True)
         for row in filter(None, map(row_of, lines)):
-            while self.rows and self.rows[-1]["step"] >= row["step"]:  # of a session that was cut off
+            while self.rows and self.rows[-1]["step"] > row["step"]:  # of a session that was cut off
                 self.rows.pop()
-            self.rows.append(row)
+            if self.rows and self.rows[-1]["step"] == row["step"]:  # a step and its evaluation have a row each
+                self.rows[-1] |= row
+            else:
+                self.rows.append(row)
         self.offset += len(whole)
         self.last_line = lines[-1] if lines else self.last_line
 

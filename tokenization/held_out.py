@@ -17,7 +17,7 @@ FEWEST, MOST = 2500, 8000  # characters of a passage; the last of a document may
 FURTHER = 1500  # characters, on average, from the fewest to the line that ends a passage
 TYPICAL = 4000  # characters
 MOST_BYTES = 40_000_000  # about ten million tokens; they stay in memory until all else is encoded
-SMALL = 4_000_000  # bytes: in less text, chance may choose far too little or too much
+SMALL = 4_000_000  # bytes: in less text the hash may select far too little or too much
 FURTHEST = 2.5  # times the share that is asked for, or so much less
 NAMES = 5  # that are listed
 

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from common.errors import ConfigError
 from common.files import read_json
 from common.flags import Parser, add_debug
-from common.script import place
+from common.script import world
 from common.validation import STRICT, Text, about, check, fields_of, option, options_of, suggest
 from generation.settings import FLAGS as GENERATION_FLAGS
 from model_config import ModelConfig, Size, setting
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
-OURS = ("name", "sources", "processes", "forecast")  # fields of Config that nobody gives
+OURS = ("name", "sources", "forecast")  # fields of Config that nobody gives
 NOT_GIVEN = ("default", "memory", "out of memory")  # sources of values that no user gave
 FEWEST_MINUTES = 0.0001
 Count = Annotated[int, Field(ge=0)]
@@ -195,7 +195,6 @@ class Config(ModelConfig, DataKeys):
 
     name: str = "default"  # of the config file, or of the model size
     sources: dict[str, str] = Field(default_factory=dict)  # where each value came from
-    processes: int = 1  # how many torchrun started; they share each step
     forecast: Forecast | None = None  # if training/dial.py chose the model
 
     @property
@@ -209,7 +208,7 @@ class Config(ModelConfig, DataKeys):
     @property
     def sequences_per_process(self) -> int:
         """Sequences of a step per process, rounded up: some processes may take one less."""
-        return math.ceil(self.sequences_per_step / self.processes)
+        return math.ceil(self.sequences_per_step / world().size)
 
     def rows_at_once(self, micro_batch_size: int) -> int:
         """Sequences per forward pass, at most `micro_batch_size`: a process cuts its share of a step into micro-batches
@@ -284,7 +283,7 @@ class Config(ModelConfig, DataKeys):
             problems.append("cooldown is for --use_lr_scheduler cosine or linear")
         if self.minutes and self.use_lr_scheduler == "constant":
             problems.append(
-                "minutes lets the learning rate fall in time, and use_lr_scheduler constant has no fall; add "
+                "minutes needs a schedule that decays, and use_lr_scheduler constant does not; add "
                 "--use_lr_scheduler linear, or stop by --max_hours"
             )
         if 0 < self.minutes < FEWEST_MINUTES:
@@ -315,14 +314,14 @@ class Config(ModelConfig, DataKeys):
         rows = self.sequences_per_step
         if (self.micro_batch_size or 1) > rows:
             problems.append(f"micro_batch_size {self.micro_batch_size} is above the {rows} sequences of a step")
-        if self.processes > rows:
+        if world().size > rows:
             problems.append(
-                f"torchrun started {self.processes} processes for the {rows} sequences of a step (batch_size * "
+                f"torchrun started {world().size} processes for the {rows} sequences of a step (batch_size * "
                 f"gradient_accumulation_steps): --nproc_per_node={rows} at most, or a larger --batch_size"
             )
-        if self.profile and self.processes > 1:
+        if self.profile and world().size > 1:
             problems.append(
-                f"--profile is for one process, and torchrun started {self.processes}: python train_colab_mmap.py ... "
+                f"--profile is for one process, and torchrun started {world().size}: python train_colab_mmap.py ... "
                 "--profile"
             )
         if self.device in ("cuda", "mps") and not self.use_gpu:
@@ -390,7 +389,7 @@ def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | 
                 problems.append(f"{key} and max_steps both set the length of the run ({source}); give one of them")
         values |= layer
         sources |= dict.fromkeys(layer, source)
-    values |= {"name": name, "sources": sources, "processes": place().count}
+    values |= {"name": name, "sources": sources}
 
     names = {key: f"--{key}" if source == "flag" else f"{key} in {source}" for key, source in sources.items()}
     of_words = (*problems, *(f"--{key} is " for key in flags))  # these say by themselves where they come from

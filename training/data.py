@@ -19,7 +19,7 @@ import torch
 from common.errors import ConfigError, DataError
 from common.machine import available_ram
 from common.output import byte_size
-from common.script import place
+from common.script import world
 from model import IGNORE_INDEX
 from tokenization.metadata import TokenMetadata, check_tokenizer, check_tokens, metadata_files, read_tokens
 from tokenization.token_folder import DEFAULT_FOLDER, holds_unfinished
@@ -58,7 +58,7 @@ class TokenData:
         self.tokens = torch.from_numpy(tokens.view(np.int16) if self.is_16_bit else tokens)
         if placement == "gpu":
             self.tokens = self.tokens.to(device)
-        stride = config.sequences_per_step if config.processes > 1 else None  # other processes read the rows between
+        stride = config.sequences_per_step if world().size > 1 else None  # other processes read the rows between
         self.reader = None if self.tokens.device.type == device.type else ReadAhead(self, stride)
         self.windows, self.val_windows = layout.windows, layout.val_windows
         self.fingerprint = {
@@ -247,7 +247,7 @@ def choose_placement(size: int, config: Config, hardware: Hardware) -> str:
     if hardware.is_cuda and hardware.memory_bytes and size <= GPU_SHARE * hardware.memory_bytes:
         return "gpu"
     free = available_ram()
-    size *= place().local_count  # each process reads its own copy
+    size *= world().local_size  # each process reads its own copy
     if free is None or size <= RAM_SHARE * free:
         return "ram"
     print(

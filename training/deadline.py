@@ -29,8 +29,8 @@ LEAST_FALL = 3  # steps
 MARGIN = 0.01  # of the minutes: the run ends a little early rather than late
 MOVED = 0.015  # of the minutes: a last step that is further from where it should be is moved
 MOVED_OF_LEFT = 0.2  # of the time left, which must be passed too: noise averages out until then
-EARLY = 0.03  # of the minutes: what ends earlier is said to
-LATE = 0.1  # of the minutes: what ends later than this because the plan is kept is said to, once
+EARLY = 0.03  # of the minutes: say so if the run will end earlier
+LATE = 0.1  # of the minutes: warn once if the run will be later than this, because its plan is kept
 WRITE_BYTES_PER_SECOND = 200e6  # of a checkpoint, where none was written yet
 
 

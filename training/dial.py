@@ -19,6 +19,7 @@ import numpy as np
 from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
 from common.files import read_json
 from common.output import byte_size, clock
+from common.script import world
 from common.validation import build
 from training.config import REPOSITORY, Config, Forecast, is_resolved, parse_config
 from training.data import GPU_SHARE
@@ -118,7 +119,7 @@ def choose(argv: Sequence[str] | None, asked: Config) -> Config:
     kept, forecast = kept_choice(asked)
     if kept:
         return replace(parse_config(argv, kept, SOURCE), forecast=forecast)
-    if asked.processes > 1:
+    if world().size > 1:
         raise ConfigError(
             "--input and --minutes alone choose the model in one process. Run the command without torchrun first, with "
             "--dry_run, and give torchrun the size that it names, as flags."

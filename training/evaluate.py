@@ -13,6 +13,7 @@ from common.chat import Message
 from common.errors import is_out_of_memory
 from common.machine import exact_device
 from common.output import log
+from common.script import world
 from generation.completion import ROWS_AT_ONCE, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX
@@ -68,8 +69,8 @@ def validation_loss(trainer: Trainer, windows: int | None = None) -> float:
         """The sum over this process's windows, and how many tokens or windows it is of."""
         total = torch.zeros((), device=exact, dtype=torch.float64)
         counted: int | torch.Tensor = 0
-        for round_begins in range(0, windows, rows * parallel.count()):
-            first = round_begins + rows * parallel.rank()
+        for round_begins in range(0, windows, rows * world().size):
+            first = round_begins + rows * world().rank
             here = max(0, min(rows, windows - first))
             # A process without windows computes one that does not count, as all take equally many batches.
             batch = data.validation_batch(min(first, windows - 1), max(1, here), windows)
@@ -82,7 +83,7 @@ def validation_loss(trainer: Trainer, windows: int | None = None) -> float:
     model.eval()
     try:
         rows = trainer.rows_at_once  # of several processes, none can take fewer than the others
-        total, counted = losses(rows) if config.processes > 1 else with_fewer_rows(losses, rows, data.device)
+        total, counted = losses(rows) if world().size > 1 else with_fewer_rows(losses, rows, data.device)
     finally:
         model.train()
     counts = parallel.all_reduce_sum(torch.as_tensor(counted, device=data.device))

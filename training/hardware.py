@@ -19,7 +19,7 @@ import torch
 
 from common.errors import ConfigError, is_out_of_memory
 from common.machine import cpu_bf16_flag, device_name, names_part, peak_flops, pick_device, total_ram
-from common.script import place
+from common.script import world
 from model_config import ModelConfig
 from training.config import Config
 
@@ -206,8 +206,8 @@ def detect_hardware(config: Config, shape: ModelConfig, was_compiled: bool | Non
         keep_freed_memory()
         torch.set_num_threads(config.threads or ALL_THREADS)
         memory = total_ram()
-        memory = memory and memory // place().local_count
-    peak = peak and peak * config.processes
+        memory = memory and memory // world().local_size
+    peak = peak and peak * world().size
     return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory, limit)
 
 

@@ -21,6 +21,7 @@ from common.files import atomic_write
 from common.lora import lora_of
 from common.machine import available_ram
 from common.output import byte_size, clock, si
+from common.script import world
 from training.deadline import MARGIN, Costs
 from training.evaluate import evaluated_windows, validation_loss
 from training.hardware import Hardware
@@ -67,7 +68,7 @@ def dry_run(run: Run, old: Old) -> None:
     rest = "left " if state.step else ""
     estimate = estimate_memory(config, model, hardware, trainer.rows_at_once) + held_memory(data, hardware)
     there_is = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
-    several = f" in each of {config.processes} processes" if config.processes > 1 else ""
+    several = f" in each of {world().size} processes" if world().size > 1 else ""
     at_most = "at most " if config.minutes else ""
     need, free = disk_space(run)
     print(
@@ -215,7 +216,7 @@ def time_evaluation(trainer: Trainer) -> float:
     if not trainer.config.eval_interval:
         return 0.0
     windows = evaluated_windows(trainer.data, trainer.config)
-    some = min(trainer.rows_at_once * trainer.config.processes, windows)
+    some = min(trainer.rows_at_once * world().size, windows)
     validation_loss(trainer, some)
     trainer.hardware.synchronize()
     began = time.perf_counter()
@@ -252,7 +253,7 @@ def time_step(trainer: Trainer) -> tuple[float, int]:
     if hardware.is_cuda or seconds * whole <= TIMED_SECONDS * unit:
         rows = whole
     elif not hardware.compiles:
-        rows = min(trainer.rows_at_once * config.processes, max(unit, int(TIMED_SECONDS / seconds)))
+        rows = min(trainer.rows_at_once * world().size, max(unit, int(TIMED_SECONDS / seconds)))
     if rows > unit:
         timed(rows)  # later steps reuse the memory that this one allocates
         seconds = timed(rows)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from common.errors import INTERRUPTED, MemoryExhausted
 from common.files import FolderLock
 from common.output import byte_size, clock, log
-from common.script import is_rank_0
+from common.script import is_rank_0, world
 from training.config import Config
 from training.deadline import Deadline
 from training.evaluate import (
@@ -78,7 +78,7 @@ def train_run(run: Run, started: float, ends_process: bool) -> int:
         return 0
     if is_rank_0():
         write_config(trainer)
-        rewind(run.dir, state.step if state.unevaluated is None else state.step - 1)
+        rewind(run.dir, state.step, state.evaluated_step)
         need, free = disk_space(run)
         if need > free and not state.step:
             log.info(f"Warning: the run takes about {byte_size(need)} in {run.dir}, and {byte_size(free)} are free.")
@@ -131,7 +131,11 @@ class Loop:
 
     @property
     def is_done(self) -> bool:
-        return self.state.finished and self.state.unevaluated is None
+        return self.state.finished and not self.evaluation_due
+
+    @property
+    def evaluation_due(self) -> bool:
+        return self.state.evaluation_due(self.trainer.config.eval_interval)
 
     def run_to_end(self) -> None:
         """Train to the last step, or until somebody asks to stop. Raises MemoryExhausted if one sequence at a time does
@@ -141,7 +145,7 @@ class Loop:
         except StopRequested:
             pass
         except MemoryExhausted:  # nothing but gradients has changed since the last step
-            if self.trainer.config.processes == 1:
+            if world().size == 1:
                 self.save_unsaved()
             raise
         self.save_unsaved()
@@ -152,7 +156,9 @@ class Loop:
         self.begin()
         with frozen_garbage():
             while not self.stops():
-                if state.unevaluated is None:  # else the session before was cut off in an evaluation
+                if self.evaluation_due:
+                    self.evaluate()
+                else:
                     with self.interruption.abandonable():  # only gradients change here
                         batch = read_batch(trainer, state.sequences_seen, config.sequences_per_step)
                         loss = self.fitting(accumulate, trainer, batch, state.step, config.sequences_per_step)
@@ -162,11 +168,10 @@ class Loop:
                     state.sequences_seen += config.sequences_per_step
                     state.tokens += trainer.tokens_per_step
                     self.report_step(result, lr)
-                if state.unevaluated is not None:
-                    self.evaluate(state.unevaluated)
-                if self.run.save_is_due():
-                    self.save_if_sound()
-                self.look_at_clock()
+                if not self.evaluation_due:
+                    if self.run.save_is_due():
+                        self.save_if_sound()
+                    self.look_at_clock()
 
     def begin(self) -> None:
         """What comes before the first step: compiling, and evaluations of the weights that it starts from."""
@@ -189,8 +194,7 @@ class Loop:
         return learning_rate(state.step, state.max_steps, self.trainer.config, fall)
 
     def report_step(self, result: StepResult, lr: float) -> None:
-        """Report the step that was taken, if a report is due; keep its metrics until they are complete, if an
-        evaluation is due. Raises ConfigError if the training diverged."""
+        """Report the step that was taken, if a report is due. Raises ConfigError if the training diverged."""
         trainer, state, config = self.trainer, self.state, self.trainer.config
         self.stability.step_done(result.skipped)
         self.report.step_done(trainer.tokens_per_step)
@@ -201,18 +205,18 @@ class Loop:
             log.info(f"First step {time.perf_counter() - self.started:.1f} s after the start")
         if reporting or not trainer.hardware.is_cuda:
             self.stability.require_stable(state.step, self.run.saved_step)
-        row: dict[str, Any] = {"step": state.step, "epoch": self.run.epoch, "tokens": state.tokens}
-        row["elapsed_seconds"] = self.timer.elapsed
         if reporting:  # only here the host waits for the device
+            row = self.row_of_step()
             row |= self.timer.training_row(result.loss, result.grad_norm, lr, trainer.model.flops_per_token())
             row |= self.stability.row()
             self.report.progress(row, self.run.mirror.status() if self.run.mirror else "")
             for line in self.stability.warnings(state.step, row["train_loss"]):
                 log.info(line)
-        if state.due(config.eval_interval):
-            state.unevaluated = row
-        elif reporting:
             self.report.write(row)
+
+    def row_of_step(self) -> dict[str, Any]:
+        """The fields that every row of metrics.jsonl has."""
+        return {"step": self.state.step, "epoch": self.run.epoch, "tokens": self.state.tokens} | self.timer.row()
 
     def fitting(self, work: Callable[..., Made], *arguments: Any) -> Made:
         """What `work` returns, with micro-batches that fit; `fitting` of training/memory.py says how. Their
@@ -224,14 +228,14 @@ class Loop:
                 write_config(self.trainer)
         return made
 
-    def evaluate(self, row: dict[str, Any]) -> None:
-        """Evaluate, and write the row of metrics of this step."""
+    def evaluate(self) -> None:
+        """Evaluate this step, and write its row of metrics."""
         trainer, state = self.trainer, self.state
         self.report.announce_evaluation(evaluated_windows(trainer.data, trainer.config) * trainer.shape.max_seq_len)
         with self.timer.paused():
             result = self.evaluation("the validation loss")
         self.deadline.evaluation_seconds = self.timer.last_pause
-        state.unevaluated = None
+        state.evaluated_step = state.step
         if state.best_val_loss is None or result.val_loss < state.best_val_loss:
             state.best_val_loss, state.best_step, state.best_windows = result.val_loss, state.step, result.windows
             self.run.best_is_new = True
@@ -241,7 +245,7 @@ class Loop:
             state.lowest_val_loss = result.val_loss
         if has_stopped_early(state.worse, trainer.config):
             state.max_steps = state.step
-        row = row | {"val_loss": result.val_loss, "val_bits_per_byte": result.bits_per_byte}
+        row = self.row_of_step() | {"val_loss": result.val_loss, "val_bits_per_byte": result.bits_per_byte}
         self.answers = result.answers
         self.report.evaluation(row, result.answers)
         self.report.write(row)

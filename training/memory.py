@@ -16,6 +16,7 @@ from common.files import read_json
 from common.lora import add_adapters
 from common.machine import available_ram, total_ram
 from common.output import byte_size, log
+from common.script import world
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from training.compilation import compile_model
@@ -132,17 +133,17 @@ def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None
 
 
 def halve_micro_batch(trainer: Trainer, error: Exception) -> None:
-    """Prepare to do again what `error`, out of memory, has ended. Raises any other error, and MemoryExhausted if
-    halving cannot help."""
+    """After `error`, out of memory: free memory and halve the micro-batch. Raises any other error, and MemoryExhausted
+    if halving cannot help."""
     if not is_out_of_memory(error):
         raise error
     config, rows = trainer.config, trainer.rows_at_once
     aside = DROPOUT_ASIDE if config.dropout else ""
     if rows == 1:
         raise MemoryExhausted(no_way_out(config, trainer.shape, trainer.hardware, rows)) from error
-    if config.processes > 1:  # all would have to retry together
+    if world().size > 1:  # all would have to retry together
         raise MemoryExhausted(
-            f"Out of memory with {rows} sequences at once in one of {config.processes} processes: add "
+            f"Out of memory with {rows} sequences at once in one of {world().size} processes: add "
             f"--micro_batch_size {rows // 2} to the same command, with the same result{aside}. Checkpoints saved "
             f"before are whole."
         ) from error

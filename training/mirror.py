@@ -383,7 +383,7 @@ def copy_files(paths: Iterable[Path], target: Path) -> None:
 
 
 def standing(best: Path) -> TrainState | None:
-    """Where the training stood that these best weights are of; None if that cannot be read."""
+    """Read the state saved with these best weights; None if that fails."""
     try:
         return read_state(Checkpoint(best)).state
     except (CheckpointError, OSError):

@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from common.errors import ConfigError, ProcessLost, UserError
 from common.machine import pick_device
-from common.script import Place, place
+from common.script import World, is_rank_0, world
 
 if TYPE_CHECKING:
     from training.config import Config
@@ -37,10 +37,9 @@ Made = TypeVar("Made")
 class Group:
     """The processes of this job, as one of them sees them."""
 
-    def __init__(self, here: Place, device: torch.device):
+    def __init__(self, here: World, device: torch.device):
         """Raises what torch.distributed raises if not all processes join within TIMEOUT_SECONDS."""
         timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
-        self.here = here
         if device.type == "cuda":  # NCCL kills the process at its timeout: the hosts, over gloo, time out before it
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * timeout)
         else:
@@ -66,12 +65,11 @@ GROUP: Group | None = None  # None: a single process
 def process_group(config: Config) -> Iterator[None]:
     """Join the other processes that torchrun started; at the end, wait for them and leave the group.
 
-    If another process is gone or hangs, those that are left raise ProcessLost. An error that several have is told by
-    one of them.
+    If another process is gone or hangs, the others raise ProcessLost. If several raise the same error, one prints it.
     """
     global GROUP
-    here = place()
-    if here.count == 1:
+    here = world()
+    if here.size == 1:
         yield
         return
     try:
@@ -85,34 +83,34 @@ def process_group(config: Config) -> Iterator[None]:
         GROUP = None
 
 
-def join(config: Config, here: Place) -> Group:
+def join(config: Config, here: World) -> Group:
     device = pick_device(config.device if config.use_gpu else "cpu")
     if device.type == "cuda":
         if here.local_rank >= (gpus := torch.cuda.device_count()):
             raise ConfigError(
-                f"torchrun started {here.local_count} processes on this machine, which has {gpus} GPUs: "
+                f"torchrun started {here.local_size} processes on this machine, which has {gpus} GPUs: "
                 f"--nproc_per_node={gpus}, or --device cpu."
             )
         torch.cuda.set_device(device)
     group = Group(here, device)
     backend = "NCCL" if device.type == "cuda" else "gloo"
     print(
-        f"Processes  {here.count}, over {backend}: {config.sequences_per_process} of the {config.sequences_per_step} "
+        f"Processes  {here.size}, over {backend}: {config.sequences_per_process} of the {config.sequences_per_step} "
         f"sequences of a step each"
     )
     return group
 
 
-def end_all(error: BaseException, here: Place) -> NoReturn:
+def end_all(error: BaseException, here: World) -> NoReturn:
     """Raise `error`, or ProcessLost if its cause lies in another process. If another process has told the same error,
     exit with its code."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun sends it to the others, before they have printed
     if is_collective_error(error):
         lost = ProcessLost(
-            f"The {here.count} processes that torchrun started could not connect to each other ({error})."
+            f"The {here.size} processes that torchrun started could not connect to each other ({error})."
             if GROUP is None
-            else f"One of the {here.count} processes died, or the others waited {TIMEOUT_SECONDS:g} s for it. Saved "
+            else f"One of the {here.size} processes died, or the others waited {TIMEOUT_SECONDS:g} s for it. Saved "
             "checkpoints are whole: run the same command to continue."
         )
         lost.__cause__, error = error, lost
@@ -133,14 +131,6 @@ def is_collective_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def count() -> int:
-    return 1 if GROUP is None else GROUP.here.count
-
-
-def rank() -> int:
-    return 0 if GROUP is None else GROUP.here.rank
-
-
 def on_rank_0(make: Callable[[], Made]) -> Made:
     """Run `make` on rank 0 only, and broadcast its result; the other ranks wait. If it raises, the others exit too.
 
@@ -150,7 +140,7 @@ def on_rank_0(make: Callable[[], Made]) -> Made:
         return make()
     assert not GROUP.in_rank_0_only, "on_rank_0 inside on_rank_0"
     sent: list[Any] = [None, None]
-    if GROUP.here.rank == 0:
+    if is_rank_0():
         GROUP.in_rank_0_only = True
         try:
             sent[0] = make()
@@ -186,7 +176,8 @@ def all_reduce_sum(number: torch.Tensor) -> torch.Tensor:
 def own_rows(rows: int) -> tuple[int, int]:
     """This process's slice of a step's `rows` sequences: its first row, and its number of rows. The numbers of two
     processes differ by one at most."""
-    first, end = (rows * part // count() for part in (rank(), rank() + 1))
+    here = world()
+    first, end = (rows * part // here.size for part in (here.rank, here.rank + 1))
     return first, end - first
 
 
@@ -209,12 +200,13 @@ def map_over_ranks(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Te
     all get the whole result (all-gather)."""
     if GROUP is None:
         return work(batch)
-    share = -(-len(batch) // count())
-    mine = batch[share * rank() : share * (rank() + 1)]
+    here = world()
+    share = -(-len(batch) // here.size)
+    mine = batch[share * here.rank : share * (here.rank + 1)]
     done = batch.new_zeros(share, *batch.shape[1:])  # of the same size in all processes, as all-gather needs it
     if len(mine):
         done[: len(mine)] = work(mine)
-    parts = [torch.empty_like(done) for _ in range(count())]
+    parts = [torch.empty_like(done) for _ in range(here.size)]
     dist.all_gather(parts, done)
     return torch.cat(parts)[: len(batch)]
 

@@ -68,13 +68,14 @@ def metrics_line(row: dict[str, Any]) -> str:
 
 
 def finite(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of metrics without what was not measured, or has no form in JSON, which knows no infinity."""
+    """Drop None, NaN and infinity, which JSON cannot hold."""
     return {key: value for key, value in row.items() if value is not None and math.isfinite(value)}
 
 
-def rewind(run_dir: Path, step: int) -> None:
-    """Forget rows after `step`: the steps that a killed session took beyond its last checkpoint are taken again. The
-    summary goes too, as it is of a shorter run; samples.md is drawn anew. A record that cannot be changed is a warning.
+def rewind(run_dir: Path, step: int, evaluated_step: int) -> None:
+    """Forget rows after `step` and evaluations after `evaluated_step`: the steps that a killed session took beyond its
+    last checkpoint are taken again. The summary goes too, as it is of a shorter run; samples.md is drawn anew. A record
+    that cannot be changed is a warning.
     """
     with contextlib.suppress(OSError):  # the next one that is written warns
         (run_dir / SUMMARY).unlink()
@@ -91,7 +92,8 @@ def rewind(run_dir: Path, step: int) -> None:
             else:
                 lines = content.splitlines(keepends=True)  # bytes: the last may end inside a character
                 whole = (line for line in lines if line.endswith(b"\n"))
-                kept = b"".join(line for line in whole if step_of(line.decode(errors="replace")) <= step)
+                last = {line: evaluated_step if name == SAMPLES or b'"val_loss"' in line else step for line in lines}
+                kept = b"".join(line for line in whole if step_of(line.decode(errors="replace")) <= last[line])
             if kept != content:
                 with atomic_write(path) as file:
                     file.write(kept)
@@ -119,11 +121,18 @@ def step_of(line: str) -> float:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, none if it cannot be read. Torn lines are skipped: a full disk can leave one."""
+    """What metrics.jsonl says of each step, in order: a step and its evaluation have a row each. None if it cannot be
+    read. Torn lines are skipped: a full disk can leave one."""
     lines: list[str] = []
     with contextlib.suppress(OSError):  # of which the run has warned
         lines = lines_of(run_dir / METRICS)
-    return [json.loads(line) for line in lines if step_of(line) < math.inf]
+    rows: list[dict[str, Any]] = []
+    for row in (json.loads(line) for line in lines if step_of(line) < math.inf):
+        if rows and rows[-1]["step"] == row["step"]:
+            rows[-1] = row | rows[-1]
+        else:
+            rows.append(row)
+    return rows
 
 
 def lines_of(path: Path) -> list[str]:
@@ -222,7 +231,7 @@ def open_events(run_dir: Path) -> SummaryWriter:
 
 
 def write_event(writer: SummaryWriter, row: dict[str, Any]) -> None:
-    """A row of metrics, each of its numbers under its own name."""
+    """A row of metrics, each of its numbers under its own name; of an evaluation those that its step does not have."""
     for key, value in finite(row).items():
-        if key != "step":
+        if key.startswith("val_") or ("train_loss" in row and key != "step"):
             writer.add_scalar(key, value, row["step"])

@@ -245,6 +245,11 @@ class Timer:
             self.paused_seconds += self.last_pause
             self.interval_started += self.last_pause
 
+    def row(self) -> dict[str, float]:
+        """What every row of metrics says of the time."""
+        units = self.compute_units
+        return {"elapsed_seconds": self.elapsed} | ({} if units is None else {"compute_units": units})
+
     def training_row(
         self, loss: torch.Tensor, grad_norm: torch.Tensor, lr: float, flops_per_token: int
     ) -> dict[str, Any]:
@@ -263,7 +268,4 @@ class Timer:
         cpu = time.thread_time()
         self.cpu_seconds, self.interval_cpu = self.cpu_seconds + cpu - self.interval_cpu, cpu
         self.interval_started, self.interval_steps, self.interval_tokens = now, 0, 0
-        row["elapsed_seconds"] = self.elapsed
-        if (units := self.compute_units) is not None:
-            row["compute_units"] = units
-        return row
+        return row | self.row()

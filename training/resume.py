@@ -31,13 +31,14 @@ from common.checkpoint import (
 from common.errors import CheckpointError, ConfigError
 from common.files import OF_RUN, atomic_write, sha256_file
 from common.lora import LoRA, find_base, lora_of
+from common.script import world
 from model_config import ModelConfig
 from tokenization.token_folder import find_tokens
 from training.config import Config, scope_of
 from training.data import TokenData
 from training.mirror import Mirror, beats, copy_files, standing
 from training.optimizer import apply_hyperparameters
-from training.parallel import any_process, broadcast_tensors, count, on_rank_0
+from training.parallel import any_process, broadcast_tensors, on_rank_0
 from training.records import RECORDS
 from training.run import Run
 from training.run_folder import quarantine, require_movable, require_ours, set_aside, tidy
@@ -411,7 +412,7 @@ def restore(run: Run, old: Old) -> TrainState:
 
 
 def best_of(run: Run) -> TrainState | None:
-    """Where the training stood that best/ is of, which later weights have to beat; None without whole best weights."""
+    """Read the state saved with best/, whose loss later weights have to beat; None if best/ is missing or damaged."""
     best = run.dir / BEST
     if best.exists() and (problems := problems_of(best)):
         print(f"Warning: {describe_damage(best, problems)} The next evaluation replaces it.", file=sys.stderr)
@@ -422,7 +423,7 @@ def best_of(run: Run) -> TrainState | None:
 def share_rank_0(run: Run) -> None:
     """Give all processes what rank 0 has loaded. Raises CheckpointError if this run was begun on another machine than
     that of rank 0."""
-    if count() == 1:
+    if world().size == 1:
         return
     trainer = run.trainer
     trainer.scaler.load_state_dict(on_rank_0(trainer.scaler.state_dict))

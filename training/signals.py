@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-from common.script import is_rank_0
-from training.parallel import any_process, count
+from common.script import is_rank_0, world
+from training.parallel import any_process
 
 SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 TWO_CLICKS_SECONDS = 2.0
@@ -55,7 +55,7 @@ class Interruption:
             yield
         finally:
             for number, handler in before.items():
-                is_over = self.requested or count() > 1  # torchrun ends all processes when one has an exit code
+                is_over = self.requested or world().size > 1  # torchrun ends all processes when one has an exit code
                 signal.signal(number, signal.SIG_IGN if is_over and self.ends_process else handler)
 
     def ask(self, signum: int, frame: FrameType | None) -> None:
@@ -64,7 +64,7 @@ class Interruption:
             self.requested = True
             self.first_signal = time.monotonic()
             since = None if self.began is None else time.monotonic() - self.began
-            abandons = since is not None and count() == 1 and (self.is_long or since > LONG_SECONDS)
+            abandons = since is not None and world().size == 1 and (self.is_long or since > LONG_SECONDS)
             now = "Stopping now, and saving what is finished" if abandons else self.answer
             with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
                 if is_rank_0():
@@ -79,7 +79,7 @@ class Interruption:
         """What happens inside changes nothing that is saved. Raises StopRequested."""
         self.began = began = time.monotonic()
         try:
-            if self.requested and count() == 1:
+            if self.requested and world().size == 1:
                 raise StopRequested
             yield
         finally:

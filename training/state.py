@@ -5,7 +5,6 @@ The file may come from somebody else, with hashes that match: pydantic checks ev
 
 from __future__ import annotations
 
-import math
 import uuid
 from dataclasses import asdict, replace
 from typing import Annotated, Any
@@ -86,7 +85,7 @@ class TrainState:
     lowest_val_loss: Number | None = None  # up to this step; after a kill, best/ may be of a later step
     worse: Steps = 0  # evaluations in a row without a lower loss
     base: Start | None = None
-    unevaluated: dict[str, Number | None] | None = None  # metrics of this step, if its evaluation is due and not done
+    evaluated_step: Steps = 0  # the last step that was evaluated
     skipped_updates: Steps = 0
     elapsed_seconds: Seconds = 0.0  # in all sessions
     compiled: bool | None = None  # on a CPU; None: on a GPU, or no step was taken
@@ -102,6 +101,10 @@ class TrainState:
         """True every `interval` steps (0: never) and after the last."""
         return bool(interval) and (self.step % interval == 0 or self.finished)
 
+    def evaluation_due(self, interval: int) -> bool:
+        """Whether this step has to be evaluated: the session before may have been cut off in it."""
+        return self.due(interval) and self.evaluated_step < self.step
+
 
 @dataclass(config=OF_A_FILE)
 class Saved:
@@ -116,17 +119,13 @@ class Saved:
     def checked(self) -> Saved:
         if self.scaler and not self.scaler.keys() >= SCALER:
             raise ValueError("scaler is not the state of a gradient scaler")
-        if self.state.unevaluated is not None and self.state.unevaluated.get("step") != self.state.step:
-            raise ValueError(f"unevaluated is a row of metrics of another step than {self.state.step}")
+        if self.state.evaluated_step > self.state.step:
+            raise ValueError(f"evaluated_step is {self.state.evaluated_step}, after step {self.state.step}")
         return self
 
     def to_json(self) -> dict[str, Any]:
-        state = asdict(self.state)
-        if state["unevaluated"] is not None:  # JSON has no infinity and no NaN
-            row = state["unevaluated"].items()
-            state["unevaluated"] = {key: value for key, value in row if value is not None and math.isfinite(value)}
         rest = {"scaler": self.scaler, "data": self.data, "config": self.config, "torch": torch.__version__}
-        return state | rest
+        return asdict(self.state) | rest
 
 
 def read_state(checkpoint: Checkpoint) -> Saved:

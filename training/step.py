@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from common.errors import ConfigError
+from common.script import world
 from model import IGNORE_INDEX, TransformerLanguageModel
 from model_config import ModelConfig
 from training import parallel
@@ -96,9 +97,9 @@ def accumulate(trainer: Trainer, batch: Batch, step: int, sequences: int) -> tor
     Dropout's random stream depends on (seed, step, rank) only, so a resumed run needs no saved random state.
     """
     config, scaler = trainer.config, trainer.scaler
-    rows = min(trainer.rows_at_once, math.ceil(sequences / config.processes))
+    rows = min(trainer.rows_at_once, math.ceil(sequences / world().size))
     if config.dropout:  # without it nothing is drawn, and seeding takes up to half a millisecond
-        torch.manual_seed(config.seed * 1_000_003 + step + (parallel.rank() << 53))
+        torch.manual_seed(config.seed * 1_000_003 + step + (world().rank << 53))
     own = len(batch[0])
     total = torch.zeros((), device=trainer.data.device)
     weights = shares(batch[1], rows, trainer.data.layout.has_mask, sequences)
@@ -110,7 +111,7 @@ def accumulate(trainer: Trainer, batch: Batch, step: int, sequences: int) -> tor
             loss = loss * share
             scaler.scale(loss).backward()
         total += loss.detach()
-    return parallel.all_reduce_sum(total) / parallel.count()
+    return parallel.all_reduce_sum(total) / world().size
 
 
 def apply_gradients(trainer: Trainer, loss: torch.Tensor, lr: float) -> StepResult:
@@ -136,9 +137,9 @@ def shares(targets: torch.Tensor, rows: int, has_mask: bool, whole: int) -> list
     """
     if not has_mask:
         own = len(targets)
-        return [parallel.count() * min(rows, own - first) / whole for first in range(0, own, rows)]
+        return [world().size * min(rows, own - first) / whole for first in range(0, own, rows)]
     counts = torch.stack([(part != IGNORE_INDEX).sum() for part in targets.split(rows)])
-    return list(parallel.count() * counts / parallel.all_reduce_sum(counts.sum()))
+    return list(world().size * counts / parallel.all_reduce_sum(counts.sum()))
 
 
 def pad_rows(batch: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, ...]:
@@ -156,7 +157,7 @@ def smallest_part(trainer: Trainer) -> int:
     """The fewest sequences to time a step on: a compiled model takes one shape only, and a GPU is slow on less."""
     hardware, config = trainer.hardware, trainer.config
     at_once = trainer.rows_at_once if hardware.is_cuda or hardware.compiles else 1
-    return min(at_once * config.processes, config.sequences_per_step)
+    return min(at_once * world().size, config.sequences_per_step)
 
 
 def not_finite(loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:

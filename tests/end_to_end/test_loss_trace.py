@@ -20,6 +20,7 @@ import safetensors.numpy
 import torch
 
 from tests.helpers import ROOT, flags_of_a_tiny_run, generated_text, write_tokens
+from training.records import read_metrics
 
 TRACE = Path(__file__).parent / "data" / "loss_trace.json"
 # Instruction sets differ between machines, and with them the order of additions: these pin one order for all.
@@ -37,7 +38,7 @@ def run_trainer(flags: list[str]) -> None:
 
 
 def read_trace(run_dir: Path) -> dict[str, object]:
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(run_dir)
     weights = safetensors.numpy.load_file(run_dir / "checkpoints" / "step_00000024" / "model.safetensors")
     return {
         "torch": torch.__version__.split("+")[0],

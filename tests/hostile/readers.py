@@ -105,8 +105,7 @@ class Training:
         run = self.start_or_resume()
         state = run.state
         assert run.saved_step == state.step >= 0 and run.epoch >= 0
-        if state.unevaluated is not None:
-            assert state.unevaluated["step"] == state.step
+        assert state.evaluated_step <= state.step
         if not state.finished:
             self.take_step(run)
         saved = Saved(state, run.trainer.scaler.state_dict(), self.data.fingerprint, self.config.values())

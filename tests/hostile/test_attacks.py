@@ -156,7 +156,7 @@ def test_the_scripts_say_so_with_their_exit_codes(training: Training, tmp_path: 
     cooldown = {"minutes": 1, "first": 1, "last": 2, "most": 3}  # a whole one
     attacks: list[tuple[str, bytes | str | dict, int, str]] = [
         ("training_state.json", {**state, "step": float("-inf")}, 4, "step is -Infinity"),
-        ("training_state.json", {**state, "unevaluated": {"step": "x"}}, 4, "unevaluated"),
+        ("training_state.json", {**state, "evaluated_step": "x"}, 4, "evaluated_step"),
         ("training_state.json", {**state, "cooldown": {"minutes": 1, "first": 1}}, 4, "cooldown"),
         ("training_state.json", {**state, "cooldown": cooldown | {"last": 10**8}}, 4, "cooldown"),
         ("training_state.json", {**state, "cooldown": cooldown | {"minutes": -1}}, 4, "cooldown"),

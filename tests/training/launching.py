@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.forked import Forked
 from tests.helpers import ROOT
 
@@ -38,6 +40,12 @@ def places(count: int) -> list[dict[str, str]]:
     of_all = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
     of_all |= {"LOCAL_WORLD_SIZE": str(count)}
     return [{**of_all, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+
+
+def join(patch: pytest.MonkeyPatch, count: int) -> None:
+    """Let this process be the first of `count`."""
+    for name, value in places(count)[0].items():
+        patch.setenv(name, value)
 
 
 def trained(

@@ -355,10 +355,7 @@ def test_every_key_says_what_it_is_for() -> None:
         "rope_scaling",
         "qkv_bias",
     }  # imports
-    assert (
-        set(SCHEMA)
-        == {f.name for f in dataclasses.fields(Config)} - {"name", "sources", "processes", "forecast"} - not_asked
-    )
+    assert set(SCHEMA) == {f.name for f in dataclasses.fields(Config)} - {"name", "sources", "forecast"} - not_asked
 
 
 @pytest.mark.parametrize("key", SCHEMA)

@@ -7,7 +7,6 @@ import math
 import random
 import shutil
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import pytest
 import train_colab_mmap
 from common.errors import ConfigError, DataError
 from tests.helpers import WORDS
+from tests.training.launching import join
 from tests.training.pretended import MACHINES, Pretended
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
@@ -204,10 +204,11 @@ def test_too_few_minutes_for_a_step(book: Path, capsys: pytest.CaptureFixture) -
     assert "leaves no time for the learning rate to fall" in capsys.readouterr().out
 
 
-def test_several_processes_get_the_choice_of_one(book: Path) -> None:
+def test_several_processes_get_the_choice_of_one(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     argv = flags(book)
+    join(monkeypatch, 2)
     with pytest.raises(ConfigError, match="torchrun"):
-        choose(argv, replace(parse_config(argv), processes=2))
+        choose(argv, parse_config(argv))
 
 
 def test_a_config_a_size_or_a_checkpoint_leave_no_choice(book: Path) -> None:

@@ -25,7 +25,7 @@ from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import ALPHABET, CPU, estimated, rows_of, run_script, snapshot, trainer_of
 from tests.training.helpers import steps_of
-from tests.training.launching import free_port, places, torchrun, trained
+from tests.training.launching import free_port, join, places, torchrun, trained
 from tokenize_local_bpe import tokenize
 from training import hardware, memory, optimizer, parallel
 from training.config import parse_config
@@ -349,10 +349,12 @@ def test_if_one_process_cannot_compile_all_take_the_same_smaller_micro_batch(
     """There is memory for compiled code, and not for uncompiled code. Whichever process fails, rank 0 says so."""
     flags = {**WHOLE, "max_steps": 4, "eval_interval": 2, "precision": "fp32", "batch_size": 64, "max_seq_len": 64}
     flags |= {"gradient_accumulation_steps": 1}
-    config = dataclasses.replace(parse_config(train_flags(tmp_path / "run", **flags)), processes=2)
+    config = parse_config(train_flags(tmp_path / "run", **flags))
     with torch.device("meta"):
         model = TransformerLanguageModel(config.shape(len(ALPHABET)))
-    needed = [estimated(config, model, dataclasses.replace(CPU, compiles=compiled)) for compiled in (True, False)]
+    with pytest.MonkeyPatch.context() as patch:
+        join(patch, 2)
+        needed = [estimated(config, model, dataclasses.replace(CPU, compiles=compiled)) for compiled in (True, False)]
     enough = int(sum(needed) / 2 / memory.MEMORY_SHARE)
     reaped += trained(2, *train_flags(tmp_path / "off", **flags, compile="off", micro_batch_size=16))
     told = [process.communicate(timeout=60) for process in reaped]
@@ -389,12 +391,6 @@ def test_dry_run_counts_all_processes(train_flags: Callable, tmp_path: Path, rea
     assert "Dry run: no run was written" in out and of_second == ("", "") and not (tmp_path / "run").exists()
 
 
-@pytest.fixture
-def as_one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": 0, "WORLD_SIZE": 3, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 3}.items():
-        monkeypatch.setenv(name, str(value))
-
-
 @pytest.mark.parametrize(
     ("changes", "extra", "said"),
     [
@@ -403,13 +399,17 @@ def as_one_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_flags_for_one_process_are_refused_with_several(
-    changes: dict[str, Any], extra: tuple[str, ...], said: str, train_flags: Callable, as_one_of_three: None
+    changes: dict[str, Any], extra: tuple[str, ...], said: str, train_flags: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    join(monkeypatch, 3)
     with pytest.raises(ConfigError, match=re.escape(said)):
         parse_config([*train_flags(Path("run"), **changes), *extra])
 
 
-def test_out_of_memory_in_one_process_names_the_flag_that_helps(train_flags: Callable, as_one_of_three: None) -> None:
+def test_out_of_memory_in_one_process_names_the_flag_that_helps(
+    train_flags: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join(monkeypatch, 3)
     """No process retries alone: all would have to repeat the same batch."""
     config = parse_config(train_flags(Path("run"), batch_size=24, gradient_accumulation_steps=1))
     model = torch.nn.Linear(1, 1)

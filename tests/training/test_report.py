@@ -59,7 +59,7 @@ def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: 
     for name, torn in (("samples.jsonl", '{"step": 2, "ri'), ("samples.md", "| 1")):
         with open(tmp_path / name, "a") as file:
             file.write(torn)
-    rewind(tmp_path, 5)
+    rewind(tmp_path, 5, 5)
     assert read_metrics(tmp_path) == [json.loads(line) for line in rows.splitlines()[:5]]
     assert (tmp_path / "samples.jsonl").read_text() == samples
     assert (tmp_path / "samples.md").read_text() == table
@@ -67,7 +67,7 @@ def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: 
     assert table.splitlines() == ["## Step 2, 0 of 1 exactly right", "", *rows, ""]
     report.write({"step": 6, "train_loss": 0.5})
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    rewind(tmp_path, 0)
+    rewind(tmp_path, 0, 0)
     assert read_metrics(tmp_path) == []
 
 
@@ -80,7 +80,7 @@ def test_rewind_survives_a_character_cut_in_half(report: Report, tmp_path: Path)
     for path in files:
         path.write_bytes(path.read_bytes().rpartition("ö".encode())[0] + "ö".encode()[:1])
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe')
-    rewind(tmp_path, 1)
+    rewind(tmp_path, 1, 1)
     assert [path.read_bytes() for path in files] == whole
     assert read_metrics(tmp_path) == [{"step": 1}]
 
@@ -169,7 +169,7 @@ def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Pa
         f"## Step {step}, {len(nasty)} of {len(nasty)} exactly right" for step in (10, 20)
     ]
     assert [row.answers for row in read_samples(tmp_path)] == [nasty, nasty]
-    rewind(tmp_path, 10)
+    rewind(tmp_path, 10, 10)
     assert (tmp_path / "samples.md").read_text(encoding="utf-8").splitlines() == rows[: len(rows) // 2]
 
 
