@@ -18,6 +18,7 @@ from benchmarks.workload import Training
 from tests.forked import fork_what_is_measured
 from tests.helpers import ROOT, WORDS, generated_text
 from training.law import Law
+from training.records import read_metrics
 
 TRUE = Law(0.8, 5.0, 0.22, 40.0, 0.3, 5.0, 0.25)
 # Stands for nanoGPT's model.py: its names and its tied head, over our model.
@@ -60,7 +61,7 @@ def test_a_step_is_a_step_of_the_trainer(tmp_path: Path, train: Callable, train_
     """The same losses, to the last digit that is logged, dropout and accumulated gradients included."""
     flags = train_flags(tmp_path / "run", max_steps=4)
     assert train(tmp_path / "run", max_steps=4).code == 0
-    logged = [json.loads(line)["train_loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [row["train_loss"] for row in read_metrics(tmp_path / "run")]
     training = Training.open(flags)
     losses = []
     for _ in range(4):

@@ -409,8 +409,8 @@ def test_flags_for_one_process_are_refused_with_several(
 def test_out_of_memory_in_one_process_names_the_flag_that_helps(
     train_flags: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join(monkeypatch, 3)
     """No process retries alone: all would have to repeat the same batch."""
+    join(monkeypatch, 3)
     config = parse_config(train_flags(Path("run"), batch_size=24, gradient_accumulation_steps=1))
     model = torch.nn.Linear(1, 1)
     assert (config.sequences_per_process, rows_of(config)) == (8, 8)
