@@ -99,10 +99,14 @@ def cpu_info() -> str:
 
 def cpu_bf16_flag() -> str | None:
     """The instruction set that makes bf16 fast on this CPU; None if it has none or the system does not say."""
-    flags = next((line.split() for line in cpu_info().splitlines() if line.startswith("flags")), [])
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()  # oneDNN computes the products in bf16
+    return bf16_flag(cpu_info(), os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL"))
+
+
+def bf16_flag(info: str, limit: str) -> str | None:
+    """The same of a CPU with this /proc/cpuinfo. `limit` is that of oneDNN, which computes the products in bf16."""
+    flags = next((line.split() for line in info.splitlines() if line.startswith("flags")), [])
     units = (("amx_bf16", "AMX", "AMX"), ("avx512_bf16", "AVX512-BF16", "AVX512_CORE_BF16|AVX512_CORE_FP16|AVX10|AMX"))
-    usable = (name for flag, name, isa in units if flag in flags and re.search(f"ALL|DEFAULT|{isa}", limit))
+    usable = (name for flag, name, isa in units if flag in flags and re.search(f"ALL|DEFAULT|{isa}", limit.upper()))
     return next(usable, None)
 
 

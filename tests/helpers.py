@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import importlib.util
 import io
 import json
 import logging
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -182,6 +186,32 @@ def open_tokens(config: Config, hardware: Hardware = CPU) -> TokenData:
 
 def estimated(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:
     return estimate_memory(config, model, hardware, rows_of(config))
+
+
+@contextlib.contextmanager
+def full_disk(part: str = "") -> Iterator[None]:
+    """Inside, no file with `part` in its path reaches the disk."""
+    fsync = os.fsync
+
+    def full(descriptor: int) -> None:
+        if part in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(descriptor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        yield
+
+
+@contextlib.contextmanager
+def without_packages(*names: str) -> Iterator[None]:
+    """Inside, these packages are not installed."""
+    find_spec = importlib.util.find_spec
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            importlib.util, "find_spec", lambda name, *more: None if name in names else find_spec(name, *more)
+        )
+        yield
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from training.hardware import (
     COMPILED_TOKEN,
     CPU_COMPILE_SAVES,
     CPU_FLOPS_PER_CORE,
+    Units,
     choose_compile,
     clear_frames,
 )
@@ -346,7 +347,8 @@ class Dial:
         if hardware.is_cuda:
             return [False, True] if hardware.compiles and config.compile == "auto" else [hardware.compiles]
         forecast = Forecast(0, 0, 0, self.speed(candidate, False)[0].cpu_share)
-        return [choose_compile(replace(config, forecast=forecast), candidate.model.config, hardware.device)[0]]
+        units = Units.of(hardware.device)
+        return [choose_compile(replace(config, forecast=forecast), candidate.model.config, units)[0]]
 
     def outcome(self, candidate: Candidate, minutes: float, compiles: bool, slower: float = 1.0) -> Choice:
         """What it comes to, on a machine that is so many times slower than timed."""

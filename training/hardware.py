@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import importlib.util
 import os
 import platform
 import sys
@@ -13,7 +12,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from importlib.util import find_spec
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -50,6 +50,21 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 
 ALL_THREADS = torch.get_num_threads()  # as the environment says, or one a core
 A100_UNITS_PER_HOUR = 8.0  # Google Colab's rate, as the blog's author paid it
+
+
+class Units(NamedTuple):
+    """What a device computes with, as far as precision and compilation depend on it."""
+
+    kind: str  # "cuda", "mps" or "cpu"
+    capability: tuple[int, int] = (0, 0)  # of a CUDA GPU
+    bf16: str | None = None  # the instructions for bf16 of a CPU
+    has_triton: bool = False
+
+    @classmethod
+    def of(cls, device: torch.device) -> Units:
+        if device.type != "cuda":
+            return cls(device.type, bf16=cpu_bf16_flag())
+        return cls("cuda", torch.cuda.get_device_capability(device), has_triton=find_spec("triton") is not None)
 
 
 @dataclass(frozen=True)
@@ -186,9 +201,10 @@ def detect_hardware(config: Config, shape: ModelConfig, was_compiled: bool | Non
     device = pick_device(config.device if config.use_gpu else "cpu")
     use_cuda = device.type == "cuda"
     name = device_name(device)
-    precision, precision_reason = choose_precision(config, shape, device)
+    units = Units.of(device)
+    precision, precision_reason = choose_precision(config.precision, shape.embed_dim, units)
     peak = peak_flops(name) if use_cuda else None
-    compiles, compile_reason, limit = choose_compile(config, shape, device, was_compiled)
+    compiles, compile_reason, limit = choose_compile(config, shape, units, was_compiled)
     if use_cuda:
         # cuDNN 9.10, which comes with torch 2.9, reads out of bounds in its attention's backward pass (pytorch issues
         # 169849, 171627).
@@ -211,38 +227,37 @@ def detect_hardware(config: Config, shape: ModelConfig, was_compiled: bool | Non
     return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory, limit)
 
 
-def choose_precision(config: Config, shape: ModelConfig, device: torch.device) -> tuple[str, str]:
-    """bf16 where the hardware has it, else fp16 with a gradient scaler on CUDA, else fp32."""
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        has_bf16 = major >= 8
-        if config.precision == "bf16" and not has_bf16:
-            raise ConfigError(
-                f"--precision bf16 needs CUDA capability 8.0; this GPU has {major}.{minor}. "
-                "Leave --precision auto: it takes fp16 here."
-            )
-        if config.precision != "auto":
-            return config.precision, "as configured"
-        if has_bf16:
-            return "bf16", f"CUDA capability {major}.{minor} has bf16 tensor cores"
-        return "fp16", f"CUDA capability {major}.{minor} has no bf16 tensor cores; gradients are scaled"
-    if config.precision == "fp16":
+def choose_precision(requested: str, embed_dim: int, units: Units) -> tuple[str, str]:
+    """(precision, reason): bf16 where the device has it, else fp16 with a gradient scaler on CUDA, else fp32.
+
+    Raises ConfigError if the device lacks what was requested.
+    """
+    capability = "CUDA capability {}.{}".format(*units.capability)
+    if requested == "bf16" and units.kind == "cuda" and units.capability < (8, 0):
+        raise ConfigError(
+            f"--precision bf16 needs CUDA capability 8.0; this GPU has {units.capability[0]}.{units.capability[1]}. Leave --precision auto: it takes "
+            f"fp16 here."
+        )
+    if requested == "bf16" and units.kind == "mps":
+        raise ConfigError(
+            "--precision bf16 is not for Apple's GPUs: attention in half precision lets tokens see later tokens there "
+            "(pytorch issue 195910). Leave --precision auto: it takes fp32."
+        )
+    if requested == "fp16" and units.kind != "cuda":
         raise ConfigError("--precision fp16 is for CUDA GPUs; here use bf16 or fp32.")
-    if device.type == "mps":
-        if config.precision == "bf16":
-            raise ConfigError(
-                "--precision bf16 is not for Apple's GPUs: attention in half precision lets tokens see later "
-                "tokens there (pytorch issue 195910). Leave --precision auto: it takes fp32."
-            )
+    if requested != "auto":
+        return requested, "as configured"
+    if units.kind == "cuda":
+        if units.capability >= (8, 0):
+            return "bf16", f"{capability} has bf16 tensor cores"
+        return "fp16", f"{capability} has no bf16 tensor cores; gradients are scaled"
+    if units.kind == "mps":
         return "fp32", "on Apple's GPUs attention in half precision is wrong (pytorch issue 195910)"
-    if config.precision != "auto":
-        return config.precision, "as configured"
-    flag = cpu_bf16_flag()
-    if flag is None:
+    if units.bf16 is None:
         return "fp32", "this CPU has neither AMX nor AVX512-BF16"
-    if shape.embed_dim < CPU_BF16_MIN_WIDTH:
-        return "fp32", f"at embed_dim {shape.embed_dim}, below {CPU_BF16_MIN_WIDTH}, bf16 is slower on a CPU"
-    return "bf16", f"this CPU has {flag}"
+    if embed_dim < CPU_BF16_MIN_WIDTH:
+        return "fp32", f"at embed_dim {embed_dim}, below {CPU_BF16_MIN_WIDTH}, bf16 is slower on a CPU"
+    return "bf16", f"this CPU has {units.bf16}"
 
 
 def spills() -> bool:
@@ -270,17 +285,17 @@ def gpu_compile_seconds(num_layers: int) -> float:
 
 
 def choose_compile(
-    config: Config, shape: ModelConfig, device: torch.device, was_compiled: bool | None = None
+    config: Config, shape: ModelConfig, units: Units, was_compiled: bool | None = None
 ) -> tuple[bool, str, float | None]:
     """Whether to compile, why, and the seconds after which to give it up: on a GPU with Triton; on a CPU the modern
     form, if the run is long enough to repay it. A run that is continued on a CPU stays as it began (`was_compiled`), so
     that the same command resumes with the same arithmetic."""
     if config.compile != "auto":
         return config.compile == "on", "as configured", None
-    if device.type == "mps":
+    if units.kind == "mps":
         return False, "not tested on Apple's GPUs", None
-    if device.type == "cuda":
-        if importlib.util.find_spec("triton") is None:
+    if units.kind == "cuda":
+        if not units.has_triton:
             return False, "torch.compile needs Triton on a GPU, and it is not installed", None
         return True, "on a GPU", None
     if was_compiled is not None:

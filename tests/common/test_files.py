@@ -11,6 +11,7 @@ import pytest
 
 from common.errors import CheckpointError, ConfigError, DataError, UserError
 from common.files import atomic_write, read_json, sha256_file, write_json
+from tests.helpers import full_disk
 
 
 def test_a_complete_write_replaces_the_file_and_leaves_nothing_beside(tmp_path: Path) -> None:
@@ -38,16 +39,11 @@ def test_a_write_that_fails_keeps_the_old_file_and_leaves_nothing_beside(
     assert not existed or path.read_bytes() == b"old"
 
 
-def test_a_write_whose_flush_fails_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_whose_flush_fails_keeps_the_old_file(tmp_path: Path) -> None:
     """A disk that is full is often noticed only when the buffers are written out."""
     path = tmp_path / "a.bin"
     path.write_bytes(b"old")
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space"), atomic_write(path) as file:
+    with pytest.raises(OSError, match="No space"), full_disk(), atomic_write(path) as file:
         file.write(b"new")
     assert os.listdir(tmp_path) == ["a.bin"] and path.read_bytes() == b"old"
 

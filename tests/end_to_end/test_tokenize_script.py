@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gzip
 import hashlib
 import json
@@ -22,7 +21,7 @@ from hypothesis import strategies as st
 
 import tokenize_local_bpe
 import train_colab_mmap
-from tests.helpers import Killed
+from tests.helpers import Killed, full_disk
 from tokenization import metadata as metadata_module
 from tokenization import token_folder
 from tokenization.encoding import split_index
@@ -103,7 +102,7 @@ def test_bpe_gives_every_document_and_its_end(tmp_path: Path, capsys: pytest.Cap
     assert str(tmp_path) not in (out / "tokens_bpe_metadata.json").read_text()
 
 
-def test_characters_are_the_text_without_separators(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_characters_are_the_text_without_separators(tmp_path: Path) -> None:
     texts = corpus(tmp_path / "text.txt", documents=3)
     assert run("--input", tmp_path / "text.txt", "--output_dir", tmp_path / "out", "--tokenizer", "char") == 0
     metadata, tokens, tokenizer = read(tmp_path / "out", "tokens")
@@ -496,17 +495,11 @@ def test_other_settings_do_not_continue(
     assert read(tmp_path / "out")[0]["vocab_size"] == 290
 
 
-def test_a_full_disk_is_said_and_the_work_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_said_and_the_work_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus(tmp_path / "text.txt")
     arguments = ["--input", tmp_path / "text.txt", "--output_dir", tmp_path / "out", "--vocab_size", 300]
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(token_folder.TokenWriter, "append", full)
+    with full_disk("tokens_bpe.bin"):
         assert run(*arguments) == 3
     error = capsys.readouterr().err
     assert "disk is full" in error and "Traceback" not in error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import os
@@ -18,9 +17,9 @@ import torch
 
 import train_colab_mmap
 from common.errors import ConfigError
-from tests.helpers import Killed, columns, generated_text, snapshot
+from tests.helpers import Killed, columns, full_disk, generated_text, snapshot
 from tokenize_local_bpe import tokenize
-from training import evaluate, loop, run_folder
+from training import evaluate, loop
 from training.records import drawn, read_metrics, read_samples
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -387,12 +386,8 @@ def test_running_out_of_memory_is_exit_code_5(train: Callable, tmp_path: Path, m
     assert_refused(train(tmp_path / "run"), 5, "1 x 16 tokens", "--max_seq_len 8")
 
 
-def test_a_disk_that_is_full_from_the_start(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(run_folder, "write_json", full)
+def test_a_disk_that_is_full_from_the_start(train: Callable, tmp_path: Path) -> None:
+    with full_disk():
         assert_refused(train(tmp_path / "run"), 4, "The disk is full", "Free some space and run the same command again")
     assert train(tmp_path / "run", max_steps=2).code == 0
 

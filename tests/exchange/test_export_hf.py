@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import errno
-import importlib.util
 import json
 import re
 import shutil
@@ -26,6 +25,7 @@ from generation.completion import generate
 from generation.sampling import Sampling
 from model import ACTIVATIONS
 from model_config import GATED, ModelConfig
+from tests.helpers import full_disk, without_packages
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_model
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import PROBE, BPETokenizer
@@ -217,19 +217,18 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
         torch.save(open_weights(folder), folder / "pytorch_model.bin")
         (folder / "model.safetensors").unlink()
         BPETokenizer.train([PROBE], vocab_size=400).save(folder / "tokenizer.json")
-    elif damage == "full disk":
-        monkeypatch.setattr("exchange.hf_folder.write_file", full_disk)
     elif damage == "other logits":
         monkeypatch.setattr("exchange.hf_llama.rms_norm", lambda x, *how: 2 * x)  # of the embeddings
     elif damage == "other ids":
         other = BPETokenizer.train([PROBE], vocab_size=290)
         monkeypatch.setattr("exchange.hf_folder.hf_tokenizer_json", lambda _: other.to_json().encode())
-    elif damage == "no transformers":
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     elif damage == "one word":
         del arguments[1]
     before = left_behind(out.parent)
-    assert main(arguments) == code
+    disk = full_disk() if damage == "full disk" else contextlib.nullcontext()
+    packages = without_packages("transformers") if damage == "no transformers" else contextlib.nullcontext()
+    with disk, packages:
+        assert main(arguments) == code
     err = capsys.readouterr().err
     assert re.search(words, err) and err.startswith("error: ") and "Traceback" not in err, err
     assert left_behind(out.parent) == before
@@ -239,11 +238,6 @@ def open_weights(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return load_file(folder / "model.safetensors")
-
-
-def full_disk(path: Path, content: object) -> str:
-    path.write_bytes(b"cut sho")
-    raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
 
 @needs_transformers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from exchange import gguf_export, gguf_file
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.exchange import gguf_proof
-from tests.helpers import generated_text, with_large_weights
+from tests.helpers import generated_text, with_large_weights, without_packages
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import PROBE, BPETokenizer
 
@@ -234,10 +233,12 @@ def test_a_full_disk_leaves_the_file_that_was_there(
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"a.gguf": b"before"}
 
 
-def test_missing_packages_are_said(tmp_path: Path, bpe: BPETokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+def test_missing_packages_are_said(tmp_path: Path, bpe: BPETokenizer) -> None:
     model = build(bpe)
-    with pytest.raises(ConfigError, match=r"needs gguf: pip install -r requirements-extras\.txt"):
+    with (
+        without_packages("gguf"),
+        pytest.raises(ConfigError, match=r"needs gguf: pip install -r requirements-extras\.txt"),
+    ):
         gguf_file.write_gguf(tmp_path / "a.gguf", model, bpe, "a")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import contextlib
 import json
 import re
 from collections.abc import Callable
@@ -16,8 +16,8 @@ import exchange.hf_adapter
 from common.chat import ChatTemplate, Message
 from common.checkpoint import open_checkpoint
 from common.lora import LoRA
-from tests.exchange.test_export_hf import full_disk, left_behind
-from tests.helpers import snapshot
+from tests.exchange.test_export_hf import left_behind
+from tests.helpers import full_disk, snapshot, without_packages
 from tests.models import CHARACTERS, MODERN, bpe, write_adapters, write_model
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
@@ -174,20 +174,18 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
     elif damage == "not empty":
         out.mkdir()
         (out / "mine.txt").write_text("mine")
-    elif damage == "full disk":
-        monkeypatch.setattr("exchange.hf_folder.write_file", full_disk)
     elif damage == "other logits":
         monkeypatch.setattr("exchange.hf_adapter.read_safetensors", half_of(exchange.hf_adapter.read_safetensors))
     elif damage == "other names":
         real = exchange.hf_adapter.peft_config
         names = {"target_modules": ["mlp.fc3"]}
         monkeypatch.setattr(exchange.hf_adapter, "peft_config", lambda *given: real(*given) | names)
-    elif damage == "no peft":
-        original = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "peft" else original(name))
     before = left_behind(out.parent)
     capsys.readouterr()
-    assert main(arguments) == code
+    disk = full_disk() if damage == "full disk" else contextlib.nullcontext()
+    packages = without_packages("peft") if damage == "no peft" else contextlib.nullcontext()
+    with disk, packages:
+        assert main(arguments) == code
     err = capsys.readouterr().err
     assert re.search(words, err) and err.startswith("error: ") and "Traceback" not in err, err
     assert left_behind(out.parent) == before

@@ -18,8 +18,8 @@ import tokenize_local_bpe
 import tools.export_hf
 from common.checkpoint import open_checkpoint
 from exchange.hf_model import ConversionError, from_hf
-from tests.exchange.test_export_hf import full_disk, left_behind
-from tests.helpers import flags_of_a_tiny_run, generated_text
+from tests.exchange.test_export_hf import left_behind
+from tests.helpers import flags_of_a_tiny_run, full_disk, generated_text
 from tests.models import CHARACTERS, bpe
 from tokenizer import load_tokenizer
 from tokenizer_bpe import PROBE, BPETokenizer
@@ -305,15 +305,13 @@ def test_a_pipe_for_weights_is_not_waited_for(
     assert f"{name} is not a regular file" in capsys.readouterr().err
 
 
-def test_a_full_disk_and_a_name_that_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_full_disk_and_a_name_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder, place = write_theirs(tmp_path / "theirs"), tmp_path / "place"
     (place / "taken").mkdir(parents=True)
     (place / "taken" / "mine").write_text("mine")
     assert main([str(folder), str(place / "taken")]) == 2
-    monkeypatch.setattr("common.checkpoint.write_file", full_disk)
-    assert main([str(folder), str(place / "ours")]) == 4
+    with full_disk():
+        assert main([str(folder), str(place / "ours")]) == 4
     assert "could not be written: No space left" in capsys.readouterr().err
     assert left_behind(place) == ["taken"]
 

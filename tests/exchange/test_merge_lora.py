@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
@@ -15,7 +16,8 @@ import exchange.folders
 import generate
 from common.chat import ChatTemplate
 from common.checkpoint import open_checkpoint
-from tests.exchange.test_export_hf import full_disk, left_behind
+from tests.exchange.test_export_hf import left_behind
+from tests.helpers import full_disk
 from tests.hostile.readers import seal
 from tests.models import CHARACTERS, MODERN, bpe, write_adapters, write_model
 from tools.merge_lora import main
@@ -45,7 +47,7 @@ def test_the_merged_checkpoint_says_what_the_adapted_model_says(
         torch.testing.assert_close(merged(tokens), model(tokens), atol=1e-4, rtol=0)
 
 
-def test_a_run_is_merged_and_trained_further(train: Callable, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_is_merged_and_trained_further(train: Callable, tmp_path: Path) -> None:
     assert train(tmp_path / "base", max_steps=6).code == 0
     assert train(tmp_path / "lora", max_steps=6, init_from=tmp_path / "base", lora_rank=4).code == 0
     assert main([str(tmp_path / "lora"), str(tmp_path / "merged")]) == 0
@@ -101,8 +103,6 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
         write_adapters(folder, tmp_path / "base", CHARACTERS)
         (folder / "tokenizer.json").write_bytes(bpe().to_json().encode())
         seal(folder)
-    elif damage == "full disk":
-        monkeypatch.setattr("common.checkpoint.write_file", full_disk)
     elif damage == "other logits":
         original = exchange.folders.load_adapted
 
@@ -116,7 +116,8 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
     elif damage == "one word":
         del arguments[1]
     before = left_behind(out.parent)
-    assert main(arguments) == code
+    with full_disk() if damage == "full disk" else contextlib.nullcontext():
+        assert main(arguments) == code
     err = capsys.readouterr().err
     assert re.search(words, err) and err.startswith("error: ") and "Traceback" not in err, err
     assert left_behind(out.parent) == before

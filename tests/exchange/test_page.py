@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import re
@@ -25,7 +24,7 @@ from generation.stream import only_text, stream
 from model import ACTIVATIONS, TransformerLanguageModel
 from serving.demo_model import CONSIDERED, token_label
 from tests.foreign_tokenizers import QWEN
-from tests.helpers import ROOT, flip, generated_text, run_script
+from tests.helpers import ROOT, flip, full_disk, generated_text, run_script
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_adapters, write_model
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import PROBE, BPETokenizer
@@ -179,16 +178,12 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     assert done.code == 4 and "model.safetensors was altered" in done.err and not (tmp_path / "page.html").exists()
 
 
-def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     write_model(tmp_path / "mine")
-    monkeypatch.setattr("common.files.os.replace", no_space)
-    done = run_script(export_page.main, tmp_path / "mine", tmp_path / "page.html")
+    with full_disk():
+        done = run_script(export_page.main, tmp_path / "mine", tmp_path / "page.html")
     assert done.code == 3 and "The disk is full" in done.err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
-
-
-def no_space(source: str, target: str) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device", str(target))
 
 
 # In a browser

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
-import importlib.util
 import json
 import re
 import shutil
@@ -26,6 +25,7 @@ from common.chat import ChatTemplate, Message
 from generation.completion import generate as complete
 from generation.sampling import Sampling
 from serving.server import checked_origin
+from tests.helpers import without_packages
 from tests.models import CHARACTERS, random_model, write_model
 from tests.serving.servers import Server, started
 from tools import serve
@@ -774,8 +774,8 @@ def test_what_is_wrong_with_a_command_is_said(
             assert said in capsys.readouterr().err
     monkeypatch.setenv("SERVE_API_KEY", "a key with spaces")
     assert serve.main([]) == 2 and "SERVE_API_KEY has spaces" in capsys.readouterr().err
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert serve.main([]) == 2
+    with without_packages("fastapi", "uvicorn"):
+        assert serve.main([]) == 2
     assert "This needs fastapi and uvicorn: pip install -r requirements-extras.txt" in capsys.readouterr().err
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import tokenize_local_bpe
+from tests.helpers import without_packages
 from tests.tokenization.documents import archive, docx, epub, pdf
 from tokenization import corpus
 from tokenization.corpus import Source, Unreadable, find_sources
@@ -392,11 +393,12 @@ def test_whatever_happens_to_a_file_is_its_reason(tmp_path: Path, monkeypatch: p
     Path("a.bin").write_bytes(b"x")
     (source,) = find_sources(["a.bin"])
     settings, waited = Settings(input=("a.bin",)), list[int]()
-    with Isolated(seconds=2.0) as isolated:
+    with Isolated(seconds=60.0) as isolated:
         for work, reason in {
-            crash: "crashed", sleep: "takes longer than 2 s", fill_memory: "more than 2.0 GB of memory",
-            fill_disk: "only a bomb", fail: "KeyError: 'nothing that anybody expected'",
+            crash: "crashed", fill_memory: "more than 2.0 GB of memory", fill_disk: "only a bomb",
+            fail: "KeyError: 'nothing that anybody expected'", sleep: "takes longer than 1 s",
         }.items():  # fmt: skip
+            isolated.seconds = 1.0 if work is sleep else 60.0
             with pytest.raises(Unreadable, match=reason):
                 isolated.call(work, source, settings, lambda: waited.append(1))
             assert isolated.call(files_of, source, settings, lambda: None) == [source]
@@ -434,22 +436,16 @@ def test_what_cannot_be_read_is_named_and_the_rest_is_read(folder: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["a.pdf", "a.html", "a.parquet"])
-def test_without_its_extra_a_file_is_skipped_with_the_command(
-    folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import importlib.util
-
-    find = importlib.util.find_spec
-    extras = ("pypdfium2", "trafilatura", "pyarrow")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package in extras else find(package))
+def test_without_its_extra_a_file_is_skipped_with_the_command(folder: Path, name: str) -> None:
     (folder / name).write_bytes(b"x")
     (folder / "z.txt").write_text("Some text.")
-    assert tokenize() == 0
+    with without_packages("pypdfium2", "trafilatura", "pyarrow"):
+        assert tokenize() == 0
     assert documents() == ["Some text."] and f"**Left out**: {name}: it needs " in report()
     assert "pip install " in report()
 
 
-def test_what_was_made_once_is_used_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_made_once_is_used_again(folder: Path) -> None:
     (folder / "a.docx").write_bytes(docx(["Some text."]))
     assert tokenize() == 0
     (made,) = Path("datasets_cache/extracted").iterdir()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
+from model import TransformerLanguageModel
 from model_config import ModelConfig
 from training.config import Config, parse_config
 from training.dial import EVALUATING_SHARE, Choice, Dial
@@ -43,6 +45,11 @@ EAGER, COMPILED = (360, 54, 150), (160, 36, 43)
 LOGITS = {False: 12, True: 4}  # bytes kept for each
 UPDATE_OPERATIONS = 200
 MODELS: dict[Any, Any] = {}  # their shapes, and what memory they take: many dials are asked the same
+
+
+@functools.cache
+def parameters(model: TransformerLanguageModel) -> int:
+    return model.num_parameters()
 
 
 @dataclass
@@ -84,7 +91,7 @@ class Pretended(Machine):
         return max(launches, in_products + bytes_moved / self.specs.bandwidth)
 
     def update(self, candidate: Candidate) -> float:
-        bytes_moved = 40 * candidate.model.num_parameters()
+        bytes_moved = 40 * parameters(candidate.model)
         return UPDATE_OPERATIONS * self.specs.launch + bytes_moved / self.specs.bandwidth
 
     def memory(self, candidate: Candidate, rows: int, length: int, compiled: bool) -> float:
@@ -92,7 +99,7 @@ class Pretended(Machine):
         shape = candidate.model.config
         _, kept, _ = COMPILED if compiled else EAGER
         of_token = shape.num_layers * shape.embed_dim * kept + LOGITS[compiled] * shape.vocab_size
-        return 1.1 * (12 * candidate.model.num_parameters() + rows * length * of_token) + 5e8
+        return 1.1 * (12 * parameters(candidate.model) + rows * length * of_token) + 5e8
 
     def require(self, needed: float) -> None:
         self.peak = max(self.peak, needed)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +18,7 @@ import train_colab_mmap
 from common.errors import MemoryExhausted
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tests.helpers import CPU, estimated, rows_of, with_large_weights
+from tests.helpers import CPU, estimated, full_disk, rows_of, with_large_weights
 from tokenizer import CharacterTokenizer
 from training.config import Config
 from training.hardware import Hardware
@@ -319,7 +317,7 @@ def test_a_dry_run_times_no_compiling_as_an_evaluation(train: Callable, tmp_path
 
 
 def test_a_dry_run_leaves_a_run_that_is_there_alone(
-    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "run"
@@ -358,15 +356,8 @@ def test_a_dry_run_tries_the_mirror_and_leaves_nothing_there(
     }
     assert list((tmp_path / "drive").iterdir()) == []
 
-    fsync = os.fsync
-
-    def full(descriptor: int) -> None:
-        if "drive" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        fsync(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
-    assert train_colab_mmap.main(argv) == 4
+    with full_disk("drive"):
+        assert train_colab_mmap.main(argv) == 4
     assert "cannot be written and read back (No space left" in capsys.readouterr().err
     assert list((tmp_path / "drive").iterdir()) == []
 

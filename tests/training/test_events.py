@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import without_packages
 from training import records, report
 from training.records import read_metrics
 
@@ -69,9 +69,8 @@ def test_a_full_disk_is_told_once_and_the_training_goes_on(
     assert len(read_metrics(tmp_path / "run")) == 24
 
 
-def test_without_the_package_nothing_begins(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tensorboard" else find_spec(name))
-    result = train(tmp_path / "run", tensorboard="true")
+def test_without_the_package_nothing_begins(train: Callable, tmp_path: Path) -> None:
+    with without_packages("tensorboard"):
+        result = train(tmp_path / "run", tensorboard="true")
     assert result.code == 2 and "--tensorboard needs the package tensorboard: pip install tensorboard" in result.err
     assert not (tmp_path / "run").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -10,7 +11,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,8 @@ from tests.training.helpers import at_step, checkpoint_of, final_weights, measur
 from training import mirror as mirror_module
 from training import resume, signals
 from training.mirror import Mirror, beats, copy_files, standing
+
+Copy = Callable[[Iterable[Path], Path], object]
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
@@ -54,10 +57,24 @@ def mirrors(monkeypatch: pytest.MonkeyPatch) -> list[Mirror]:
     return begun
 
 
+@contextlib.contextmanager
+def copying(copy: Copy) -> Iterator[None]:
+    """Inside, a mirror copies files like this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mirror_module, "copy_files", copy)
+        yield
+
+
 @pytest.fixture
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mirror_module, "LONGEST_PAUSE", 0.05)
-    monkeypatch.setattr(mirror_module, "LAST_ATTEMPTS_SECONDS", 0.5)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (
+        ("LONGEST_PAUSE", 0.05),
+        ("LAST_ATTEMPTS_SECONDS", 0.5),
+        ("COPY_SECONDS", 1.5),
+        ("COPY_SECONDS_IF_STOPPED", 1.5),
+        ("LAST_CALL_SECONDS", 0.1),
+    ):
+        monkeypatch.setattr(mirror_module, name, seconds)
 
 
 # Continuing from copies
@@ -298,7 +315,7 @@ def test_a_mount_point_that_is_left_behind_gets_no_copies(
 # A Drive that fails
 
 
-def failing_copies(patch: pytest.MonkeyPatch, error: BaseException, times: float = float("inf")) -> None:
+def failing(error: BaseException, times: float = math.inf) -> Copy:
     """So many copies of checkpoints end in this error, after their first file."""
     failed = 0
 
@@ -311,17 +328,16 @@ def failing_copies(patch: pytest.MonkeyPatch, error: BaseException, times: float
         copy_files(paths[:1], target)
         raise error
 
-    patch.setattr(mirror_module, "copy_files", fail)
+    return fail
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO, errno.ENOTCONN])
 def test_a_mirror_that_fails_is_told_and_made_up_for_by_the_same_command(
-    number: int, train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+    number: int, train: Callable, unbroken: Path, tmp_path: Path, impatient: None
 ) -> None:
     """Full, read-only, broken, disconnected."""
     drive = tmp_path / "drive"
-    with monkeypatch.context() as patch:
-        failing_copies(patch, OSError(number, os.strerror(number)))
+    with copying(failing(OSError(number, os.strerror(number)))):
         result = train(tmp_path / "run", checkpoint_dir=drive)
     assert result.code == 0 and result.err == ""
     assert f"({os.strerror(number)})" in result.out
@@ -338,7 +354,7 @@ def test_a_mirror_that_fails_is_told_and_made_up_for_by_the_same_command(
 
 
 def test_what_lies_in_a_mirror_that_is_read_only_from_the_start_is_told(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+    train: Callable, tmp_path: Path, impatient: None
 ) -> None:
     flags = {"checkpoint_dir": tmp_path / "drive", "eval_interval": 0}
     assert train(tmp_path / "run", **flags, max_steps=12).code == 0
@@ -347,8 +363,8 @@ def test_what_lies_in_a_mirror_that_is_read_only_from_the_start_is_told(
     def refuse(*_: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    monkeypatch.setattr(mirror_module, "copy_files", refuse)
-    result = train(tmp_path / "run", **flags, max_steps=14)
+    with copying(refuse):
+        result = train(tmp_path / "run", **flags, max_steps=14)
     why = "(Read-only file system)"
     assert result.code == 0 and f"Warning: the copies in {copies} are not up to date {why}" in result.out
     assert result.out.count(f"Warning: copying to {copies} failed {why}") == 1, result.out
@@ -356,10 +372,10 @@ def test_what_lies_in_a_mirror_that_is_read_only_from_the_start_is_told(
 
 
 def test_an_error_of_any_kind_while_copying_is_told_and_tried_again(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+    train: Callable, tmp_path: Path, impatient: None
 ) -> None:
-    failing_copies(monkeypatch, MemoryError(), times=1)
-    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    with copying(failing(MemoryError(), times=1)):
+        result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
     assert result.code == 0 and "(MemoryError)" in result.out
     assert steps_of(tmp_path / "drive" / "run")[0] == 24
 
@@ -375,41 +391,28 @@ def test_a_drive_that_is_slow_does_not_hold_the_training(
         assert done.wait(30), "the training waits for the copy"
         copy_files(paths, target)
 
-    monkeypatch.setattr(mirror_module, "copy_files", slow)
     at_step(monkeypatch, 23, done.set)
-    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    with copying(slow):
+        result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
     assert result.code == 0 and "no copy yet" in result.out
     assert final_weights(tmp_path / "drive" / "run") == final_weights(unbroken)
     assert len(steps_of(tmp_path / "drive" / "run")) <= 2  # the one that was begun, and the newest
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
 def test_a_drive_that_hangs_holds_neither_the_saves_nor_the_end(
-    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_stopped: bool, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
     """A call that does not come back."""
     back = threading.Event()
-    monkeypatch.setattr(mirror_module, "COPY_SECONDS", 0.5)
-    monkeypatch.setattr(mirror_module, "LAST_CALL_SECONDS", 0.1)
-    monkeypatch.setattr(mirror_module, "copy_files", lambda *_: back.wait(60))
-    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
-    back.set()
-    assert result.code == 0 and "not done within" in result.out
-    assert final_weights(tmp_path / "run") == final_weights(unbroken)
-
-
-def test_whoever_stops_waits_a_stated_time_for_the_copy(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    back = threading.Event()
-    monkeypatch.setattr(mirror_module, "COPY_SECONDS_IF_STOPPED", 1.5)
-    monkeypatch.setattr(mirror_module, "LAST_CALL_SECONDS", 0.1)
-    monkeypatch.setattr(mirror_module, "copy_files", lambda *_: back.wait(60))
     monkeypatch.setattr(signals, "LONG_SECONDS", math.inf)  # however busy the machine is
-    at_step(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
+    if is_stopped:
+        at_step(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with copying(lambda *_: back.wait(60)):
+        result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
     back.set()
-    assert result.code == 130
-    assert steps_of(tmp_path / "run")[0] == 9 and steps_of(tmp_path / "drive" / "run") == []
+    assert (result.code, steps_of(tmp_path / "run")[0]) == ((130, 9) if is_stopped else (0, 24))
+    assert steps_of(tmp_path / "drive" / "run") == []
     assert "Waiting for the copy" in result.out and "not done within" in result.out
 
 
@@ -441,9 +444,7 @@ def test_pauses_between_attempts_double_up_to_a_minute_and_new_work_is_tried_at_
 
 
 @pytest.mark.parametrize("cause", ["altered on the way", "manifest cut on the way", "unmounted"])
-def test_a_copy_gets_its_name_only_when_it_is_whole(
-    cause: str, copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_gets_its_name_only_when_it_is_whole(cause: str, copy_of: Path, tmp_path: Path) -> None:
     drive = tmp_path / "drive"
 
     def copy(paths: Iterable[Path], target: Path) -> None:
@@ -455,15 +456,12 @@ def test_a_copy_gets_its_name_only_when_it_is_whole(
         else:
             shutil.rmtree(drive)
 
-    monkeypatch.setattr(mirror_module, "copy_files", copy)
-    with pytest.raises(OSError):
+    with copying(copy), pytest.raises(OSError):
         copied_at_once(copy_of, drive)
     assert not drive.exists() or os.listdir(drive / "run") == ["run.json"]
 
 
-def test_what_is_saved_meanwhile_is_not_missing_beside_a_copy(
-    copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_saved_meanwhile_is_not_missing_beside_a_copy(copy_of: Path, tmp_path: Path) -> None:
     """Metrics and best weights in the mirror go as far as its newest checkpoint, though the training goes on: here it
     saves a better one, and deletes the older one, right before the first copy."""
     steps, metrics, best = copy_of / "checkpoints", copy_of / "metrics.jsonl", copy_of / "best"
@@ -482,16 +480,16 @@ def test_what_is_saved_meanwhile_is_not_missing_beside_a_copy(
             shutil.rmtree(steps / "step_00000018")
         copy_files(paths, target)
 
-    monkeypatch.setattr(mirror_module, "copy_files", train_on)
-    session = copied_at_once(copy_of, tmp_path / "drive")  # what made way is no failure
-    assert steps_of(session.dir) == []
-    session.bring_up_to_date()  # as the save of the newer one requests
+    with copying(train_on):
+        session = copied_at_once(copy_of, tmp_path / "drive")  # what made way is no failure
+        assert steps_of(session.dir) == []
+        session.bring_up_to_date()  # as the save of the newer one requests
     assert steps_of(session.dir) == [24] and weights in map(snapshot, session.best_copies())
     assert (checkpoint_of(session.dir) / "run" / "metrics.jsonl").read_text() == rows
 
 
 def test_best_weights_that_are_damaged_do_not_keep_the_steps_from_the_mirror(
-    train: Callable, copy_of: Path, tmp_path: Path, quick_retries: None
+    train: Callable, copy_of: Path, tmp_path: Path, impatient: None
 ) -> None:
     (copy_of / "best" / "tokenizer.json").unlink()
     result = train(copy_of, checkpoint_dir=tmp_path / "drive", max_steps=26, eval_interval=0)
@@ -608,7 +606,7 @@ def test_a_damaged_copy_is_made_again(name: str, train: Callable, tmp_path: Path
 
 
 def test_a_copy_that_is_damaged_while_it_gets_its_name_is_made_again(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
     replace, damaged = os.replace, list[Path]()
 
@@ -651,7 +649,7 @@ def test_a_run_that_another_machine_has_taken_further_stops_and_continues_from_t
 
 
 def test_a_session_that_slept_takes_nothing_away(
-    copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quick_retries: None
+    copy_of: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
     """Stopped right before any of its renames, while another machine copies a newer state."""
     older, newer = tmp_path / "older" / "run", tmp_path / "newer" / "run"

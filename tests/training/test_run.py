@@ -11,6 +11,7 @@ import os
 import pty
 import random
 import re
+import select
 import shutil
 import signal
 import time
@@ -28,7 +29,7 @@ from common import script
 from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import flip, snapshot, write_tokens
+from tests.helpers import flip, full_disk, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
 from training import evaluate, memory, signals
 from training.data import TokenData
@@ -147,18 +148,49 @@ def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_pa
     assert sorted(os.listdir(tmp_path / "killed/checkpoints")) == sorted(os.listdir(tmp_path / "unbroken/checkpoints"))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.fixture
+def finished_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step in hand, however busy the machine is; and clicks come within moments."""
+    monkeypatch.setattr(signals, "LONG_SECONDS", math.inf)
+    monkeypatch.setattr(signals, "TWO_CLICKS_SECONDS", 60.0)
+
+
+@pytest.fixture
+def given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step in hand, however fast the machine is."""
+    monkeypatch.setattr(signals, "LONG_SECONDS", 0.0)
+
+
+def pause() -> None:
+    signals.TWO_CLICKS_SECONDS = 0.0
+
+
+@pytest.mark.parametrize(
+    ("sent", "saved"),
+    [
+        ([signal.SIGINT], 9),
+        ([signal.SIGTERM], 9),
+        ([signal.SIGHUP], 9),
+        ([signal.SIGINT, signal.SIGINT], 9),  # a click on Colab's stop button
+        ([signal.SIGINT, signal.SIGHUP], 9),  # on Jupyter's
+        ([signal.SIGINT] * 3, 6),  # at once, without saving
+        ([signal.SIGINT, pause, signal.SIGINT], 6),
+    ],
+)
 def test_a_signal_saves_and_the_same_command_finishes(
-    number: int, train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sent: list[Any], saved: int, train: Callable, unbroken: Path, tmp_path: Path, finished_first: None
 ) -> None:
+    def send() -> None:
+        for each in sent:
+            each() if callable(each) else os.kill(os.getpid(), each)
+
     handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    with monkeypatch.context() as patch:
-        patch.setattr(signals, "LONG_SECONDS", math.inf)  # however busy the machine is
-        at_step(patch, 8, lambda: os.kill(os.getpid(), number))
+    with pytest.MonkeyPatch.context() as patch:
+        save_at_once(patch)
+        at_step(patch, 8, send)
         result = train(tmp_path / "run")
-    assert result.code == 130
-    assert "same command continues" in result.out
-    assert steps_of(tmp_path / "run")[0] == 9  # the step in hand is finished first
+    assert result.code == 130 and ("same command continues" in result.out) == (saved == 9)
+    assert steps_of(tmp_path / "run")[0] == saved
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == handlers
     assert train(tmp_path / "run").code == 0
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
@@ -230,39 +262,8 @@ def test_a_signal_between_two_steps_is_saved_too(
     assert steps_of(tmp_path / "run")[0] in (8, 9)
 
 
-def raised(*numbers: int) -> Callable[[], None]:
-    def send() -> None:
-        for number in numbers:
-            os.kill(os.getpid(), number)
-
-    return send
-
-
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGHUP])
-def test_a_second_signal_at_once_is_the_same_wish(
-    second: int, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A click on Colab's stop button sends SIGINT twice, Jupyter SIGINT and then SIGHUP."""
-    monkeypatch.setattr(signals, "LONG_SECONDS", math.inf)
-    at_step(monkeypatch, 8, raised(signal.SIGINT, second))
-    assert train(tmp_path / "run").code == 130
-    assert steps_of(tmp_path / "run")[0] == 9
-
-
-@pytest.mark.parametrize("pause", [False, True], ids=["third", "after a pause"])
-def test_a_third_signal_or_one_after_a_pause_stops_at_once(
-    pause: bool, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(signals, "LONG_SECONDS", math.inf)
-    monkeypatch.setattr(signals, "TWO_CLICKS_SECONDS", 0.0 if pause else 60.0)
-    save_at_once(monkeypatch)
-    at_step(monkeypatch, 8, raised(*[signal.SIGINT] * (2 if pause else 3)))
-    assert train(tmp_path / "run").code == 130
-    assert steps_of(tmp_path / "run") == [6]
-
-
 def test_a_long_step_is_given_up_and_the_state_before_it_saved(
-    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable, unbroken: Path, tmp_path: Path, given_up_at_once: None
 ) -> None:
     """Whoever stops a notebook's cell kills it soon after: there may be no time for the rest of a step."""
     original = TokenData.batch
@@ -273,8 +274,7 @@ def test_a_long_step_is_given_up_and_the_state_before_it_saved(
             pytest.fail("the step went on")
         return original(data, sequences_seen, rows)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(signals, "LONG_SECONDS", 0.0)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TokenData, "batch", batch)
         result = train(tmp_path / "run")
     assert result.code == 130 and "Interrupted after step 9" in result.out
@@ -304,7 +304,7 @@ def test_a_signal_while_the_model_is_compiled_ends_the_run_at_once(
 
 
 def test_a_wish_to_stop_is_not_taken_for_an_error(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable, tmp_path: Path, given_up_at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Code that compiles a model catches errors of all kinds, and tells them as its own."""
     forward, calls = TransformerLanguageModel.forward, list[int]()
@@ -318,7 +318,6 @@ def test_a_wish_to_stop_is_not_taken_for_an_error(
         except Exception:
             raise RuntimeError("the compiler failed") from None
 
-    monkeypatch.setattr(signals, "LONG_SECONDS", 0.0)
     monkeypatch.setattr(TransformerLanguageModel, "forward", compiled)
     result = train(tmp_path / "run")
     assert result.code == 130 and result.err.count("error") == 0
@@ -327,7 +326,7 @@ def test_a_wish_to_stop_is_not_taken_for_an_error(
 
 @pytest.mark.parametrize("step", [12, 24], ids=["in between", "the last one"])
 def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_for(
-    step: int, train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int, train: Callable, unbroken: Path, tmp_path: Path, given_up_at_once: None
 ) -> None:
     original, batches = TokenData.validation_batch, []
 
@@ -337,8 +336,7 @@ def test_a_signal_in_an_evaluation_saves_at_once_and_the_evaluation_is_made_up_f
             os.kill(os.getpid(), signal.SIGTERM)
         return original(data, first, rows, of)
 
-    monkeypatch.setattr(signals, "LONG_SECONDS", 0.0)
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TokenData, "validation_batch", validation_batch)
         result = train(tmp_path / "run")
     assert result.code == 130
@@ -503,6 +501,7 @@ def test_a_terminal_that_closes_saves(train_flags: Callable, tmp_path: Path) -> 
     process = Forked(flags, first=functools.partial(on_a_terminal, os.ttyname(theirs)))
     seen = b""
     while b"First step" not in seen:
+        assert select.select([ours], [], [], 60)[0], seen
         seen += os.read(ours, 4096)
     os.close(theirs)
     os.close(ours)
@@ -944,17 +943,9 @@ def test_each_interval_saves_and_zero_is_off(
 
 
 def test_a_full_disk_ends_the_run_and_the_same_command_continues(
-    train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    train: Callable, unbroken: Path, tmp_path: Path
 ) -> None:
-    save_file = safetensors.torch.save_file
-
-    def on_a_full_disk(tensors: dict[str, torch.Tensor], path: Path, **options: Any) -> None:
-        if "step_00000018" in str(path):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        save_file(tensors, path, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(safetensors.torch, "save_file", on_a_full_disk)
+    with full_disk("step_00000018"):
         result = train(tmp_path / "run")
     assert result.code == 4
     assert result.err.startswith("error: ") and "No space left" in result.err and "step_00000018" in result.err
