@@ -232,10 +232,10 @@ def choose_precision(requested: str, embed_dim: int, units: Units) -> tuple[str,
 
     Raises ConfigError if the device lacks what was requested.
     """
-    capability = "CUDA capability {}.{}".format(*units.capability)
+    capability = "{}.{}".format(*units.capability)
     if requested == "bf16" and units.kind == "cuda" and units.capability < (8, 0):
         raise ConfigError(
-            f"--precision bf16 needs CUDA capability 8.0; this GPU has {units.capability[0]}.{units.capability[1]}. Leave --precision auto: it takes "
+            f"--precision bf16 needs CUDA capability 8.0; this GPU has {capability}. Leave --precision auto: it takes "
             f"fp16 here."
         )
     if requested == "bf16" and units.kind == "mps":
@@ -249,8 +249,8 @@ def choose_precision(requested: str, embed_dim: int, units: Units) -> tuple[str,
         return requested, "as configured"
     if units.kind == "cuda":
         if units.capability >= (8, 0):
-            return "bf16", f"{capability} has bf16 tensor cores"
-        return "fp16", f"{capability} has no bf16 tensor cores; gradients are scaled"
+            return "bf16", f"CUDA capability {capability} has bf16 tensor cores"
+        return "fp16", f"CUDA capability {capability} has no bf16 tensor cores; gradients are scaled"
     if units.kind == "mps":
         return "fp32", "on Apple's GPUs attention in half precision is wrong (pytorch issue 195910)"
     if units.bf16 is None:
