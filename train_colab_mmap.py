@@ -7,7 +7,7 @@
 
 Every key of the config is a flag. Running the same command again continues the run where it was cut off.
 
-The story goes on in `training/loop.py`: `train` prepares, starts or resumes, and `Loop` takes the steps.
+The story goes on in `training/loop.py`: `train` makes the run and resumes it, `take_steps` is the loop.
 """
 
 from __future__ import annotations
@@ -32,12 +32,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # torch takes seconds to import, and --help should not wait for it.
-    from training import dial
+    from training import dial, inspections
     from training.loop import train
 
     if config.leaves_the_choice:
         config = dial.choose(argv, config)
-
+    if config.dry_run:
+        return inspections.dry_run(config)
+    if config.profile:
+        return inspections.profile(config)
     return train(config, started, ends_process=argv is None)
 
 

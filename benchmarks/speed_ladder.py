@@ -53,8 +53,8 @@ from training.compilation import compile_model
 from training.config import Config, parse_config
 from training.data import TokenData
 from training.hardware import detect_hardware
-from training.optimizer import build_optimizer
-from training.step import Trainer, train_step
+from training.run import Run
+from training.step import train_step
 
 WARM_UP_STEPS = 2  # the first loads every kernel, the second allocates all memory
 TOKENS = 100_000_000  # random ones, 200 MB: far beyond a CPU's caches
@@ -123,24 +123,24 @@ def climb(rung: Rung, steps: int, config: Config) -> dict[str, Any]:
         cast(Any, data).gather = functools.partial(gather_row_by_row, data)
     torch.manual_seed(config.seed)
     model = TransformerLanguageModel(config.shape(data.vocab_size)).to(hardware.device)
-    optimizer = build_optimizer(model, config)
-    if rung < Rung.OURS:
-        for group in optimizer.param_groups:
-            group["fused"] = False
     rows = config.micro_batch_size or config.batch_size
+    run = Run(config, hardware, data, [], model, rows, "default")
+    if rung < Rung.OURS:
+        for group in run.optimizer.param_groups:
+            group["fused"] = False
     output, began = io.StringIO(), time.perf_counter()
     with contextlib.redirect_stdout(output):
-        step_model, _ = compile_model(model, hardware, data.batch(0, config.rows_at_once(rows)))
+        step_model, _ = compile_model(model, hardware, data.batch(0, run.rows_at_once))
     hardware.synchronize()
     compile_seconds = time.perf_counter() - began if step_model is not model else None
     if rung == Rung.COMPILE and step_model is model:
         said = output.getvalue().strip()
         raise UserError(said if "failed" in said else "torch.compile is switched off (TORCHDYNAMO_DISABLE)")
-    scaler = hardware.grad_scaler()
-    trainer = Trainer(config, hardware, data, [], model, optimizer, scaler, step_model, rows, "default")
+    run.step_model = step_model
     losses = []
     for step in range(WARM_UP_STEPS + steps):
-        result = train_step(trainer, step, step * config.sequences_per_step, config.learning_rate)
+        result = train_step(run)
+        run.advance()
         losses.append(result.loss if rung == Rung.OURS else result.loss.item())
         if step == WARM_UP_STEPS - 1:
             hardware.synchronize()

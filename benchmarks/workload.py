@@ -3,46 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 
 from training.config import parse_config
-from training.memory import compile_step_model
-from training.plan import build, make_plan
-from training.resume import Old
-from training.schedule import last_step, learning_rate
-from training.step import Trainer, train_step
+from training.plan import make_run
+from training.run import Run
+from training.step import train_step
 
 WARM_UP_SHARE = 0.2  # of a measurement's time, before it and not counted
 
 
-@dataclass
-class Training(Trainer):
-    """What the trainer holds when its loop begins. `step_model` may be exchanged to try another one."""
+class Training(Run):
+    """A run when its loop begins. `step_model` may be exchanged to try another one."""
 
-    max_steps: int = 0
-    steps_done: int = 0
-    loss: torch.Tensor = field(default_factory=lambda: torch.tensor(math.nan))  # of the last step, on the device
+    loss: torch.Tensor  # of the last step, on the device
 
     @classmethod
     def open(cls, flags: Sequence[str]) -> Training:
         """Prepare what `python train_colab_mmap.py FLAGS` would train, with the trainer's automatic choices."""
         # Only the given token folder: a config with its own text would tokenize that into it.
-        config = dataclasses.replace(parse_config(flags), input=None, eval_prompts=None)
-        trainer = build(make_plan(config, Old()))
-        compile_step_model(trainer)
-        return cls(**vars(trainer), max_steps=last_step(0, 0, trainer.data.windows, config))
+        run = make_run(dataclasses.replace(parse_config(flags), input=None, eval_prompts=None))
+        training = cls(*(getattr(run, field.name) for field in dataclasses.fields(run)))
+        training.compile()
+        return training
 
     def step(self) -> None:
         """One step of the run, as the trainer's loop takes it where it does not report."""
-        seen = self.steps_done * self.config.sequences_per_step
-        lr = learning_rate(self.steps_done, self.max_steps, self.config)
-        self.loss = train_step(self, self.steps_done, seen, lr).loss
-        self.steps_done += 1
+        self.loss = train_step(self).loss
+        self.advance()
 
 
 def time_steps(step: Callable[[], object], synchronize: Callable[[], object], seconds: float) -> tuple[float, int]:

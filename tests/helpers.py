@@ -29,9 +29,8 @@ from training.config import Config
 from training.data import TokenData
 from training.hardware import Hardware, detect_hardware
 from training.memory import estimate_memory
-from training.optimizer import build_optimizer
 from training.prompts import Prompt
-from training.step import Trainer
+from training.run import Run
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)  # of no kind in particular
 ROOT = Path(__file__).resolve().parents[1]
@@ -163,12 +162,9 @@ def run_script(main: Callable[[list[str]], int], *words: object) -> SimpleNamesp
     return SimpleNamespace(code=code, out=out.getvalue(), err=err.getvalue())
 
 
-def trainer_of(
-    model: TransformerLanguageModel, data: TokenData, config: Config, prompts: Sequence[Prompt] = ()
-) -> Trainer:
-    """What a training of this model on a CPU is made of."""
-    optimizer, size = build_optimizer(model, config), config.micro_batch_size or config.batch_size
-    return Trainer(config, CPU, data, list(prompts), model, optimizer, CPU.grad_scaler(), model, size, "default")
+def run_of(model: TransformerLanguageModel, data: TokenData, config: Config, prompts: Sequence[Prompt] = ()) -> Run:
+    """A training of this model on a CPU."""
+    return Run(config, CPU, data, list(prompts), model, config.micro_batch_size or config.batch_size, "default")
 
 
 def rows_of(config: Config) -> int:

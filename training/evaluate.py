@@ -23,9 +23,11 @@ from training.data import TokenData
 from training.hardware import with_fewer_rows
 from training.parallel import on_rank_0
 from training.prompts import Prompt, beginnings
-from training.step import Trainer, pad_rows
+from training.run import Run
+from training.step import pad_rows
 
 ANSWER_TOKENS, SAMPLE_TOKENS = 64, 100
+SPEEDUP = 3  # about that many times as fast as training, which has a backward pass
 
 
 @dataclass(frozen=True)
@@ -46,22 +48,22 @@ class Evaluation(NamedTuple):
     answers: list[Answer]  # to the prompts of the run
 
 
-def evaluate(trainer: Trainer) -> Evaluation:
+def evaluate(run: Run) -> Evaluation:
     """Evaluate the current weights."""
-    windows = evaluated_windows(trainer.data, trainer.config)
-    loss = validation_loss(trainer, windows)
-    return Evaluation(loss, bits_per_byte(loss, trainer.data), windows, answer_prompts(trainer))
+    windows = evaluated_windows(run.data, run.config)
+    loss = validation_loss(run, windows)
+    return Evaluation(loss, bits_per_byte(loss, run.data), windows, answer_prompts(run))
 
 
 @torch.no_grad()
-def validation_loss(trainer: Trainer, windows: int | None = None) -> float:
+def validation_loss(run: Run, windows: int | None = None) -> float:
     """Mean cross-entropy in nats per token over a fixed set of `windows` (None: as many as the run evaluates); masked
     tokens do not count. Draws no random numbers.
 
     Every batch has the same shape, so that torch.compile compiles the evaluation once: `pad_rows` fills the last batch.
     Processes take batches in turn.
     """
-    model, data, config = trainer.model, trainer.data, trainer.config
+    model, data, config = run.model, run.data, run.config
     windows = windows or evaluated_windows(data, config)
     exact = exact_device(data.device)
 
@@ -75,14 +77,14 @@ def validation_loss(trainer: Trainer, windows: int | None = None) -> float:
             # A process without windows computes one that does not count, as all take equally many batches.
             batch = data.validation_batch(min(first, windows - 1), max(1, here), windows)
             count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask and here else here
-            with trainer.hardware.autocast():
-                total += trainer.step_model(*pad_rows(batch, rows)).to(exact).double() * count
+            with run.hardware.autocast():
+                total += run.step_model(*pad_rows(batch, rows)).to(exact).double() * count
             counted += count
         return total, counted
 
     model.eval()
     try:
-        rows = trainer.rows_at_once  # of several processes, none can take fewer than the others
+        rows = run.rows_at_once  # of several processes, none can take fewer than the others
         total, counted = losses(rows) if world().size > 1 else with_fewer_rows(losses, rows, data.device)
     finally:
         model.train()
@@ -90,27 +92,27 @@ def validation_loss(trainer: Trainer, windows: int | None = None) -> float:
     return (parallel.all_reduce_sum(total) / counts).item()
 
 
-def answer_prompts(trainer: Trainer) -> list[Answer]:
+def answer_prompts(run: Run) -> list[Answer]:
     """The model's most likely continuation of each prompt of the run. Every process must call this."""
-    asked = [asked_as_trained(prompt.text, trainer.data) for prompt in trainer.prompts]
-    texts = continuations(trainer, asked, Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0))
-    return [Answer(prompt, text) for prompt, text in zip(trainer.prompts, texts, strict=False)]
+    asked = [asked_as_trained(prompt.text, run.data) for prompt in run.prompts]
+    texts = continuations(run, asked, Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0))
+    return [Answer(prompt, text) for prompt, text in zip(run.prompts, texts, strict=False)]
 
 
-def continuations(trainer: Trainer, prompts: Sequence[str | list[int]], sampling: Sampling) -> list[str]:
+def continuations(run: Run, prompts: Sequence[str | list[int]], sampling: Sampling) -> list[str]:
     """What the model writes after each prompt, as many at once as sequences in training; [] if memory does not suffice.
     Rank 0 computes them; every process must call this."""
     if not prompts:
         return []
-    model = trainer.model
+    model = run.model
 
     def written(rows: int) -> list[str]:
         batches = (prompts[first : first + rows] for first in range(0, len(prompts), rows))
-        return [each.text for batch in batches for each in generate(model, trainer.data.tokenizer, batch, sampling)]
+        return [each.text for batch in batches for each in generate(model, run.data.tokenizer, batch, sampling)]
 
     def written_if_it_fits() -> list[str]:
         try:
-            return with_fewer_rows(written, min(ROWS_AT_ONCE, trainer.rows_at_once), model.device)
+            return with_fewer_rows(written, min(ROWS_AT_ONCE, run.rows_at_once), model.device)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -120,15 +122,15 @@ def continuations(trainer: Trainer, prompts: Sequence[str | list[int]], sampling
     return on_rank_0(written_if_it_fits)
 
 
-def sample(trainer: Trainer) -> list[Answer]:
+def sample(run: Run) -> list[Answer]:
     """What follows the beginnings of SAMPLES held-out documents, by generate.py's defaults. Every process must call
     this. None of conversations, which `eval_prompts` ask better."""
-    data = trainer.data
+    data = run.data
     if data.layout.has_mask:
         return []
     prompts = beginnings(data)
     begin = [] if data.tokenizer.bos_id is None else [data.tokenizer.bos_id]
-    texts = continuations(trainer, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS))
+    texts = continuations(run, [begin + ids for ids in prompts], Sampling(max_new_tokens=SAMPLE_TOKENS))
     return [Answer(Prompt(data.tokenizer.decode(ids)), text) for ids, text in zip(prompts, texts, strict=False)]
 
 

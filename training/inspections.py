@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import math
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Mapping
@@ -22,22 +21,26 @@ from common.lora import lora_of
 from common.machine import available_ram
 from common.output import byte_size, clock, si
 from common.script import world
-from training.deadline import MARGIN, Costs
+from training.clock import MARGIN, Costs
+from training.config import Config
 from training.evaluate import evaluated_windows, validation_loss
 from training.hardware import Hardware
-from training.memory import estimate_memory, fitting, held_memory
+from training.loop import retry_smaller
+from training.memory import estimate_memory, held_memory, memory_advice
 from training.mirror import COPIES, Mirror
-from training.parallel import on_rank_0
-from training.resume import Old, planned_steps, require_the_same, require_tokenizer
+from training.parallel import on_rank_0, process_group
+from training.plan import make_run
+from training.resume import planned_steps, require_the_same, require_tokenizer
 from training.run import Run
+from training.run_folder import free_space, nearest_existing
+from training.saver import snapshot_of
 from training.schedule import decay_share, decay_start, epoch_sequences
-from training.step import Trainer, accumulate, apply_gradients, read_batch, smallest_part, train_step
+from training.step import accumulate, apply_update, read_batch, train_step
 from training.summary import BUSY, finished_message
 
 TIMED_SECONDS = 8.0  # a longer step is timed on a part of its sequences
 GPU_TIMED_SECONDS = 0.5  # of steps
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
-KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one being written
 PROBE_BYTES = 1 << 20
 PARTS = ("data", "gradients", "update")
 NOTICEABLE = 0.15  # of a step: below this share, a part other than the computation is not worth a change
@@ -46,34 +49,39 @@ MAX_STEPS = 50
 OPERATIONS = 10  # that are listed
 
 
-def dry_run(run: Run, old: Old) -> None:
+def dry_run(config: Config) -> int:
     """Print what is known before the first step; time steps, a save and an evaluation; print a forecast. Writes no run.
 
     Raises what would prevent the run: CheckpointError, ConfigError, and whatever the trainer raise.
     """
-    trainer, config = run.trainer, run.trainer.config
-    model, data, hardware, state = trainer.model, trainer.data, trainer.hardware, run.state
-    checkpoint, saved = old.checkpoint, old.saved
-    if checkpoint is not None and saved is not None:
-        on_rank_0(lambda: require_the_same(checkpoint, saved, trainer))
-        state = saved.state
-    elif old.given is not None:
-        given = old.given
-        on_rank_0(lambda: require_tokenizer(given, data))
-    max_steps = planned_steps(trainer, state) - state.step
+    with process_group(config):
+        run = make_run(config)
+        with memory_advice(config, run.shape, run.hardware, run.rows_at_once):
+            describe_run(run)
+            return 0
+
+
+def describe_run(run: Run) -> None:
+    config, model, data, hardware, state = run.config, run.model, run.data, run.hardware, run.state
+    previous = run.previous
+    if previous.saved is not None:
+        on_rank_0(lambda: require_the_same(run))
+        run.state = state = previous.saved.state
+    elif (init := previous.init) is not None:
+        on_rank_0(lambda: require_tokenizer(init, run))
+    max_steps = planned_steps(run) - state.step
     if max_steps <= 0:
-        run.state = state
         print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
         return
     rest = "left " if state.step else ""
-    estimate = estimate_memory(config, model, hardware, trainer.rows_at_once) + held_memory(data, hardware)
+    estimate = estimate_memory(config, model, hardware, run.rows_at_once) + held_memory(data, hardware)
     there_is = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     several = f" in each of {world().size} processes" if world().size > 1 else ""
     at_most = "at most " if config.minutes else ""
-    need, free = disk_space(run)
+    need, free = run.disk_bytes, free_space(run.dir)
     print(
-        f"Steps      {at_most}{max_steps:,} {rest}of {trainer.tokens_per_step:,} tokens ({config.sequences_per_step} "
-        f"sequences, {trainer.rows_at_once} at once{several}), {max_steps * trainer.tokens_per_step / 1e6:,.1f}M "
+        f"Steps      {at_most}{max_steps:,} {rest}of {run.tokens_per_step:,} tokens ({config.sequences_per_step} "
+        f"sequences, {run.rows_at_once} at once{several}), {max_steps * run.tokens_per_step / 1e6:,.1f}M "
         f"tokens in all\n"
         f"Memory     about {byte_size(estimate)}{there_is} (an estimate){free_memory(hardware)}; beside it "
         f"{byte_size(run.checkpoint_bytes)} of RAM while a checkpoint is written\n"
@@ -87,16 +95,16 @@ def dry_run(run: Run, old: Old) -> None:
             f"Mirror     {run.mirror.root} can be written and read; about {byte_size(need)} there, of "
             f"{byte_size(free)} that are free{too_little(need, free)}"
         )
-    fitting(trainer, check_first_loss, trainer)
-    seconds, rows = fitting(trainer, time_step, trainer)
+    retry_smaller(run, check_first_loss)
+    seconds, rows = retry_smaller(run, time_step)
     saving = on_rank_0(lambda: time_save(run))
-    evaluating = time_evaluation(trainer)
+    evaluating = time_evaluation(run)
     whole = config.sequences_per_step
     part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
-    speed = trainer.tokens_per_step / seconds
+    speed = run.tokens_per_step / seconds
     mfu = f", MFU {speed * model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
     if config.minutes:
-        max_steps = steps_in_time(trainer, Costs(seconds, evaluating, saving), max_steps, state.elapsed_seconds)
+        max_steps = steps_in_time(run, Costs(seconds, evaluating, saving), max_steps, state.elapsed_seconds)
     evaluations = math.ceil(max_steps / config.eval_interval) if config.eval_interval else 0
     total = seconds * max_steps + evaluating * evaluations
     print(
@@ -106,23 +114,23 @@ def dry_run(run: Run, old: Old) -> None:
         f"{', answers to prompts aside' if config.eval_prompts else ''}\n"
         f"Time       about {clock(total)} for {max_steps:,} steps and their evaluations"
     )
-    if at_risk := between_checkpoints(trainer, seconds):
+    if at_risk := between_checkpoints(run, seconds):
         print(f"At risk    at most {clock(min(at_risk, total))} of training, if the machine is lost between two saves")
     if units := hardware.units_per_hour(config):
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
     if hardware.is_cuda and (peak := hardware.peak_memory()):
         print(f"Peak       {peak / 1e9:.2f} GB of GPU memory in the timed step")
-    if old.checkpoint is not None:
-        print(f"Resume     {old.checkpoint.path} is whole and fits; training would continue from it")
+    if previous.checkpoint is not None:
+        print(f"Resume     {previous.checkpoint.path} is whole and fits; training would continue from it")
     print("Dry run: no run was written. Leave --dry_run out to train.")
 
 
-def steps_in_time(trainer: Trainer, costs: Costs, most: int, elapsed: float) -> int:
+def steps_in_time(run: Run, costs: Costs, most: int, elapsed: float) -> int:
     """The forecast of `minutes`, printed: how many of at most `most` steps fit, compiling aside."""
-    config = trainer.config
+    config = run.config
     seconds = 60 * config.minutes * (1 - MARGIN) - elapsed
-    steps = costs.steps_within(seconds, 0, most, config)
-    epochs = steps * config.sequences_per_step / epoch_sequences(trainer.data.windows, config)
+    steps = costs.steps_within(seconds, 0, most, config.eval_interval)
+    epochs = steps * config.sequences_per_step / epoch_sequences(run.data.windows, config)
     if not steps:
         fits = "Warning: no step fits; give more"
     elif steps == most:
@@ -145,24 +153,9 @@ def too_little(need: int, free: int) -> str:
     return ". Warning: too little" if need > free else ""
 
 
-def disk_space(run: Run) -> tuple[int, int]:
-    """Bytes that the checkpoints of a run take at the peak, and those that are free."""
-    return KEPT_ON_DISK * run.checkpoint_bytes, free_space(run.dir)
-
-
-def free_space(folder: Path) -> int:
-    """Free bytes on the disk of a folder, which may not exist yet."""
-    return shutil.disk_usage(existing(folder)).free
-
-
-def existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
-
-
 def probe(mirror: Mirror) -> None:
     """Write a file where the mirror will be, and read it back. Raises CheckpointError if that fails."""
-    path, content = existing(mirror.dir) / f".probe-{os.getpid()}.tmp", os.urandom(PROBE_BYTES)
+    path, content = nearest_existing(mirror.dir) / f".probe-{os.getpid()}.tmp", os.urandom(PROBE_BYTES)
     try:
         with atomic_write(path) as file:
             file.write(content)
@@ -177,18 +170,18 @@ def probe(mirror: Mirror) -> None:
         ) from None
 
 
-def check_first_loss(trainer: Trainer) -> None:
+def check_first_loss(run: Run) -> None:
     """Warn if the first loss is not that of an untrained model, to which all tokens are about equally likely. With
     adapters the base is trained, so there is nothing to compare."""
-    trainer.model.eval()
-    with torch.no_grad(), trainer.hardware.autocast():
-        loss = float(trainer.step_model(*trainer.data.batch(0, trainer.rows_at_once)))
-    trainer.model.train()
-    if lora_of(trainer.model) is not None:
+    run.model.eval()
+    with torch.no_grad(), run.hardware.autocast():
+        loss = float(run.step_model(*run.data.batch(0, run.rows_at_once)))
+    run.model.train()
+    if lora_of(run.model) is not None:
         print(f"First loss {loss:.2f}, that of the base")
         return
-    expected = math.log(trainer.data.vocab_size)
-    print(f"First loss {loss:.2f}; an untrained model has ln({trainer.data.vocab_size:,}) = {expected:.2f}")
+    expected = math.log(run.data.vocab_size)
+    print(f"First loss {loss:.2f}; an untrained model has ln({run.data.vocab_size:,}) = {expected:.2f}")
     if not abs(loss - expected) < FIRST_LOSS_MARGIN:
         print(
             "Warning: these two should be close. Does the vocabulary belong to these tokens? Did you change the "
@@ -198,62 +191,68 @@ def check_first_loss(trainer: Trainer) -> None:
 
 def time_save(run: Run) -> float:
     """Seconds to write, verify and load a checkpoint on the run's disk. Deletes it afterwards."""
-    parent = existing(run.dir.parent)
+    parent = nearest_existing(run.dir.parent)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        write_checkpoint(folder / "step", run.snapshot(copy=False))
+        write_checkpoint(folder / "step", snapshot_of(run, copy=False))
         if problems := problems_of(folder / "step"):
             raise CheckpointError(f"A checkpoint written below {parent} is damaged: {'; '.join(problems)}.")
         checkpoint = Checkpoint(folder / "step")
-        checkpoint.load_weights(run.trainer.model)
-        checkpoint.load_optimizer(run.trainer.optimizer)
+        checkpoint.load_weights(run.model)
+        checkpoint.load_optimizer(run.optimizer)
     return time.perf_counter() - began
 
 
-def time_evaluation(trainer: Trainer) -> float:
+def time_evaluation(run: Run) -> float:
     """Seconds of an evaluation, estimated from one batch, after one that does not count."""
-    if not trainer.config.eval_interval:
+    if not run.config.eval_interval:
         return 0.0
-    windows = evaluated_windows(trainer.data, trainer.config)
-    some = min(trainer.rows_at_once * world().size, windows)
-    validation_loss(trainer, some)
-    trainer.hardware.synchronize()
+    windows = evaluated_windows(run.data, run.config)
+    some = min(run.rows_at_once * world().size, windows)
+    validation_loss(run, some)
+    run.hardware.synchronize()
     began = time.perf_counter()
-    validation_loss(trainer, some)
-    trainer.hardware.synchronize()
+    validation_loss(run, some)
+    run.hardware.synchronize()
     return (time.perf_counter() - began) * windows / some
 
 
-def between_checkpoints(trainer: Trainer, seconds: float) -> float | None:
+def between_checkpoints(run: Run, seconds: float) -> float | None:
     """Longest time between checkpoints, if a step takes `seconds`; None if only the last step is saved."""
-    config = trainer.config
-    steps_an_epoch = epoch_sequences(trainer.data.windows, config) / config.sequences_per_step
+    config = run.config
+    steps_an_epoch = epoch_sequences(run.data.windows, config) / config.sequences_per_step
     by_epochs = seconds * steps_an_epoch * config.checkpoint_interval
     times = [60 * config.checkpoint_minutes, seconds * config.checkpoint_steps, by_epochs]
     return min((each for each in times if each), default=None)
 
 
-def time_step(trainer: Trainer) -> tuple[float, int]:
+def smallest_part(run: Run) -> int:
+    """The fewest sequences to time a step on: a compiled model takes one shape only, and a GPU is slow on less."""
+    at_once = run.rows_at_once if run.hardware.is_cuda or run.hardware.compiles else 1
+    return min(at_once * world().size, run.config.sequences_per_step)
+
+
+def time_step(run: Run) -> tuple[float, int]:
     """Seconds of a training step, and the number of sequences it was timed on (the seconds are scaled to a step)."""
-    config, hardware = trainer.config, trainer.hardware
+    config, hardware = run.config, run.hardware
 
     def timed(rows: int) -> float:
         hardware.synchronize()
         started = time.perf_counter()
-        train_step(trainer, 0, 0, 0.0, rows)
+        train_step(run, rows)
         hardware.synchronize()
         return time.perf_counter() - started
 
     whole = config.sequences_per_step
-    unit = smallest_part(trainer)
+    unit = smallest_part(run)
     timed(unit)  # first use of every kernel
     seconds = timed(unit)
     rows = unit
     if hardware.is_cuda or seconds * whole <= TIMED_SECONDS * unit:
         rows = whole
     elif not hardware.compiles:
-        rows = min(trainer.rows_at_once * world().size, max(unit, int(TIMED_SECONDS / seconds)))
+        rows = min(run.rows_at_once * world().size, max(unit, int(TIMED_SECONDS / seconds)))
     if rows > unit:
         timed(rows)  # later steps reuse the memory that this one allocates
         seconds = timed(rows)
@@ -263,26 +262,35 @@ def time_step(trainer: Trainer) -> tuple[float, int]:
     return seconds * whole / rows, rows
 
 
-def profile(run: Run, old: Old) -> None:
+def profile(config: Config) -> int:
     """Time the parts of real steps for a few seconds; print them and what limits the run. Writes no run."""
-    trainer, data, hardware, config = run.trainer, run.trainer.data, run.trainer.hardware, run.trainer.config
-    whole_seconds, rows = fitting(trainer, time_step, trainer)
+    with process_group(config):
+        run = make_run(config)
+        with memory_advice(config, run.shape, run.hardware, run.rows_at_once):
+            profile_run(run)
+            return 0
+
+
+def profile_run(run: Run) -> None:
+    data, hardware, config = run.data, run.hardware, run.config
+    whole_seconds, rows = retry_smaller(run, time_step)
     whole = config.sequences_per_step
     steps = min(MAX_STEPS, max(1, int(PROFILE_SECONDS * whole / (whole_seconds * rows))))
     spent = dict.fromkeys(PARTS, 0.0)
     began, cpu = time.perf_counter(), time.thread_time()
     for number in range(steps):  # with other data each time, as in training
-        for part, took in zip(PARTS, timed_parts(trainer, number * rows, rows), strict=True):
+        run.state.sequences_seen = number * rows
+        for part, took in zip(PARTS, timed_parts(run, rows), strict=True):
             spent[part] += took
     cpu_share = (time.thread_time() - cpu) / (time.perf_counter() - began) if hardware.device.type == "cpu" else 1.0
     # The update takes as long for any batch; the other parts are those of a whole step.
     scale = {name: 1.0 if name == "update" else whole / rows for name in PARTS}
     seconds = {name: spent[name] / steps * scale[name] for name in PARTS}
     total = sum(seconds.values())
-    speed = trainer.tokens_per_step / total
-    mfu = f", MFU {speed * trainer.model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
+    speed = run.tokens_per_step / total
+    mfu = f", MFU {speed * run.model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
     on_part = "" if rows == whole else f", each timed on {rows} of its {whole} sequences"
-    print(f"Profile    {steps} step{'s' * (steps > 1)} of {trainer.tokens_per_step:,} tokens{on_part}; seconds a step:")
+    print(f"Profile    {steps} step{'s' * (steps > 1)} of {run.tokens_per_step:,} tokens{on_part}; seconds a step:")
     for name in PARTS:
         print(f"  {name:<10}{seconds[name]:>9.4f}{seconds[name] / total:>6.0%}")
     print(f"  {'in all':<10}{total:>9.4f}  {si(speed)} tokens/s{mfu}")
@@ -294,27 +302,27 @@ def profile(run: Run, old: Old) -> None:
     else:
         print(f"Limit      {limit(seconds, hardware, data.placement)}")
     with torch.profiler.profile() as trace:
-        train_step(trainer, 0, 0, 0.0, rows)
+        train_step(run, rows)
         hardware.synchronize()
     own = "self_device_time_total" if hardware.is_cuda else "self_cpu_time_total"
     print(trace.key_averages().table(sort_by=own, row_limit=OPERATIONS, max_name_column_width=40))
     print("Profile: no run was written. Leave --profile out to train.")
 
 
-def timed_parts(trainer: Trainer, first: int, rows: int) -> list[float]:
-    """Seconds of the PARTS of a step of the `rows` sequences from number `first` on. On a GPU each part waits for the
-    one before, so the sum is a little more than a step of the training, whose parts overlap."""
+def timed_parts(run: Run, sequences: int) -> list[float]:
+    """Seconds of the PARTS of a step of the next `sequences`. On a GPU each part waits for the one before, so the sum
+    is a little more than a step of the training, whose parts overlap."""
 
     def now() -> float:
-        trainer.hardware.synchronize()
+        run.hardware.synchronize()
         return time.perf_counter()
 
     times = [now()]
-    batch = read_batch(trainer, first, rows)
+    batch = read_batch(run, sequences)
     times.append(now())
-    loss = accumulate(trainer, batch, 0, rows)
+    loss = accumulate(run, batch, sequences)
     times.append(now())
-    apply_gradients(trainer, loss, 0.0)
+    apply_update(run, loss)
     times.append(now())
     return [after - before for before, after in itertools.pairwise(times)]
 

@@ -1,13 +1,10 @@
-"""The memory of a step: an estimate before it runs, the micro-batch that fits, the retry with a smaller one if memory
-runs out, and advice if that does not help."""
+"""The memory of a step: an estimate before it runs, the micro-batch that fits, and advice where none does."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
 
 import torch
 
@@ -15,20 +12,16 @@ from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
 from common.files import read_json
 from common.lora import add_adapters
 from common.machine import available_ram, total_ram
-from common.output import byte_size, log
-from common.script import world
+from common.output import byte_size
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from training.compilation import compile_model
-from training.config import NOT_GIVEN, Config, is_resolved
+from training.config import Config, is_resolved
 from training.data import TokenData
-from training.hardware import Hardware, clear_frames, return_freed_memory
+from training.hardware import Hardware
 from training.optimizer import RULES, by_rule
-from training.parallel import any_process, on_rank_0
 from training.records import CONFIG
-from training.step import HALVED, Trainer
 
-Made = TypeVar("Made")
+HALVED = "out of memory"  # source of a micro-batch that was halved after such an error
 MEMORY_SHARE = 0.8  # of all memory; the rest is for tokens, kernels' workspaces and fragmentation
 DROPOUT_ASIDE = " except for dropout's random draws"  # which are made per micro-batch
 PROCESS_BYTES = 350_000_000  # resident size of a process that has imported torch
@@ -80,45 +73,6 @@ def halve_until_it_fits(
     return rows, "memory"
 
 
-def fitting(trainer: Trainer, work: Callable[..., Made], *arguments: Any) -> Made:
-    """What `work` returns, after the model has been compiled for this micro-batch. If memory runs out, both are done
-    again with a micro-batch of half the size: `work` is a function of the step, and has changed nothing that counts.
-
-    Raises MemoryExhausted if one sequence at a time does not fit.
-    """
-    while True:
-        try:
-            if trainer.ready_for != trainer.rows_at_once:
-                compile_step_model(trainer)
-            return work(*arguments)
-        except Exception as error:
-            halve_micro_batch(trainer, error)
-
-
-def compile_step_model(trainer: Trainer) -> None:
-    """Set `trainer.step_model` by `compile_model`, tried on the first sequences. If compiling fails in one of the
-    processes, all train uncompiled. That takes more memory, so the micro-batch is fitted again, unless it was given.
-
-    Raises MemoryExhausted if one sequence does not fit.
-    """
-    trainer.optimizer.tensors()  # allocate them now: if memory runs out, then before compiling takes its time
-    evaluates = bool(trainer.config.eval_interval)
-    example = trainer.data.batch(0, trainer.rows_at_once) if trainer.hardware.compiles else ()
-    trainer.step_model, failure = compile_model(trainer.model, trainer.hardware, example, evaluates)
-    if any_process(bool(failure))[0]:
-        if not failure:
-            print("torch.compile failed in another process; training continues uncompiled in all of them.")
-            # Back to the model inside: for another micro-batch, the first step would compile again.
-            trainer.step_model = getattr(trainer.step_model, "_orig_mod", trainer.step_model)
-        reason = f"torch.compile failed ({failure or 'in another process'})"
-        trainer.hardware = dataclasses.replace(trainer.hardware, compiles=False, compile_reason=reason)
-        if trainer.micro_batch_source in NOT_GIVEN:
-            trainer.micro_batch_size, trainer.micro_batch_source = on_rank_0(
-                lambda: halve_until_it_fits(trainer.config, trainer.model, trainer.hardware, trainer.data.gpu_bytes)
-            )
-    trainer.ready_for = trainer.rows_at_once
-
-
 def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None:
     """The micro-batch that this run was reduced to on this device, from its folder; None if it was not reduced."""
     try:
@@ -130,36 +84,6 @@ def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None
     rows = kept["config"].get("micro_batch_size")
     same = kept.get("device") == hardware.name and kept["config"].get("max_seq_len") == seq_len
     return rows if same and isinstance(rows, int) and 0 < rows < config.rows_at_once(config.batch_size) else None
-
-
-def halve_micro_batch(trainer: Trainer, error: Exception) -> None:
-    """After `error`, out of memory: free memory and halve the micro-batch. Raises any other error, and MemoryExhausted
-    if halving cannot help."""
-    if not is_out_of_memory(error):
-        raise error
-    config, rows = trainer.config, trainer.rows_at_once
-    aside = DROPOUT_ASIDE if config.dropout else ""
-    if rows == 1:
-        raise MemoryExhausted(no_way_out(config, trainer.shape, trainer.hardware, rows)) from error
-    if world().size > 1:  # all would have to retry together
-        raise MemoryExhausted(
-            f"Out of memory with {rows} sequences at once in one of {world().size} processes: add "
-            f"--micro_batch_size {rows // 2} to the same command, with the same result{aside}. Checkpoints saved "
-            f"before are whole."
-        ) from error
-    # In this order: frames hold the activations, also those of the compiler, and what it keeps of an attempt would keep
-    # memory from being returned.
-    clear_frames(error)
-    trainer.optimizer.zero_grad(set_to_none=True)
-    if trainer.hardware.compiles:
-        torch.compiler.reset()  # also because PyTorch limits how often it compiles for another shape
-    return_freed_memory(trainer.hardware.device)
-    trainer.micro_batch_size, trainer.micro_batch_source = rows // 2, HALVED
-    less = trainer.rows_at_once
-    log.info(
-        f"Out of memory with {rows} sequences at once: the same batch again with {less}, with the same result{aside}, "
-        f"as by --micro_batch_size {less}"
-    )
 
 
 def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: Hardware, rows: int) -> int:

@@ -44,7 +44,7 @@ from common.errors import CheckpointError, ConfigError
 from common.files import OF_RUN, read_json, write_json
 from common.output import clock, log
 from training.records import RECORDS
-from training.signals import Interruption
+from training.signals import Signals
 from training.state import TrainState, read_state
 
 MARKER = "run.json"  # in a mirror: which run it is of; in a run folder: where its mirror is
@@ -189,7 +189,7 @@ class Mirror:
     def bring_up_to_date(self) -> None:
         """Copy what is new in the run folder. Raises Overtaken and OfAnotherRun at once, and other errors after
         everything has been tried: a damaged best/ must not keep the checkpoints from being copied."""
-        self.claim()
+        self.write_marker()
         if not self.is_clean:
             self.clean_up()
         # The step is chosen first, and the best weights are copied first: they are those of that step, or newer.
@@ -205,7 +205,7 @@ class Mirror:
         if problem is not None:
             raise problem
 
-    def claim(self) -> None:
+    def write_marker(self) -> None:
         """Name this run in `run.json`, if the mirror has no copies yet. Raises CheckpointError if the mirror is gone,
         OfAnotherRun if it is another run's, OSError if it cannot be written."""
         if self.are_gone:
@@ -215,9 +215,9 @@ class Mirror:
         named = self.marker().get("run_id")
         if named is None or (named != self.run_id and not step_folders(self.dir)):  # a kill may have cut it off
             write_json(self.dir / MARKER, {"run_id": self.run_id, "output_dir": str(self.run_dir)})
-        self.require_claimed()
+        self.require_marker()
 
-    def require_claimed(self) -> None:
+    def require_marker(self) -> None:
         if self.marker().get("run_id") not in (None, self.run_id):
             raise OfAnotherRun(
                 f"{self.dir} holds the copies of another run by now. This one goes on without copies; it is saved in "
@@ -257,16 +257,17 @@ class Mirror:
             delete_copy(copy)
 
     def copy_best(self) -> None:
-        """Copy the best weights, unless there are better ones. Then delete those that they beat."""
+        """Copy the best weights, unless there are better ones. Then delete those that are worse."""
         best = self.run_dir / BEST
-        ours, others = standing(best), {copy: standing(copy) for copy in self.best_copies()}
-        if ours is None or any(theirs is not None and beats(theirs, ours) for theirs in others.values()):
+        ours = read_best_state(best)
+        others = {copy: read_best_state(copy) for copy in self.best_copies()}
+        if ours is None or any(theirs is not None and is_better(theirs, ours) for theirs in others.values()):
             return
         name = f"{BEST}_{ours.step:08d}"
         self.copy(best, name)
         for copy, theirs in others.items():
             is_misnamed = theirs == ours and not copy.name.startswith(name)  # best/ changed just before it was copied
-            if theirs is not None and (is_misnamed or beats(ours, theirs)):
+            if theirs is not None and (is_misnamed or is_better(ours, theirs)):
                 delete_copy(copy)
 
     def copy(self, source: Path, name: str) -> bool:
@@ -288,7 +289,7 @@ class Mirror:
             write_manifest(temporary, files | recorded)
             delete_copy(target)  # a damaged one
             os.replace(temporary, target)
-            self.require_claimed()
+            self.require_marker()
             if problems := problems_of(target):
                 raise OSError(f"the copy of {source.name} is damaged: {'; '.join(problems)}")
         except (OSError, OfAnotherRun) as error:
@@ -313,13 +314,13 @@ class Mirror:
         age = "no copy yet" if self.copied_at is None else f"copy {clock(time.monotonic() - self.copied_at)} old"
         return f"{age} ({self.problem})" if self.problem else age
 
-    def finish(self, interruption: Interruption | None = None) -> None:
+    def finish(self, stop: Signals | None = None) -> None:
         """Request a last copy and wait for it: COPY_SECONDS at most, fewer once somebody has pressed stop, or until it
         has failed for LAST_ATTEMPTS_SECONDS."""
         self.wake()
         began, patience = time.monotonic(), 1.0
         while not self.request.wait(patience) and self.overtaken is None and not self.closed:
-            limit = COPY_SECONDS_IF_STOPPED if interruption is not None and interruption.requested else COPY_SECONDS
+            limit = COPY_SECONDS_IF_STOPPED if stop is not None and stop.requested else COPY_SECONDS
             if patience == 1.0:
                 log.info(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")
             patience, now, failing_since = 0.02, time.monotonic(), self.failing_since
@@ -382,7 +383,7 @@ def copy_files(paths: Iterable[Path], target: Path) -> None:
                 os.fsync(file.fileno())
 
 
-def standing(best: Path) -> TrainState | None:
+def read_best_state(best: Path) -> TrainState | None:
     """Read the state saved with these best weights; None if that fails."""
     try:
         return read_state(Checkpoint(best)).state
@@ -390,7 +391,7 @@ def standing(best: Path) -> TrainState | None:
         return None
 
 
-def beats(one: TrainState, other: TrainState) -> bool:
+def is_better(one: TrainState, other: TrainState) -> bool:
     """Whether best weights have the lower loss, or are of a later step if the losses are over other windows."""
     if one.best_val_loss is not None and other.best_val_loss is not None and one.best_windows == other.best_windows:
         return one.best_val_loss < other.best_val_loss

@@ -1,16 +1,17 @@
-"""The plan of a run: what will be done, decided in one pass, each decision printed with its reason."""
+"""From a configuration to a run: what will be trained, on what and how, each decision printed with its reason."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from common.checkpoint import Checkpoint
 from common.errors import CheckpointError, ConfigError
-from common.files import CHECKPOINT_NAME, sha256_file
+from common.files import CHECKPOINT_NAME, FolderLock, sha256_file
 from common.lora import LoRA, add_adapters, find_base
+from common.script import is_rank_0
 from common.tensors import weights_file
 from model import TransformerLanguageModel
 from model_config import ModelConfig
@@ -22,101 +23,107 @@ from tokenization.settings import Settings
 from tokenization.token_folder import REPORT
 from training.config import Config
 from training.data import TokenData
-from training.hardware import Hardware, detect_hardware
+from training.hardware import detect_hardware
 from training.memory import fit_micro_batch, memory_advice
-from training.optimizer import build_optimizer
+from training.mirror import Mirror
 from training.parallel import on_rank_0
+from training.previous import Previous, find_previous
 from training.prompts import Prompt, check_prompts, read_prompts
-from training.resume import Old
+from training.records import require_tensorboard
+from training.run import Run
 from training.schedule import repetition
-from training.step import Trainer
 from training.text import EXAMPLE, EXAMPLES, text_of
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What will be done. `make_plan` decides it, `build` makes what a step works on."""
-
-    config: Config  # what was asked
-    hardware: Hardware  # device, precision, compiling
-    data: TokenData
-    prompts: list[Prompt]
-    shape: ModelConfig
-    base: Checkpoint | None  # that adapters are for
-    lora: LoRA | None
-    micro_batch_size: int
-    micro_batch_source: str
-
-
-def make_plan(config: Config, old: Old) -> Plan:
-    """Decide what to do about `config`, after what was there before. Tokenizes `input` on first use.
+def make_run(config: Config, lock: FolderLock | None = None) -> Run:
+    """Decide what to do about `config`, after what earlier sessions left, and build it: the model has its first
+    weights, and nothing of the run folder is loaded. Tokenizes `input` on first use. With a `lock`, the run will be
+    trained.
 
     Raises ConfigError, DataError or CheckpointError for what cannot be done, MemoryExhausted if one sequence does not
     fit.
     """
-    asked = on_rank_0(lambda: old.shape(config))
-    hardware = detect_hardware(config, asked, on_rank_0(lambda: old.saved.state.compiled if old.saved else None))
+    require_tensorboard(config)
+    mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
+
+    def find() -> tuple[Previous, ModelConfig]:
+        previous = find_previous(config, mirror, lock)
+        return previous, shape_of(config, previous)
+
+    previous, shape = on_rank_0(find)
+    hardware = detect_hardware(config, shape, previous.saved.state.compiled if previous.saved else None)
     print(hardware.describe())
 
-    data_dir = on_rank_0(lambda: tokenized(config, old))
-    prompts = on_rank_0(lambda: questions(config))
-    data = TokenData.open(config, data_dir, asked.max_seq_len, hardware)
+    data_dir, prompts, base, lora = on_rank_0(lambda: prepare(config, previous, shape))
+    data = TokenData.open(config, data_dir, shape.max_seq_len, hardware)
     if data.layout.has_mask:  # with a mask, cuDNN's attention can give gradients that are not finite (pytorch 196678)
         torch.backends.cuda.enable_cudnn_sdp(False)
     print(data.describe() + repetition(data.windows, config))
     check_prompts(prompts, data)
 
-    shape = replace(asked, vocab_size=data.vocab_size)
+    shape = replace(shape, vocab_size=data.vocab_size)
     with torch.device("meta"):
-        model = TransformerLanguageModel(shape)
+        sizes = TransformerLanguageModel(shape)
     print(
-        f"Model      {model.num_parameters():,} parameters: {shape.num_layers} layers x {shape.embed_dim}, "
+        f"Model      {sizes.num_parameters():,} parameters: {shape.num_layers} layers x {shape.embed_dim}, "
         f"{shape.num_heads} heads, context {shape.max_seq_len}"
     )
-
-    base = on_rank_0(lambda: base_of_adapters(config, old, shape))
-    lora = None
-    if base is not None:
-        lora = on_rank_0(lambda: config.lora(str(base.path), sha256_file(weights_file(base.path))))
+    if base is not None and lora is not None:
         with torch.device("meta"):
-            add_adapters(model, lora)
+            add_adapters(sizes, lora)
         print(
             f"LoRA       rank {config.lora_rank} on {config.lora_targets.replace(',', ', ')}: "
-            f"{model.num_parameters(trained_only=True):,} parameters train, those of {base.path} stay frozen"
+            f"{sizes.num_parameters(trained_only=True):,} parameters train, those of {base.path} stay frozen"
         )
         if lora.end_modules and shape.embed_norm and shape.is_gated:
             print("           adapters for peft need --lora_targets attention,feed_forward with this form of the model")
-    size, source = on_rank_0(lambda: fit_micro_batch(config, model, hardware, data.gpu_bytes))
-    return Plan(config, hardware, data, prompts, shape, base, lora, size, source)
+    size, source = on_rank_0(lambda: fit_micro_batch(config, sizes, hardware, data.gpu_bytes))
 
-
-def build(plan: Plan) -> Trainer:
-    """What a step works on: the model with its first weights, its optimizer, the data."""
-    config, hardware, rows = plan.config, plan.hardware, plan.config.rows_at_once(plan.micro_batch_size)
-    with memory_advice(config, plan.shape, hardware, rows):
+    with memory_advice(config, shape, hardware, config.rows_at_once(size)):
         torch.manual_seed(config.seed)
-        model = TransformerLanguageModel(plan.shape).to(hardware.device)
+        model = TransformerLanguageModel(shape).to(hardware.device)
         model.activation_checkpointing = config.activation_checkpointing
-        if plan.base is not None and plan.lora is not None:
-            plan.base.load_weights(model)
-            add_adapters(model, plan.lora)
+        if base is not None and lora is not None:
+            base.load_weights(model)
+            add_adapters(model, lora)
         if hardware.is_cuda:  # the dial and an earlier run in this process had peaks of their own
             torch.cuda.reset_peak_memory_stats()
-        return Trainer(
-            config,
-            hardware,
-            plan.data,
-            plan.prompts,
-            model,
-            build_optimizer(model, config),
-            hardware.grad_scaler(),
-            model,
-            plan.micro_batch_size,
-            plan.micro_batch_source,
-        )
+        return Run(config, hardware, data, prompts, model, size, source, previous, mirror)
 
 
-def tokenized(config: Config, old: Old) -> str | None:
+def shape_of(config: Config, previous: Previous) -> ModelConfig:
+    """The shape that was requested; that of the trained model, if `init_from` names one or adapters are for it.
+
+    Raises ConfigError if a key that was given differs from it. With rotary positions, which have no weights, the given
+    context may be shorter.
+    """
+    if previous.source is None or not (config.init_from or config.lora_rank):
+        return config.shape(config.vocab_size)
+    trained, source = previous.source.trusted_config(), str(previous.source.path)
+    theirs = {key: value for key, value in trained.to_dict().items() if key not in ("vocab_size", "dropout")}
+    if config.is_given("max_seq_len") and trained.position == "rope" and config.max_seq_len < trained.max_seq_len:
+        theirs["max_seq_len"] = config.max_seq_len
+    clashes = [
+        f"{key} is {getattr(config, key)!r} from {config.sources[key]}, {value!r} in {source}"
+        for key, value in theirs.items()
+        if config.is_given(key) and getattr(config, key) != value
+    ]
+    if clashes:
+        raise ConfigError("\n  ".join([f"The weights of {source} are for another model:", *clashes]))
+    return replace(trained, **theirs, dropout=config.dropout)
+
+
+def prepare(
+    config: Config, previous: Previous, shape: ModelConfig
+) -> tuple[str | None, list[Prompt], Checkpoint | None, LoRA | None]:
+    """The token folder, the prompts, and the adapters with their base: what only rank 0 has to read or make."""
+    data_dir, prompts = tokenized(config, previous), read_run_prompts(config)
+    base = base_of_adapters(config, previous, shape)
+    lora = None if base is None else config.lora(str(base.path), sha256_file(weights_file(base.path)))
+    return data_dir, prompts, base, lora
+
+
+def tokenized(config: Config, previous: Previous) -> str | None:
     """The token folder, if one is named. Tokenizes `input`, if there is one, on first use: into `data_dir`, or else
     into a folder of this state of the text alone. A run that is continued keeps its tokenizer; one that starts from
     other weights takes theirs.
@@ -126,32 +133,42 @@ def tokenized(config: Config, old: Old) -> str | None:
     if not config.input:
         return config.data_dir
     text = text_of(config.input)
-    asked = Settings(input=(text,), format=format_of(find_sources([text])))
-    if config.init_from and old.source is not None:
-        asked = replace(asked, tokenizer_file=str(old.source.tokenizer_path()))
+    settings = Settings(input=(text,), format=format_of(find_sources([text])))
+    if config.init_from and previous.source is not None:
+        settings = replace(settings, tokenizer_file=str(previous.source.tokenizer_path()))
     else:
-        asked = replace(asked, tokenizer=config.tokenizer, vocab_size=config.vocab_size)
-    folder = config.data_dir or folder_of(asked)
+        settings = replace(settings, tokenizer=config.tokenizer, vocab_size=config.vocab_size)
+    folder = config.data_dir or folder_of(settings)
     names = [path.name.removesuffix("_metadata.json") for path in metadata_files(Path(folder))]
     settings = replace(
-        asked,
+        settings,
         output_dir=folder,
         output_name=names[0] if len(names) == 1 and names[0] not in ("tokens", "tokens_bpe") else None,
-        tokenizer_file=old.tokenizer(config) or asked.tokenizer_file,
+        tokenizer_file=kept_tokenizer(config, previous) or settings.tokenizer_file,
     )
     metadata = tokenize_with(settings, quiet=True, may_replace=not config.data_dir)
     print(f"Report     {metadata.with_name(REPORT)}: what each file gave, and what was left out")
     return folder
 
 
-def questions(config: Config) -> list[Prompt]:
+def kept_tokenizer(config: Config, previous: Previous) -> str | None:
+    """The tokenizer file of the run that is continued, so that `input` becomes the same tokens again: another version
+    of `tokenizers` could learn another vocabulary. None for a configuration with other settings of it."""
+    if previous.checkpoint is None or previous.saved is None or not previous.is_own:
+        return None
+    path, saved = previous.checkpoint.tokenizer_path(), previous.saved
+    has_same_settings = all(saved.config.get(key) == getattr(config, key) for key in ("tokenizer", "vocab_size"))
+    return str(path) if has_same_settings and sha256_file(path) == saved.data.get("tokenizer_sha256") else None
+
+
+def read_run_prompts(config: Config) -> list[Prompt]:
     """The prompts that the run answers at each evaluation."""
     if not config.eval_prompts:
         return []
     return read_prompts(EXAMPLES / "held_out.jsonl" if config.eval_prompts == EXAMPLE else config.eval_prompts)
 
 
-def base_of_adapters(config: Config, old: Old, shape: ModelConfig) -> Checkpoint | None:
+def base_of_adapters(config: Config, previous: Previous, shape: ModelConfig) -> Checkpoint | None:
     """The checkpoint that adapters are for, if the configuration asks for some: that of the run that is continued, for
     by now `init_from` may lead to a newer one; for a run that starts, what it leads to.
 
@@ -165,16 +182,16 @@ def base_of_adapters(config: Config, old: Old, shape: ModelConfig) -> Checkpoint
             f"lora_rank is {config.lora_rank}, and the model's matrices have {narrowest} rows or columns: a rank "
             "beyond that adds nothing. 8 is usual."
         )
-    assert old.source is not None, "the configuration names one"
-    base, lora = old.source, old.source.lora()
-    if lora is not None and old.checkpoint is not None:
+    assert previous.source is not None, "the configuration names one"
+    base, lora = previous.source, previous.source.lora()
+    if lora is not None and previous.checkpoint is not None:
         base = Checkpoint(find_base(lora, base.path))
     elif lora is not None:
         raise CheckpointError(
             f"{base.path} holds adapters, and those of --lora_rank are for whole weights: python "
             f"tools/merge_lora.py {base.path} OUT makes them, to start from with --init_from OUT."
         )
-    elif old.checkpoint is not None and not old.own:
+    elif previous.checkpoint is not None and not previous.is_own:
         raise CheckpointError(
             f"{base.path} was trained without adapters, and cannot go on with some: --init_from "
             f"{base.path} instead of --resume_from starts a new run that adapts it."

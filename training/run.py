@@ -1,219 +1,185 @@
-"""The checkpoints of a run: when they are due, what they hold, where they and their copies go."""
+"""A run: what a step works on, and where the training stands."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from common.checkpoint import (
-    ADAPTERS,
-    BEST,
-    BYTES_A_PARAMETER,
-    KEEP,
-    OPTIMIZER,
-    STATE,
-    WEIGHTS_FILES,
-    Checkpoint,
-    delete_folder,
-    step_folders,
-    stored_config,
-    stored_weights,
-    write_checkpoint,
-)
-from common.errors import CheckpointError, is_out_of_memory
-from common.files import json_bytes
-from common.lora import lora_of
-from common.machine import available_ram
+from common.checkpoint import BEST, BYTES_A_PARAMETER, Checkpoint
+from common.errors import MemoryExhausted, is_out_of_memory
 from common.output import log
-from common.script import is_rank_0
-from common.tensors import Content, on_host
+from common.script import world
+from model import TransformerLanguageModel
+from model_config import ModelConfig
+from training.compilation import compile_model
+from training.config import MODEL_KEYS, NOT_GIVEN, Config
+from training.data import TokenData
+from training.hardware import Hardware, clear_frames, return_freed_memory
+from training.memory import DROPOUT_ASIDE, HALVED, halve_until_it_fits, no_way_out
 from training.mirror import Mirror
+from training.optimizer import Optimizer, build_optimizer
 from training.parallel import any_process, broadcast_tensors, on_rank_0
-from training.schedule import epoch_sequences, last_step
-from training.signals import Interruption
-from training.state import Saved, TrainState
-from training.step import Trainer, diverged
+from training.previous import Previous
+from training.prompts import Prompt
+from training.schedule import epoch_sequences, last_step, learning_rate
+from training.state import TrainState
 
-Snapshot = dict[str, Content]  # the files of a checkpoint, in memory
-SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
+KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one being written
 
 
+@dataclass(eq=False)
 class Run:
-    """A run folder, the mirror with its copies, and what is saved there of `trainer` and `state`. A thread writes one
-    checkpoint at a time while the training goes on; if it fails, the next save, or the end, raises its error."""
+    """A training as one process holds it. `make_run` in plan.py decides and builds it.
 
-    def __init__(self, trainer: Trainer, mirror: Mirror | None = None):
-        """Touches no file. The state is that of a new run; `start_or_resume` may replace it."""
-        config = trainer.config
-        self.trainer = trainer
-        self.state = TrainState(max_steps=last_step(0, 0, trainer.data.windows, config))
-        self.dir = config.run_dir
-        self.mirror = mirror  # of rank 0
+    A step changes the weights, `optimizer`, `scaler`, `skips` and `state`. Compiling, and running out of memory, change
+    `step_model`, `micro_batch_size` and `hardware`.
+    """
+
+    config: Config  # what was requested
+    hardware: Hardware
+    data: TokenData
+    prompts: list[Prompt]  # answered at each evaluation
+    model: TransformerLanguageModel
+    micro_batch_size: int
+    micro_batch_source: str  # as in Config.sources, or "memory", or HALVED
+    previous: Previous = field(default_factory=Previous)
+    mirror: Mirror | None = None  # of rank 0
+
+    def __post_init__(self) -> None:
+        self.optimizer: Optimizer = build_optimizer(self.model, self.config)
+        self.scaler = self.hardware.grad_scaler()
+        self.step_model: Callable[..., torch.Tensor] = self.model  # compiled, data-parallel, or just the model
+        self.compiled_rows = 0  # that `step_model` was made for
+        self.state = TrainState(max_steps=last_step(0, 0, self.data.windows, self.config))
+        self.skips = torch.zeros(3, device=self.hardware.device)  # see `count_skip` in step.py
         self.saved_step = 0  # of the newest checkpoint
-        self.last_saved = time.monotonic()
-        self.is_due = False  # a checkpoint that could not be written when it was due
-        self.best_is_new = False  # the best weights so far are not saved yet
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
-        self.under_way: Future[None] | None = None
-        self.write_seconds: float | None = None  # of the last folder that was written
-        self.seconds_held = 0.0  # how long the training has waited for saves, in all
+
+    @property
+    def dir(self) -> Path:
+        return self.config.run_dir
+
+    @property
+    def shape(self) -> ModelConfig:
+        return self.model.config
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.sequences_per_step * self.shape.max_seq_len
+
+    @property
+    def rows_at_once(self) -> int:
+        """Sequences per forward pass."""
+        return self.config.rows_at_once(self.micro_batch_size)
 
     @property
     def epoch(self) -> float:
         """Epochs that are done."""
-        return self.state.sequences_seen / epoch_sequences(self.trainer.data.windows, self.trainer.config)
+        return self.state.sequences_seen / epoch_sequences(self.data.windows, self.config)
+
+    @property
+    def evaluation_due(self) -> bool:
+        return self.state.evaluation_due(self.config.eval_interval)
+
+    @property
+    def is_done(self) -> bool:
+        return self.state.finished and not self.evaluation_due
 
     @property
     def checkpoint_bytes(self) -> int:
-        return BYTES_A_PARAMETER * self.trainer.model.num_parameters(trained_only=True)
-
-    @contextlib.contextmanager
-    def saving(self, interruption: Interruption | None = None) -> Iterator[None]:
-        """Save and copy in the background of what happens inside; at its end, wait until that is done, for a shorter
-        time once somebody has pressed stop. Raises CheckpointError if a save failed, or if another session has copied a
-        newer state."""
-        self.thread.submit(int).result()  # start the thread now: later there may be no memory for it
-        if self.mirror is not None:
-            self.mirror.begin(self.state.run_id)
-        try:
-            yield
-        except KeyboardInterrupt:  # stop at once
-            raise
-        except BaseException:  # re-raise; only report errors of saving
-            try:
-                self.finish(interruption)
-            except CheckpointError as problem:
-                log.info(f"Warning: {problem}")
-            raise
-        else:
-            self.finish(interruption)
-        finally:
-            self.thread.shutdown(cancel_futures=True)
-            if self.mirror is not None:
-                self.mirror.close()
-        on_rank_0(self.require_not_overtaken)
+        return BYTES_A_PARAMETER * self.model.num_parameters(trained_only=True)
 
     @property
-    def is_overtaken(self) -> bool:
-        """Whether another session has copied a newer state: this one stops."""
-        return self.mirror is not None and self.mirror.overtaken is not None
+    def disk_bytes(self) -> int:
+        """What the checkpoints of the run take at the peak."""
+        return KEPT_ON_DISK * self.checkpoint_bytes
 
-    def require_not_overtaken(self) -> None:
-        if self.mirror is not None and self.mirror.overtaken is not None:
-            raise self.mirror.overtaken
+    def learning_rate(self, step: int) -> float:
+        fall = self.state.cooldown.at(step) if self.state.cooldown else None
+        return learning_rate(step, self.state.max_steps, self.config, fall)
 
-    def finish(self, interruption: Interruption | None) -> None:
-        """Wait for the save under way, and a limited time for the mirror. Raises CheckpointError if a save fails."""
-        try:
-            self.wait_for_save()
-        finally:
-            if self.mirror is not None:
-                self.mirror.finish(interruption)
+    def advance(self) -> None:
+        """Count a step that was taken."""
+        self.state.step += 1
+        self.state.sequences_seen += self.config.sequences_per_step
+        self.state.tokens += self.tokens_per_step
 
-    def wait_for_save(self) -> None:
-        """Raises CheckpointError if it fails."""
-        if self.under_way is not None:
-            under_way, self.under_way = self.under_way, None
-            under_way.result()
+    def resolved(self) -> dict[str, Any]:
+        """What was requested, with the shape and the micro-batch that were found for it."""
+        found = {key: getattr(self.shape, key) for key in MODEL_KEYS}
+        if self.micro_batch_source != "default":
+            found["micro_batch_size"] = self.micro_batch_size
+        return self.config.values() | found
 
-    def checkpoint_due(self) -> bool:
-        """Whether this step is one of those that the configuration wants saved, by steps, epochs or minutes."""
-        config, state = self.trainer.config, self.state
-        before = state.sequences_seen - config.sequences_per_step
-        size = epoch_sequences(self.trainer.data.windows, config) * config.checkpoint_interval
-        epochs_passed = bool(size) and state.sequences_seen // size > before // size
-        steps_passed = bool(config.checkpoint_steps) and state.step % config.checkpoint_steps == 0
-        minutes = (time.monotonic() - self.last_saved) / 60
-        minutes_passed = bool(config.checkpoint_minutes) and minutes >= config.checkpoint_minutes
-        return steps_passed or epochs_passed or minutes_passed or state.finished
+    def compile(self) -> None:
+        """Set `step_model` for the current `rows_at_once`, if it is not; try it on the first sequences. If compiling
+        fails in one of the processes, all train uncompiled. That takes more memory, so the micro-batch is fitted again,
+        unless it was given.
 
-    def save_is_due(self) -> bool:
-        """Whether there is something to be saved at this step; waits for no GPU. Clocks differ: what is due on one rank
-        is due on all. Raises CheckpointError if the last save failed."""
-        if self.under_way is not None and self.under_way.done():
-            self.wait_for_save()
-        (self.is_due,) = any_process(self.is_due or self.checkpoint_due())
-        return self.is_due or self.best_is_new
-
-    def save(self, best_only: bool = False) -> None:
-        """Begin to write a checkpoint of this step, or of the best weights alone, or of both if these are the best. Of
-        several processes rank 0 writes.
-
-        Raises ConfigError if the weights are not finite: a good checkpoint must not make way for a useless one.
+        Raises MemoryExhausted if one sequence does not fit.
         """
-        trainer, state = self.trainer, self.state
-        total = torch.stack([parameter.detach().sum() for parameter in trainer.model.parameters()]).sum()
-        if not torch.isfinite(total):
-            raise diverged(state.step, self.saved_step, "a weight is not finite")
-        folders = [self.dir / BEST] if self.best_is_new else []
-        if not best_only:
-            folders.append(self.dir / "checkpoints" / f"step_{state.step:08d}")
-            self.saved_step = state.step
-            self.last_saved = time.monotonic()
-            self.is_due = False
-        self.best_is_new = False
-        if is_rank_0():
-            began = time.perf_counter()
-            self.wait_for_save()
-            if (snapshot := self.copied()) is not None:
-                self.under_way = self.thread.submit(self.write, folders, snapshot)
-            else:  # the training waits until the weights themselves are written
-                self.write(folders, self.snapshot(copy=False))
-            self.seconds_held += time.perf_counter() - began
+        if self.compiled_rows == self.rows_at_once:
+            return
+        self.optimizer.tensors()  # allocate them now: if memory runs out, then before compiling takes its time
+        example = self.data.batch(0, self.rows_at_once) if self.hardware.compiles else ()
+        evaluates = bool(self.config.eval_interval)
+        self.step_model, failure = compile_model(self.model, self.hardware, example, evaluates)
+        if any_process(bool(failure))[0]:
+            if not failure:
+                print("torch.compile failed in another process; training continues uncompiled in all of them.")
+                # Back to the model inside: for another micro-batch, the first step would compile again.
+                self.step_model = getattr(self.step_model, "_orig_mod", self.step_model)
+            reason = f"torch.compile failed ({failure or 'in another process'})"
+            self.hardware = dataclasses.replace(self.hardware, compiles=False, compile_reason=reason)
+            if self.micro_batch_source in NOT_GIVEN:
+                fitted = on_rank_0(
+                    lambda: halve_until_it_fits(self.config, self.model, self.hardware, self.data.gpu_bytes)
+                )
+                self.micro_batch_size, self.micro_batch_source = fitted
+        self.compiled_rows = self.rows_at_once
+        self.state.compiled = None if self.hardware.is_cuda else self.hardware.compiles
 
-    def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
-        """Write a snapshot to each of the folders, and delete old checkpoints."""
-        for folder in folders:
-            began = time.perf_counter()
-            write_checkpoint(folder, snapshot)
-            self.write_seconds = time.perf_counter() - began
-            if folder.name != BEST:
-                for old in step_folders(folder.parent)[KEEP:]:
-                    delete_folder(old)
-                log.info(f"Saved {folder}")
-        if self.mirror is not None and not self.state.finished:  # a finished run is copied with its summary
-            self.mirror.wake()
-
-    def copied(self) -> Snapshot | None:
-        """A snapshot that stays as it is while the training goes on; None if there is too little memory for one."""
-        free = available_ram()
-        if free is not None and self.checkpoint_bytes > SNAPSHOT_SHARE * free:
-            return None
-        try:
-            return self.snapshot(copy=True)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
+    def halve_rows(self, error: Exception) -> None:
+        """After `error`: free memory, and halve the micro-batch. Raises any error but out of memory again, and
+        MemoryExhausted if halving cannot help."""
+        if not is_out_of_memory(error):
+            raise error
+        rows, aside = self.rows_at_once, DROPOUT_ASIDE if self.config.dropout else ""
+        if rows == 1:
+            raise MemoryExhausted(no_way_out(self.config, self.shape, self.hardware, rows)) from error
+        if world().size > 1:  # all would have to retry together
+            raise MemoryExhausted(
+                f"Out of memory with {rows} sequences at once in one of {world().size} processes: add "
+                f"--micro_batch_size {rows // 2} to the same command, with the same result{aside}. Checkpoints saved "
+                f"before are whole."
+            ) from error
+        # In this order: frames hold the activations, also those of the compiler, and what it keeps of an attempt would
+        # keep memory from being returned.
+        clear_frames(error)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.hardware.compiles:
+            torch.compiler.reset()  # also because PyTorch limits how often it compiles for another shape
+        return_freed_memory(self.hardware.device)
+        self.micro_batch_size, self.micro_batch_source = rows // 2, HALVED
+        fewer = self.rows_at_once
+        log.info(
+            f"Out of memory with {rows} sequences at once: the same batch again with {fewer}, with the same "
+            f"result{aside}, as by --micro_batch_size {fewer}"
+        )
 
     @contextlib.contextmanager
     def best_weights(self) -> Iterator[None]:
-        """Inside, the model has the weights in best/. They were verified when the run was restored. Every process must
+        """Inside, the model has the weights in best/. They were verified when the run was resumed. Every process must
         enter this."""
-        model = self.trainer.model
-        current = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         try:
-            on_rank_0(lambda: Checkpoint(self.dir / BEST).load_weights(model))
-            broadcast_tensors(list(model.state_dict().values()))
+            on_rank_0(lambda: Checkpoint(self.dir / BEST).load_weights(self.model))
+            broadcast_tensors(list(self.model.state_dict().values()))
             yield
         finally:
-            model.load_state_dict(current)
-
-    def snapshot(self, copy: bool) -> Snapshot:
-        """The files of a checkpoint; a `copy` of their content stays as it is while the training goes on."""
-        trainer, metadata = self.trainer, self.trainer.data.metadata
-        config = stored_config(trainer.model, metadata.tokenizer_type, metadata.chat_template)
-        saved = Saved(self.state, trainer.scaler.state_dict(), trainer.data.fingerprint, trainer.resolved()).to_json()
-        weights = WEIGHTS_FILES[0] if lora_of(trainer.model) is None else ADAPTERS
-        return {
-            weights: on_host(stored_weights(trainer.model), copy),
-            OPTIMIZER: on_host(trainer.optimizer.tensors(), copy),
-            "tokenizer.json": trainer.data.tokenizer_file,  # not its path: the file may have changed since
-            "config.json": json_bytes(config),
-            STATE: json_bytes(saved),
-        }
+            self.model.load_state_dict(current)

@@ -6,28 +6,14 @@ import contextlib
 import datetime
 import os
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 from common.checkpoint import clean_up, step_folders
 from common.errors import CheckpointError, ConfigError
-from common.files import FolderLock, holder, read_json, session, write_json
-from training.config import MODEL_KEYS, is_resolved
+from common.files import FolderLock, holder, read_json
+from training.config import is_resolved
 from training.mirror import MARKER
 from training.records import CONFIG, RECORDS
-from training.step import Trainer
-
-
-def write_config(trainer: Trainer) -> None:
-    """Write the resolved configuration, with the process and the device that train. It marks the folder as a run's."""
-    config, values = trainer.config, trainer.resolved()
-    trained = {key: str(config.init_from) for key in MODEL_KEYS if getattr(config, key) != values[key]}
-    sources = config.sources | (trained if config.init_from else {}) | {"micro_batch_size": trainer.micro_batch_source}
-    config.run_dir.mkdir(parents=True, exist_ok=True)
-    resolved = {"config": values, "sources": sources, "device": trainer.hardware.name, "session": session()}
-    if config.forecast:
-        resolved["forecast"] = asdict(config.forecast)
-    write_json(config.run_dir / CONFIG, resolved)
 
 
 def require_ours(folder: Path, flag: str) -> None:
@@ -64,8 +50,8 @@ def tidy(run_dir: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def take(lock: FolderLock, folder: Path) -> None:
-    """Raises CheckpointError if another process trains in the folder."""
+def lock_folder(lock: FolderLock, folder: Path) -> None:
+    """Lock the folder, if there is one. Raises CheckpointError if another process trains in it."""
     if not lock.take(folder):
         raise CheckpointError(
             f"{folder} is being trained by another process{holder(folder / CONFIG)}. Wait for it, stop it, or choose "
@@ -111,3 +97,13 @@ def quarantine(folder: Path) -> None:
         target = folder.with_name(f"damaged_{folder.name}")
         shutil.rmtree(target, ignore_errors=True)
         os.replace(folder, target)
+
+
+def free_space(folder: Path) -> int:
+    """Free bytes on the disk of a folder, which may not exist yet."""
+    return shutil.disk_usage(nearest_existing(folder)).free
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from common.script import is_rank_0, world
 from training.parallel import any_process
@@ -23,13 +24,14 @@ class StopRequested(BaseException):
     handles errors, of a compiler for instance, does not catch it."""
 
 
-class Interruption:
-    """The first signal sets `requested`: the loop saves and ends.
+class Signals:
+    """Inside the context, signals are requests to stop. The first one sets `requested`: the loop saves and ends.
 
     The current step is finished first. If steps are long, what is `abandonable` of it is abandoned instead
-    (StopRequested), and the state after the step before it is saved. Of several processes none abandons anything: the
-    others would wait for it in the same step. A second signal within two seconds is ignored: a notebook's stop button
-    sends two for one click. A later or a third one stops at once, without saving (KeyboardInterrupt).
+    (StopRequested, which ends here), and the state after the step before it is saved. Of several processes none
+    abandons anything: the others would wait for it in the same step. A second signal within two seconds is ignored: a
+    notebook's stop button sends two for one click. A later or a third one stops at once, without saving
+    (KeyboardInterrupt).
     """
 
     def __init__(self, ends_process: bool = False) -> None:
@@ -39,33 +41,31 @@ class Interruption:
         self.requested = False
         self.signals = 0
         self.first_signal = 0.0
-        self.answer = "Stopping after this step, then saving"
+        self.message = "Stopping after this step, then saving"
         self.began: float | None = None  # what is abandonable, if something is under way
         self.is_long = True  # whether it took long the last time; nothing is known of the first
+        self.handlers: dict[int, Any] = {}  # of before
 
-    @contextlib.contextmanager
-    def awaited(self) -> Iterator[None]:
-        """Inside, signals are requests to stop."""
-        if threading.current_thread() is not threading.main_thread():
-            yield  # only the main thread gets signals
-            return
-        handled = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP
-        before = {number: signal.signal(number, self.ask) for number in handled}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                is_over = self.requested or world().size > 1  # torchrun ends all processes when one has an exit code
-                signal.signal(number, signal.SIG_IGN if is_over and self.ends_process else handler)
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():  # no other thread gets signals
+            numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
+            self.handlers = {number: signal.signal(number, self.handle) for number in numbers}
+        return self
 
-    def ask(self, signum: int, frame: FrameType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> bool:
+        is_over = self.requested or world().size > 1  # torchrun ends all processes when one has an exit code
+        for number, handler in self.handlers.items():
+            signal.signal(number, signal.SIG_IGN if is_over and self.ends_process else handler)
+        return kind is StopRequested
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
         self.signals += 1
         if self.signals == 1:
             self.requested = True
             self.first_signal = time.monotonic()
             since = None if self.began is None else time.monotonic() - self.began
             abandons = since is not None and world().size == 1 and (self.is_long or since > LONG_SECONDS)
-            now = "Stopping now, and saving what is finished" if abandons else self.answer
+            now = "Stopping now, and saving what is finished" if abandons else self.message
             with contextlib.suppress(OSError):  # not print: the terminal may be gone, and a print may be under way
                 if is_rank_0():
                     os.write(2, f"\n{now}. Once more, after two seconds, stops at once.\n".encode())

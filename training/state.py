@@ -18,8 +18,8 @@ from common.errors import CheckpointError
 from common.validation import Text, build, fields_of
 
 STATE_FILE = "training_state.json"
-MOST_STEPS = 10**8 - 1  # a checkpoint's name has eight digits
-Steps = Annotated[int, Field(strict=True, ge=0, le=MOST_STEPS)]
+MAX_STEPS = 10**8 - 1  # a checkpoint's name has eight digits
+Steps = Annotated[int, Field(strict=True, ge=0, le=MAX_STEPS)]
 Sequences = Annotated[int, Field(strict=True, ge=0, lt=2**32)]  # the order of an epoch is drawn from its number
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
 Planned = Annotated[int, Field(strict=True, ge=0)]  # --max_steps and --epochs have no limit

@@ -3,133 +3,76 @@
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from common.errors import ConfigError
 from common.script import world
-from model import IGNORE_INDEX, TransformerLanguageModel
-from model_config import ModelConfig
+from model import IGNORE_INDEX
 from training import parallel
-from training.config import MODEL_KEYS, Config
-from training.data import TokenData
-from training.hardware import Hardware
-from training.optimizer import Optimizer, apply_hyperparameters, gradient_norm, update
-from training.prompts import Prompt
+from training.optimizer import apply_hyperparameters, gradient_norm, update
+from training.run import Run
 
-HALVED = "out of memory"  # source of a micro-batch that was halved after such an error
 Batch = tuple[torch.Tensor, ...]  # what TokenData.batch returns
-MOST_IN_A_ROW = 5  # this many skipped updates in a row stop the run
-MOST_IN_A_ROW_SCALED = 25  # in fp16: the gradient scaler starts at 65,536 and halves its factor at each skip
-SPIKE_SIGMAS = 6.0
-LOSSES = range(20, 101)  # how many of the last reported losses make a mean
-
-
-@dataclass
-class Trainer:
-    """What a step works on. Four fields change during a training: `step_model` and `ready_for` when the model is
-    compiled, `hardware` when that fails, and `micro_batch_size` when that fails or memory runs out."""
-
-    config: Config  # what was asked
-    hardware: Hardware
-    data: TokenData
-    prompts: list[Prompt]  # answered at each evaluation
-    model: TransformerLanguageModel
-    optimizer: Optimizer
-    scaler: torch.amp.GradScaler
-    step_model: Callable[..., torch.Tensor]  # the model as it trains: compiled, data-parallel, or just the model
-    micro_batch_size: int
-    micro_batch_source: str  # where it comes from: as in Config.sources, or "memory", or HALVED
-    ready_for: int = 0  # sequences at once that `step_model` was made for; 0: not yet
-
-    @property
-    def shape(self) -> ModelConfig:
-        return self.model.config
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.config.sequences_per_step * self.shape.max_seq_len
-
-    @property
-    def rows_at_once(self) -> int:
-        """Sequences per forward pass."""
-        return self.config.rows_at_once(self.micro_batch_size)
-
-    def resolved(self) -> dict[str, Any]:
-        """What was asked, with the shape and the micro-batch that were found for it."""
-        found = {key: getattr(self.shape, key) for key in MODEL_KEYS}
-        if self.micro_batch_source != "default":
-            found["micro_batch_size"] = self.micro_batch_size
-        return self.config.values() | found
+MAX_SKIPS_IN_A_ROW = 5  # more skipped updates in a row stop the run
+MAX_SKIPS_IN_A_ROW_SCALED = 25  # in fp16: the gradient scaler starts at 65,536 and halves its factor at each skip
 
 
 class StepResult(NamedTuple):
-    """Numbers on the device: the host does not wait for them."""
+    """Tensors are on the device: the host does not wait for them."""
 
     loss: torch.Tensor  # the mean over the whole effective batch
     grad_norm: torch.Tensor  # before clipping
     skipped: torch.Tensor  # 1.0 if one of them is not finite, so that the update was skipped; else 0.0
+    lr: float  # AdamW's
 
 
-def train_step(trainer: Trainer, step: int, sequences_seen: int, lr: float, sequences: int | None = None) -> StepResult:
-    """Update the model with the `sequences` (None: all of a step) that follow the first `sequences_seen`, at AdamW's
-    learning rate `lr`. Each process takes its share of the sequences, and all make the same update."""
-    sequences = sequences or trainer.config.sequences_per_step
-    batch = read_batch(trainer, sequences_seen, sequences)
-    return apply_gradients(trainer, accumulate(trainer, batch, step, sequences), lr)
+def train_step(run: Run, sequences: int | None = None) -> StepResult:
+    """Update the model with the next `sequences` (None: all of a step). Each process takes its share of them, and all
+    make the same update."""
+    return apply_update(run, forward_backward(run, sequences))
 
 
-def read_batch(trainer: Trainer, sequences_seen: int, sequences: int) -> Batch:
-    """This process's share of the `sequences` that follow the first `sequences_seen`."""
+def forward_backward(run: Run, sequences: int | None = None) -> torch.Tensor:
+    """Forward and backward of the next `sequences` (None: all of a step). Returns their mean loss, (). If it fails, it
+    can be done again: only gradients have changed, and it draws the same numbers."""
+    sequences = sequences or run.config.sequences_per_step
+    return accumulate(run, read_batch(run, sequences), sequences)
+
+
+def read_batch(run: Run, sequences: int) -> Batch:
+    """This process's share of the next `sequences`."""
     first, own = parallel.own_rows(sequences)
-    return trainer.data.batch(sequences_seen + first, own)
+    return run.data.batch(run.state.sequences_seen + first, own)
 
 
-def accumulate(trainer: Trainer, batch: Batch, step: int, sequences: int) -> torch.Tensor:
+def accumulate(run: Run, batch: Batch, sequences: int) -> torch.Tensor:
     """Forward and backward of a batch, this process's share of `sequences`, in micro-batches. Returns the mean loss
-    over all of them, (). If it fails, it can be done again: only gradients have changed, and it draws the same numbers.
+    over all of them, ().
 
     Dropout's random stream depends on (seed, step, rank) only, so a resumed run needs no saved random state.
     """
-    config, scaler = trainer.config, trainer.scaler
-    rows = min(trainer.rows_at_once, math.ceil(sequences / world().size))
+    config, scaler = run.config, run.scaler
+    rows = min(run.rows_at_once, math.ceil(sequences / world().size))
     if config.dropout:  # without it nothing is drawn, and seeding takes up to half a millisecond
-        torch.manual_seed(config.seed * 1_000_003 + step + (world().rank << 53))
+        torch.manual_seed(config.seed * 1_000_003 + run.state.step + (world().rank << 53))
     own = len(batch[0])
-    total = torch.zeros((), device=trainer.data.device)
-    weights = shares(batch[1], rows, trainer.data.layout.has_mask, sequences)
+    total = torch.zeros((), device=run.data.device)
+    weights = loss_weights(batch[1], rows, run.data.layout.has_mask, sequences)
     micro_batches = zip(*(part.split(rows) for part in batch), strict=True)
-    for number, (micro_batch, share) in enumerate(zip(micro_batches, weights, strict=True), 1):
-        with parallel.no_sync(trainer.step_model, number * rows < own):
-            with trainer.hardware.autocast():
-                loss = trainer.step_model(*pad_rows(micro_batch, rows))
-            loss = loss * share
+    for number, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
+        with parallel.no_sync(run.step_model, number * rows < own):
+            with run.hardware.autocast():
+                loss = run.step_model(*pad_rows(micro_batch, rows))
+            loss = loss * weight
             scaler.scale(loss).backward()
         total += loss.detach()
     return parallel.all_reduce_sum(total) / world().size
 
 
-def apply_gradients(trainer: Trainer, loss: torch.Tensor, lr: float) -> StepResult:
-    """Update the model by the gradients that it has, unless they or the loss are not finite."""
-    optimizer, scaler = trainer.optimizer, trainer.scaler
-    if scaler.is_enabled():
-        scaler.unscale_(optimizer)
-    apply_hyperparameters(optimizer, lr, trainer.config)
-    grad_norm = gradient_norm(optimizer)
-    skipped = not_finite(loss, grad_norm)
-    update(optimizer, grad_norm, trainer.config.grad_clip, skipped)
-    scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, grad_norm, skipped)
-
-
-def shares(targets: torch.Tensor, rows: int, has_mask: bool, whole: int) -> list[float | torch.Tensor]:
-    """The weight of each micro-batch's mean loss in the mean loss of the `whole` batch, so that the size of
+def loss_weights(targets: torch.Tensor, rows: int, has_mask: bool, sequences: int) -> list[float | torch.Tensor]:
+    """The weight of each micro-batch's mean loss in the mean loss of all `sequences` of a step, so that the size of
     micro-batches does not matter. targets: (B, T), this process's; with a mask, micro-batches differ in their number of
     targets.
 
@@ -137,12 +80,12 @@ def shares(targets: torch.Tensor, rows: int, has_mask: bool, whole: int) -> list
     """
     if not has_mask:
         own = len(targets)
-        return [world().size * min(rows, own - first) / whole for first in range(0, own, rows)]
+        return [world().size * min(rows, own - first) / sequences for first in range(0, own, rows)]
     counts = torch.stack([(part != IGNORE_INDEX).sum() for part in targets.split(rows)])
     return list(world().size * counts / parallel.all_reduce_sum(counts.sum()))
 
 
-def pad_rows(batch: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, ...]:
+def pad_rows(batch: Batch, rows: int) -> Batch:
     """Pad a batch of `TokenData.batch`, each (at most rows, T), to (rows, T). The added rows do not count in the mean
     loss. So a compiled model sees one shape only."""
     missing = rows - len(batch[0])
@@ -153,11 +96,19 @@ def pad_rows(batch: tuple[torch.Tensor, ...], rows: int) -> tuple[torch.Tensor, 
     return inputs, targets, *starts
 
 
-def smallest_part(trainer: Trainer) -> int:
-    """The fewest sequences to time a step on: a compiled model takes one shape only, and a GPU is slow on less."""
-    hardware, config = trainer.hardware, trainer.config
-    at_once = trainer.rows_at_once if hardware.is_cuda or hardware.compiles else 1
-    return min(at_once * world().size, config.sequences_per_step)
+def apply_update(run: Run, loss: torch.Tensor) -> StepResult:
+    """Update the model by the gradients that it has, unless they or the loss are not finite."""
+    optimizer, scaler, lr = run.optimizer, run.scaler, run.learning_rate(run.state.step)
+    if scaler.is_enabled():
+        scaler.unscale_(optimizer)
+    apply_hyperparameters(optimizer, lr, run.config)
+    grad_norm = gradient_norm(optimizer)
+    skipped = not_finite(loss, grad_norm)
+    update(optimizer, grad_norm, run.config.grad_clip, skipped)
+    scaler.update()
+    optimizer.zero_grad(set_to_none=True)
+    run.skips = count_skip(run.skips, skipped)
+    return StepResult(loss, grad_norm, skipped, lr)
 
 
 def not_finite(loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
@@ -165,70 +116,27 @@ def not_finite(loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
     return (~torch.isfinite(loss + grad_norm)).float()
 
 
-class Stability:
-    """Counts skipped updates and warns about them. The counts stay on the device, so the host does not wait."""
-
-    def __init__(self, device: torch.device, scaled: bool = False, skipped: int = 0):
-        self.most_in_a_row = MOST_IN_A_ROW_SCALED if scaled else MOST_IN_A_ROW
-        self.normal = " A few are normal in fp16." if scaled else ""
-        counts = (torch.tensor(float(count), device=device) for count in (skipped, 0, 0))
-        self.total, self.in_a_row, self.longest = counts  # in_a_row: up to now; longest: so far
-        self.reported = skipped
-        self.losses: deque[float] = deque(maxlen=LOSSES.stop - 1)
-
-    def step_done(self, skipped: torch.Tensor) -> None:
-        """`skipped` is 1.0 or 0.0."""
-        self.total = self.total + skipped
-        self.in_a_row = (self.in_a_row + 1) * skipped
-        self.longest = torch.maximum(self.longest, self.in_a_row)
-
-    @property
-    def skipped(self) -> int:
-        """Updates in all sessions. Waits for the device."""
-        return int(self.total)
-
-    def row(self) -> dict[str, int]:
-        """Its part of a row of metrics; empty if no update was skipped. Waits for the device."""
-        return {"skipped_updates": self.skipped} if self.skipped else {}
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether the last update was skipped: the weights may be broken. Waits for the device."""
-        return bool(self.in_a_row)
-
-    def require_stable(self, step: int, saved_step: int) -> None:
-        """Raises ConfigError after too many skipped updates in a row. `saved_step` is that of `diverged`."""
-        if self.longest >= self.most_in_a_row:
-            what = f"{int(self.longest)} updates in a row had a loss or gradient that is not finite"
-            raise diverged(step, saved_step, what)
-
-    def warnings(self, step: int, loss: float) -> list[str]:
-        """Warnings about the last steps. `loss` is the one just reported."""
-        messages = []
-        if (skipped := self.skipped) > self.reported:
-            messages.append(
-                f"Warning: updates skipped up to step {step:,}, because the loss or its gradient was not finite: "
-                f"{skipped - self.reported} ({skipped} in this run).{self.normal}"
-            )
-            self.reported = skipped
-        if len(self.losses) >= LOSSES.start:
-            mean, sigma = np.mean(self.losses), np.std(self.losses, ddof=1)
-            if loss > mean + SPIKE_SIGMAS * sigma:
-                messages.append(
-                    f"Warning: the loss jumped to {loss:.3f} at step {step:,}; before it was {mean:.3f} on average "
-                    f"(+- {sigma:.3f}). If it stays high, try a lower --learning_rate or more --warmup_steps."
-                )
-        if math.isfinite(loss):
-            self.losses.append(loss)
-        return messages
+def count_skip(skips: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
+    """Updates skipped in all, in a row up to now, and in a row at most; (3,) -> (3,). `skipped`: whether the last one
+    was, 1.0 or 0.0. The counts stay on the device, so the host does not wait."""
+    total, in_a_row, longest = skips
+    in_a_row = (in_a_row + 1) * skipped
+    return torch.stack([total + skipped, in_a_row, torch.maximum(longest, in_a_row)])
 
 
-def diverged(step: int, saved_step: int, what: str) -> ConfigError:
-    """`saved_step` is that of the newest checkpoint, 0 if there is none."""
+def require_stable(run: Run) -> None:
+    """Raises ConfigError after too many skipped updates in a row. Waits for the device."""
+    longest = int(run.skips[2])
+    if longest >= (MAX_SKIPS_IN_A_ROW_SCALED if run.scaler.is_enabled() else MAX_SKIPS_IN_A_ROW):
+        raise diverged(run, f"{longest} updates in a row had a loss or gradient that is not finite")
+
+
+def diverged(run: Run, what: str) -> ConfigError:
+    """The error that ends a run whose training diverged."""
     restart = "No checkpoint was saved before, so the same command starts from the beginning."
-    if saved_step:
-        restart = f"Checkpoints saved before are whole, and the same command continues from step {saved_step:,}."
+    if run.saved_step:
+        restart = f"Checkpoints saved before are whole, and the same command continues from step {run.saved_step:,}."
     return ConfigError(
-        f"The training diverged at step {step:,}: {what}. {restart} What helps, most likely first: a lower "
+        f"The training diverged at step {run.state.step:,}: {what}. {restart} What helps, most likely first: a lower "
         f"--learning_rate (a third of it), more --warmup_steps, a lower --grad_clip (0.5), or --precision fp32."
     )

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from common.files import atomic_write
-from common.output import cell, clock, printable, si, table_row
+from common.output import cell, printable, si, table_row
+from common.output import clock as duration
 from training.config import Forecast
 from training.evaluate import Answer, accuracy, perplexity
 from training.records import CURVE, METRICS, SAMPLES_TABLE, SUMMARY, answer_table, read_metrics, unwritable
-from training.report import Timer
+from training.report import Report
 from training.run import Run
 from training.schedule import has_stopped_early
 
@@ -25,23 +26,23 @@ BUSY = 0.8  # of the time on a CPU: what is below was taken by other programs
 LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
 
 
-def write_summary(run: Run, timer: Timer, answers: list[Answer], samples: list[Answer]) -> None:
+def write_summary(run: Run, report: Report, answers: list[Answer], samples: list[Answer]) -> None:
     """Write summary.md and print what matters of it. `samples` are texts that nobody asked for, in place of answers."""
-    trainer, state = run.trainer, run.state
-    config, data, hardware, model = trainer.config, trainer.data, trainer.hardware, trainer.model
+    config, data, hardware, model, state = run.config, run.data, run.hardware, run.model, run.state
+    clock = report.clock
     parameters, trained = model.num_parameters(), model.num_parameters(trained_only=True)
     facts = {
         "Model": f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else ""),
         "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
         "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
-        "Training": f"{state.step:,} steps of {trainer.tokens_per_step:,} tokens in {clock(timer.elapsed)}",
+        "Training": f"{state.step:,} steps of {run.tokens_per_step:,} tokens in {duration(clock.elapsed)}",
     }
-    if timer.tokens_per_second:
-        facts["Speed"] = f"{si(timer.tokens_per_second)} tokens/s while training{busy(timer.cpu_share)}"
+    if report.tokens_per_second:
+        facts["Speed"] = f"{si(report.tokens_per_second)} tokens/s while training{busy(report.cpu_share)}"
     if peak := hardware.peak_memory():
         facts["Peak memory"] = f"{peak / 1e9:.2f} GB"
-    facts["Saving"] = f"held this session for {run.seconds_held:.1f} s of its {clock(timer.session_seconds)}"
-    if (units := timer.compute_units) is not None:
+    facts["Saving"] = f"held this session for {clock.saving_seconds:.1f} s of its {duration(clock.session_seconds)}"
+    if (units := clock.compute_units) is not None:
         facts["Compute units"] = f"{units:.2f}"
     rows = read_metrics(run.dir)
     evaluated = [row for row in rows if "val_loss" in row]
@@ -53,7 +54,7 @@ def write_summary(run: Run, timer: Timer, answers: list[Answer], samples: list[A
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
     facts |= verdict(rows, evaluated, run.epoch)
     if config.forecast and evaluated and "val_bits_per_byte" in evaluated[-1]:
-        facts["Expected"] = compared(config.forecast, evaluated[-1]["val_bits_per_byte"], timer.tokens_per_second)
+        facts["Expected"] = compared(config.forecast, evaluated[-1]["val_bits_per_byte"], report.tokens_per_second)
     if state.base:
         facts["Before"] = f"validation loss {state.base.val_loss:.4f}, of the weights that it started from"
     stopped_early = has_stopped_early(state.worse, config)
@@ -135,7 +136,7 @@ def verdict(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs:
 
 def finished_message(run: Run) -> str:
     """For a command that finds nothing left to train."""
-    config, state = run.trainer.config, run.state
+    config, state = run.config, run.state
     if has_stopped_early(state.worse, config):
         more = f"--stop_after_worse {2 * config.stop_after_worse}"
     elif config.minutes and state.cooldown and state.cooldown.last < state.cooldown.most:

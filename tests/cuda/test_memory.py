@@ -18,9 +18,8 @@ from tests.helpers import estimated
 from training import memory
 from training.config import parse_config
 from training.hardware import limit_memory
-from training.plan import build, make_plan
+from training.plan import make_run
 from training.records import read_metrics
-from training.resume import Old
 
 pytestmark = pytest.mark.cuda
 
@@ -109,7 +108,7 @@ def test_a_compile_that_fails_fits_the_micro_batch_again(
         raise RuntimeError("no compiler found")
 
     flags = {**LARGE, "compile": "on", "eval_interval": 0, "checkpoint_steps": 0}
-    trainer = build(make_plan(parse_config(train_flags(tmp_path / "run", **flags)), Old()))
+    trainer = make_run(parse_config(train_flags(tmp_path / "run", **flags)))
     needed = [
         estimated(trainer.config, trainer.model, dataclasses.replace(trainer.hardware, compiles=compiles))
         for compiles in (True, False)

@@ -382,7 +382,7 @@ def test_running_out_of_memory_is_exit_code_5(train: Callable, tmp_path: Path, m
     def full(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(loop, "accumulate", full)
+    monkeypatch.setattr(loop, "forward_backward", full)
     assert_refused(train(tmp_path / "run"), 5, "1 x 16 tokens", "--max_seq_len 8")
 
 
@@ -407,7 +407,7 @@ def test_a_bug_of_ours_keeps_its_traceback(train: Callable, tmp_path: Path, monk
     def bug(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(loop, "accumulate", bug)
+    monkeypatch.setattr(loop, "forward_backward", bug)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "run")
 

@@ -19,12 +19,14 @@ from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, open_tokens,
 from tokenization.token_folder import require_tokens_of
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
+from training.clock import Clock
 from training.config import Config, parse_config
 from training.evaluate import bits_per_byte
-from training.plan import build, make_plan
-from training.resume import find_old, start_or_resume
+from training.plan import make_run
+from training.resume import start_or_resume
 from training.run import Run
-from training.schedule import learning_rate
+from training.saver import Saver
+from training.signals import Signals
 from training.state import Saved
 from training.step import train_step
 
@@ -79,26 +81,20 @@ class Training:
         self.config = tiny_config(self.token_folder, folder / "run", **changes)
         self.data = open_tokens(self.config, CPU)
         run = self.start_or_resume()
-        for _ in range(2):
-            self.take_step(run)
-        run.save()
-        run.wait_for_save()
+        with Signals() as stop, Saver(run, Clock(run, 0.0), stop):  # which saves the last step
+            for _ in range(2):
+                self.take_step(run)
         self.checkpoint = folder / "run" / "checkpoints" / "step_00000002"
 
     def start_or_resume(self) -> Run:
         with contextlib.redirect_stdout(io.StringIO()):
-            old = find_old(self.config, None)
-            run = Run(build(make_plan(self.config, old)))
-            start_or_resume(run, old)
+            run = make_run(self.config)
+            start_or_resume(run)
         return run
 
     def take_step(self, run: Run) -> None:
-        state = run.state
-        lr = learning_rate(state.step, state.max_steps, self.config)
-        train_step(run.trainer, state.step, state.sequences_seen, lr)
-        state.step += 1
-        state.sequences_seen += self.config.sequences_per_step
-        state.tokens += run.trainer.tokens_per_step
+        train_step(run)
+        run.advance()
 
     def resume(self) -> None:
         """As the trainer does: restore, take a step, and write down the state that another restore would read."""
@@ -108,7 +104,7 @@ class Training:
         assert state.evaluated_step <= state.step
         if not state.finished:
             self.take_step(run)
-        saved = Saved(state, run.trainer.scaler.state_dict(), self.data.fingerprint, self.config.values())
+        saved = Saved(state, run.scaler.state_dict(), self.data.fingerprint, self.config.values())
         json.dumps(saved.to_json(), allow_nan=False)
 
 

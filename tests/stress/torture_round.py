@@ -302,8 +302,8 @@ def result(of: Round) -> dict[str, str]:
     several sessions must be the same."""
     name, best = f"step_{STEPS:08d}", of.run / "best"
     final, copies = of.run / "checkpoints" / name, list(of.copies.glob(f"{name}-*"))
-    scored = [(copy, score) for copy in of.copies.glob("best_*") if (score := mirror.standing(copy))]
-    winners = [copy for copy, score in scored if not any(mirror.beats(other, score) for _, other in scored)]
+    scored = [(copy, score) for copy in of.copies.glob("best_*") if (score := mirror.read_best_state(copy))]
+    winners = [copy for copy, score in scored if not any(mirror.is_better(other, score) for _, other in scored)]
     files = {path.name: [path] for path in of.tokens.iterdir() if "metadata" not in path.name}
     files |= {f"{name} at the end": [final / name] for name in ("model.safetensors", "optimizer.safetensors")}
     files |= {"copies at the end": [copy / "optimizer.safetensors" for copy in copies]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from common.checkpoint import step_folders, step_of
 from tests.helpers import Killed
-from training import loop
+from training import loop, saver
 from training.records import read_metrics
 from training.run import Run
 
@@ -20,26 +21,28 @@ TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"
 
 def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
     """Do `action` in the middle of the step that follows `step` finished ones."""
-    original = loop.accumulate
+    original = loop.forward_backward
 
-    def accumulate(*args: Any) -> torch.Tensor:
-        result = original(*args)
-        if args[2] == step:
+    def forward_backward(run: Run) -> torch.Tensor:
+        loss = original(run)
+        if run.state.step == step:
             action()
-        return result
+        return loss
 
-    patch.setattr(loop, "accumulate", accumulate)
+    patch.setattr(loop, "forward_backward", forward_backward)
+
+
+class AtOnce(ThreadPoolExecutor):
+    """Each save is on the disk before the next step begins, however busy the machine is."""
+
+    def submit(self, *args: Any, **options: Any) -> Future:
+        future = super().submit(*args, **options)
+        wait([future])
+        return future
 
 
 def save_at_once(patch: pytest.MonkeyPatch) -> None:
-    """Each save is on the disk before the next step begins, however busy the machine is."""
-    original = Run.save
-
-    def save(run: Run, best_only: bool = False) -> None:
-        original(run, best_only)
-        run.wait_for_save()
-
-    patch.setattr(Run, "save", save)
+    patch.setattr(saver, "ThreadPoolExecutor", AtOnce)
 
 
 def die() -> None:

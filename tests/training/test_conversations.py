@@ -28,9 +28,8 @@ from training.compilation import compile_model
 from training.config import Config, parse_config
 from training.data import TokenData
 from training.layout import pack
-from training.plan import make_plan
+from training.plan import make_run
 from training.records import read_metrics
-from training.resume import Old
 
 COLORS = ("red", "green", "blue", "white", "black", "grey", "brown", "pink")
 
@@ -73,7 +72,7 @@ def test_cudnns_attention_is_left_out_where_there_is_a_mask(chats: Path, tmp_pat
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
-        make_plan(parse_config(flags(chats, tmp_path / "run")), Old())
+        make_run(parse_config(flags(chats, tmp_path / "run")))
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)

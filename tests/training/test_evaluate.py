@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from common.errors import DataError
 from model import TransformerLanguageModel
-from tests.helpers import trainer_of
+from tests.helpers import run_of
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import Config
@@ -74,7 +74,7 @@ def plain_loss(model: TransformerLanguageModel, data: TokenData, windows: list[i
 def test_the_loss_is_the_mean_over_every_window(model, data: TokenData, rows: int) -> None:
     """Also where the last batch is only partly filled (6, 7) or the only one (64)."""
     config = dataclasses.replace(CONFIG, batch_size=rows)
-    assert validation_loss(trainer_of(model, data, config)) == pytest.approx(plain_loss(model, data, range(20)))
+    assert validation_loss(run_of(model, data, config)) == pytest.approx(plain_loss(model, data, range(20)))
 
 
 def test_every_batch_has_one_shape(model, data: TokenData) -> None:
@@ -85,46 +85,48 @@ def test_every_batch_has_one_shape(model, data: TokenData) -> None:
         shapes.append((inputs.shape, targets.shape))
         return model(inputs, targets)
 
-    validation_loss(dataclasses.replace(trainer_of(model, data, CONFIG), step_model=watched))
+    run = run_of(model, data, CONFIG)
+    run.step_model = watched
+    validation_loss(run)
     assert len(shapes) == 4 and set(shapes) == {((6, 8), (6, 8))}
 
 
 def test_eval_batches_limits_the_windows(model, data: TokenData) -> None:
     config = dataclasses.replace(CONFIG, batch_size=5, eval_batches=2)
     evenly = list(range(0, 20, 2))
-    assert validation_loss(trainer_of(model, data, config)) == pytest.approx(plain_loss(model, data, evenly))
+    assert validation_loss(run_of(model, data, config)) == pytest.approx(plain_loss(model, data, evenly))
     more_than_there_is = dataclasses.replace(CONFIG, eval_batches=1000)
     whole = plain_loss(model, data, range(20))
-    assert validation_loss(trainer_of(model, data, more_than_there_is)) == pytest.approx(whole)
+    assert validation_loss(run_of(model, data, more_than_there_is)) == pytest.approx(whole)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 4, 6])
 def test_the_micro_batch_does_not_change_what_is_evaluated(model, data: TokenData, micro_batch_size: int) -> None:
     config = dataclasses.replace(CONFIG, eval_batches=2)
     sliced = dataclasses.replace(config, micro_batch_size=micro_batch_size)
-    expected = validation_loss(trainer_of(model, data, config))
-    assert validation_loss(trainer_of(model, data, sliced)) == pytest.approx(expected)
+    expected = validation_loss(run_of(model, data, config))
+    assert validation_loss(run_of(model, data, sliced)) == pytest.approx(expected)
 
 
 def test_evaluation_changes_nothing_of_the_training(model, data: TokenData) -> None:
     """No random numbers drawn, no gradients left, training mode on, the same answer again."""
     random_state = torch.get_rng_state()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    first = validation_loss(trainer_of(model, data, CONFIG))
+    first = validation_loss(run_of(model, data, CONFIG))
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(module.training for module in model.modules())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert validation_loss(trainer_of(model, data, CONFIG)) == first
+    assert validation_loss(run_of(model, data, CONFIG)) == first
 
 
 def test_answering_prompts_changes_nothing_of_the_training(model, data: TokenData) -> None:
     random_state = torch.get_rng_state()
-    answers = answer_prompts(trainer_of(model, data, CONFIG, [Prompt("abc", "x"), Prompt("j")]))
+    answers = answer_prompts(run_of(model, data, CONFIG, [Prompt("abc", "x"), Prompt("j")]))
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(module.training for module in model.modules())
     assert [answer.prompt.text for answer in answers] == ["abc", "j"]
-    assert answers == answer_prompts(trainer_of(model, data, CONFIG, [Prompt("abc", "x"), Prompt("j")]))
+    assert answers == answer_prompts(run_of(model, data, CONFIG, [Prompt("abc", "x"), Prompt("j")]))
 
 
 def test_bits_per_byte_is_the_code_length_of_the_split_over_its_bytes(data: TokenData) -> None:

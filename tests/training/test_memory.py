@@ -21,20 +21,20 @@ import torch
 from common.errors import MemoryExhausted
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import ALPHABET, CPU, estimated, rows_of, trainer_of
+from tests.helpers import ALPHABET, CPU, estimated, rows_of, run_of
 from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
 from training import evaluate as evaluate_module
 from training import hardware as hardware_module
 from training import memory as memory_module
+from training import run as run_module
 from training.config import Config, parse_config
 from training.data import TokenData
 from training.memory import no_way_out
 from training.optimizer import Optimizer
-from training.plan import build, make_plan
+from training.plan import make_run
 from training.records import CONFIG, read_metrics
-from training.resume import Old
-from training.run import Run
+from training.saver import Saver
 
 M_ARENA_MAX = -8  # of malloc.h
 # A step of 256 sequences at once takes about 310 MB in such a process, one of 128 about 170: what is too much fails at
@@ -268,21 +268,21 @@ def test_a_compile_that_fails_fits_the_micro_batch_again(
 
 def test_the_optimizers_state_takes_its_memory_before_the_first_step(train_flags: Callable, tmp_path: Path) -> None:
     """If it does not fit, a smaller micro-batch is found before compiling takes its time."""
-    trainer = build(make_plan(parse_config(train_flags(tmp_path / "run")), Old()))
-    memory_module.fitting(trainer, lambda: None)
-    assert set(trainer.optimizer.state) == set(trainer.model.parameters())
+    run = make_run(parse_config(train_flags(tmp_path / "run")))
+    run.compile()
+    assert set(run.optimizer.state) == set(run.model.parameters())
 
 
 def test_after_a_compile_that_failed_the_hardware_does_not_compile(
     train_flags: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = parse_config(train_flags(tmp_path / "run", compile="on", precision="fp32"))
-    trainer = build(make_plan(config, Old()))
-    assert trainer.hardware.compiles
+    run = make_run(config)
+    assert run.hardware.compiles
     compiling_fails(monkeypatch)
-    memory_module.compile_step_model(trainer)
-    assert trainer.step_model is trainer.model and not trainer.hardware.compiles
-    assert "Compile    off: torch.compile failed (no compiler found)" in trainer.hardware.describe()
+    run.compile()
+    assert run.step_model is run.model and not run.hardware.compiles
+    assert "Compile    off: torch.compile failed (no compiler found)" in run.hardware.describe()
 
 
 def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
@@ -307,7 +307,7 @@ def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
         raise AssertionError
 
     monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
-    reset, give_back = torch.compiler.reset, memory_module.return_freed_memory
+    reset, give_back = torch.compiler.reset, run_module.return_freed_memory
 
     def returned(device: torch.device) -> None:
         assert all(tensor() is None for tensor in held), "what failed cannot be returned yet"
@@ -315,7 +315,7 @@ def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
         give_back(device)
 
     monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("reset") or reset())
-    monkeypatch.setattr(memory_module, "return_freed_memory", returned)
+    monkeypatch.setattr(run_module, "return_freed_memory", returned)
     gc.disable()  # nothing but the retry itself lets go
     try:
         result = train(tmp_path / "run", compile="on", max_steps=2, eval_interval=0)
@@ -358,9 +358,9 @@ def test_no_way_out_is_raised_as_exhausted_memory() -> None:
     config = Config(micro_batch_size=1)
     with torch.device("meta"):
         model = TransformerLanguageModel(config.shape(100))
-    data = cast(TokenData, SimpleNamespace(vocab_size=100))
+    data = cast(TokenData, SimpleNamespace(vocab_size=100, windows=1))
     with pytest.raises(MemoryExhausted, match="1 x 256 tokens"):
-        memory_module.halve_micro_batch(trainer_of(model, data, config), MemoryError())
+        run_of(model, data, config).halve_rows(MemoryError())
 
 
 @pytest.mark.parametrize("fails", [1, 4], ids=["first", "last"])
@@ -368,16 +368,16 @@ def test_memory_that_runs_out_in_a_save_ends_the_training(
     fails: int, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A smaller micro-batch would not help, and nothing would save this step again."""
-    original, saves = Run.write, list[int]()
+    original, saves = Saver.write, list[int]()
 
-    def write(run: Run, *args: Any) -> None:
+    def write(saver: Saver, *args: Any) -> None:
         saves.append(len(saves) + 1)
         if len(saves) == fails:
             raise MemoryError
-        original(run, *args)
+        original(saver, *args)
 
     save_at_once(monkeypatch)
-    monkeypatch.setattr(Run, "write", write)
+    monkeypatch.setattr(Saver, "write", write)
     result = train(tmp_path / "run", eval_interval=0)
     assert result.code == 5 and "same batch again" not in result.out
     assert steps_of(tmp_path / "run") == [6 * step for step in range(fails - 1, 0, -1)][:2]

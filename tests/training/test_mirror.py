@@ -23,8 +23,8 @@ from common.files import STEP_NAME
 from tests.helpers import flip, logged, snapshot
 from tests.training.helpers import at_step, checkpoint_of, final_weights, measured, steps_of
 from training import mirror as mirror_module
-from training import resume, signals
-from training.mirror import Mirror, beats, copy_files, standing
+from training import previous, signals
+from training.mirror import Mirror, copy_files, is_better, read_best_state
 
 Copy = Callable[[Iterable[Path], Path], object]
 
@@ -242,7 +242,7 @@ def test_a_drive_that_goes_while_it_is_looked_through_is_not_taken_for_empty(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its checkpoint is the newest; without it the run would go on from an older one."""
-    drive, find = tmp_path / "drive", resume.find_old
+    drive, find = tmp_path / "drive", previous.find_checkpoint
     mirrored = {"checkpoint_dir": drive / "MyDrive" / "copies", "checkpoint_steps": 3}
     (drive / "MyDrive").mkdir(parents=True)
     assert train(tmp_path / "run", **mirrored, max_steps=6).code == 0
@@ -254,7 +254,7 @@ def test_a_drive_that_goes_while_it_is_looked_through_is_not_taken_for_empty(
         return find(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(resume, "find_old", find_without_drive)
+        patch.setattr(previous, "find_checkpoint", find_without_drive)
         result = train(tmp_path / "run", **mirrored, max_steps=9)
     assert result.code == 2 and "Mount the Drive first" in result.err
     drive.rmdir()
@@ -504,17 +504,17 @@ def test_the_best_weights_with_the_lowest_loss_stay(train: Callable, tmp_path: P
     runs = {steps: tmp_path / str(steps) / "run" for steps in (6, 18)}
     for steps, run in runs.items():
         assert train(run, **flags, max_steps=steps).code == 0
-    early, late = (standing(run / "best") for run in runs.values())
-    assert early is not None and late is not None and beats(late, early) and not beats(early, late)
+    early, late = (read_best_state(run / "best") for run in runs.values())
+    assert early is not None and late is not None and is_better(late, early) and not is_better(early, late)
     for name, order in (("one", (6, 18)), ("other", (18, 6))):
         for steps in order:
             session = Mirror(runs[steps], str(tmp_path / name))
-            session.claim()
+            session.write_marker()
             session.copy_best()
         assert snapshot(only_best(tmp_path / name / "run")) == snapshot(runs[18] / "best")
     late.best_windows = None
     late.best_val_loss = 100.0
-    assert beats(late, early) and not beats(early, late)
+    assert is_better(late, early) and not is_better(early, late)
 
 
 def test_best_weights_that_were_copied_under_the_name_of_those_before_are_there_once(
@@ -747,7 +747,7 @@ def test_a_copy_that_goes_while_it_is_continued_from_gives_way_to_the_newer_one(
     shutil.copytree(run, tmp_path / "elsewhere" / "run")
     assert train(tmp_path / "elsewhere" / "run", max_steps=9).code == 0
     shutil.rmtree(run)
-    older, state = checkpoint_of(drive / "run", 6), resume.read_state
+    older, state = checkpoint_of(drive / "run", 6), previous.read_state
 
     def read(checkpoint: Any) -> Any:
         if checkpoint.path == older and older.exists():
@@ -755,6 +755,6 @@ def test_a_copy_that_goes_while_it_is_continued_from_gives_way_to_the_newer_one(
             shutil.rmtree(older)
         return state(checkpoint)
 
-    monkeypatch.setattr(resume, "read_state", read)
+    monkeypatch.setattr(previous, "read_state", read)
     result = train(run, checkpoint_dir=drive, max_steps=12)
     assert result.code == 0 and ": step 9" in result.out and steps_of(drive / "run")[0] == 12

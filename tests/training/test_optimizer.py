@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from common.validation import choices_of
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from tests.helpers import Operations, trainer_of
+from tests.helpers import Operations, run_of
 from tests.models import MODERN
 from tokenization.metadata import TokenMetadata
 from training import optimizer as optimizer_module
@@ -38,8 +38,9 @@ from training.step import train_step
 VOCAB_SIZE = 23
 # Without biases: the gradient of a key's bias is zero but for rounding, which Adam would scale up to a whole step.
 CONFIG = Config(
-    embed_dim=16, num_heads=2, num_layers=2, max_seq_len=8, bias=False, batch_size=6, gradient_accumulation_steps=2
-)
+    embed_dim=16, num_heads=2, num_layers=2, max_seq_len=8, bias=False, batch_size=6, gradient_accumulation_steps=2,
+    learning_rate=1e-2, muon_learning_rate=0.2, use_lr_scheduler="constant",
+)  # fmt: skip
 
 
 def make_data(config: Config) -> TokenData:
@@ -65,15 +66,15 @@ def weights(model: torch.nn.Module) -> torch.Tensor:
 
 
 def train(
-    config: Config, steps: int = 3, first_step: int = 0, seen: int | None = None, lr: float = 1e-2
+    config: Config, steps: int = 3, first_step: int = 0, seen: int | None = None
 ) -> tuple[torch.Tensor, list[float], list[float]]:
     """Weights after some steps, and each step's loss and gradient norm."""
     model = make_model(dropout=config.dropout)
-    parts = trainer_of(model, make_data(config), config)
+    run = run_of(model, make_data(config), config)
     losses, norms = [], []
     for step in range(first_step, first_step + steps):
-        at = step * config.sequences_per_step if seen is None else seen
-        loss, norm, _ = train_step(parts, step, at, lr)
+        run.state.step, run.state.sequences_seen = step, step * config.sequences_per_step if seen is None else seen
+        loss, norm, *_ = train_step(run)
         assert all(parameter.grad is None for parameter in model.parameters())
         losses.append(loss.item())
         norms.append(norm.item())
@@ -251,9 +252,9 @@ def test_the_loss_and_its_gradient_are_means_over_the_whole_effective_batch() ->
     assert norms[0] == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_a_step_uses_the_rate_it_is_given() -> None:
+def test_a_step_uses_the_rate_of_the_schedule() -> None:
     start = weights(make_model())
-    still, _, _ = train(dataclasses.replace(CONFIG, learning_rate=1.0), lr=0.0)
+    still, _, _ = train(dataclasses.replace(CONFIG, learning_rate=1.0, warmup_steps=10**30))
     assert torch.equal(still, start)
     moved, _, _ = train(CONFIG)
     assert relative_distance(start, moved) > 1e-3
@@ -290,7 +291,7 @@ def test_another_seed_draws_another_dropout() -> None:
     for seed in (1, 2, 3):
         config = dataclasses.replace(CONFIG, dropout=0.3, seed=seed)
         model, data = make_model(dropout=0.3), make_data(CONFIG)  # the same batch for all
-        step = train_step(trainer_of(model, data, config), 0, 0, 1e-2)
+        step = train_step(run_of(model, data, config))
         losses.add(step[0].item())
     assert len(losses) == 3
 
@@ -408,9 +409,11 @@ def test_a_step_with_muon_does_not_depend_on_the_micro_batch() -> None:
 
 
 def two_steps(model: TransformerLanguageModel, optimizer: Optimizer, first: int, config: Config) -> None:
-    parts = dataclasses.replace(trainer_of(model, make_data(config), config), optimizer=optimizer)
+    run = run_of(model, make_data(config), config)
+    run.optimizer = optimizer
     for step in (first, first + 1):
-        train_step(parts, step, step * 12, 1e-2)
+        run.state.step, run.state.sequences_seen = step, step * 12
+        train_step(run)
 
 
 @pytest.mark.parametrize("config", [CONFIG, MUON])

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -23,14 +24,14 @@ import train_colab_mmap
 from common.errors import ConfigError, MemoryExhausted
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import ALPHABET, CPU, estimated, rows_of, run_script, snapshot, trainer_of
+from tests.helpers import ALPHABET, CPU, estimated, rows_of, run_of, run_script, snapshot
 from tests.training.helpers import steps_of
 from tests.training.launching import free_port, join, places, torchrun, trained
 from tokenize_local_bpe import tokenize
 from training import hardware, memory, optimizer, parallel
+from training import run as run_module
 from training.config import parse_config
 from training.data import TokenData
-from training.memory import halve_micro_batch
 from training.parallel import data_parallel
 from training.records import read_metrics
 
@@ -316,7 +317,7 @@ def compiling_gets_a_signal() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         return data_parallel(model), ""
 
-    memory.compile_model = compiled
+    run_module.compile_model = compiled
 
 
 def test_a_signal_while_all_compile_ends_the_run_before_its_first_step(
@@ -412,7 +413,7 @@ def test_out_of_memory_in_one_process_names_the_flag_that_helps(
     """No process retries alone: all would have to repeat the same batch."""
     join(monkeypatch, 3)
     config = parse_config(train_flags(Path("run"), batch_size=24, gradient_accumulation_steps=1))
-    model = torch.nn.Linear(1, 1)
+    model, data = TransformerLanguageModel(config.shape(10)), cast(TokenData, SimpleNamespace(windows=1))
     assert (config.sequences_per_process, rows_of(config)) == (8, 8)
     with pytest.raises(MemoryExhausted, match="add --micro_batch_size 4 to the same command"):
-        halve_micro_batch(trainer_of(model, cast(TokenData, None), config), MemoryError())  # type: ignore[arg-type]
+        run_of(model, data, config).halve_rows(MemoryError())

@@ -8,24 +8,30 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from common.errors import ConfigError
 from common.output import cell, table_row
+from model import TransformerLanguageModel
 from serving.run_reader import shown_tables
 from tests.helpers import columns, hardware_of
 from tests.hostile.mutations import byte_mutations, json_mutations
 from tests.training.helpers import at_step
 from training import report as report_module
-from training import report as timer_module
-from training.config import Forecast, parse_config
+from training.clock import Clock
+from training.config import Config, Forecast, parse_config
+from training.data import TokenData
 from training.evaluate import Answer
 from training.hardware import Hardware
 from training.prompts import Prompt
 from training.records import drawn, read_metrics, read_samples, rewind
-from training.report import Report, Timer
+from training.report import Report
+from training.run import Run
+from training.step import StepResult
 from training.summary import busy, compared
 
 CONTRACT_FIELDS = {
@@ -39,23 +45,49 @@ def hardware() -> Hardware:
     return hardware_of(parse_config(["--device", "cpu"]))
 
 
+RESULT = StepResult(torch.tensor(2.5), torch.tensor(0.7), torch.tensor(0.0), 1e-3)
+
+
+def report_of(run_dir: Path, hardware: Hardware, elapsed: float = 0.0, **config: Any) -> Report:
+    """Of a run of 100 steps of 512 tokens."""
+    config = Config(
+        embed_dim=16,
+        num_heads=1,
+        num_layers=1,
+        max_seq_len=64,
+        batch_size=8,
+        output_dir=str(run_dir),
+        max_steps=100,
+        gradient_accumulation_steps=1,
+        **config,
+    )
+    data = cast(TokenData, SimpleNamespace(windows=1000))
+    run = Run(config, hardware, data, [], TransformerLanguageModel(config.shape(10)), 8, "default")
+    run.state.elapsed_seconds = elapsed
+    return Report(run, Clock(run, time.perf_counter()))
+
+
 @pytest.fixture
 def report(tmp_path: Path, hardware: Hardware) -> Report:
-    return Report(tmp_path, Timer(hardware, time.perf_counter(), 0.0, None), step=0, max_steps=100)
+    return report_of(tmp_path, hardware)
 
 
-def training_row(report: Report, step: int) -> dict:
-    report.step_done(512)
-    row = report.timer.training_row(torch.tensor(2.5), torch.tensor(0.7), 1e-3, flops_per_token=1_000_000)
-    return {"step": step, "epoch": 0.1, "tokens": 512 * step, **row}
+def samples_at(report: Report, step: int, answers: list[Answer]) -> None:
+    report.run.state.step = step
+    report.samples(answers)
+
+
+def take_step(report: Report) -> None:
+    report.run.advance()
+    report.bar.update()
 
 
 def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: Report, tmp_path: Path) -> None:
     rows = "".join(json.dumps({"step": step, "train_loss": 1 / step}) + "\n" for step in range(1, 8))
     (tmp_path / "metrics.jsonl").write_text(rows + '{"step": 3, "train_lo')
-    report.samples(2, [Answer(Prompt("a 12", "9"), "x")])
+    samples_at(report, 2, [Answer(Prompt("a 12", "9"), "x")])
     samples, table = ((tmp_path / name).read_text() for name in ("samples.jsonl", "samples.md"))
-    report.samples(6, [Answer(Prompt("a 12", "9"), "9")])
+    samples_at(report, 6, [Answer(Prompt("a 12", "9"), "9")])
     for name, torn in (("samples.jsonl", '{"step": 2, "ri'), ("samples.md", "| 1")):
         with open(tmp_path / name, "a") as file:
             file.write(torn)
@@ -73,10 +105,10 @@ def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: 
 
 def test_rewind_survives_a_character_cut_in_half(report: Report, tmp_path: Path) -> None:
     """A process killed in the middle of writing an answer in another script leaves half of a character."""
-    report.samples(1, [Answer(Prompt("q"), "größer")])
+    samples_at(report, 1, [Answer(Prompt("q"), "größer")])
     files = [tmp_path / name for name in ("samples.jsonl", "samples.md")]
     whole = [path.read_bytes() for path in files]
-    report.samples(2, [Answer(Prompt("q"), "größer")])
+    samples_at(report, 2, [Answer(Prompt("q"), "größer")])
     for path in files:
         path.write_bytes(path.read_bytes().rpartition("ö".encode())[0] + "ö".encode()[:1])
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe')
@@ -87,8 +119,8 @@ def test_rewind_survives_a_character_cut_in_half(report: Report, tmp_path: Path)
 
 def test_whatever_became_of_samples_they_are_read(report: Report, tmp_path: Path) -> None:
     """Lines that hold something else are skipped; what is left can be shown, drawn, and written again."""
-    report.samples(2, [Answer(Prompt("a", "9"), "x"), Answer(Prompt("größer"), "\ud800")])
-    report.samples(4, [Answer(Prompt("a", "9"), "9"), Answer(Prompt("größer"), "z")])
+    samples_at(report, 2, [Answer(Prompt("a", "9"), "x"), Answer(Prompt("größer"), "\ud800")])
+    samples_at(report, 4, [Answer(Prompt("a", "9"), "9"), Answer(Prompt("größer"), "z")])
     path = tmp_path / "samples.jsonl"
     content = path.read_bytes()
     assert len(read_samples(tmp_path)) == 2
@@ -101,15 +133,16 @@ def test_whatever_became_of_samples_they_are_read(report: Report, tmp_path: Path
 
 
 def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path, hardware: Hardware) -> None:
-    report.write(training_row(report, 1) | {"val_loss": 2.0, "val_bits_per_byte": None})
+    take_step(report)
+    report.write(report.measured(RESULT) | {"val_loss": 2.0, "val_bits_per_byte": None})
     (row,) = read_metrics(tmp_path)
     assert set(row) == CONTRACT_FIELDS - {"mfu", "compute_units", "val_bits_per_byte"}
     assert row["train_loss"] == 2.5
 
-    fast = dataclasses.replace(hardware, peak_flops=1e12)
-    paid = Report(tmp_path, Timer(fast, time.perf_counter(), 3600.0, 8.0), step=0, max_steps=100)
-    row = training_row(paid, 1)
-    assert row["mfu"] == pytest.approx(row["tokens_per_second"] * 1e6 / 1e12)
+    paid = report_of(tmp_path, dataclasses.replace(hardware, peak_flops=1e12), 3600.0, units_per_hour=8.0)
+    take_step(paid)
+    row = paid.measured(RESULT)
+    assert row["mfu"] == pytest.approx(row["tokens_per_second"] * paid.run.model.flops_per_token() / 1e12)
     assert row["compute_units"] == pytest.approx(8.0, abs=0.1)
     assert row["elapsed_seconds"] >= 3600  # the clock of the run goes on where the last session stopped it
 
@@ -119,18 +152,18 @@ def test_speed_leaves_out_what_happens_while_paused(
     fails: bool, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also an evaluation that memory ran out in, after which training goes on."""
-    now = [report.timer.interval_started]
-    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: now[0])
+    now = [report.clock.started + report.first.seconds]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     for _ in range(4):
         now[0] += 0.5
-        report.step_done(100)
-    with contextlib.suppress(MemoryError), report.timer.paused():
+        take_step(report)
+    with contextlib.suppress(MemoryError), report.clock.paused():
         now[0] += 1000.0
         if fails:
             raise MemoryError
-    row = report.timer.training_row(torch.tensor(1.0), torch.tensor(1.0), 1e-3, flops_per_token=1)
+    row = report.measured(RESULT)
     assert row["ms_per_step"] == pytest.approx(500.0)
-    assert row["tokens_per_second"] == pytest.approx(200.0)
+    assert row["tokens_per_second"] == pytest.approx(1024.0)
 
 
 def test_progress_in_a_log_file_is_a_line_now_and_then_and_always_at_the_end(
@@ -138,7 +171,7 @@ def test_progress_in_a_log_file_is_a_line_now_and_then_and_always_at_the_end(
 ) -> None:
     assert not report.interactive
     clock_now = [1000.0]
-    monkeypatch.setattr(timer_module.time, "perf_counter", lambda: clock_now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: clock_now[0])
     row = {"train_loss": 2.345678, "tokens_per_second": 12_345.0, "lr": 0.001, "ms_per_step": 1000.0}
     for step in range(1, 101):
         clock_now[0] += 1.0
@@ -160,7 +193,7 @@ def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Pa
         assert all(character.isprintable() for character in row), repr(text)
     answers = [Answer(Prompt(text, text), text) for text in nasty]
     for step in (10, 20):
-        report.samples(step, answers)
+        samples_at(report, step, answers)
     rows = (tmp_path / "samples.md").read_text(encoding="utf-8").splitlines()
     tables = [row for row in rows if row.startswith("|")]
     assert len(tables) == 2 * (2 + len(nasty))  # header and rule, a row for each prompt

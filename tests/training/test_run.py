@@ -31,10 +31,12 @@ from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import flip, full_disk, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
-from training import evaluate, memory, signals
+from training import evaluate, saver, signals
+from training import run as run_module
 from training.data import TokenData
 from training.records import read_metrics
 from training.run import Run
+from training.saver import Saver
 
 # Resuming exactly
 
@@ -247,16 +249,16 @@ def test_a_signal_between_two_steps_is_saved_too(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when it arrives right after this step's question whether a checkpoint is due was answered with no."""
-    checkpoint_due = Run.checkpoint_due
+    checkpoint_due = Saver.checkpoint_due
 
-    def asked(run: Run) -> bool:
-        due = checkpoint_due(run)
-        if run.state.step == 8:
+    def asked(saver: Saver) -> bool:
+        due = checkpoint_due(saver)
+        if saver.run.state.step == 8:
             os.kill(os.getpid(), signal.SIGINT)
         return due
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "checkpoint_due", asked)
+        patch.setattr(Saver, "checkpoint_due", asked)
         result = train(tmp_path / "run")
     assert result.code == 130
     assert steps_of(tmp_path / "run")[0] in (8, 9)
@@ -294,7 +296,7 @@ def test_a_signal_while_the_model_is_compiled_ends_the_run_at_once(
     interrupt(tmp_path / "run", after=10)
     before = steps_of(tmp_path / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(memory, "compile_model", compiles)
+        patch.setattr(run_module, "compile_model", compiles)
         result = train(tmp_path / "run")
     assert result.code == 130 and f"Interrupted after step {before[0]}. The same command continues" in result.out
     assert "Traceback" not in result.err and steps_of(tmp_path / "run") == before
@@ -901,13 +903,13 @@ def test_starting_over_from_the_weights_of_the_run_itself(train: Callable, copy_
 def saved_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The steps at which runs of this test save."""
     steps: list[int] = []
-    save = Run.save
+    save = Saver.save
 
-    def noted(run: Run, best_only: bool = False) -> None:
-        steps.append(run.state.step)
-        save(run, best_only)
+    def noted(saver: Saver) -> None:
+        steps.append(saver.run.state.step)
+        save(saver)
 
-    monkeypatch.setattr(Run, "save", noted)
+    monkeypatch.setattr(Saver, "save", noted)
     return steps
 
 
@@ -998,13 +1000,13 @@ def test_a_slow_save_does_not_change_the_measured_speed(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time that the training waits for a save counts once, not twice."""
-    save = Run.save
+    snapshot_of = saver.snapshot_of
 
-    def slow(run: Run, best_only: bool = False) -> None:
+    def slow(run: Run, copy: bool) -> saver.Snapshot:
         time.sleep(0.3)
-        save(run, best_only)
+        return snapshot_of(run, copy)
 
-    monkeypatch.setattr(Run, "save", slow)
+    monkeypatch.setattr(saver, "snapshot_of", slow)
     assert train(tmp_path / "run", max_steps=4, checkpoint_steps=1, eval_interval=0).code == 0
     rows = read_metrics(tmp_path / "run")
     assert len(rows) == 4 and all(0 < row["ms_per_step"] < 300 and row["tokens_per_second"] > 0 for row in rows)

@@ -22,7 +22,8 @@ from training.data import TokenData
 from training.hardware import Hardware
 from training.optimizer import build_optimizer, gradient_norm, update
 from training.records import read_metrics
-from training.step import Stability
+from training.report import Spikes
+from training.step import count_skip
 
 
 def spoiled_gradients(patch: pytest.MonkeyPatch, steps: range) -> None:
@@ -172,15 +173,23 @@ def test_gradients_that_stay_infinite_in_fp16_end_the_run(
     assert result.code == 2 and "step 33: 25 updates in a row" in result.err
 
 
+def test_skips_are_counted_in_all_in_a_row_and_in_a_row_at_most() -> None:
+    skips = torch.zeros(3)
+    for skipped in (1, 1, 0, 1, 0, 0, 1, 1, 1):
+        skips = count_skip(skips, torch.tensor(float(skipped)))
+    assert skips.tolist() == [6, 3, 3]
+    assert count_skip(skips, torch.tensor(0.0)).tolist() == [6, 0, 3]
+
+
 def test_a_jump_of_the_loss_is_told(train: Callable, tmp_path: Path) -> None:
     """Six standard deviations above the mean of the losses before."""
-    stability = Stability(torch.device("cpu"))
+    spikes = Spikes()
     losses = [3.0 + 0.01 * (step % 5) for step in range(40)]
-    assert not any(stability.warnings(step, loss) for step, loss in enumerate(losses))
-    assert not stability.warnings(40, 3.05)
-    (warning,) = stability.warnings(41, 3.2)
+    assert not any(spikes.warning(step, loss) for step, loss in enumerate(losses))
+    assert not spikes.warning(40, 3.05)
+    warning = spikes.warning(41, 3.2)
     assert "jumped to 3.200 at step 41" in warning and "--learning_rate" in warning
-    assert not Stability(torch.device("cpu")).warnings(1, 100.0)  # nothing to compare it with
+    assert not Spikes().warning(1, 100.0)  # nothing to compare it with
 
     run = tmp_path / "run"
     quiet = {"use_lr_scheduler": "constant", "eval_interval": 0, "dropout": 0.0}

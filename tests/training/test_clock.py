@@ -18,9 +18,9 @@ from tests.helpers import Killed
 from tests.training.helpers import at_step, die, final_weights, measured, save_at_once, steps_of
 from tests.training.launching import trained
 from training import inspections, loop, report
-from training import run as run_module
+from training import saver as saver_module
+from training.clock import Costs
 from training.config import Config
-from training.deadline import Costs
 from training.records import read_metrics
 from training.schedule import decay_start, last_step
 
@@ -39,9 +39,9 @@ class Machine:
         self.evaluation, self.write = 5.0, 2.0
         patch.setattr(time, "perf_counter", lambda: self.now)
         for module, name, seconds in (
-            (loop, "accumulate", lambda args: self.step(args[2])),
+            (loop, "forward_backward", lambda args: self.step(args[0].state.step)),
             (loop, "evaluate", lambda _: self.evaluation),
-            (run_module, "write_checkpoint", lambda _: self.write),
+            (saver_module, "write_checkpoint", lambda _: self.write),
         ):
             patch.setattr(module, name, self.taking(getattr(module, name), seconds))
         save_at_once(patch)
@@ -213,7 +213,7 @@ def test_the_shortest_texts_have_a_length_too(machine: Machine, train: Callable,
 def test_minutes_that_leave_no_step_to_fall_stop_saved_and_more_of_them_continue(
     machine: Machine, train: Callable, tmp_path: Path
 ) -> None:
-    for minutes in (0.06, 0.08):  # less than the first step of four seconds, and hardly more
+    for minutes in (0.03, 0.06):  # less than the first step of four seconds
         folder = tmp_path / f"{minutes}"
         result = train(folder, **LONG | {"minutes": minutes})
         assert result.code == 130 and steps_of(folder) == [1]
@@ -254,7 +254,7 @@ def test_a_run_that_is_cut_off_while_the_rate_falls_ends_as_if_it_had_not_been(
 def test_the_plan_is_saved_as_soon_as_it_is_made(machine: Machine, train: Callable, tmp_path: Path) -> None:
     first, last = planned(train(tmp_path / "unbroken", **LONG), tmp_path / "unbroken")
     killed(tmp_path / "run", first + 1, train, **LONG)
-    assert steps_of(tmp_path / "run") == [first + 1]
+    assert steps_of(tmp_path / "run") == [first]
     machine.step = lambda _: 0.1
     assert train(tmp_path / "run", **LONG).code == 0
     assert steps_of(tmp_path / "run")[0] == last
@@ -342,16 +342,15 @@ def test_a_real_run_of_seconds_ends_at_the_floor(train_flags: Callable, tmp_path
 
 
 def test_costs_count_the_steps_the_evaluations_and_the_end() -> None:
-    config = Config(eval_interval=10)
     costs = Costs(step=2.0, evaluation=5.0, ending=3.0)
-    assert costs.of(10, 0, config) == 20 + 5 + 3
-    assert costs.of(11, 0, config) == 22 + 10 + 3  # the last step is evaluated, too
-    assert costs.of(5, 15, config) == 10 + 5 + 3
+    assert costs.of(10, 0, 10) == 20 + 5 + 3
+    assert costs.of(11, 0, 10) == 22 + 10 + 3  # the last step is evaluated, too
+    assert costs.of(5, 15, 10) == 10 + 5 + 3
     for seconds in range(100):
-        steps = costs.steps_within(seconds, 3, 1000, config)
-        assert steps == 0 or costs.of(steps, 3, config) <= seconds
-        assert costs.of(steps + 1, 3, config) > seconds or (steps + 1 + 3) % 10 == 0
-    assert costs.steps_within(1e9, 3, 50, config) == 50
-    assert Costs(0.001).steps_within(1e12, 0, 10**30, config) < 10**8
+        steps = costs.steps_within(seconds, 3, 1000, 10)
+        assert steps == 0 or costs.of(steps, 3, 10) <= seconds
+        assert costs.of(steps + 1, 3, 10) > seconds or (steps + 1 + 3) % 10 == 0
+    assert costs.steps_within(1e9, 3, 50, 10) == 50
+    assert Costs(0.001).steps_within(1e12, 0, 10**30, 10) < 10**8
     assert decay_start(100, Config(minutes=1, cooldown=0.25)) == 75
     assert last_step(0, 0, 100, Config(minutes=1, epochs=3, batch_size=10)) == 30

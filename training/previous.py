@@ -1,0 +1,200 @@
+"""What earlier sessions left: the checkpoint to continue from, or the trained weights that a new run starts from."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+
+from common.checkpoint import (
+    BEST,
+    Checkpoint,
+    listed_files,
+    newest_valid,
+    open_checkpoint,
+    problems_of,
+    publish,
+    step_folders,
+    step_of,
+    write_manifest,
+)
+from common.errors import CheckpointError, ConfigError
+from common.files import OF_RUN, FolderLock, atomic_write
+from training.config import Config
+from training.mirror import Mirror, copy_files, is_better, read_best_state
+from training.records import RECORDS
+from training.run_folder import lock_folder, require_movable, require_ours, tidy
+from training.state import Saved, read_state
+
+
+@dataclass(frozen=True)
+class Previous:
+    """What this session builds on. Its files have been verified."""
+
+    checkpoint: Checkpoint | None = None  # to continue from
+    saved: Saved | None = None  # its training state
+    is_own: bool = True  # the checkpoint is this run's, here or in the mirror
+    init: Checkpoint | None = None  # of `init_from`, if a new run starts
+
+    @property
+    def source(self) -> Checkpoint | None:
+        """Where the weights come from."""
+        return self.checkpoint or self.init
+
+
+def find_previous(config: Config, mirror: Mirror | None, lock: FolderLock | None) -> Previous:
+    """Find what the run folder and its mirror hold. With a `lock`, this session will train: it locks the folder, cleans
+    up after a session that was killed, and copies into it what only the mirror has.
+
+    Raises ConfigError or CheckpointError if a folder is not this run's, cannot be used, or holds nothing whole.
+    """
+    require_ours(config.run_dir, "--output_dir")
+    if lock is not None:
+        lock_folder(lock, config.run_dir)
+    if config.resume == "never":
+        require_movable(config.run_dir)
+    if mirror is not None:
+        try:
+            require_mirror(mirror, config)
+        except OSError as problem:
+            raise ConfigError(
+                f"--checkpoint_dir {mirror.root} cannot be read ({problem.strerror}). Mount the Drive again, or leave "
+                f"--checkpoint_dir out to train without copies."
+            ) from None
+    if lock is not None:
+        tidy(config.run_dir)
+    previous: Previous | None = None
+    while previous is None:
+        with contextlib.suppress(FileNotFoundError):  # another machine has just replaced the copy by a newer one
+            previous = find_checkpoint(config, mirror)
+            if lock is not None and previous.checkpoint is not None:
+                previous = copy_here(previous, config, mirror)
+    if mirror is not None:
+        mirror.require_usable()  # again: a mirror that was unmounted meanwhile looks empty
+    return previous
+
+
+def require_mirror(mirror: Mirror, config: Config) -> None:
+    """Raises ConfigError or CheckpointError if the mirror is not there, or is not this run's."""
+    require_ours(mirror.dir, "--checkpoint_dir")
+    mirror.require_usable()
+    if config.resume == "never":
+        require_movable(mirror.dir)
+    mirror.known = {copy.name for copy in step_folders(mirror.dir)}
+    theirs = mirror.marker()
+    spelled = str(theirs.get("output_dir"))
+    # If the run folder was lost with its machine, or this is a new run. The working directory may be another one.
+    is_other = bool(theirs) and os.path.normpath(spelled) != os.path.normpath(config.run_dir)
+    for newest in step_folders(config.run_dir / "checkpoints")[:1]:
+        with contextlib.suppress(CheckpointError, OSError):  # it is damaged
+            is_other = theirs.get("run_id") not in (None, read_state(Checkpoint(newest)).state.run_id)
+    if is_other:
+        raise CheckpointError(
+            f"{mirror.dir} holds the copies of another run (--output_dir {spelled}), not of {config.run_dir}. Give "
+            f"this one a --checkpoint_dir or an --output_dir of its own; to continue the other, train --output_dir "
+            f"{spelled}, without this run in it."
+        )
+
+
+def find_checkpoint(config: Config, mirror: Mirror | None) -> Previous:
+    """Find the newest whole checkpoint here or in the mirror, or the one that `resume_from` names; else the weights of
+    `init_from`.
+
+    Raises CheckpointError if there are checkpoints and none is whole, or if the folder holds a run that did not start
+    from `resume_from` or `init_from`; FileNotFoundError if another machine has deleted the copy meanwhile.
+    """
+    places = [config.run_dir / "checkpoints", *([mirror.dir] if mirror is not None else [])]
+    try:
+        newest = newest_valid(*places) if config.resume != "never" else None
+    except CheckpointError as problem:
+        raise CheckpointError(
+            f"{problem}\nNothing was changed or deleted. If there are copies elsewhere, put them back; --resume never "
+            "starts over and keeps these aside."
+        ) from None
+    if newest is None:
+        start = open_checkpoint(config.resume_from) if config.resume_from else None
+        init = open_checkpoint(config.init_from) if config.init_from else None
+        return Previous(start, read_state(start) if start else None, is_own=False, init=init)
+    try:
+        saved = read_state(newest)
+    except CheckpointError:
+        if newest.path.exists():
+            raise
+        raise FileNotFoundError(newest.path) from None
+    if config.init_from and absolute(config.init_from) != saved.state.initialized_from:
+        raise CheckpointError(
+            f"{config.run_dir} already holds a run that did not start from {config.init_from}. Choose another "
+            "--output_dir for the new one, or --resume never to keep the old one aside."
+        )
+    # The same command again: the run has gone further than the checkpoint that it started from.
+    if config.resume_from is None or saved.state.resumed_from == absolute(config.resume_from):
+        return Previous(newest, saved)
+    start = open_checkpoint(config.resume_from)
+    if start.path.resolve() == newest.path.resolve():
+        return Previous(start, saved)
+    raise CheckpointError(
+        f"{config.run_dir} already holds a run of its own, at {newest.path.name}. To continue from {start.path} "
+        "instead, choose another --output_dir."
+    )
+
+
+def absolute(path: str) -> str:
+    """The path as states keep it: the same in every working directory."""
+    return str(Path(path).resolve())
+
+
+def copy_here(previous: Previous, config: Config, mirror: Mirror | None) -> Previous:
+    """Copy into the run folder what belongs to a checkpoint from elsewhere: the records of its run, its best weights,
+    and the checkpoint itself if it is a copy of this run. Best weights that were lost here come back from the mirror.
+
+    Raises FileNotFoundError if another machine has deleted the copy meanwhile.
+    """
+    assert previous.checkpoint is not None
+    run_dir, folder = config.run_dir, previous.checkpoint.path.resolve()
+    parent = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
+    candidates: list[Path] = []
+    if parent != run_dir.resolve():
+        (run_dir / "checkpoints").mkdir(parents=True, exist_ok=True)
+        if previous.is_own:
+            here = run_dir / "checkpoints" / f"step_{step_of(folder):08d}"
+            if copy_checkpoint(folder, here):
+                print(f"Copies     {previous.checkpoint.path} is the newest, and now in {run_dir} too.")
+                previous = replace(previous, checkpoint=Checkpoint(here))
+        records = folder / OF_RUN if (folder / OF_RUN).is_dir() else parent
+        for name in RECORDS:
+            if (records / name).is_file():
+                with atomic_write(run_dir / name) as file:
+                    file.write((records / name).read_bytes())
+        candidates = [run_dir / BEST, parent / BEST, *parent.glob(f"{BEST}_*")]
+    elif mirror is not None and problems_of(run_dir / BEST):
+        candidates = mirror.best_copies()
+    states = {path: state for path in candidates if (state := read_best_state(path)) and not problems_of(path)}
+    if states:
+        best = reduce(lambda one, other: other if is_better(states[other], states[one]) else one, states)
+        if best != run_dir / BEST:
+            copy_checkpoint(best, run_dir / BEST)
+    return previous
+
+
+def copy_checkpoint(source: Path, target: Path) -> bool:
+    """Copy a checkpoint and verify the copy. If that fails, say so and return False."""
+    temporary = target.with_name(f".tmp-{target.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        files = {name: entry for name, entry in listed_files(source).items() if "/" not in name}
+        copy_files((source / name for name in files), temporary)
+        write_manifest(temporary, files)
+        if problems := problems_of(temporary):
+            raise OSError("; ".join(problems))
+        publish(temporary, target)
+    except (OSError, CheckpointError) as problem:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if not source.exists():
+            raise FileNotFoundError(source) from None
+        reason = getattr(problem, "strerror", None) or problem
+        print(f"Warning: {source} could not be copied to {target.parent} ({reason}); the training goes on.")
+        return False
+    return True

@@ -1,0 +1,224 @@
+"""Saves a run: when a checkpoint is due, what it holds, where it and its copies go."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from common.checkpoint import (
+    ADAPTERS,
+    BEST,
+    KEEP,
+    OPTIMIZER,
+    STATE,
+    WEIGHTS_FILES,
+    delete_folder,
+    step_folders,
+    stored_config,
+    stored_weights,
+    write_checkpoint,
+)
+from common.errors import CheckpointError, MemoryExhausted, is_out_of_memory
+from common.files import json_bytes, session, write_json
+from common.lora import lora_of
+from common.machine import available_ram
+from common.output import log
+from common.script import is_rank_0, world
+from common.tensors import Content, on_host
+from training.clock import Clock
+from training.config import MODEL_KEYS
+from training.parallel import any_process, on_rank_0
+from training.records import CONFIG
+from training.run import Run
+from training.schedule import epoch_sequences
+from training.signals import Signals, StopRequested
+from training.state import Saved
+from training.step import diverged, require_stable
+
+Snapshot = dict[str, Content]  # the files of a checkpoint, in memory
+SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
+
+
+class Saver:
+    """Inside the context, a thread writes one checkpoint at a time while the training goes on, and the mirror copies
+    them; if writing fails, the next save, or the end, raises the error.
+
+    At the end it saves what is not saved yet, if the run was stopped or is out of memory, and waits until all is
+    written and, for a limited time, copied. Raises CheckpointError if a save failed, or if another session has copied a
+    newer state.
+    """
+
+    def __init__(self, run: Run, clock: Clock, stop: Signals):
+        self.run, self.clock, self.stop = run, clock, stop
+        self.last_saved = time.monotonic()
+        self.is_due = False  # a checkpoint that could not be written when it was due
+        self.best_is_due = False  # the best weights so far are not saved yet
+        self.saved_cooldown = run.state.cooldown
+        self.written_rows = run.micro_batch_size  # as config.json has it
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self.under_way: Future[None] | None = None
+
+    def __enter__(self) -> Saver:
+        self.thread.submit(int).result()  # start the thread now: later there may be no memory for it
+        if self.run.mirror is not None:
+            self.run.mirror.begin(self.run.state.run_id)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is not KeyboardInterrupt:  # which stops at once
+                self.finish(kind)
+        finally:
+            self.thread.shutdown(cancel_futures=True)
+            if self.run.mirror is not None:
+                self.run.mirror.close()
+        if kind is None or kind is StopRequested:
+            on_rank_0(self.require_not_overtaken)
+
+    def finish(self, kind: type[BaseException] | None) -> None:
+        """Save the rest and wait. If an error ends the training, only log those of saving."""
+        is_sound = kind is None or kind is StopRequested
+        try:
+            # Out of memory: nothing but gradients has changed since the last step. Other processes would not save.
+            if is_sound or (kind is MemoryExhausted and world().size == 1):
+                self.save_rest()
+            self.wait()
+        except CheckpointError as problem:
+            if is_sound:
+                raise
+            log.info(f"Warning: {problem}")
+        finally:
+            if self.run.mirror is not None:
+                self.run.mirror.finish(self.stop)
+
+    @property
+    def is_overtaken(self) -> bool:
+        """Whether another session has copied a newer state: this one stops."""
+        return self.run.mirror is not None and self.run.mirror.overtaken is not None
+
+    def require_not_overtaken(self) -> None:
+        if self.run.mirror is not None and self.run.mirror.overtaken is not None:
+            raise self.run.mirror.overtaken
+
+    def wait(self) -> None:
+        """Wait for the save that is under way. Raises CheckpointError if it fails."""
+        self.stop.message = "Stopping once what is under way is saved and copied"
+        if self.under_way is not None:
+            under_way, self.under_way = self.under_way, None
+            under_way.result()
+
+    def checkpoint_due(self) -> bool:
+        """Whether the configuration wants this step saved, by steps, epochs or minutes, or the clock has a new plan."""
+        config, state = self.run.config, self.run.state
+        before = state.sequences_seen - config.sequences_per_step
+        size = epoch_sequences(self.run.data.windows, config) * config.checkpoint_interval
+        epochs_passed = bool(size) and state.sequences_seen // size > before // size
+        steps_passed = bool(config.checkpoint_steps) and state.step % config.checkpoint_steps == 0
+        minutes = (time.monotonic() - self.last_saved) / 60
+        minutes_passed = bool(config.checkpoint_minutes) and minutes >= config.checkpoint_minutes
+        is_new_plan = state.cooldown != self.saved_cooldown
+        return steps_passed or epochs_passed or minutes_passed or is_new_plan or state.finished
+
+    def save_if_due(self) -> None:
+        """Save a checkpoint or the best weights, if it is time. After a skipped update, wait for a step that shows the
+        weights to be sound; those that were just evaluated are. Raises CheckpointError if the last save failed."""
+        if self.under_way is not None and self.under_way.done():
+            under_way, self.under_way = self.under_way, None
+            under_way.result()
+        (self.is_due,) = any_process(self.is_due or self.checkpoint_due())  # clocks differ
+        if self.is_due or self.best_is_due:
+            require_stable(self.run)
+            if self.best_is_due or self.run.state.finished or not self.run.skips[1]:
+                self.save()
+
+    def save_rest(self) -> None:
+        """Save a checkpoint of this step if there is none."""
+        if self.run.state.step > self.run.saved_step:
+            self.is_due = True
+            self.save()
+
+    def save(self) -> None:
+        """Begin to write a checkpoint of this step, or the best weights, or both: what is due. Of several processes
+        rank 0 writes.
+
+        Raises ConfigError if the weights are not finite: a good checkpoint must not make way for a useless one.
+        """
+        run, state = self.run, self.run.state
+        with self.clock.saving():
+            total = torch.stack([parameter.detach().sum() for parameter in run.model.parameters()]).sum()
+            if not torch.isfinite(total):
+                raise diverged(run, "a weight is not finite")
+            state.elapsed_seconds, state.skipped_updates = self.clock.elapsed, int(run.skips[0])
+            folders = [run.dir / BEST] if self.best_is_due else []
+            if self.is_due:
+                folders.append(run.dir / "checkpoints" / f"step_{state.step:08d}")
+                run.saved_step, self.saved_cooldown = state.step, state.cooldown
+                self.last_saved = time.monotonic()
+            self.is_due = self.best_is_due = False
+            if is_rank_0():
+                if self.under_way is not None:
+                    self.under_way.result()
+                if (snapshot := self.copied()) is not None:
+                    self.under_way = self.thread.submit(self.write, folders, snapshot)
+                else:  # the training waits until the weights themselves are written
+                    self.write(folders, snapshot_of(run, copy=False))
+
+    def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
+        """Write a snapshot to each of the folders, and delete old checkpoints."""
+        if self.run.micro_batch_size != self.written_rows:
+            write_config(self.run)
+            self.written_rows = self.run.micro_batch_size
+        for folder in folders:
+            began = time.perf_counter()
+            write_checkpoint(folder, snapshot)
+            self.clock.write_seconds = time.perf_counter() - began
+            if folder.name != BEST:
+                for old in step_folders(folder.parent)[KEEP:]:
+                    delete_folder(old)
+                log.info(f"Saved {folder}")
+        if self.run.mirror is not None and not self.run.state.finished:  # a finished run is copied with its summary
+            self.run.mirror.wake()
+
+    def copied(self) -> Snapshot | None:
+        """A snapshot that stays as it is while the training goes on; None if there is too little memory for one."""
+        free = available_ram()
+        if free is not None and self.run.checkpoint_bytes > SNAPSHOT_SHARE * free:
+            return None
+        try:
+            return snapshot_of(self.run, copy=True)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
+
+def snapshot_of(run: Run, copy: bool) -> Snapshot:
+    """The files of a checkpoint; a `copy` of their content stays as it is while the training goes on."""
+    metadata = run.data.metadata
+    config = stored_config(run.model, metadata.tokenizer_type, metadata.chat_template)
+    saved = Saved(run.state, run.scaler.state_dict(), run.data.fingerprint, run.resolved()).to_json()
+    weights = WEIGHTS_FILES[0] if lora_of(run.model) is None else ADAPTERS
+    return {
+        weights: on_host(stored_weights(run.model), copy),
+        OPTIMIZER: on_host(run.optimizer.tensors(), copy),
+        "tokenizer.json": run.data.tokenizer_file,  # not its path: the file may have changed since
+        "config.json": json_bytes(config),
+        STATE: json_bytes(saved),
+    }
+
+
+def write_config(run: Run) -> None:
+    """Write the resolved configuration, with the process and the device that train. It marks the folder as a run's."""
+    config, values = run.config, run.resolved()
+    trained = {key: str(config.init_from) for key in MODEL_KEYS if getattr(config, key) != values[key]}
+    sources = config.sources | (trained if config.init_from else {}) | {"micro_batch_size": run.micro_batch_source}
+    config.run_dir.mkdir(parents=True, exist_ok=True)
+    resolved = {"config": values, "sources": sources, "device": run.hardware.name, "session": session()}
+    if config.forecast:
+        resolved["forecast"] = asdict(config.forecast)
+    write_json(config.run_dir / CONFIG, resolved)
