@@ -163,7 +163,7 @@ def test_the_table_for_choosing_agrees_with_the_configs() -> None:
 
 def test_the_map_names_every_file_of_the_wings() -> None:
     """And nothing that is not there. A second name in a line stands in the folder of the first."""
-    (found,) = re.findall(r"^```text\n(.*?)^```", CONTRIBUTING, flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```text\n(.*?)^```", CONTRIBUTING, flags=re.MULTILINE | re.DOTALL)[0]
     named = set()
     for line in found.splitlines():
         folder = ""
