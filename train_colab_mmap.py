@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from common.errors import CheckpointError
 from common.script import end, writing_script
-from training.config import parse_config
+from training.command_line import parse_config
 
 # Threads that wait for each other spin this often before they sleep. With libgomp's own 300,000 a step takes up to five
 # times as long beside another busy program; fewer cost a quiet machine time (docs/benchmarks/what_was_tried.md).

@@ -35,9 +35,9 @@ from common.flags import Parser
 from common.script import script
 from model import TransformerLanguageModel
 from tokenization.corpus import find_sources, read_pieces
-from training.config import parse_config
-from training.dial import HEAD_WIDTH, Shape, beta2_for, context_for, dropout_for, recipe, sequences_for
+from training.command_line import parse_config
 from training.law import Law
+from training.recipe import HEAD_WIDTH, Shape, beta2_for, context_for, dropout_for, recipe, sequences_for
 from training.records import read_metrics
 from training.text import TRAIN_SHARE, vocabulary_for
 

@@ -49,8 +49,9 @@ from common.flags import Parser, add_debug
 from common.machine import has_fast_bf16, pick_device
 from common.script import script
 from model import TransformerLanguageModel
+from training.command_line import parse_config
 from training.compilation import compile_model
-from training.config import Config, parse_config
+from training.config import Config
 from training.data import TokenData
 from training.hardware import detect_hardware
 from training.run import Run

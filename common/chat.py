@@ -177,8 +177,8 @@ def without_oldest_turns(
     if room is None:
         return without(0)
     # Binary search: dropping one at a time would encode a long conversation as often as it has questions.
-    most = max(0, len(turns) - 1) // 2
-    return without(bisect.bisect_left(range(most), True, key=lambda forgotten: len(without(forgotten)) <= room))
+    limit = max(0, len(turns) - 1) // 2
+    return without(bisect.bisect_left(range(limit), True, key=lambda forgotten: len(without(forgotten)) <= room))
 
 
 def encode_parts(tokenizer: Tokenizer, parts: Sequence[tuple[str, bool]]) -> tuple[np.ndarray, np.ndarray]:

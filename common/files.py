@@ -131,7 +131,7 @@ class FolderLock:
         for descriptor in self.held.values():
             os.close(descriptor)
 
-    def take(self, folder: Path) -> bool:
+    def acquire(self, folder: Path) -> bool:
         """Lock a folder, if there is one. Returns False if another process holds it."""
         if os.name == "nt" or not folder.is_dir():
             return True

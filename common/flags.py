@@ -123,12 +123,12 @@ class Parser(argparse.ArgumentParser):
         self.add_options(options)
         add_debug(self)
         problems: list[str] = []
-        given = self.read(argv, problems)
+        values = self.read(argv, problems)
         names = {key: str(about(f).get("word") or f"--{key}") for key, f in self.options.items()}
-        made = check(model, given, problems, names)
+        settings = check(model, values, problems, names)
         self.require_none(problems)
-        assert made is not None
-        return made
+        assert settings is not None
+        return settings
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith((".", "?")) else "."
@@ -149,7 +149,7 @@ def metavar_of(f: FieldInfo) -> str:
 def meant(typed: Any, f: FieldInfo) -> Any:
     """What a flag's word, or each of its words, stands for: 64 for "64", True for "true", unless a text is meant."""
     if isinstance(typed, list):
-        return tuple(meant(each, f) for each in typed)
+        return tuple(meant(word, f) for word in typed)
     is_text = kind_of(f) is str and "switch" not in about(f)
     return typed if is_text or not isinstance(typed, str) else parse_word(typed)
 

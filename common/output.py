@@ -26,9 +26,9 @@ def cell(text: str) -> str:
     return " ".join(printable(text).split()).replace("|", "\\|")
 
 
-def shortened(text: str, most: int) -> str:
+def shortened(text: str, limit: int) -> str:
     """The first `most` characters, with " ..." if there are more."""
-    return text if len(text) <= most else f"{text[:most]} ..."
+    return text if len(text) <= limit else f"{text[:limit]} ..."
 
 
 def table_row(cells: list[str]) -> str:

@@ -74,7 +74,7 @@ def parts_of(annotation: Any) -> Any:
     if get_origin(annotation) is Annotated:
         return parts_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return parts_of(next(each for each in get_args(annotation) if each is not NoneType))
+        return parts_of(next(item for item in get_args(annotation) if item is not NoneType))
     return annotation
 
 
@@ -100,7 +100,9 @@ def choices_of(f: FieldInfo) -> tuple[str, ...]:
 
 def limits_of(f: FieldInfo) -> list[tuple[str, float]]:
     """[("at least", 1), ("less than", 10)]"""
-    return [(said, getattr(each, name)) for name, said in LIMITS.items() for each in f.metadata if hasattr(each, name)]
+    return [
+        (words, getattr(item, name)) for name, words in LIMITS.items() for item in f.metadata if hasattr(item, name)
+    ]
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
@@ -127,37 +129,37 @@ def check(
     names, fields = names or {}, fields_of(model) if known is None else known
     problems += [f"unknown key {names.get(key, key)}.{suggest(key, fields)}" for key in values if key not in fields]
     values = {key: value for key, value in values.items() if key in fields}
-    made, wrong = attempt(model, values, names, fields)
-    problems += [sentence for each in wrong.values() for sentence in each]
+    result, wrong = attempt(model, values, names, fields)
+    problems += [sentence for item in wrong.values() for sentence in item]
     if wrong and "" not in wrong:
-        made, found = attempt(model, {key: values[key] for key in values if key not in wrong}, names, fields)
+        result, found = attempt(model, {key: values[key] for key in values if key not in wrong}, names, fields)
         problems += [sentence for key in found.keys() - wrong for sentence in found[key]]
-    return made
+    return result
 
 
 def build(model: type[T], values: Any) -> T:
     """`model` of a JSON object. Raises ValueError that lists all that is wrong."""
     if not isinstance(values, dict):
-        raise ValueError(f"an object {{...}} is needed, not {shown(values)}")
+        raise ValueError(f"an object {{...}} is needed, not {quoted(values)}")
     problems: list[str] = []
-    made = check(model, values, problems)
-    if problems or made is None:
+    result = check(model, values, problems)
+    if problems or result is None:
         raise ValueError("; ".join(problems))
-    return made
+    return result
 
 
 def attempt(
     model: type[T], values: Mapping[str, Any], names: Mapping[str, str], fields: Mapping[str, FieldInfo]
 ) -> tuple[T | None, dict[str, list[str]]]:
     """The model, or what is wrong by key; under "" what is wrong with several keys together."""
-    given = {key: meant_by(value, fields[key]) for key, value in values.items()}
-    given = {key: value for key, value in given.items() if value is not None or fields[key].default is not None}
+    values = {key: meant_by(value, fields[key]) for key, value in values.items()}
+    values = {key: value for key, value in values.items() if value is not None or fields[key].default is not None}
     try:
-        return model(**given), {}
+        return model(**values), {}
     except ValidationError as error:
         wrong: dict[str, list[str]] = {}
-        for each in error.errors(include_url=False):  # one for each item of a tuple: the first counts
-            wrong.setdefault(str(each["loc"][0]) if each["loc"] else "", sentences(each, names, fields))
+        for item in error.errors(include_url=False):  # one for each item of a tuple: the first counts
+            wrong.setdefault(str(item["loc"][0]) if item["loc"] else "", sentences(item, names, fields))
         return None, wrong
 
 
@@ -175,17 +177,17 @@ def sentences(error: Any, names: Mapping[str, str], fields: Mapping[str, FieldIn
     if error["type"] == "value_error":  # of a validator of ours, which lists them
         return str(error["ctx"]["error"]).splitlines()
     key, *inside = error["loc"]
-    name = ".".join([names.get(str(key), str(key)), *(str(each) for each in inside if not isinstance(each, int))])
+    name = ".".join([names.get(str(key), str(key)), *(str(item) for item in inside if not isinstance(item, int))])
     if error["type"] == "missing":
         return [f"{name} is missing"]
-    f = fields.get(key) if not [each for each in inside if not isinstance(each, int)] else None
+    f = fields.get(key) if not [item for item in inside if not isinstance(item, int)] else None
     is_missing = name.startswith("--") and (error["input"] is True or error["input"] == ())
-    return [f"{name} is {'missing' if is_missing else shown(error['input'])}; {needed(error, f)}"]
+    return [f"{name} is {'missing' if is_missing else quoted(error['input'])}; {needed(error, f)}"]
 
 
-def shown(value: Any) -> str:
-    said = json.dumps(value, ensure_ascii=False, default=str)
-    return said if len(said) <= 100 else f"{said[:100]} ..."
+def quoted(value: Any) -> str:
+    words = json.dumps(value, ensure_ascii=False, default=str)
+    return words if len(words) <= 100 else f"{words[:100]} ..."
 
 
 def needed(error: Any, f: FieldInfo | None) -> str:
@@ -196,14 +198,14 @@ def needed(error: Any, f: FieldInfo | None) -> str:
         return f"allowed: {', '.join(choices)}.{near}"
     if kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
         limits = limits_of(f) if f else []
-        limits = limits or [(said, context[name]) for name, said in LIMITS.items() if name in context]
-        return f"allowed: {' and '.join(f'{said} {limit:,}' for said, limit in limits)}"
+        limits = limits or [(words, context[name]) for name, words in LIMITS.items() if name in context]
+        return f"allowed: {' and '.join(f'{words} {limit:,}' for words, limit in limits)}"
     if kind == "too_short" and f is not None:
         return f"at least one {about(f).get('metavar', 'value')} is needed"
     if kind == "finite_number":
         kind = "float_type"
-    for of_kind, said in ((int, "int"), (float, "float"), (bool, "bool"), (str, "string")):
-        if kind.startswith(f"{said}_"):
+    for of_kind, words in ((int, "int"), (float, "float"), (bool, "bool"), (str, "string")):
+        if kind.startswith(f"{words}_"):
             return f"{NEEDED[of_kind]} is needed"
     if kind in ("dataclass_type", "dict_type"):
         return "an object {...} is needed"

@@ -20,7 +20,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from common.script import LONGEST_MESSAGE
-from common.validation import shown, suggest
+from common.validation import quoted, suggest
 from serving.models import Served
 from serving.openai_answer import Answer
 from serving.openai_request import ChatRequest, CompletionRequest, RequestError, explain
@@ -305,7 +305,7 @@ async def refuse_body(request: Request, problem: RequestValidationError) -> Resp
         said, code = f"There is no parameter {name!r}.{suggest(name, known)}", "unknown_parameter"
         return error_response(RequestError(said, name, code=code))
     said = error["ctx"]["error"] if error["type"] == "value_error" else error["msg"]
-    said = f"{name} is missing." if error["type"] == "missing" else f"{name} is {shown(error['input'])}: {said}."
+    said = f"{name} is missing." if error["type"] == "missing" else f"{name} is {quoted(error['input'])}: {said}."
     return error_response(RequestError(said, name))
 
 

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from common.chat import Message, require_order
 from common.errors import is_out_of_memory
-from common.validation import build, shown
+from common.validation import build, quoted
 from generation.completion import ROWS_AT_ONCE, prompt_ids
 from generation.sampling import Sampling
 from generation.stream import only_text
@@ -70,7 +70,7 @@ class Checked(BaseModel):
         for name in (kept.keys() & NEUTRAL.keys()) - cls.model_fields.keys():
             if NEUTRAL[name] is not ... and kept[name] not in NEUTRAL[name]:
                 raise RequestError(
-                    f"{name} is {shown(kept[name])}, which this server does not support; leave it out.",
+                    f"{name} is {quoted(kept[name])}, which this server does not support; leave it out.",
                     name,
                     code="unsupported_parameter",
                 )

@@ -120,7 +120,7 @@ class TokenFolder:
         except (FileExistsError, NotADirectoryError):
             raise DataError(f"{self.folder} is a file, or a part of its path is; choose another folder.") from None
         with FolderLock() as lock:
-            if not lock.take(self.folder):
+            if not lock.acquire(self.folder):
                 raise being_written(self.folder)
             yield
 

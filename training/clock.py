@@ -209,7 +209,7 @@ class Clock:
                 self.log_once("late", self.warning_of_delay(late))
             return False, next_check
         off = late + MARGIN * self.seconds
-        may_move = off > 0 or state.max_steps < state.cooldown.most
+        may_move = off > 0 or state.max_steps < state.cooldown.limit
         return may_move and abs(off) > max(MOVED * self.seconds, MOVED_OF_LEFT * self.left), next_check
 
     def begin_fall(self, steps: int) -> Cooldown:
@@ -268,7 +268,7 @@ class Clock:
     def steps_left(self) -> int:
         """Steps that can still be taken in time."""
         state, interval = self.run.state, self.run.config.eval_interval
-        limit = state.max_steps if state.cooldown is None else state.cooldown.most
+        limit = state.max_steps if state.cooldown is None else state.cooldown.limit
         return self.costs.steps_within(self.left - MARGIN * self.seconds, state.step, limit - state.step, interval)
 
     def log_once(self, name: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Config: what was asked, from defaults, a config file and flags (later ones win), every problem reported at once.
+"""Config: the settings of a run, each with its range, its help and what it contradicts.
 
 Torch is not imported here, so that `--help` answers at once.
 """
@@ -6,21 +6,16 @@ Torch is not imported here, so that `--help` answers at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from common.errors import ConfigError
-from common.files import read_json
-from common.flags import Parser, add_debug
 from common.script import world
-from common.validation import STRICT, Text, about, check, fields_of, option, options_of, suggest
-from generation.settings import FLAGS as GENERATION_FLAGS
+from common.validation import STRICT, Text, about, fields_of, option, options_of
 from model_config import ModelConfig, Size, setting
-from tokenization.settings import FLAGS as TOKENIZATION_FLAGS
 
 if TYPE_CHECKING:
     from common.lora import LoRA
@@ -28,7 +23,7 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
 OURS = ("name", "sources", "forecast")  # fields of Config that nobody gives
-NOT_GIVEN = ("default", "memory", "out of memory")  # sources of values that no user gave
+AUTOMATIC_SOURCES = ("default", "memory", "out of memory")  # sources of values that no user gave
 FEWEST_MINUTES = 0.0001
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(ge=0)]
@@ -221,16 +216,16 @@ class Config(ModelConfig, DataKeys):
         is_of_file = any(source not in ("default", "flag") for source in self.sources.values())
         if is_of_file or self.model_size or self.init_from or self.resume_from:
             return False
-        has_shape = self.is_given("num_layers") or self.is_given("embed_dim")
+        has_shape = self.is_explicit("num_layers") or self.is_explicit("embed_dim")
         if self.minutes:
             return bool(self.input or ((self.data_dir or self.bin_file) and not has_shape))
-        has_length = self.is_given("epochs") or self.is_given("max_steps")
+        has_length = self.is_explicit("epochs") or self.is_explicit("max_steps")
         return bool(self.input) and not (has_shape or has_length or self.data_dir)
 
     def values(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in SCHEMA}
 
-    def is_given(self, key: str) -> bool:
+    def is_explicit(self, key: str) -> bool:
         return self.sources.get(key, "default") != "default"
 
     def fill_in(self) -> None:
@@ -267,12 +262,12 @@ class Config(ModelConfig, DataKeys):
             problems += [
                 f"{key} is for --input; token files have their own"
                 for key in ("tokenizer", "vocab_size")
-                if self.is_given(key)
+                if self.is_explicit(key)
             ]
         problems += [
             f"{key} ({where(key)}) is for --{of} {value or 'N'}"
             for key, (of, value) in CONDITIONS.items()
-            if self.is_given(key) and not counts(key, vars(self)) and key != "epochs"
+            if self.is_explicit(key) and not counts(key, vars(self)) and key != "epochs"
             if not (where(of) == "flag" and where(key) != "flag")  # flags win
         ]
         if self.lora_rank and self.optimizer == "muon":
@@ -288,7 +283,7 @@ class Config(ModelConfig, DataKeys):
             )
         if 0 < self.minutes < FEWEST_MINUTES:
             problems.append(f"minutes is {self.minutes:g}; allowed: 0 (off), or at least {FEWEST_MINUTES:g}")
-        if self.minutes and self.cooldown == 1 and self.is_given("cooldown"):
+        if self.minutes and self.cooldown == 1 and self.is_explicit("cooldown"):
             problems.append(
                 "cooldown 1 falls from the first step on, and with minutes the last step is not known then; give a "
                 "--cooldown below 1"
@@ -299,7 +294,7 @@ class Config(ModelConfig, DataKeys):
                 for key in ("tokenizer", "vocab_size")
                 if where(key) == "flag"
             ]
-        if self.tokenizer == "char" and self.is_given("vocab_size"):
+        if self.tokenizer == "char" and self.is_explicit("vocab_size"):
             problems.append("vocab_size has no effect with tokenizer char; leave it out")
         if self.min_lr > self.learning_rate and self.use_lr_scheduler != "constant":
             problems.append(
@@ -340,10 +335,6 @@ class Config(ModelConfig, DataKeys):
 SCHEMA = options_of(Config)
 MODEL_KEYS = tuple(options_of(ModelConfig))
 CONDITIONS = {key: about(f)["of"] for key, f in SCHEMA.items() if "of" in about(f)}
-ELSEWHERE = {
-    **dict.fromkeys(GENERATION_FLAGS.keys() - SCHEMA.keys(), "generate.py"),
-    **dict.fromkeys(TOKENIZATION_FLAGS.keys() - SCHEMA.keys(), "tokenize_local_bpe.py"),
-}
 
 
 def counts(key: str, values: Mapping[str, Any]) -> bool:
@@ -352,68 +343,9 @@ def counts(key: str, values: Mapping[str, Any]) -> bool:
     return key not in CONDITIONS or (bool(values.get(of)) if value is None else values.get(of) == value)
 
 
-def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | None = None, by: str = "") -> Config:
-    """Defaults <- config file <- flags. `chosen`: in place of a config file, what a part of the program, `by`, chose.
-
-    Raises ConfigError listing every problem found in any of them.
-    """
-    problems: list[str] = []
-    flags = read_flags(argv, problems)
-    config_name = flags.pop("config", None)
-    layers: list[tuple[str, dict[str, Any]]] = [(by, dict(chosen))] if chosen else []
-    name = "default"
-    text = flags.get("input") or flags.get("data_dir") or flags.get("bin_file")
-    if config_name is None and isinstance(text, str) and flags.get("minutes"):
-        name = Path(text.removeprefix("builtin:")).resolve().name.split(".")[0] or name
-    if config_name is not None:
-        path = find_config(config_name)
-        content = read_json(path, ConfigError)
-        name = path.resolve().parent.name if is_resolved(content) else path.stem
-        layers.append((str(path), given(content) if is_resolved(content) else content))
-    layers.append(("flag", flags))
-
-    values: dict[str, Any] = {}
-    sources = dict.fromkeys(SCHEMA, "default")
-    for source, layer in layers:
-        if (size := layer.get("model_size")) in MODEL_SIZES:
-            name = name if config_name is not None else size
-            values |= preset(size)
-            sources |= dict.fromkeys(preset(size), f"model_size {size}")
-        # This layer overrides the run's length.
-        for key, others in (("max_steps", ("epochs", "minutes")), ("minutes", ("max_steps",))):
-            if key not in layer and any(layer.get(other) for other in others):
-                values.pop(key, None)
-                sources[key] = "default"
-        for key in ("epochs", "minutes"):
-            if layer.get("max_steps") and layer.get(key):
-                problems.append(f"{key} and max_steps both set the length of the run ({source}); give one of them")
-        values |= layer
-        sources |= dict.fromkeys(layer, source)
-    values |= {"name": name, "sources": sources}
-
-    names = {key: f"--{key}" if source == "flag" else f"{key} in {source}" for key, source in sources.items()}
-    of_words = (*problems, *(f"--{key} is " for key in flags))  # these say by themselves where they come from
-    config = check(Config, values, problems, names, SCHEMA | {key: fields_of(Config)[key] for key in OURS})
-    if problems or config is None:
-        of_file = config_name is not None and not all(problem.startswith(of_words) for problem in problems)
-        head = f"The configuration{f' of {layers[0][0]}' * of_file} is not valid:"
-        raise ConfigError("\n  ".join([head, *problems]))
-    return config
-
-
 def is_resolved(content: dict[str, Any]) -> bool:
     """Whether a JSON file is the config.json of a run folder: every value, and where it came from."""
     return isinstance(content.get("config"), dict) and isinstance(content.get("sources"), dict)
-
-
-def given(resolved: dict[str, Any]) -> dict[str, Any]:
-    """The values of a run's resolved configuration that the user gave: with them the run can continue."""
-    values, sources = resolved["config"], resolved["sources"]
-    return {
-        key: value
-        for key, value in values.items()
-        if sources.get(key, "default") not in NOT_GIVEN and scope_of(key) != "command" and counts(key, values)
-    }
 
 
 def scope_of(key: str) -> str:
@@ -421,39 +353,3 @@ def scope_of(key: str) -> str:
     if key in MODEL_KEYS:
         return "run" if key == "dropout" else "fixed"
     return str(about(SCHEMA[key]).get("scope", "run")) if key in SCHEMA else "run"
-
-
-def find_config(name: str) -> Path:
-    """Look up a path or a bare name in the current folder, then in configs/, with or without .json."""
-    names = [name] if name.endswith(".json") else [name, f"{name}.json"]
-    folders = [Path(), Path("configs"), REPOSITORY / "configs"]
-    for folder in folders:
-        for candidate in names:
-            if (folder / candidate).is_file():
-                return folder / candidate
-    there = sorted({path.name for folder in folders[1:] for path in folder.glob("*.json")})
-    raise ConfigError(
-        f"There is no config {name} in {Path.cwd()} or in configs/.{suggest(Path(name).name, there)} "
-        f"There are: {', '.join(there)}."
-    )
-
-
-def preset(size: str) -> dict[str, Any]:
-    """The model keys of one of MODEL_SIZES."""
-    keys = read_json(REPOSITORY / "configs" / f"{size}.json", ConfigError)
-    return {key: value for key, value in keys.items() if key in MODEL_KEYS}
-
-
-def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:
-    """The flags that were typed."""
-    parser = Parser(
-        prog="train_colab_mmap.py",
-        usage="%(prog)s --config FILE [--KEY VALUE ...]",
-        description="Train a GPT-2 class language model on a token file. Every flag is also a key of the config file; "
-        "flags win. Running the same command again continues the run.",
-        epilog="Example: python train_colab_mmap.py --config gpt2_small.json --batch_size 32",
-    )
-    parser.add_argument("--config", metavar="FILE", help="JSON file of keys, looked up here and in configs/")
-    add_debug(parser)
-    parser.add_options(SCHEMA, ELSEWHERE)
-    return parser.read(argv, problems)

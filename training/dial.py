@@ -1,27 +1,24 @@
 """The dial: for `--input TEXT --minutes N` without a config, choose vocabulary, model, step and epochs by the text, the
 time and this machine, and say what to expect.
 
-The form is that of configs/small_modern.json, with a recipe for few steps. The loss comes from a law: docs/choosing.md.
+Models and their settings come from recipe.py, the loss from a law: docs/choosing.md.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
-from common.files import read_json
 from common.output import byte_size, clock
 from common.script import world
-from common.validation import build
-from training.config import REPOSITORY, Config, Forecast, is_resolved, parse_config
+from training.command_line import parse_config
+from training.config import Config, Forecast
 from training.data import GPU_SHARE
 from training.hardware import (
     ALL_THREADS,
@@ -33,18 +30,15 @@ from training.hardware import (
     choose_compile,
     clear_frames,
 )
-from training.law import ERROR, expected_error, expected_loss, most_passes
+from training.law import ERROR, expected_error, expected_loss, useful_passes
 from training.memory import MEMORY_SHARE, PROCESS_BYTES
-from training.mirror import Mirror
-from training.records import CONFIG
-from training.text import TRAIN_SHARE, Text, look_at, vocabulary_for
+from training.previous import kept_choice
+from training.recipe import HEAD_WIDTH, LADDER, Shape, beta2_for, context_for, dropout_for, recipe, sequences_for
+from training.text import TRAIN_SHARE, Text, measure_text, vocabulary_for
 from training.timing import FEWEST_TIMED, Candidate, Machine, Timed
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 SOURCE = "the dial"  # of the values that it chose, in config.json
-FORM = "small_modern"  # the config
-FOR_FEW_STEPS = {"muon_momentum": 0.9, "learning_rate": 3e-3, "muon_learning_rate": 0.03, "cooldown": 0.75}
-HEAD_WIDTH = 64
 EVALUATIONS, EVALUATING_SHARE = 20, 0.05  # of the time
 FORWARD_SHARE = 1 / 3  # of the time of a token in training
 EPOCHS_TO_SPARE = 3  # times those that the time is thought to hold, for it may hold more
@@ -52,72 +46,28 @@ EPOCHS_TO_SPARE = 3  # times those that the time is thought to hold, for it may 
 FIRST_BYTES = 1e7  # of text, for whose vocabulary models are timed first
 TIMED_SHARE = 0.05  # of the minutes
 TIMED_SECONDS = 1.0  # of a candidate's steps
-TIMED_TOKENS, MOST_TIMED_TOKENS = 2048, 65_536  # of a step; on a GPU, as many as keep it busy
-MOST_COMPILED = 2  # candidates
+TIMED_TOKENS, MAX_TIMED_TOKENS = 2048, 65_536  # of a step; on a GPU, as many as keep it busy
+MAX_COMPILED = 2  # candidates
 ROUNDS = 4
 AGAIN = 0.25  # of the time to compile, when it is compiled again
 FEWER_THREADS = 1.1  # times as fast they have to be, to be chosen
 
-STEP_TOKENS, RUN_TOKENS = 2048, 2e6  # the step of a run of so many tokens; it grows with the root of the run's
-FEWEST_STEPS, GOOD_STEPS = 50, 300  # a model that takes fewer has hardly begun to learn; no larger step leaves fewer
-SLOWEST_BETA2, FASTEST_BETA2 = 0.995, 0.95  # AdamW's averages over the same number of tokens, within these limits
-SHORT_CONTEXT, FEW_TOKENS = 128, 7e5  # for runs of fewer tokens
+FEWEST_STEPS = 50  # a model that takes fewer has hardly begun to learn
 
 
-class Shape(NamedTuple):
-    num_layers: int
-    embed_dim: int
-    max_seq_len: int
-
-
-LADDER = (
-    Shape(4, 64, 256),
-    Shape(4, 128, 256),
-    Shape(4, 192, 256),
-    Shape(4, 256, 256),
-    Shape(6, 384, 256),
-    Shape(8, 512, 512),
-    Shape(12, 768, 1024),
-    Shape(24, 1024, 1024),
-)
-
-
-def context_for(shape: Shape, tokens: float) -> int:
-    """Of a run of so many tokens, which becomes too few steps otherwise."""
-    return min(shape.max_seq_len, SHORT_CONTEXT) if tokens <= FEW_TOKENS else shape.max_seq_len
-
-
-def sequences_for(tokens: float, max_seq_len: int, busy: float = 0.0) -> int:
-    """The sequences of a step in a run of so many tokens: a power of two, with at least `busy` tokens
-    (docs/benchmarks/recipe.md)."""
-    wanted = max(busy, STEP_TOKENS * math.sqrt(tokens / RUN_TOKENS)) / max_seq_len
-    most = tokens / (GOOD_STEPS * max_seq_len)
-    return 2 ** max(0, min(round(math.log2(wanted)), math.floor(math.log2(most))))
-
-
-def beta2_for(step_tokens: float) -> float:
-    """AdamW's beta2 for steps of so many tokens."""
-    return max(FASTEST_BETA2, min(SLOWEST_BETA2, 1 - (1 - SLOWEST_BETA2) * step_tokens / STEP_TOKENS))
-
-
-def dropout_for(passes: float) -> float:
-    """Many epochs overfit without dropout."""
-    return 0.2 if passes > 6 else 0.0
-
-
-def choose(argv: Sequence[str] | None, asked: Config) -> Config:
+def choose(argv: Sequence[str] | None, requested: Config) -> Config:
     """The configuration for `asked`, which names a text and no model. Flags win, and a run that is there keeps its
     choice.
 
     Raises ConfigError without minutes, MemoryExhausted if nothing fits, DataError if the text cannot be read or is too
     short.
     """
-    if not asked.minutes:
+    if not requested.minutes:
         raise ConfigError(
-            f"--input {asked.input} alone does not say how long to train. With --minutes 60, say, the model, its "
+            f"--input {requested.input} alone does not say how long to train. With --minutes 60, say, the model, its "
             "vocabulary and the number of epochs are chosen for this text and this machine; --config names them."
         )
-    kept, forecast = kept_choice(asked)
+    kept, forecast = kept_choice(requested, SOURCE)
     if kept:
         return replace(parse_config(argv, kept, SOURCE), forecast=forecast)
     if world().size > 1:
@@ -125,28 +75,11 @@ def choose(argv: Sequence[str] | None, asked: Config) -> Config:
             "--input and --minutes alone choose the model in one process. Run the command without torchrun first, with "
             "--dry_run, and give torchrun the size that it names, as flags."
         )
-    dial = Dial(argv, look_at(asked), asked)
+    dial = Dial(argv, measure_text(requested), requested)
     choice = dial.choice()
-    dial.tell(choice)
+    dial.print_choice(choice)
     forecast = Forecast(choice.loss, choice.error, choice.tokens_per_second, choice.cpu_share)
     return replace(dial.config_of(choice), forecast=forecast)
-
-
-def kept_choice(config: Config) -> tuple[dict[str, Any], Forecast | None]:
-    """The values that the dial chose for the run that is there, here or in its mirror, and what it expected."""
-    if config.resume == "never":
-        return {}, None
-    places = [config.run_dir / CONFIG]
-    if config.checkpoint_dir:
-        places += Mirror(config.run_dir, config.checkpoint_dir).records(CONFIG)
-    for path in filter(Path.is_file, places):
-        content = read_json(path, ConfigError)
-        if is_resolved(content):
-            values, sources = content["config"], content["sources"]
-            with contextlib.suppress(ValueError):
-                forecast = build(Forecast, content["forecast"]) if "forecast" in content else None
-            return {key: value for key, value in values.items() if sources.get(key) == SOURCE}, forecast
-    return {}, None
 
 
 class Choice(NamedTuple):
@@ -162,7 +95,7 @@ class Choice(NamedTuple):
     tokens_per_second: float
     steps: int
     passes: float
-    most_passes: int
+    useful_passes: int
     seconds: float
     loss: float
     error: float  # the interval reaches as far on both sides
@@ -171,16 +104,18 @@ class Choice(NamedTuple):
 class Dial:
     """The candidates, and what is known of their speeds on a machine."""
 
-    def __init__(self, argv: Sequence[str] | None, text: Text, asked: Config, machine: Machine | None = None):
-        self.argv, self.text, self.asked = argv, text, asked
+    def __init__(self, argv: Sequence[str] | None, text: Text, requested: Config, machine: Machine | None = None):
+        self.argv, self.text, self.requested = argv, text, requested
         self.machine = machine or Machine()
         self.started = self.machine.now()
         self.first_timed = math.inf  # when the first was; before, a GPU had to be started
         # by the threads, and by the floating-point operations of a token
-        self.timed: dict[int, dict[int, Timed]] = {count: {} for count in self.machine.thread_counts(asked)}
+        self.timed: dict[int, dict[int, Timed]] = {count: {} for count in self.machine.thread_counts(requested)}
         self.compiled: dict[int, float] = {}  # of those that were: their time, a share of the forecast
         self.compiling = 1.0  # how long compiling took, a share of the forecast
-        self.chooses_vocabulary = asked.input and asked.tokenizer == "bpe" and not asked.is_given("vocab_size")
+        self.chooses_vocabulary = (
+            requested.input and requested.tokenizer == "bpe" and not requested.is_explicit("vocab_size")
+        )
         if self.chooses_vocabulary:  # timing a large one may take the minutes of a slow machine
             self.text = text.with_vocabulary(vocabulary_for(min(FIRST_BYTES, text.bytes)))
         self.vocabularies = {self.text.vocab_size}  # that were taken
@@ -209,10 +144,10 @@ class Dial:
 
     def rows(self, candidate: Candidate, sequences: int, compiles: bool = False) -> int:
         """How many of the sequences of a step fit into memory at once; 0 if not even one does."""
-        hardware, rows = candidate.hardware, min(sequences, self.asked.micro_batch_size or sequences)
+        hardware, rows = candidate.hardware, min(sequences, self.requested.micro_batch_size or sequences)
         if hardware.memory_bytes is None:
             return rows
-        tokens, on_gpu = 2 * self.text.tokens, hardware.is_cuda and self.asked.placement in ("auto", "gpu")
+        tokens, on_gpu = 2 * self.text.tokens, hardware.is_cuda and self.requested.placement in ("auto", "gpu")
         held = tokens if on_gpu and tokens <= GPU_SHARE * hardware.memory_bytes else 0
         while rows and candidate.memory(sequences, rows, compiles) > MEMORY_SHARE * hardware.memory_bytes - held:
             rows //= 2
@@ -223,11 +158,11 @@ class Dial:
         best. Return the best."""
         self.time(self.candidates[0])
         while True:
-            choice = self.best(self.asked.minutes)
+            choice = self.best(self.requested.minutes)
             if self.takes_other_vocabulary(choice):
                 continue
             number = self.candidates.index(choice.candidate)
-            if any(self.time(each) for each in reversed(self.candidates[number : number + 2])):
+            if any(self.time(candidate) for candidate in reversed(self.candidates[number : number + 2])):
                 continue
             if not self.compile(choice):
                 return choice
@@ -246,7 +181,7 @@ class Dial:
     def time(self, candidate: Candidate) -> bool:
         """Time steps of it, unless that was done, or takes more than its share of the minutes. Whether it was tried: if
         memory runs out, neither it nor a larger one is a candidate any more."""
-        share = TIMED_SHARE * 60 * self.asked.minutes
+        share = TIMED_SHARE * 60 * self.requested.minutes
         left = share - max(0.0, self.machine.now() - self.first_timed)
         of_all = self.timed[next(iter(self.timed))]
         if candidate.flops in of_all:
@@ -261,7 +196,7 @@ class Dial:
         for threads, timed in self.timed.items():
             steps = self.attempt(candidate, partial(self.measured, candidate, tokens, threads, seconds))
             if steps is None:
-                self.shapes = {each: shape for each, shape in self.shapes.items() if each.flops < candidate.flops}
+                self.shapes = {other: shape for other, shape in self.shapes.items() if other.flops < candidate.flops}
                 self.require_candidates()
                 return True
             timed[candidate.flops] = steps
@@ -274,9 +209,9 @@ class Dial:
         if not candidate.hardware.is_cuda:
             return self.machine.time_steps(candidate, tokens, threads, seconds)
         length, rows = candidate.config.max_seq_len, 1
-        most = self.rows(candidate, max(1, MOST_TIMED_TOKENS // length))
+        limit = self.rows(candidate, max(1, MAX_TIMED_TOKENS // length))
         one = steps = self.machine.time_steps(candidate, length, threads, seconds)
-        while 4 * rows <= most:
+        while 4 * rows <= limit:
             rows *= 4
             before, steps = steps, self.machine.time_steps(candidate, rows * length, threads, seconds)
             if 4 * steps.token > 2 * before.token:  # four times the tokens took more than twice the time
@@ -290,7 +225,7 @@ class Dial:
         takes = self.compile_time(candidate)
         if not (candidate.hardware.is_cuda and choice.compiles) or candidate.flops in self.compiled:
             return False
-        if self.compiled and (len(self.compiled) == MOST_COMPILED or takes > TIMED_SHARE * 60 * self.asked.minutes):
+        if self.compiled and (len(self.compiled) == MAX_COMPILED or takes > TIMED_SHARE * 60 * self.requested.minutes):
             return False
         config = self.config_of(choice)
         final = self.candidate(config)
@@ -303,7 +238,7 @@ class Dial:
             self.compiled[candidate.flops] = took[1] / expected
         return True
 
-    def attempt(self, candidate: Candidate, work: Callable[[], Made]) -> Made | None:
+    def attempt(self, candidate: Candidate, work: Callable[[], T]) -> T | None:
         """What `work` returns, or None if memory runs out. Its memory is free again."""
         try:
             return work()
@@ -338,7 +273,9 @@ class Dial:
 
     def best(self, minutes: float) -> Choice:
         """The candidate with the lowest loss after so many minutes."""
-        outcomes = [self.outcome(each, minutes, form) for each in self.candidates for form in self.forms(each)]
+        outcomes = [
+            self.outcome(candidate, minutes, form) for candidate in self.candidates for form in self.forms(candidate)
+        ]
         return min(outcomes, key=lambda one: (max(0, FEWEST_STEPS - one.steps), round(one.loss, 4), one.seconds))
 
     def forms(self, candidate: Candidate) -> list[bool]:
@@ -356,7 +293,7 @@ class Dial:
         before = self.machine.now() - self.started + compiles * self.compile_time(candidate, speed.cpu_share)
         seconds = max(1.0, 60 * minutes - before) * (1 - EVALUATING_SHARE)
         text_bytes = TRAIN_SHARE * text.bytes
-        most = most_passes(candidate.block_parameters, text_bytes)
+        limit = useful_passes(candidate.block_parameters, text_bytes)
         shape, sequences, tokens = self.shapes[candidate], 1, math.inf
         for _ in range(ROUNDS):  # a step is as large as the run is long, and the run as long as the step is fast
             if tokens < math.inf:
@@ -364,7 +301,7 @@ class Dial:
                 sequences = self.sequences(shape.max_seq_len, tokens, speed.least / speed.token)
             rows, of_step = self.rows(candidate, sequences, compiles) or 1, sequences * shape.max_seq_len
             step = slower * speed.step(of_step, math.ceil(sequences / rows))
-            tokens = max(1.0, min(seconds / step * of_step, most * text.train_tokens))
+            tokens = max(1.0, min(seconds / step * of_step, limit * text.train_tokens))
         passes = tokens / text.train_tokens
         loss = text.difficulty * expected_loss(candidate.block_parameters, text_bytes, passes)
         error = expected_error(candidate.block_parameters, text.bytes, text.difficulty)
@@ -373,7 +310,7 @@ class Dial:
         took = before + tokens * step / of_step / (1 - EVALUATING_SHARE)
         return Choice(
             candidate, shape, sequences, rows, compiles, threads, speed.cpu_share, of_step / step,
-            int(tokens / of_step), passes, most, took, loss, error,
+            int(tokens / of_step), passes, limit, took, loss, error,
         )  # fmt: skip
 
     def compile_time(self, candidate: Candidate, cpu_share: float = 1.0) -> float:
@@ -384,45 +321,47 @@ class Dial:
     def with_context(self, candidate: Candidate, tokens: float) -> Shape:
         """For a run of so many tokens."""
         shape, length = self.shapes[candidate], candidate.config.max_seq_len
-        return shape._replace(max_seq_len=length if self.asked.is_given("max_seq_len") else context_for(shape, tokens))
+        return shape._replace(
+            max_seq_len=length if self.requested.is_explicit("max_seq_len") else context_for(shape, tokens)
+        )
 
     def sequences(self, max_seq_len: int, tokens: float, busy: float) -> int:
         """Of a step, as the flags allow it, in a run of so many tokens; a step of `busy` ones keeps the device busy."""
-        asked = self.asked
-        if asked.is_given("batch_size"):
-            return asked.sequences_per_step
-        sequences = max(sequences_for(tokens, max_seq_len, busy), asked.micro_batch_size or 1)
-        return asked.gradient_accumulation_steps * math.ceil(sequences / asked.gradient_accumulation_steps)
+        requested = self.requested
+        if requested.is_explicit("batch_size"):
+            return requested.sequences_per_step
+        sequences = max(sequences_for(tokens, max_seq_len, busy), requested.micro_batch_size or 1)
+        return requested.gradient_accumulation_steps * math.ceil(sequences / requested.gradient_accumulation_steps)
 
     def keys_of(self, shape: Shape) -> dict[str, Any]:
         keys = recipe() | shape._asdict() | {"num_heads": shape.embed_dim // HEAD_WIDTH}
-        keys["batch_size"] = max(keys["batch_size"], self.asked.micro_batch_size or 1)
-        if self.asked.input and self.asked.tokenizer == "bpe":
+        keys["batch_size"] = max(keys["batch_size"], self.requested.micro_batch_size or 1)
+        if self.requested.input and self.requested.tokenizer == "bpe":
             keys["vocab_size"] = self.text.vocab_size
         return keys
 
     def config_of(self, choice: Choice) -> Config:
         """With the flags, which win."""
-        batch_size = choice.sequences // self.asked.gradient_accumulation_steps
+        batch_size = choice.sequences // self.requested.gradient_accumulation_steps
         windows = self.text.tokens * (1 - TRAIN_SHARE) / choice.shape.max_seq_len
         in_time = EVALUATING_SHARE / FORWARD_SHARE * choice.steps * choice.sequences / EVALUATIONS
         keys = self.keys_of(choice.shape) | {
             "batch_size": batch_size,
             "beta2": beta2_for(choice.sequences * choice.shape.max_seq_len),
-            "epochs": max(1, min(choice.most_passes, math.ceil(EPOCHS_TO_SPARE * choice.passes))),
+            "epochs": max(1, min(choice.useful_passes, math.ceil(EPOCHS_TO_SPARE * choice.passes))),
             "dropout": dropout_for(choice.passes),
             "eval_interval": max(1, choice.steps // EVALUATIONS),
             "eval_batches": 0 if windows <= in_time else max(1, int(in_time / batch_size)),
         }
-        if choice.threads < ALL_THREADS and not self.asked.threads:
+        if choice.threads < ALL_THREADS and not self.requested.threads:
             keys["threads"] = choice.threads
         if choice.candidate.hardware.is_cuda and choice.candidate.hardware.compiles and not choice.compiles:
             keys["compile"] = "off"
         return parse_config(self.argv, keys, SOURCE)
 
-    def tell(self, choice: Choice) -> None:
+    def print_choice(self, choice: Choice) -> None:
         """Five lines: the text, the choice and why, what to expect, and what other minutes would bring."""
-        shape, text, minutes = choice.shape, self.text, self.asked.minutes
+        shape, text, minutes = choice.shape, self.text, self.requested.minutes
         others = ", ".join(f"{other:g} minutes: {self.best(other).loss:.2f}" for other in (minutes / 2, minutes * 2))
         why = f"of {len(self.shapes)} sizes the one with the lowest loss in this time, on this machine"
         if len(self.shapes) == 1:
@@ -430,9 +369,9 @@ class Dial:
         hardware = choice.candidate.hardware
         memory = choice.candidate.memory(choice.sequences, choice.rows, choice.compiles)
         memory += 0 if hardware.is_cuda else PROCESS_BYTES
-        limit = "nothing more is gained then" if choice.passes == choice.most_passes else "all that the time allows"
+        limit = "nothing more is gained then" if choice.passes == choice.useful_passes else "all that the time allows"
         busy = ""
-        if choice.threads < ALL_THREADS and not self.asked.threads:
+        if choice.threads < ALL_THREADS and not self.requested.threads:
             busy = "Threads    1 of this CPU: other programs use it, and threads that wait for each other are slower\n"
         print(
             f"Text       {text.name}: {byte_size(text.bytes)} of {'conversations' if text.is_chat else 'text'} in "
@@ -448,7 +387,3 @@ class Dial:
             f"{', with dropout' if dropout_for(choice.passes) else ''}\n"
             f"Instead    {others}"
         )
-
-
-def recipe() -> dict[str, Any]:
-    return read_json(REPOSITORY / "configs" / f"{FORM}.json", ConfigError) | FOR_FEW_STEPS

@@ -94,8 +94,8 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
 
 def answer_prompts(run: Run) -> list[Answer]:
     """The model's most likely continuation of each prompt of the run. Every process must call this."""
-    asked = [asked_as_trained(prompt.text, run.data) for prompt in run.prompts]
-    texts = continuations(run, asked, Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0))
+    inputs = [in_chat_form(prompt.text, run.data) for prompt in run.prompts]
+    texts = continuations(run, inputs, Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0))
     return [Answer(prompt, text) for prompt, text in zip(run.prompts, texts, strict=False)]
 
 
@@ -108,7 +108,9 @@ def continuations(run: Run, prompts: Sequence[str | list[int]], sampling: Sampli
 
     def written(rows: int) -> list[str]:
         batches = (prompts[first : first + rows] for first in range(0, len(prompts), rows))
-        return [each.text for batch in batches for each in generate(model, run.data.tokenizer, batch, sampling)]
+        return [
+            completion.text for batch in batches for completion in generate(model, run.data.tokenizer, batch, sampling)
+        ]
 
     def written_if_it_fits() -> list[str]:
         try:
@@ -134,7 +136,7 @@ def sample(run: Run) -> list[Answer]:
     return [Answer(Prompt(data.tokenizer.decode(ids)), text) for ids, text in zip(prompts, texts, strict=False)]
 
 
-def asked_as_trained(text: str, data: TokenData) -> str | list[int]:
+def in_chat_form(text: str, data: TokenData) -> str | list[int]:
     """The prompt in the chat template of the training data; unchanged if that is plain text."""
     template = data.metadata.chat_template
     return text if template is None else template.prompt_ids(data.tokenizer, [Message("user", text)])

@@ -23,7 +23,7 @@ from common.script import world
 from model_config import ModelConfig
 from training.config import Config
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 # Below this width the casts of autocast cost more than the faster matrix products save on a CPU (measured: a step of
 # 4 x 128, context 64, is 1.3 times slower in bf16; 4 x 256, context 256, is 2 times faster).
@@ -42,7 +42,7 @@ GPU_COMPILE_SECONDS = 15.0
 GPU_COMPILE_SECONDS_PER_LAYER = 3.0
 FEW_CORES = 4
 COMPILED_LEAST, COMPILED_TOKEN = 0.4, 0.65
-GIVEN_UP_AFTER = 2  # times the seconds that compiling was expected to take
+ABANDONED_AFTER = 2  # times the seconds that compiling was expected to take
 
 SPILLING_SHARE = 0.95  # of the free GPU memory, on systems whose driver spills GPU allocations into host memory
 
@@ -160,14 +160,14 @@ def clear_frames(error: BaseException) -> None:
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
-        each = waiting.pop()
-        if each is not None and id(each) not in seen:
-            seen.add(id(each))
-            traceback.clear_frames(each.__traceback__)
-            waiting += [each.__cause__, each.__context__]
+        current = waiting.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            traceback.clear_frames(current.__traceback__)
+            waiting += [current.__cause__, current.__context__]
 
 
-def with_fewer_rows(work: Callable[[int], Made], rows: int, device: torch.device) -> Made:
+def with_fewer_rows(work: Callable[[int], T], rows: int, device: torch.device) -> T:
     """`work(rows)`, and if memory runs out, again with half as many rows, down to one."""
     while True:
         try:
@@ -306,7 +306,7 @@ def choose_compile(
     step = flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))  # seconds
     seconds = config.max_steps * step or 60 * config.minutes
     takes = compile_seconds(shape.num_layers, config.forecast.cpu_share if config.forecast else 1.0)
-    limit = GIVEN_UP_AFTER * (takes + step)
+    limit = ABANDONED_AFTER * (takes + step)
     if not seconds:
         return True, "on a CPU it saves about a third of each step of this model", limit
     forecast = f"about {takes:.0f} s, and save about {CPU_COMPILE_SAVES * seconds:.0f} s of this run"

@@ -75,7 +75,7 @@ def describe_run(run: Run) -> None:
         return
     rest = "left " if state.step else ""
     estimate = estimate_memory(config, model, hardware, run.rows_at_once) + held_memory(data, hardware)
-    there_is = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
+    of_memory = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     several = f" in each of {world().size} processes" if world().size > 1 else ""
     at_most = "at most " if config.minutes else ""
     need, free = run.disk_bytes, free_space(run.dir)
@@ -83,7 +83,7 @@ def describe_run(run: Run) -> None:
         f"Steps      {at_most}{max_steps:,} {rest}of {run.tokens_per_step:,} tokens ({config.sequences_per_step} "
         f"sequences, {run.rows_at_once} at once{several}), {max_steps * run.tokens_per_step / 1e6:,.1f}M "
         f"tokens in all\n"
-        f"Memory     about {byte_size(estimate)}{there_is} (an estimate){free_memory(hardware)}; beside it "
+        f"Memory     about {byte_size(estimate)}{of_memory} (an estimate){free_memory(hardware)}; beside it "
         f"{byte_size(run.checkpoint_bytes)} of RAM while a checkpoint is written\n"
         f"Disk       about {byte_size(need)} in {config.run_dir} (two checkpoints, the best and the one being "
         f"written), of {byte_size(free)} that are free{too_little(need, free)}"
@@ -125,19 +125,19 @@ def describe_run(run: Run) -> None:
     print("Dry run: no run was written. Leave --dry_run out to train.")
 
 
-def steps_in_time(run: Run, costs: Costs, most: int, elapsed: float) -> int:
+def steps_in_time(run: Run, costs: Costs, limit: int, elapsed: float) -> int:
     """The forecast of `minutes`, printed: how many of at most `most` steps fit, compiling aside."""
     config = run.config
     seconds = 60 * config.minutes * (1 - MARGIN) - elapsed
-    steps = costs.steps_within(seconds, 0, most, config.eval_interval)
+    steps = costs.steps_within(seconds, 0, limit, config.eval_interval)
     epochs = steps * config.sequences_per_step / epoch_sequences(run.data.windows, config)
     if not steps:
         fits = "Warning: no step fits; give more"
-    elif steps == most:
+    elif steps == limit:
         fits = f"all {config.epochs} epochs fit, and the run ends early; --epochs asks for more"
     else:
         fits = f"about {steps:,} steps, {epochs:.2g} epochs, fit"
-    first = min(decay_start(most, config), round((1 - decay_share(config)) * steps))
+    first = min(decay_start(limit, config), round((1 - decay_share(config)) * steps))
     print(f"Minutes    {config.minutes:g}: {fits}. The learning rate falls from about step {first:,} on")
     return steps
 
@@ -224,7 +224,7 @@ def between_checkpoints(run: Run, seconds: float) -> float | None:
     steps_an_epoch = epoch_sequences(run.data.windows, config) / config.sequences_per_step
     by_epochs = seconds * steps_an_epoch * config.checkpoint_interval
     times = [60 * config.checkpoint_minutes, seconds * config.checkpoint_steps, by_epochs]
-    return min((each for each in times if each), default=None)
+    return min((seconds_between for seconds_between in times if seconds_between), default=None)
 
 
 def smallest_part(run: Run) -> int:

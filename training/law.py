@@ -27,19 +27,19 @@ class Law(NamedTuple):
 
     def loss(self, parameters: Any, text_bytes: Any, passes: Any) -> Any:
         """Of numbers, or of tensors of them."""
-        most = self.most_worth(parameters, text_bytes)
-        seen = text_bytes * most * (1 - math.e ** (-passes / most))
+        worth = self.passes_worth(parameters, text_bytes)
+        seen = text_bytes * worth * (1 - math.e ** (-passes / worth))
         size, text = self.of_size * parameters**-self.size_power, self.of_text * seen**-self.text_power
         return self.floor + (size**self.kappa + text**self.kappa) ** (1 / self.kappa)
 
-    def most_worth(self, parameters: Any, text_bytes: Any) -> Any:
+    def passes_worth(self, parameters: Any, text_bytes: Any) -> Any:
         return self.worth * (text_bytes / parameters) ** self.worth_power
 
 
 OURS = Law(1.188, 12.78, 0.3242, 19.24, 0.2345, 2.304, 0.1007)  # small runs on CPUs: docs/benchmarks/law.md
 PUBLIC = Law(0.2187, 6.270, 0.1286, 7.921, 0.1102, 2.848, 0.2773, 2.714)  # docs/benchmarks/public_losses.md
 # Up to here the first is measured and nearer, and beyond the second.
-MOST_PARAMETERS, LEAST_BYTES, MOST_BYTES = 3.3e6, 1e5, 1e7
+MAX_PARAMETERS, MIN_BYTES, MAX_BYTES = 3.3e6, 1e5, 1e7
 LEAST_GAIN = 0.003
 ERROR = 0.04  # that nine of ten of our runs stay below
 BEYOND = 2  # times that error, where no run of ours was: nine of ten public losses of each kind of text stay below
@@ -49,12 +49,12 @@ def expected_loss(parameters: float, text_bytes: float, passes: float) -> float:
     """Bits per byte on English books. Half of a text is a text of half the size. Beyond the runs of ours, their law at
     the last of them, and as much less as the other one falls from there."""
     text_bytes, passes = text_bytes * min(1.0, passes), max(1.0, passes)
-    corner = min(parameters, MOST_PARAMETERS), min(text_bytes, MOST_BYTES), passes
+    corner = min(parameters, MAX_PARAMETERS), min(text_bytes, MAX_BYTES), passes
     loss: float = OURS.loss(*corner) + PUBLIC.loss(parameters, text_bytes, passes) - PUBLIC.loss(*corner)
     return loss
 
 
-def most_passes(parameters: float, text_bytes: float) -> int:
+def useful_passes(parameters: float, text_bytes: float) -> int:
     """After that many passes, another one brings less than LEAST_GAIN."""
     losses = (expected_loss(parameters, text_bytes, passes) for passes in itertools.count(1))
     return next(number for number, (now, then) in enumerate(itertools.pairwise(losses), 1) if now - then < LEAST_GAIN)
@@ -62,7 +62,7 @@ def most_passes(parameters: float, text_bytes: float) -> int:
 
 def expected_error(parameters: float, text_bytes: float, difficulty: float) -> float:
     """How far the loss may be from `difficulty * expected_loss`, in nine of ten runs."""
-    is_beyond = parameters > MOST_PARAMETERS or not LEAST_BYTES <= text_bytes <= 1.1 * MOST_BYTES
+    is_beyond = parameters > MAX_PARAMETERS or not MIN_BYTES <= text_bytes <= 1.1 * MAX_BYTES
     return ERROR * (BEYOND if is_beyond else 1) + abs(1 - difficulty)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RANK_0_TIMEOUT = datetime.timedelta(days=30)  # for work that rank 0 does alone: tokenizing, answering prompts
 TIMEOUT_SECONDS = 600.0  # that processes wait for one of them, then the job ends
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 
 class Group:
@@ -131,7 +131,7 @@ def is_collective_error(error: BaseException) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
-def on_rank_0(make: Callable[[], Made]) -> Made:
+def on_rank_0(make: Callable[[], T]) -> T:
     """Run `make` on rank 0 only, and broadcast its result; the other ranks wait. If it raises, the others exit too.
 
     Calls cannot be nested: inside `make`, the other ranks do not receive.

@@ -101,12 +101,12 @@ def shape_of(config: Config, previous: Previous) -> ModelConfig:
         return config.shape(config.vocab_size)
     trained, source = previous.source.trusted_config(), str(previous.source.path)
     theirs = {key: value for key, value in trained.to_dict().items() if key not in ("vocab_size", "dropout")}
-    if config.is_given("max_seq_len") and trained.position == "rope" and config.max_seq_len < trained.max_seq_len:
+    if config.is_explicit("max_seq_len") and trained.position == "rope" and config.max_seq_len < trained.max_seq_len:
         theirs["max_seq_len"] = config.max_seq_len
     clashes = [
         f"{key} is {getattr(config, key)!r} from {config.sources[key]}, {value!r} in {source}"
         for key, value in theirs.items()
-        if config.is_given(key) and getattr(config, key) != value
+        if config.is_explicit(key) and getattr(config, key) != value
     ]
     if clashes:
         raise ConfigError("\n  ".join([f"The weights of {source} are for another model:", *clashes]))

@@ -8,6 +8,7 @@ import shutil
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 from common.checkpoint import (
     BEST,
@@ -22,10 +23,11 @@ from common.checkpoint import (
     write_manifest,
 )
 from common.errors import CheckpointError, ConfigError
-from common.files import OF_RUN, FolderLock, atomic_write
-from training.config import Config
+from common.files import OF_RUN, FolderLock, atomic_write, read_json
+from common.validation import build
+from training.config import Config, Forecast, is_resolved
 from training.mirror import Mirror, copy_files, is_better, read_best_state
-from training.records import RECORDS
+from training.records import CONFIG, RECORDS
 from training.run_folder import lock_folder, require_movable, require_ours, tidy
 from training.state import Saved, read_state
 
@@ -198,3 +200,20 @@ def copy_checkpoint(source: Path, target: Path) -> bool:
         print(f"Warning: {source} could not be copied to {target.parent} ({reason}); the training goes on.")
         return False
     return True
+
+
+def kept_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast | None]:
+    """What `source`, the dial, chose for the run that is there, here or in its mirror, and what it expected of it."""
+    if config.resume == "never":
+        return {}, None
+    places = [config.run_dir / CONFIG]
+    if config.checkpoint_dir:
+        places += Mirror(config.run_dir, config.checkpoint_dir).records(CONFIG)
+    for path in filter(Path.is_file, places):
+        content = read_json(path, ConfigError)
+        if is_resolved(content):
+            values, sources = content["config"], content["sources"]
+            with contextlib.suppress(ValueError):
+                forecast = build(Forecast, content["forecast"]) if "forecast" in content else None
+            return {key: value for key, value in values.items() if sources.get(key) == source}, forecast
+    return {}, None

@@ -184,9 +184,9 @@ def require_the_same(run: Run) -> None:
     if clashes and then.get(TOKENS) != now.get(TOKENS) and (change := text_change(run, saved.data)):
         clashes.append(change)
     if clashes:
-        said = f"{checkpoint.path} cannot be continued: model, adapters, optimizer, tokenizer and data may not change."
+        head = f"{checkpoint.path} cannot be continued: model, adapters, optimizer, tokenizer and data may not change."
         raise CheckpointError(
-            "\n  ".join([said, *clashes])
+            "\n  ".join([head, *clashes])
             + f"\nGive the old values, or another --output_dir, or --resume never ({config.run_dir} is kept aside)."
         )
 

@@ -18,7 +18,7 @@ from common.script import world
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from training.compilation import compile_model
-from training.config import MODEL_KEYS, NOT_GIVEN, Config
+from training.config import AUTOMATIC_SOURCES, MODEL_KEYS, Config
 from training.data import TokenData
 from training.hardware import Hardware, clear_frames, return_freed_memory
 from training.memory import DROPOUT_ASIDE, HALVED, halve_until_it_fits, no_way_out
@@ -136,7 +136,7 @@ class Run:
                 self.step_model = getattr(self.step_model, "_orig_mod", self.step_model)
             reason = f"torch.compile failed ({failure or 'in another process'})"
             self.hardware = dataclasses.replace(self.hardware, compiles=False, compile_reason=reason)
-            if self.micro_batch_source in NOT_GIVEN:
+            if self.micro_batch_source in AUTOMATIC_SOURCES:
                 fitted = on_rank_0(
                     lambda: halve_until_it_fits(self.config, self.model, self.hardware, self.data.gpu_bytes)
                 )

@@ -52,7 +52,7 @@ def tidy(run_dir: Path) -> None:
 
 def lock_folder(lock: FolderLock, folder: Path) -> None:
     """Lock the folder, if there is one. Raises CheckpointError if another process trains in it."""
-    if not lock.take(folder):
+    if not lock.acquire(folder):
         raise CheckpointError(
             f"{folder} is being trained by another process{holder(folder / CONFIG)}. Wait for it, stop it, or choose "
             f"another --output_dir."

@@ -48,7 +48,7 @@ class Cooldown:
     minutes: Seconds  # that the run was asked to take
     first: Steps  # steps, from 0: the first that decays
     last: Steps  # steps that the run takes in all
-    most: Planned  # steps of all epochs
+    limit: Planned  # steps of all epochs
     moved_at: Steps | None = None  # the step with which this last step was planned, if it has moved
     progress_then: Share = 0.0  # of the fall, at that step
 
@@ -64,10 +64,10 @@ class Cooldown:
         """The same fall with another last step, after `now` steps."""
         return replace(self, last=last, moved_at=now, progress_then=self.at(now)[1])
 
-    def is_for(self, minutes: float, most: int) -> bool:
+    def is_for(self, minutes: float, limit: int) -> bool:
         """Whether it still holds for these minutes and steps of all epochs. What the text has ended, more epochs
         prolong."""
-        return self.minutes == minutes and (self.most == most or self.last < min(self.most, most))
+        return self.minutes == minutes and (self.limit == limit or self.last < min(self.limit, limit))
 
 
 @dataclass(config=OF_A_FILE)

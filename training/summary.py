@@ -75,8 +75,8 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         lines += ["", "## Sample", "", *(f"> {line}" for line in printable(each.prompt.text + each.text).splitlines())]
     lines += ["", "## Configuration", "", "What differs from the defaults, and where it came from:", ""]
     lines += [table_row(["key", "value", "source"]), table_row(["---"] * 3)]
-    given = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
-    lines += [table_row([key, cell(str(value)), config.sources.get(key, "")]) for key, value in given]
+    changed = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
+    lines += [table_row([key, cell(str(value)), config.sources.get(key, "")]) for key, value in changed]
     try:
         with atomic_write(run.dir / SUMMARY) as file:
             file.write(("\n".join(lines) + "\n").encode(errors="replace"))  # a file name can be any bytes
@@ -100,17 +100,17 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
 
 def compared(forecast: Forecast, came: float, tokens_per_second: float | None) -> str:
     """What the dial expected beside what came, and why they differ."""
-    said = f"{forecast.bits_per_byte:.2f} bits per byte, got {came:.2f}"
+    outcome = f"{forecast.bits_per_byte:.2f} bits per byte, got {came:.2f}"
     if abs(came - forecast.bits_per_byte) <= forecast.error:
-        return f"{said}: within {forecast.error:.2f}, as forecast"
+        return f"{outcome}: within {forecast.error:.2f}, as forecast"
     slower = forecast.tokens_per_second / (tokens_per_second or forecast.tokens_per_second)
     if slower > SLOWER and came > forecast.bits_per_byte:
-        return f"{said}: the machine was {slower:.2g} times slower than when it was timed"
+        return f"{outcome}: the machine was {slower:.2g} times slower than when it was timed"
     if slower < 1 / SLOWER and came < forecast.bits_per_byte:
-        return f"{said}: the machine was {1 / slower:.2g} times faster than when it was timed"
+        return f"{outcome}: the machine was {1 / slower:.2g} times faster than when it was timed"
     if came > forecast.bits_per_byte:
-        return f"{said}: this text is harder than most of its size"
-    return f"{said}: easier than text of its kind, as passages are whose books the model has read"
+        return f"{outcome}: this text is harder than most of its size"
+    return f"{outcome}: easier than text of its kind, as passages are whose books the model has read"
 
 
 def busy(cpu_share: float) -> str:
@@ -139,7 +139,7 @@ def finished_message(run: Run) -> str:
     config, state = run.config, run.state
     if has_stopped_early(state.worse, config):
         more = f"--stop_after_worse {2 * config.stop_after_worse}"
-    elif config.minutes and state.cooldown and state.cooldown.last < state.cooldown.most:
+    elif config.minutes and state.cooldown and state.cooldown.last < state.cooldown.limit:
         more = f"--minutes {2 * config.minutes:g}"
     elif config.max_steps:
         more = f"--max_steps {state.step * 2}"

@@ -18,13 +18,13 @@ from training.law import difficulty
 
 EXAMPLE = "builtin:conversations"  # the quickstart's text, and questions that it does not ask in these words
 EXAMPLES = REPOSITORY / "examples"
-LEAST_BYTES = 2_000  # of a text
+MIN_BYTES = 2_000  # of a text
 TRAIN_SHARE = 0.9  # of the text
 SAMPLE_BYTES = 1_000_000
 
 
 class Vocabulary(NamedTuple):
-    most_bytes: float  # of a text that it is for
+    max_bytes: float  # of a text that it is for
     size: int
     bytes_per_token: float  # of English books
 
@@ -56,31 +56,31 @@ class Text(NamedTuple):
         return self._replace(tokens=self.bytes / vocabulary.bytes_per_token, vocab_size=vocabulary.size)
 
 
-def text_of(given: str) -> str:
+def text_of(name: str) -> str:
     """The path of the text that `input` names."""
-    return str(EXAMPLES / "conversations.txt.gz") if given == EXAMPLE else given
+    return str(EXAMPLES / "conversations.txt.gz") if name == EXAMPLE else name
 
 
 def vocabulary_for(text_bytes: float) -> Vocabulary:
-    return next(each for each in VOCABULARIES if text_bytes <= each.most_bytes)
+    return next(vocabulary for vocabulary in VOCABULARIES if text_bytes <= vocabulary.max_bytes)
 
 
-def look_at(config: Config) -> Text:
+def measure_text(config: Config) -> Text:
     """What there is to learn from, and how hard it is."""
     if not config.input:
-        return look_at_tokens(config)
+        return measure_tokens(config)
     text = text_of(config.input)
     found = find_sources([text])
     settings = Settings(input=(text,), format=format_of(found))
     sources = readable(found, settings).sources
     size = sum(source.text_bytes for source in sources)
-    if size < LEAST_BYTES:
+    if size < MIN_BYTES:
         raise DataError(f"{config.input} holds {size:,} bytes of text: too few to learn from and to hold some out.")
     share = max(1, SAMPLE_BYTES // len(sources))
     blocks = [islice(unpacked_blocks(source), math.ceil(share / BLOCK_BYTES)) for source in sources]
     sample = b"".join(b"".join(beginning)[:share] for beginning in blocks)
     vocabulary = vocabulary_for(size)
-    if config.is_given("vocab_size"):
+    if config.is_explicit("vocab_size"):
         vocabulary = vocabulary._replace(size=config.vocab_size)
     elif config.tokenizer == "char":
         vocabulary = Vocabulary(size, len(set(sample.decode(errors="ignore"))), 1.0)
@@ -95,7 +95,7 @@ def look_at(config: Config) -> Text:
     )
 
 
-def look_at_tokens(config: Config) -> Text:
+def measure_tokens(config: Config) -> Text:
     """Likewise of tokens that are there."""
     folder = Path(config.data_dir or "")
     paths = [Path(config.metadata_file)] if config.metadata_file else metadata_files(folder)

@@ -29,7 +29,7 @@ from training.memory import estimate_memory, without_memory
 from training.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update
 
 Batch = tuple[torch.Tensor, ...]
-FEWEST_TIMED, MOST_TIMED = 3, 12
+FEWEST_TIMED, MAX_TIMED = 3, 12
 LEAST_TOKENS = 512  # that are timed, if a sequence has as many
 
 
@@ -168,7 +168,7 @@ def timed(
         hardware.synchronize()
         return time.perf_counter()
 
-    while len(passes) < FEWEST_TIMED or (sum(passes + updates) < seconds and len(passes) < MOST_TIMED):
+    while len(passes) < FEWEST_TIMED or (sum(passes + updates) < seconds and len(passes) < MAX_TIMED):
         began, cpu_began = now(), time.thread_time()
         with hardware.autocast():
             loss = step_model(*tokens)

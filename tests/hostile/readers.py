@@ -20,7 +20,8 @@ from tokenization.token_folder import require_tokens_of
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
 from training.clock import Clock
-from training.config import Config, parse_config
+from training.command_line import parse_config
+from training.config import Config
 from training.evaluate import bits_per_byte
 from training.plan import make_run
 from training.resume import start_or_resume

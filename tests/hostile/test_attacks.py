@@ -153,7 +153,7 @@ def test_the_scripts_say_so_with_their_exit_codes(training: Training, tmp_path: 
 
     files = {name: (theirs / name).read_bytes() for name in os.listdir(theirs)}
     described, state = (json.loads(files[name]) for name in ("config.json", "training_state.json"))
-    cooldown = {"minutes": 1, "first": 1, "last": 2, "most": 3}  # a whole one
+    cooldown = {"minutes": 1, "first": 1, "last": 2, "limit": 3}  # a whole one
     attacks: list[tuple[str, bytes | str | dict, int, str]] = [
         ("training_state.json", {**state, "step": float("-inf")}, 4, "step is -Infinity"),
         ("training_state.json", {**state, "evaluated_step": "x"}, 4, "evaluated_step"),

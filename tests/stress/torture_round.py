@@ -28,7 +28,7 @@ import tokenize_local_bpe
 import train_colab_mmap
 import training.loop  # noqa: F401 (as above)
 from benchmarks.measure import flag_words
-from common.checkpoint import problems_of, step_folders, step_of
+from common.checkpoint import Checkpoint, problems_of, step_folders, step_of
 from common.files import OF_RUN, sha256_file
 from training import (
     mirror,
@@ -310,7 +310,9 @@ def result(of: Round) -> dict[str, str]:
     files |= {"best": [best / "model.safetensors"], "copies of best": [copy / "model.safetensors" for copy in winners]}
     found = {key: distinct([sha256_file(path) for path in paths if path.exists()]) for key, paths in files.items()}
     found["metrics"] = distinct([rows_of(of.run)])
-    found["metrics of the copies"] = distinct([rows_of(copy / OF_RUN) for copy in copies])
+    # A session that was stopped in the last evaluation copied its last step, too.
+    whole_copies = [copy for copy in copies if mirror.read_state(Checkpoint(copy)).state.evaluated_step == STEPS]
+    found["metrics of the copies"] = distinct([rows_of(copy / OF_RUN) for copy in whole_copies])
     return found
 
 

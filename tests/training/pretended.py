@@ -11,10 +11,11 @@ import torch
 
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from training.config import Config, parse_config
+from training.command_line import parse_config
+from training.config import Config
 from training.dial import EVALUATING_SHARE, Choice, Dial
 from training.hardware import CPU_COMPILE_SAVES, Hardware, compile_seconds
-from training.law import expected_loss, most_passes
+from training.law import expected_loss, useful_passes
 from training.memory import without_memory
 from training.text import TRAIN_SHARE, Text, vocabulary_for
 from training.timing import Candidate, Machine, Timed
@@ -176,10 +177,10 @@ def trained(dial: Dial, choice: Choice, spent: float) -> Trained:
     final = dial.candidate(config)
     spent += machine.compile_seconds(final, choice.rows) if choice.compiles else 0.0
     step = machine.step(final, choice.sequences, choice.rows, choice.compiles)
-    seconds = max(1.0, 60 * dial.asked.minutes - spent) * (1 - EVALUATING_SHARE)
+    seconds = max(1.0, 60 * dial.requested.minutes - spent) * (1 - EVALUATING_SHARE)
     of_step, in_pass = choice.sequences * config.max_seq_len, dial.text.train_tokens
     steps = min(seconds / step, config.epochs * in_pass / of_step)
     text_bytes = TRAIN_SHARE * dial.text.bytes
     loss = expected_loss(final.block_parameters, text_bytes, steps * of_step / in_pass)
-    all_read = config.epochs >= most_passes(final.block_parameters, text_bytes)
+    all_read = config.epochs >= useful_passes(final.block_parameters, text_bytes)
     return Trained(config, steps, loss, spent + steps * step / (1 - EVALUATING_SHARE), all_read)

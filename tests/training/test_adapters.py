@@ -19,7 +19,8 @@ from common.lora import LoRA, adapters_of, add_adapters
 from model import TransformerLanguageModel
 from tests.helpers import CPU, estimated, snapshot
 from tests.training.helpers import checkpoint_of, measured, steps_of
-from training.config import Config, parse_config
+from training.command_line import parse_config
+from training.config import Config
 from training.optimizer import build_optimizer
 from training.records import CONFIG, read_metrics
 

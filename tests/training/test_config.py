@@ -19,7 +19,8 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ROOT
 from tests.models import write_model
-from training.config import MODEL_KEYS, MODEL_SIZES, SCHEMA, Config, parse_config
+from training.command_line import parse_config
+from training.config import MODEL_KEYS, MODEL_SIZES, SCHEMA, Config
 from training.plan import shape_of
 from training.previous import find_previous
 

@@ -18,10 +18,11 @@ from tests.training.launching import join
 from tests.training.pretended import MACHINES, Pretended
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
-from training.config import Config, parse_config
+from training.command_line import parse_config
+from training.config import Config
 from training.dial import SOURCE, Dial, beta2_for, choose, dropout_for, sequences_for
 from training.hardware import ALL_THREADS
-from training.text import look_at
+from training.text import measure_text
 from training.timing import Timed
 
 
@@ -55,7 +56,7 @@ def test_it_says_what_it_chose_and_marks_it(book: Path, capsys: pytest.CaptureFi
 def pretended_dial(argv: list[str], all_threads: Timed, one_thread: Timed | None = None) -> Dial:
     """One to which every candidate's step takes as long."""
     asked = parse_config(argv)
-    dial = Dial(argv, look_at(asked), asked, Pretended(MACHINES["laptop"]))
+    dial = Dial(argv, measure_text(asked), asked, Pretended(MACHINES["laptop"]))
     dial.first_timed = -math.inf  # no time is left to time any
     counts = {ALL_THREADS: all_threads} | ({0: one_thread} if one_thread else {})
     dial.timed = {count: {each.flops: timed for each in dial.candidates} for count, timed in counts.items()}
@@ -101,7 +102,7 @@ def test_flags_count_in_what_is_forecast(book: Path) -> None:
         assert config.batch_size * config.max_seq_len == of_step
         assert choice.steps == int(0.95 * 15 / 1e-4 / of_step)
         assert config.eval_interval == max(1, choice.steps // 20)
-        assert config.epochs == min(choice.most_passes, math.ceil(3 * choice.passes))  # if it is faster than timed
+        assert config.epochs == min(choice.useful_passes, math.ceil(3 * choice.passes))  # if it is faster than timed
 
 
 def test_the_step_follows_the_length_of_the_run() -> None:
@@ -135,15 +136,15 @@ def test_tokens_that_are_there_keep_their_vocabulary(book: Path, capsys: pytest.
     config = choice(argv)
     assert "60.0 kB of text in 1 file" in (out := capsys.readouterr().out) and f"of {vocabulary}" in out
     assert config.run_dir == Path("runs/tokens") and config.sources["num_layers"] == SOURCE
-    of_text = look_at(parse_config(flags(book)))
-    assert look_at(parse_config(argv)).difficulty == pytest.approx(of_text.difficulty, rel=0.05)
+    of_text = measure_text(parse_config(flags(book)))
+    assert measure_text(parse_config(argv)).difficulty == pytest.approx(of_text.difficulty, rel=0.05)
 
 
 def test_conversations_are_known(book: Path) -> None:
     path = book.with_name("chats.jsonl")
     path.write_text("".join(json.dumps({"prompt": f"{i}?", "completion": " ".join(WORDS)}) + "\n" for i in range(100)))
-    text = look_at(parse_config(flags(path)))
-    assert text.is_chat and not look_at(parse_config(flags(book))).is_chat
+    text = measure_text(parse_config(flags(path)))
+    assert text.is_chat and not measure_text(parse_config(flags(book))).is_chat
 
 
 def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, capsys: pytest.CaptureFixture) -> None:

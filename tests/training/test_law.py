@@ -13,13 +13,13 @@ from tests.helpers import ROOT
 from training.law import (
     BEYOND,
     ERROR,
-    MOST_BYTES,
-    MOST_PARAMETERS,
+    MAX_BYTES,
+    MAX_PARAMETERS,
     OURS,
     Law,
     expected_error,
     expected_loss,
-    most_passes,
+    useful_passes,
 )
 
 SIMPLE = Law(floor=1, of_size=8, size_power=0.5, of_text=8, text_power=0.5, worth=4, worth_power=0)
@@ -40,7 +40,7 @@ def test_text_passes_and_parameters_lower_the_loss(parameters: float, text_bytes
     )
     assert loss >= expected_loss(parameters, text_bytes, 3) - 1e-3
     assert expected_loss(parameters, text_bytes, 3) > expected_loss(parameters, 2 * text_bytes, 1.5)  # new text
-    assert 0.5 < loss < 4 and 1 <= most_passes(parameters, text_bytes) <= 20
+    assert 0.5 < loss < 4 and 1 <= useful_passes(parameters, text_bytes) <= 20
 
 
 def test_half_of_a_text_is_a_text_of_half_the_size() -> None:
@@ -49,9 +49,9 @@ def test_half_of_a_text_is_a_text_of_half_the_size() -> None:
 
 def test_where_our_runs_end_the_laws_meet() -> None:
     for passes in (1, 4):
-        here = expected_loss(MOST_PARAMETERS, MOST_BYTES, passes)
-        assert here == pytest.approx(OURS.loss(MOST_PARAMETERS, MOST_BYTES, passes))
-        assert here == pytest.approx(expected_loss(1.001 * MOST_PARAMETERS, 1.001 * MOST_BYTES, passes), abs=1e-3)
+        here = expected_loss(MAX_PARAMETERS, MAX_BYTES, passes)
+        assert here == pytest.approx(OURS.loss(MAX_PARAMETERS, MAX_BYTES, passes))
+        assert here == pytest.approx(expected_loss(1.001 * MAX_PARAMETERS, 1.001 * MAX_BYTES, passes), abs=1e-3)
 
 
 def test_the_law_is_that_of_the_runs_on_record() -> None:

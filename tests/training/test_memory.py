@@ -28,7 +28,8 @@ from training import evaluate as evaluate_module
 from training import hardware as hardware_module
 from training import memory as memory_module
 from training import run as run_module
-from training.config import Config, parse_config
+from training.command_line import parse_config
+from training.config import Config
 from training.data import TokenData
 from training.memory import no_way_out
 from training.optimizer import Optimizer

@@ -30,7 +30,7 @@ from tests.training.launching import free_port, join, places, torchrun, trained
 from tokenize_local_bpe import tokenize
 from training import hardware, memory, optimizer, parallel
 from training import run as run_module
-from training.config import parse_config
+from training.command_line import parse_config
 from training.data import TokenData
 from training.parallel import data_parallel
 from training.records import read_metrics
@@ -292,7 +292,7 @@ def test_a_run_that_another_machine_began_is_not_begun_anew(
 NESTED = """
 import sys
 from training import compilation
-from training.config import parse_config
+from training.command_line import parse_config
 from training.parallel import on_rank_0, process_group
 
 with process_group(parse_config(sys.argv[1:])):

@@ -23,7 +23,8 @@ from tests.hostile.mutations import byte_mutations, json_mutations
 from tests.training.helpers import at_step
 from training import report as report_module
 from training.clock import Clock
-from training.config import Config, Forecast, parse_config
+from training.command_line import parse_config
+from training.config import Config, Forecast
 from training.data import TokenData
 from training.evaluate import Answer
 from training.hardware import Hardware

@@ -166,7 +166,7 @@ def test_a_decay_that_the_clock_began_falls_from_the_rate_of_its_first_step(deca
     """Also from the middle of the warmup, which ends there."""
     config = config_of(use_lr_scheduler=decay, minutes=1.0)
     before = [learning_rate(step, 10**6, config) for step in range(first + 1)]
-    cooldown = Cooldown(minutes=1.0, first=first, last=100, most=10**6)
+    cooldown = Cooldown(minutes=1.0, first=first, last=100, limit=10**6)
     lr = [learning_rate(step, 100, config, cooldown.at(step)) for step in range(100)]
     assert lr[: first + 1] == pytest.approx(before)
     assert all(later < earlier for earlier, later in itertools.pairwise(lr[first:]))
@@ -177,7 +177,7 @@ def test_a_decay_that_the_clock_began_falls_from_the_rate_of_its_first_step(deca
 @pytest.mark.parametrize("last", [61, 72, 300])
 def test_a_decay_whose_end_is_moved_goes_on_from_where_it_is(decay: str, last: int) -> None:
     config = config_of(use_lr_scheduler=decay, minutes=1.0)
-    planned = Cooldown(minutes=1.0, first=10, last=100, most=10**6)
+    planned = Cooldown(minutes=1.0, first=10, last=100, limit=10**6)
     before = planned.moved_to(70, 40)
     moved = before.moved_to(last, 60)
     lr = [learning_rate(step, last, config, moved.at(step)) for step in range(60, last)]
