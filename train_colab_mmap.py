@@ -37,10 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if config.leaves_the_choice:
         config = dial.choose(argv, config)
-    if config.dry_run:
-        return inspections.dry_run(config)
-    if config.profile:
-        return inspections.profile(config)
+    if config.dry_run or config.profile:
+        return inspections.inspect(config)
     return train(config, started, ends_process=argv is None)
 
 

@@ -49,19 +49,21 @@ MAX_STEPS = 50
 OPERATIONS = 10  # that are listed
 
 
-def dry_run(config: Config) -> int:
-    """Print what is known before the first step; time steps, a save and an evaluation; print a forecast. Writes no run.
-
-    Raises what would prevent the run: CheckpointError, ConfigError, and whatever the trainer raise.
-    """
+def inspect(config: Config) -> int:
+    """Make the run of `config`, and look at it as `dry_run` or `profile` asks for, instead of training. Returns the
+    exit code."""
     with process_group(config):
         run = make_run(config)
         with memory_advice(config, run.shape, run.hardware, run.rows_at_once):
-            describe_run(run)
-            return 0
+            (dry_run if config.dry_run else profile)(run)
+    return 0
 
 
-def describe_run(run: Run) -> None:
+def dry_run(run: Run) -> None:
+    """Print what is known before the first step; time steps, a save and an evaluation; print a forecast. Writes no run.
+
+    Raises what would prevent the run: CheckpointError, ConfigError, and whatever a step raises.
+    """
     config, model, data, hardware, state = run.config, run.model, run.data, run.hardware, run.state
     previous = run.previous
     if previous.saved is not None:
@@ -262,16 +264,8 @@ def time_step(run: Run) -> tuple[float, int]:
     return seconds * whole / rows, rows
 
 
-def profile(config: Config) -> int:
+def profile(run: Run) -> None:
     """Time the parts of real steps for a few seconds; print them and what limits the run. Writes no run."""
-    with process_group(config):
-        run = make_run(config)
-        with memory_advice(config, run.shape, run.hardware, run.rows_at_once):
-            profile_run(run)
-            return 0
-
-
-def profile_run(run: Run) -> None:
     data, hardware, config = run.data, run.hardware, run.config
     whole_seconds, rows = retry_smaller(run, time_step)
     whole = config.sequences_per_step

@@ -106,8 +106,11 @@ class Saver:
             raise self.run.mirror.overtaken
 
     def wait(self) -> None:
-        """Wait for the save that is under way. Raises CheckpointError if it fails."""
+        """Wait for the save that is under way, after the last step. Raises CheckpointError if it fails."""
         self.stop.message = "Stopping once what is under way is saved and copied"
+        self.join()
+
+    def join(self) -> None:
         if self.under_way is not None:
             under_way, self.under_way = self.under_way, None
             under_way.result()
@@ -128,8 +131,7 @@ class Saver:
         """Save a checkpoint or the best weights, if it is time. After a skipped update, wait for a step that shows the
         weights to be sound; those that were just evaluated are. Raises CheckpointError if the last save failed."""
         if self.under_way is not None and self.under_way.done():
-            under_way, self.under_way = self.under_way, None
-            under_way.result()
+            self.join()
         (self.is_due,) = any_process(self.is_due or self.checkpoint_due())  # clocks differ
         if self.is_due or self.best_is_due:
             require_stable(self.run)
@@ -161,8 +163,7 @@ class Saver:
                 self.last_saved = time.monotonic()
             self.is_due = self.best_is_due = False
             if is_rank_0():
-                if self.under_way is not None:
-                    self.under_way.result()
+                self.join()
                 if (snapshot := self.copied()) is not None:
                     self.under_way = self.thread.submit(self.write, folders, snapshot)
                 else:  # the training waits until the weights themselves are written
