@@ -12,7 +12,6 @@ to all but every sixth of them, which judge it. A finished run is not trained ag
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import shlex
@@ -33,7 +32,7 @@ from benchmarks.measure import ROOT, add_result_flags, describe_machine, flag_wo
 from common.errors import ConfigError, UserError
 from common.flags import Parser
 from common.script import script
-from model import TransformerLanguageModel
+from common.tensors import meta_model
 from tokenization.corpus import find_sources, read_pieces
 from training.command_line import parse_config
 from training.law import Law
@@ -118,8 +117,7 @@ def law_runs(books: str, folder: Path) -> dict[str, list[str]]:
 def sizes_of(words: Sequence[str]) -> dict[str, Any]:
     """What the law is a function of."""
     config = parse_config(words)
-    with torch.device("meta"):
-        blocks = TransformerLanguageModel(config.shape(config.vocab_size)).blocks
+    blocks = meta_model(config.shape(config.vocab_size)).blocks
     parameters = sum(parameter.numel() for parameter in blocks.parameters())
     size = TRAIN_SHARE * Path(config.input or "").stat().st_size
     return {"parameters": parameters, "bytes": size, "passes": config.epochs, "width": config.embed_dim}
@@ -129,17 +127,18 @@ def fit(runs: Sequence[Mapping[str, Any]]) -> Law:
     """The law nearest to the runs: Adam on Huber's loss, of the logarithms of its constants, from several starts."""
     of_runs = [torch.tensor([float(run[key]) for run in runs]) for key in ("parameters", "bytes", "passes")]
     measured = torch.tensor([run["lowest"] for run in runs])
-    found: list[tuple[float, list[float]]] = []
-    for floor, power in itertools.product((0.5, 0.9, 1.2), (0.2, 0.35)):
-        logs = torch.tensor([floor, 6.0, power, 30.0, power, 4.0, 0.3]).log().requires_grad_()
-        optimizer = torch.optim.Adam([logs], lr=0.01)
-        for _ in range(FIT_STEPS):
-            optimizer.zero_grad()
-            loss = torch.nn.functional.huber_loss(Law(*logs.exp()).loss(*of_runs), measured, delta=0.03)
-            loss.backward()
-            optimizer.step()
-        found.append((loss.item(), logs.exp().tolist()))
-    return Law(*min(found)[1])
+    starts = [
+        [floor, 6.0, power, 30.0, power, 4.0, 0.3] for floor in (0.5, 0.9, 1.2) for power in (0.2, 0.35)
+    ]  # which are fitted together
+    logs = torch.tensor(starts).log().requires_grad_()  # (starts, constants)
+    optimizer = torch.optim.Adam([logs], lr=0.01)
+    for _ in range(FIT_STEPS):
+        optimizer.zero_grad()
+        expected = Law(*logs.exp().T.unsqueeze(-1)).loss(*of_runs)  # (starts, runs)
+        losses = torch.nn.functional.huber_loss(expected, measured.expand_as(expected), delta=0.03, reduction="none")
+        losses.mean(1).sum().backward()
+        optimizer.step()
+    return Law(*logs[losses.mean(1).argmin()].exp().tolist())
 
 
 def judged(runs: Sequence[Mapping[str, Any]]) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,16 @@ def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
 def sha256_file(path: str | Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def free_space(folder: Path) -> int:
+    """Free bytes on the disk of a folder, which may not exist yet."""
+    return shutil.disk_usage(nearest_existing(folder)).free
+
+
+def nearest_existing(folder: Path) -> Path:
+    """The folder, or its nearest parent that exists."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
 class FolderLock:

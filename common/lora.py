@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 
 from common.errors import CheckpointError
 from common.files import sha256_file
-from common.tensors import weights_file
+from common.tensors import Uninitialized, weights_file
 from common.validation import STRICT, Text
 from model import Head, Linear, TransformerLanguageModel, listed, require_shapes
 from model_config import ModelConfig
@@ -74,7 +74,8 @@ class AdaptedLinear(Linear):
     """A linear layer with adapters. Weight and bias are the base's, keep their names, and are not trained."""
 
     def __init__(self, base: Linear, lora: LoRA):
-        super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
+        with Uninitialized():
+            super().__init__(base.in_features, base.out_features, bias=base.bias is not None, device="meta")
         self.weight, self.bias = base.weight, base.bias
         self.lora, self.scale = lora, lora.scale
         self.lora_A, self.lora_B = new_adapters(base.weight, lora)
@@ -92,7 +93,8 @@ class AdaptedEmbedding(nn.Embedding):
     """An embedding with adapters. The weight is the base's and not trained; a row is W[t] + alpha / rank * B[t] A."""
 
     def __init__(self, base: nn.Embedding, lora: LoRA):
-        super().__init__(base.num_embeddings, base.embedding_dim, device="meta")
+        with Uninitialized():
+            super().__init__(base.num_embeddings, base.embedding_dim, device="meta")
         self.weight = base.weight
         self.lora, self.scale = lora, lora.scale
         self.lora_A, self.lora_B = new_adapters(base.weight, lora)

@@ -70,6 +70,12 @@ class Uninitialized(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def meta_model(config: ModelConfig) -> TransformerLanguageModel:
+    """A model on the meta device: shapes without numbers."""
+    with Uninitialized(), torch.device("meta"):
+        return TransformerLanguageModel(config)
+
+
 def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None:
     """Raises ValueError if the weights, which may be on the meta device, do not fit a model of this shape.
 
@@ -80,8 +86,7 @@ def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None
     if layers < config.num_layers:  # each layer takes memory even on the meta device
         raise ValueError(f"num_layers is {config.num_layers:,}, and blocks.{layers}.* is missing")
     try:
-        with Uninitialized(), torch.device("meta"):
-            model = TransformerLanguageModel(config)
+        model = meta_model(config)
     except RuntimeError:  # more bytes than 64 bits can count
         raise ValueError("no model can have this shape") from None
     model.fit_weights(state)

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from common.tensors import meta_model
 from exchange import hf_llama
 from exchange.hf_common import ConversionError, Entry, Table, Tensors, to_ours, to_theirs
 from exchange.hf_gpt2 import GPT2_BUFFERS, config_of_gpt2, gpt2_config, gpt2_obstacles, gpt2_table
 from exchange.hf_llama import config_of_llama, folded, llama_config, llama_obstacles, llama_table
-from model import TransformerLanguageModel, listed, require_shapes
+from model import listed, require_shapes
 from model_config import ModelConfig
 
 
@@ -44,9 +45,8 @@ class Form(NamedTuple):
 
     def shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Of their tensors."""
-        with torch.device("meta"):
-            state = TransformerLanguageModel(config).state_dict()
-            return {name: tuple(tensor.shape) for name, tensor in self.tensors(config, state).items()}
+        state = meta_model(config).state_dict()
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors(config, state).items()}
 
 
 def llama_form(kind: str) -> Form:

@@ -21,7 +21,7 @@ from common.chat import AnyTemplate, ChatML, end_of_text
 from common.checkpoint import open_checkpoint, stored_weights
 from common.errors import ConfigError
 from common.files import atomic_write
-from common.tensors import Uninitialized
+from common.tensors import Uninitialized, meta_model
 from exchange.folders import load_in_fp32
 from exchange.hf_card import example_prompt, known_state
 from exchange.page_weights import pack, packed_size
@@ -98,8 +98,7 @@ def require_page(config: ModelConfig, tokenizer: Tokenizer, template: AnyTemplat
         raise ConfigError("The page does not know ChatML, this model's chat template; tools/export_hf.py exports it.")
     if template:
         end_of_text(tokenizer)
-    with torch.device("meta"), Uninitialized():
-        weights = stored_weights(TransformerLanguageModel(config))
+    weights = stored_weights(meta_model(config))
     size = sum(packed_size(tensor.shape, kind) for tensor in weights.values()) * 4 // 3
     if size > LARGEST_PAGE:
         smaller = "; --type int8 makes about half of it" if kind == "f16" else ""

@@ -5,6 +5,7 @@ Torch is not imported here, so that `--help` answers at once.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | 
     Raises ConfigError listing every problem found in any of them.
     """
     problems: list[str] = []
-    flags = read_flags(argv, problems)
+    flags = trainer_parser().read(argv, problems)
     config_name = flags.pop("config", None)
     layers: list[tuple[str, dict[str, Any]]] = [(by, dict(chosen))] if chosen else []
     name = "default"
@@ -114,8 +115,8 @@ def preset(size: str) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if key in MODEL_KEYS}
 
 
-def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:
-    """The flags that were typed."""
+@functools.cache
+def trainer_parser() -> Parser:
     parser = Parser(
         prog="train_colab_mmap.py",
         usage="%(prog)s --config FILE [--KEY VALUE ...]",
@@ -126,4 +127,4 @@ def read_flags(argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any
     parser.add_argument("--config", metavar="FILE", help="JSON file of keys, looked up here and in configs/")
     add_debug(parser)
     parser.add_options(SCHEMA, ELSEWHERE)
-    return parser.read(argv, problems)
+    return parser

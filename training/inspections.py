@@ -16,7 +16,7 @@ import torch
 
 from common.checkpoint import Checkpoint, problems_of, write_checkpoint
 from common.errors import CheckpointError
-from common.files import atomic_write
+from common.files import atomic_write, free_space, nearest_existing
 from common.lora import lora_of
 from common.machine import available_ram
 from common.output import byte_size, clock, si
@@ -32,7 +32,6 @@ from training.parallel import on_rank_0, process_group
 from training.plan import make_run
 from training.resume import planned_steps, require_the_same, require_tokenizer
 from training.run import Run
-from training.run_folder import free_space, nearest_existing
 from training.saver import snapshot_of
 from training.schedule import decay_share, decay_start, epoch_sequences
 from training.step import accumulate, apply_update, read_batch, train_step

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from common.errors import INTERRUPTED
-from common.files import FolderLock
+from common.files import FolderLock, free_space
 from common.output import byte_size, log
 from common.output import clock as duration
 from common.script import is_rank_0
@@ -22,7 +22,6 @@ from training.records import SUMMARY, read_samples, rewind
 from training.report import Report
 from training.resume import start_or_resume
 from training.run import Run
-from training.run_folder import free_space, lock_folder
 from training.saver import Saver, write_config
 from training.schedule import has_stopped_early
 from training.signals import Signals
@@ -41,8 +40,7 @@ def train(config: Config, started: float, ends_process: bool) -> int:
     with process_group(config), FolderLock() as lock:
         run = make_run(config, lock)
         with memory_advice(config, run.shape, run.hardware, run.rows_at_once):
-            start_or_resume(run)
-            on_rank_0(lambda: lock_folder(lock, run.dir))  # again: the folder may be new
+            start_or_resume(run, lock)
             clock = Clock(run, started)
             with Signals(ends_process) as stop, Saver(run, clock, stop) as saver:
                 if on_rank_0(lambda: run.state.finished and (run.dir / SUMMARY).is_file()):

@@ -13,6 +13,7 @@ from common.files import read_json
 from common.lora import add_adapters
 from common.machine import available_ram, total_ram
 from common.output import byte_size
+from common.tensors import Uninitialized, meta_model
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from training.config import Config, is_resolved
@@ -171,10 +172,10 @@ def no_way_out(config: Config, shape: ModelConfig, hardware: Hardware, rows: int
 
 
 def without_memory(config: Config, shape: ModelConfig) -> TransformerLanguageModel:
-    """A model on the meta device: sizes without numbers."""
-    with torch.device("meta"):
-        model = TransformerLanguageModel(shape)
-        if config.lora_rank:
+    """The model on the meta device, with its adapters: sizes without numbers."""
+    model = meta_model(shape)
+    if config.lora_rank:
+        with Uninitialized(), torch.device("meta"):
             add_adapters(model, config.lora())
     return model
 

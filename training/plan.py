@@ -12,7 +12,7 @@ from common.errors import CheckpointError, ConfigError
 from common.files import CHECKPOINT_NAME, FolderLock, sha256_file
 from common.lora import LoRA, add_adapters, find_base
 from common.script import is_rank_0
-from common.tensors import weights_file
+from common.tensors import meta_model, weights_file
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.command import folder_of, tokenize_with
@@ -24,7 +24,7 @@ from tokenization.token_folder import REPORT
 from training.config import Config
 from training.data import TokenData
 from training.hardware import detect_hardware
-from training.memory import fit_micro_batch, memory_advice
+from training.memory import fit_micro_batch, memory_advice, without_memory
 from training.mirror import Mirror
 from training.parallel import on_rank_0
 from training.previous import Previous, find_previous
@@ -62,15 +62,12 @@ def make_run(config: Config, lock: FolderLock | None = None) -> Run:
     check_prompts(prompts, data)
 
     shape = replace(shape, vocab_size=data.vocab_size)
-    with torch.device("meta"):
-        sizes = TransformerLanguageModel(shape)
+    sizes = without_memory(config, shape)
     print(
-        f"Model      {sizes.num_parameters():,} parameters: {shape.num_layers} layers x {shape.embed_dim}, "
+        f"Model      {meta_model(shape).num_parameters():,} parameters: {shape.num_layers} layers x {shape.embed_dim}, "
         f"{shape.num_heads} heads, context {shape.max_seq_len}"
     )
     if base is not None and lora is not None:
-        with torch.device("meta"):
-            add_adapters(sizes, lora)
         print(
             f"LoRA       rank {config.lora_rank} on {config.lora_targets.replace(',', ', ')}: "
             f"{sizes.num_parameters(trained_only=True):,} parameters train, those of {base.path} stay frozen"

@@ -13,7 +13,7 @@ from typing import Any
 
 from common.checkpoint import BEST, Checkpoint, describe_damage, problems_of, step_folders, step_of
 from common.errors import CheckpointError
-from common.files import sha256_file
+from common.files import FolderLock, sha256_file
 from common.lora import LoRA, find_base, lora_of
 from common.script import world
 from model_config import ModelConfig
@@ -22,9 +22,8 @@ from training.config import scope_of
 from training.mirror import read_best_state
 from training.optimizer import apply_hyperparameters
 from training.parallel import any_process, broadcast_tensors, on_rank_0
-from training.previous import absolute
+from training.previous import absolute, lock_folder, quarantine, set_aside
 from training.run import Run
-from training.run_folder import quarantine, set_aside
 from training.schedule import has_stopped_early, last_step
 from training.state import TrainState
 
@@ -32,12 +31,12 @@ TOKENS = "tokens_sha256 of the data"  # as `identity` calls it
 NAMED = 3  # files
 
 
-def start_or_resume(run: Run) -> None:
-    """Continue the run of `run.previous` if there is one, else start it.
+def start_or_resume(run: Run, lock: FolderLock) -> None:
+    """Continue the run of `run.previous` if there is one, else start it. `lock` holds the run folder from then on.
 
-    Raises CheckpointError if what is there belongs to another model or other data.
+    Raises CheckpointError if what is there belongs to another model or other data, or is trained by another process.
     """
-    run.state, scaler = on_rank_0(lambda: (open_run(run), run.scaler.state_dict()))
+    run.state, scaler = on_rank_0(lambda: (open_run(run, lock), run.scaler.state_dict()))
     state, latest = run.state, last_step(run.state.step, run.state.sequences_seen, run.data.windows, run.config)
     if state.cooldown is not None and not state.cooldown.is_for(run.config.minutes, latest):
         state.cooldown = None  # the length that was requested has changed
@@ -61,7 +60,7 @@ def planned_steps(run: Run) -> int:
     return last_step(state.step, state.sequences_seen, run.data.windows, run.config)
 
 
-def open_run(run: Run) -> TrainState:
+def open_run(run: Run, lock: FolderLock) -> TrainState:
     """Continue the run that the folders hold, or set it aside and start a new one. Returns where the run stands."""
     previous = run.previous
     is_own = previous.saved is not None and previous.is_own
@@ -72,6 +71,7 @@ def open_run(run: Run) -> TrainState:
         for folder in [run.dir] if run.mirror is None else [run.dir, run.mirror.dir]:
             set_aside(folder)
     run.dir.mkdir(parents=True, exist_ok=True)
+    lock_folder(lock, run.dir)  # again, for it may be new
     return state
 
 

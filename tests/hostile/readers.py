@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from common.errors import DataError
+from common.files import FolderLock
 from generate import generate_text, load_model
 from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, open_tokens, write_tokens
 from tokenization.token_folder import require_tokens_of
@@ -88,9 +89,9 @@ class Training:
         self.checkpoint = folder / "run" / "checkpoints" / "step_00000002"
 
     def start_or_resume(self) -> Run:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.redirect_stdout(io.StringIO()), FolderLock() as lock:
             run = make_run(self.config)
-            start_or_resume(run)
+            start_or_resume(run, lock)
         return run
 
     def take_step(self, run: Run) -> None:
