@@ -52,7 +52,7 @@ class ChatTemplate:
 
     @model_validator(mode="after")
     def checked(self) -> ChatTemplate:
-        """Refuses a label with which a prompt's ids would not be a prefix."""
+        """Refuse a label with which a prompt's ids would not be a prefix."""
         for role, label in asdict(self).items():
             if not label or label != label.strip() or len(label) > LONGEST_LABEL:
                 raise ValueError(
@@ -64,7 +64,8 @@ class ChatTemplate:
         return asdict(self)
 
     def parts(self, messages: Sequence[Message]) -> list[tuple[str, bool]]:
-        """[(text, whether it is an answer)]. The assistant's label belongs to the text before its answer."""
+        """Split messages into [(text, whether it is an answer)]. The assistant's label belongs to the text before its
+        answer."""
         parts, prompt = [], ""
         for role, content in messages:
             if role == "assistant":
@@ -75,14 +76,14 @@ class ChatTemplate:
         return [*parts, (prompt, False)] if prompt else parts
 
     def encode(self, tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids,) int32 of a conversation, and (ids,) bool that is True in answers, including their end.
+        """Encode a conversation: (ids,) int32, and (ids,) bool that is True in answers, including their end.
 
         Raises TokenizerError for a tokenizer without an end-of-text token.
         """
         return encode_parts(tokenizer, self.parts(messages))
 
     def prompt_ids(self, tokenizer: Tokenizer, messages: Sequence[Message], room: int | None = None) -> list[int]:
-        """The ids after which an answer to `messages` is generated.
+        """Encode `messages` up to where an answer to them is generated.
 
         If there are more than `room`, the oldest turns after the system's are dropped, a question together with its
         answer. The last question always stays. Raises TokenizerError like `encode`.
@@ -95,7 +96,7 @@ class ChatTemplate:
         return without_oldest_turns(messages, room, encode)
 
     def answer_ids(self, tokenizer: Tokenizer, begun: str) -> list[int]:
-        """The ids of an answer's beginning, which follow those of its prompt."""
+        """Encode an answer's beginning, which follows its prompt."""
         ids: list[int] = tokenizer.encode(f" {begun.strip()}").tolist()
         return ids
 
@@ -147,7 +148,7 @@ class ChatML:
 
     @staticmethod
     def special_ids(tokenizer: Tokenizer) -> tuple[int, int]:
-        """The ids of the two tokens. Raises TokenizerError for a tokenizer without them."""
+        """Return the ids of the two tokens. Raises TokenizerError for a tokenizer without them."""
         known = tokenizer.special_ids
         if missing := [name for name in CHATML_TOKENS if name not in known]:
             raise TokenizerError(f"The chat template is ChatML, and the tokenizer has no token {missing[0]}.")
@@ -159,7 +160,7 @@ AnyTemplate: TypeAlias = "ChatTemplate | ChatML"
 
 
 def template_from_dict(values: Any) -> AnyTemplate:
-    """The template of a checkpoint's config. Raises ValueError."""
+    """Read the template in a checkpoint's config. Raises ValueError."""
     is_chatml = isinstance(values, dict) and "chatml" in values
     return build(ChatML, values) if is_chatml else build(ChatTemplate, values)
 
@@ -167,7 +168,7 @@ def template_from_dict(values: Any) -> AnyTemplate:
 def without_oldest_turns(
     messages: Sequence[Message], room: int | None, encode: Callable[[Sequence[Message]], list[int]]
 ) -> list[int]:
-    """The ids of the messages, without as many of the oldest as `room` demands (None: all stay)."""
+    """Encode the messages, without as many of the oldest as `room` demands (None: all stay)."""
     system = [message for message in messages[:1] if message.role == "system"]
     turns = messages[len(system) :]
 
@@ -192,7 +193,7 @@ def encode_parts(tokenizer: Tokenizer, parts: Sequence[tuple[str, bool]]) -> tup
 
 
 def end_of_text(tokenizer: Tokenizer) -> int:
-    """The id that ends an answer. Raises TokenizerError for a tokenizer that has none."""
+    """Return the id that ends an answer. Raises TokenizerError for a tokenizer that has none."""
     if tokenizer.end_of_text_id is None:
         raise TokenizerError(
             f"A {tokenizer.kind} tokenizer without an end-of-text token cannot express a conversation, because nothing "
@@ -202,7 +203,7 @@ def end_of_text(tokenizer: Tokenizer) -> int:
 
 
 def require_order(messages: Sequence[Message], last: str) -> None:
-    """Raises ValueError unless questions and answers take turns, after at most one turn of the system, up to a turn of
+    """Raise ValueError unless questions and answers take turns, after at most one turn of the system, up to a turn of
     `last` ("user": to be answered; "assistant": to learn from), and no turn is empty."""
     if not messages:
         raise ValueError("it has no turns")

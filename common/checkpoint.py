@@ -74,7 +74,8 @@ class Checkpoint:
     path: Path
 
     def model_config(self) -> ModelConfig:
-        """Raises CheckpointError if config.json describes no model. Unknown keys are reported and left out."""
+        """Read the shape of the model. Raises CheckpointError if config.json describes none. Unknown keys are reported
+        and left out."""
         path = self.path / "config.json"
         values = read_json(path, CheckpointError)
         try:
@@ -87,8 +88,8 @@ class Checkpoint:
         return config
 
     def trusted_config(self) -> ModelConfig:
-        """The `model_config`. Raises CheckpointError unless the weights have its shapes, so a wrong size in config.json
-        cannot make a model that takes more memory than the weights."""
+        """Read the `model_config`. Raises CheckpointError unless the weights have its shapes, so a wrong size in
+        config.json cannot make a model that takes more memory than the weights."""
         config = self.model_config()
         with self.explaining_weights():
             require_weights(config, self.weights(shapes_only=True))
@@ -103,8 +104,8 @@ class Checkpoint:
                 load_adapters(model, read_safetensors(self.path / ADAPTERS))
 
     def weights(self, shapes_only: bool = False) -> dict[str, torch.Tensor]:
-        """By name, with adapters merged into their base. `shapes_only`: on the meta device, reading only the file's
-        header if the format has one.
+        """Read the weights by name, with adapters merged into their base. `shapes_only`: on the meta device, reading
+        only the file's header if the format has one.
 
         Raises ValueError or SafetensorError for a file of another kind, CheckpointError for a missing base.
         """
@@ -118,25 +119,25 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def explaining_weights(self) -> Iterator[None]:
-        """Turns the errors of loading weights into CheckpointError."""
+        """Turn the errors of loading weights into CheckpointError."""
         try:
             yield
         except (ValueError, KeyError, safetensors.SafetensorError) as problem:
             raise CheckpointError(f"The weights in {self.path} cannot be loaded: {problem}.") from None
 
     def tokenizer_path(self) -> Path:
-        """Raises CheckpointError if the folder lacks a tokenizer."""
+        """Find the tokenizer. Raises CheckpointError if the folder has none."""
         for name in ("tokenizer.json", "bpe_tokenizer.json"):  # the second is the blog's
             if (self.path / name).exists():
                 return self.path / name
         raise CheckpointError(f"{self.path} has no tokenizer.json; put the tokenizer of its training data there.")
 
     def chat_template(self) -> AnyTemplate | None:
-        """The template of its training conversations, if any. Raises CheckpointError if it is not usable."""
+        """Read the template of its training conversations, if any. Raises CheckpointError if it is not usable."""
         return self.from_config("chat_template", template_from_dict)
 
     def lora(self) -> LoRA | None:
-        """The settings of its adapters; None if it has weights. Raises CheckpointError if they are not usable."""
+        """Read the settings of its adapters; None if it has weights. Raises CheckpointError if they are not usable."""
         return self.from_config("lora", lambda values: build(LoRA, values))
 
     def from_config(self, key: str, build: Callable[[Any], T]) -> T | None:
@@ -163,7 +164,7 @@ class Checkpoint:
 
 
 def stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
-    """The weights to keep: only the adapters if the model has any; a tied head once."""
+    """Return the weights to keep: only the adapters if the model has any; a tied head once."""
     if lora_of(model) is not None:
         return adapters_of(model)
     weights = model.state_dict()
@@ -175,7 +176,7 @@ def stored_weights(model: TransformerLanguageModel) -> dict[str, torch.Tensor]:
 def stored_config(
     model: TransformerLanguageModel, tokenizer_type: str, chat: AnyTemplate | None = None
 ) -> dict[str, Any]:
-    """The content of config.json. `total_parameters` is without adapters, because merging adds no parameters."""
+    """Return the content of config.json. `total_parameters` is without adapters, because merging adds no parameters."""
     lora, adapters = lora_of(model), adapters_of(model)
     return {
         **model.config.to_dict(),
@@ -250,7 +251,7 @@ def write_files(folder: Path, contents: dict[str, Content]) -> None:
 
 
 def listed_files(folder: Path) -> dict[str, Entry]:
-    """The files that the manifest lists. Raises CheckpointError."""
+    """Read which files the manifest lists. Raises CheckpointError."""
     try:
         return build(Manifest, read_json(folder / MANIFEST, CheckpointError)).files
     except ValueError as problem:
@@ -266,7 +267,8 @@ def entry_of(path: Path) -> Entry:
 
 
 def problems_of(folder: Path) -> list[str]:
-    """What is wrong with a checkpoint folder: files that are missing, too short or changed. Empty if it is whole."""
+    """Return what is wrong with a checkpoint folder: files that are missing, too short or changed. Empty if it is
+    whole."""
     if not (folder / MANIFEST).exists():
         return [f"{MANIFEST} is missing (the folder was never completed)"]
     try:
@@ -295,22 +297,22 @@ def describe_damage(folder: Path, problems: Iterable[str]) -> str:
 
 
 def step_folders(*parents: Path) -> list[Path]:
-    """Complete checkpoints in the given folders, newest (highest step) first; of one step, those of the first parent
-    first."""
+    """Return the complete checkpoints in the given folders, newest (highest step) first; of one step, those of the
+    first parent first."""
     folders = [path for parent in parents if parent.is_dir() for path in parent.iterdir()]
     return sorted((path for path in folders if STEP_NAME.fullmatch(path.name)), key=step_of, reverse=True)
 
 
 def step_of(folder: Path) -> int:
-    """The step in the name of one of `step_folders`."""
+    """Return the step in the name of one of `step_folders`."""
     match = STEP_NAME.fullmatch(folder.name)
     assert match, folder
     return int(match[1])
 
 
 def newest_valid(*parents: Path) -> Checkpoint | None:
-    """The newest whole checkpoint in the folders `parents`; None if they have none. Damaged ones that are newer are
-    reported and skipped. If all are damaged, raises CheckpointError that lists what is wrong with each."""
+    """Return the newest whole checkpoint in the folders `parents`; None if they have none. Damaged ones that are newer
+    are reported and skipped. Raises CheckpointError listing what is wrong with each, if all are damaged."""
     damaged: list[str] = []
     for folder in step_folders(*parents):
         try:
@@ -330,7 +332,8 @@ def newest_valid(*parents: Path) -> Checkpoint | None:
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """A checkpoint folder (ours, or the blog's without a manifest), or the newest whole checkpoint of a run folder.
+    """Open a checkpoint folder (ours, or the blog's without a manifest), or the newest whole checkpoint of a run
+    folder.
 
     Raises CheckpointError that says what is there instead.
     """
@@ -358,8 +361,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def newest_run(runs: Path = Path("runs")) -> Path:
-    """The run folder, or the mirror of a run, whose newest checkpoint was written last. Raises CheckpointError if there
-    is none."""
+    """Find the run folder, or the mirror of a run, whose newest checkpoint was written last. Raises CheckpointError if
+    there is none."""
     folders = step_folders(*runs.glob("*/checkpoints"), *runs.glob("*"))
     manifests = [folder / MANIFEST for folder in folders if (folder / MANIFEST).exists()]
     if not manifests:

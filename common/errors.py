@@ -57,7 +57,7 @@ class ProcessLost(UserError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for Python's, PyTorch's and the allocators' ways of saying so."""
+    """Return whether it is one of the ways in which Python, PyTorch and the allocators say that memory ran out."""
     return (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
@@ -72,6 +72,6 @@ def is_full_disk(error: BaseException) -> bool:
 
 
 def require_packages(*names: str) -> None:
-    """Raises ConfigError if some are not installed: training needs none of requirements-extras.txt."""
+    """Raise ConfigError if some are not installed: training needs none of requirements-extras.txt."""
     if missing := [name for name in names if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"This needs {' and '.join(missing)}: pip install -r requirements-extras.txt")

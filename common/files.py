@@ -68,12 +68,13 @@ def write_json(path: str | Path, value: Any) -> None:
 
 
 def json_bytes(value: Any) -> bytes:
-    """JSON in UTF-8. A byte of a file name that is not UTF-8 is a lone surrogate in Python, and becomes an escape."""
+    """Write JSON in UTF-8. A byte of a file name that is not UTF-8 is a lone surrogate in Python, and becomes an
+    escape."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode(errors="backslashreplace")
 
 
 def require_regular(path: Path, error: type[UserError]) -> None:
-    """Raises `error` for a folder, and for a pipe or device: reading one may never end."""
+    """Raise `error` for a folder, and for a pipe or device: reading one may never end."""
     if os.path.isdir(path):
         raise error(f"{path} is a folder, and a file is needed.")
     if os.path.exists(path) and not os.path.isfile(path):
@@ -81,8 +82,8 @@ def require_regular(path: Path, error: type[UserError]) -> None:
 
 
 def read_text(path: str | Path, error: type[UserError], flag: str) -> str:
-    """A small file in UTF-8, without its byte order mark. Raises `error` that names the file, and `flag` if there is no
-    such file."""
+    """Read a small file in UTF-8, without its byte order mark. Raises `error` that names the file, and `flag` if there
+    is no such file."""
     path = Path(path)
     require_regular(path, error)
     try:
@@ -119,12 +120,12 @@ def sha256_file(path: str | Path) -> str:
 
 
 def free_space(folder: Path) -> int:
-    """Free bytes on the disk of a folder, which may not exist yet."""
+    """Return the free bytes on the disk of a folder, which may not exist yet."""
     return shutil.disk_usage(nearest_existing(folder)).free
 
 
 def nearest_existing(folder: Path) -> Path:
-    """The folder, or its nearest parent that exists."""
+    """Return the folder, or its nearest parent that exists."""
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
@@ -165,13 +166,13 @@ class FolderLock:
 
 @functools.cache
 def session() -> dict[str, Any]:
-    """This process, as whoever holds a folder describes itself in a JSON file there."""
+    """Describe this process, as whoever holds a folder does in a JSON file there."""
     started = datetime.datetime.now().isoformat(" ", timespec="seconds")
     return {"pid": os.getpid(), "machine": socket.gethostname(), "started": started}
 
 
 def holder(path: Path) -> str:
-    """The `session` in a JSON file, for the end of a sentence; "" if there is none."""
+    """Return the `session` in a JSON file, for the end of a sentence; "" if there is none."""
     with contextlib.suppress(UserError, KeyError, TypeError):
         theirs = read_json(path, UserError)["session"]
         return f" ({theirs['pid']} on {theirs['machine']}, since {theirs['started']})"

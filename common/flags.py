@@ -70,14 +70,14 @@ class Parser(argparse.ArgumentParser):
             )
 
     def read(self, argv: Sequence[str] | None, problems: list[str]) -> dict[str, Any]:
-        """The typed flags; True for one without a value. Unknown words go to `problems`."""
+        """Read the typed flags; True for one without a value. Unknown words go to `problems`."""
         known, unknown = self.parse_known_args(argv)
         problems += self.unknown_words(unknown)
         typed = {key: value for key, value in vars(known).items() if value is not None and key != "debug"}
         return {key: meant(value, self.options[key]) if key in self.options else value for key, value in typed.items()}
 
     def require_none(self, problems: Sequence[str]) -> None:
-        """Raises ConfigError that lists the problems, if there are any."""
+        """Raise ConfigError that lists the problems, if there are any."""
         if problems:
             raise ConfigError("\n".join([*problems, f"`python {self.prog} --help` lists all flags."]))
 
@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
         return known
 
     def unknown_words(self, words: Sequence[str]) -> list[str]:
-        """What is wrong with words that no flag took, each with the nearest flag."""
+        """Say what is wrong with words that no flag took, each with the nearest flag."""
         flags = [flag.removeprefix("--") for flag in self._option_string_actions if flag.startswith("--")]
         problems = []
         for before, word in zip(["", *words], words, strict=False):
@@ -107,15 +107,16 @@ class Parser(argparse.ArgumentParser):
         return problems
 
     def dashed_values(self) -> Iterator[tuple[str, str, str]]:
-        """(flag, word, hint) for each word after a flag that begins with a dash and is not a flag: probably a value."""
+        """Yield (flag, word, hint) for each word after a flag that begins with a dash and is not a flag: probably a
+        value."""
         known = self._option_string_actions
         for flag, word in itertools.pairwise(self.words):
             if flag in known and known[flag].nargs != 0 and word.startswith("-") and word.split("=")[0] not in known:
                 yield flag, word, f" A value that begins with a dash is written {flag}={shlex.quote(word)}."
 
     def settings(self, argv: Sequence[str] | None, model: type[T]) -> T:
-        """The words and flags as `model`, a pydantic dataclass whose fields are options, and whose docstring says what
-        the script does. Raises ConfigError that lists what is wrong with them."""
+        """Read the words and flags as `model`, a pydantic dataclass whose fields are options, and whose docstring says
+        what the script does. Raises ConfigError that lists what is wrong with them."""
         options = fields_of(model)
         words = [f"[{word} ...]" if is_tuple(f) else word for f in options.values() if (word := about(f).get("word"))]
         self.usage = " ".join(["%(prog)s", *words, *(["[--FLAG VALUE ...]"] if len(words) < len(options) else [])])
@@ -137,17 +138,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def add_debug(parser: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """`common.script.script`, which wraps every script's main, reads `--debug`."""
+    """Add `--debug`, which `common.script.script` reads; it wraps every script's main."""
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
 def metavar_of(f: FieldInfo) -> str:
-    """The name of its value in --help."""
+    """Return the name of its value in --help."""
     return "" if f.default is False else str(about(f).get("metavar") or METAVARS[kind_of(f)])
 
 
 def meant(typed: Any, f: FieldInfo) -> Any:
-    """What a flag's word, or each of its words, stands for: 64 for "64", True for "true", unless a text is meant."""
+    """Convert a flag's word, or each of its words: 64 for "64", True for "true", unless a text is meant."""
     if isinstance(typed, list):
         return tuple(meant(word, f) for word in typed)
     is_text = kind_of(f) is str and "switch" not in about(f)
@@ -155,7 +156,7 @@ def meant(typed: Any, f: FieldInfo) -> Any:
 
 
 def parse_word(word: str) -> Any:
-    """The value of a flag's word: 64, 1_000, 3e-4, true. Any other word stays as it is."""
+    """Convert a flag's word: 64, 1_000, 3e-4, true. Any other word stays as it is."""
     if word.lower() in ("true", "false"):
         return word.lower() == "true"
     with contextlib.suppress(ValueError):

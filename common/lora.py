@@ -62,7 +62,7 @@ class LoRA:
         return (EMBEDDING, HEAD) if "embeddings" in self.targets else ()
 
     def modules(self, config: ModelConfig) -> list[str]:
-        """The names of all adapted modules of a model."""
+        """Return the names of all adapted modules of a model."""
         layers = range(config.num_layers)
         return [*self.end_modules, *(f"blocks.{layer}.{module}" for layer in layers for module in self.block_modules)]
 
@@ -105,7 +105,7 @@ class AdaptedEmbedding(nn.Embedding):
 
 
 def new_adapters(weight: torch.Tensor, lora: LoRA) -> tuple[nn.Parameter, nn.Parameter]:
-    """A and B for a weight (out, in). They are drawn on the CPU, so that a seed gives the same on every device."""
+    """Make A and B for a weight (out, in). They are drawn on the CPU, so that a seed gives the same on every device."""
     a, b = torch.empty(lora.rank, weight.size(1)), torch.zeros(weight.size(0), lora.rank)
     nn.init.kaiming_uniform_(a, a=math.sqrt(5))  # as in the reference implementation
     return nn.Parameter(a.to(weight.device)), nn.Parameter(b.to(weight.device))
@@ -129,13 +129,14 @@ ADAPTED: dict[type[nn.Module], Callable[[Any, LoRA], nn.Module]] = {
 
 
 def lora_of(model: nn.Module) -> LoRA | None:
-    """The model's LoRA settings; None if it has no adapters."""
+    """Return the model's LoRA settings; None if it has no adapters."""
     adapted = (module for module in model.modules() if isinstance(module, AdaptedLinear | AdaptedEmbedding))
     return next((module.lora for module in adapted), None)
 
 
 def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Adapters by name: `blocks.N.attention.qkv.lora_A` and so on. Shared ones appear once, under their first name."""
+    """Return the adapters by name: `blocks.N.attention.qkv.lora_A` and so on. Shared ones appear once, under their
+    first name."""
     return {name: p.detach() for name, p in model.named_parameters() if name.endswith((".lora_A", ".lora_B"))}
 
 
@@ -152,7 +153,7 @@ def load_adapters(model: nn.Module, adapters: dict[str, torch.Tensor]) -> None:
 def merge(
     weights: dict[str, torch.Tensor], adapters: dict[str, torch.Tensor], lora: LoRA, config: ModelConfig
 ) -> dict[str, torch.Tensor]:
-    """The base's weights with the adapters added, W + alpha / rank * B A, under the same names.
+    """Add the adapters to the base's weights, W + alpha / rank * B A, under the same names.
 
     Both may be on the meta device. Raises ValueError for adapters of another model.
     """
@@ -175,8 +176,8 @@ def merge(
 
 
 def find_base(lora: LoRA, checkpoint: Path) -> Path:
-    """The folder of an adapter checkpoint's base. Its path is tried from the current folder and from every folder above
-    the checkpoint, because a project may have moved.
+    """Find the folder of an adapter checkpoint's base. Its path is tried from the current folder and from every folder
+    above the checkpoint, so that a project folder can move.
 
     Raises CheckpointError if there is no base, or if its weights are not those that the adapters were trained on.
     """
@@ -199,5 +200,6 @@ def find_base(lora: LoRA, checkpoint: Path) -> Path:
 
 @functools.cache
 def sha256_once(file: Path, size: int, changed: int) -> str:
-    """SHA-256 of an unchanged file, computed once: half a gigabyte takes a second, and a command asks several times."""
+    """Compute the SHA-256 of an unchanged file once: half a gigabyte takes a second, and a command asks several
+    times."""
     return sha256_file(file)

@@ -39,17 +39,17 @@ PEAK_FLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """FLOP/s of the device with this name; None if it is not in the table."""
+    """Return the FLOP/s of the device with this name; None if it is not in the table."""
     return next((peak for part, peak in PEAK_FLOPS.items() if names_part(name, part)), None)
 
 
 def names_part(name: str, part: str) -> bool:
-    """Whether a device's name contains `part` as whole words: an RTX A1000 is not an A100, an L40 not an L4."""
+    """Return whether a device's name contains `part` as whole words: an RTX A1000 is not an A100, an L40 not an L4."""
     return re.search(rf"\b{part}\b", name) is not None
 
 
 def pick_device(name: str) -> torch.device:
-    """The device for one of DEVICES. Raises ConfigError if this machine does not have it."""
+    """Return the device for one of DEVICES. Raises ConfigError if this machine does not have it."""
     if name not in DEVICES:
         raise ConfigError(f"device is {name!r}; allowed: {', '.join(DEVICES)}.")
     if name == "mps":
@@ -78,14 +78,14 @@ def device_name(device: torch.device) -> str:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether matrix products in bf16 are known to run on special units."""
+    """Return whether matrix products in bf16 are known to run on special units."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu" and cpu_bf16_flag() is not None
 
 
 def exact_device(device: torch.device) -> torch.device:
-    """Where to add up in fp64 what `device` computes: Apple's GPUs have no fp64."""
+    """Return where to add up in fp64 what `device` computes: Apple's GPUs have no fp64."""
     return torch.device("cpu") if device.type == "mps" else device
 
 
@@ -98,12 +98,13 @@ def cpu_info() -> str:
 
 
 def cpu_bf16_flag() -> str | None:
-    """The instruction set that makes bf16 fast on this CPU; None if it has none or the system does not say."""
+    """Return the instruction set that makes bf16 fast on this CPU; None if it has none or the system does not say."""
     return bf16_flag(cpu_info(), os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL"))
 
 
 def bf16_flag(info: str, limit: str) -> str | None:
-    """The same of a CPU with this /proc/cpuinfo. `limit` is that of oneDNN, which computes the products in bf16."""
+    """Return the same of a CPU with this /proc/cpuinfo. `limit` is that of oneDNN, which computes the products in
+    bf16."""
     flags = next((line.split() for line in info.splitlines() if line.startswith("flags")), [])
     units = (("amx_bf16", "AMX", "AMX"), ("avx512_bf16", "AVX512-BF16", "AVX512_CORE_BF16|AVX512_CORE_FP16|AVX10|AMX"))
     usable = (name for flag, name, isa in units if flag in flags and re.search(f"ALL|DEFAULT|{isa}", limit.upper()))
@@ -126,13 +127,13 @@ CGROUP_MEMORY = (
 
 
 def total_ram() -> int | None:
-    """Bytes of memory of this machine, or of the container we run in; None if the system does not say."""
+    """Return the bytes of memory of this machine, or of the container we run in; None if the system does not say."""
     limit, _ = container_memory()
     return least(memory_info("MemTotal"), limit)
 
 
 def available_ram() -> int | None:
-    """Bytes of memory a process could use without swapping; None if the system does not say."""
+    """Return the bytes of memory a process could use without swapping; None if the system does not say."""
     limit, used = container_memory()
     return least(memory_info("MemAvailable"), None if limit is None else max(0, limit - used))
 
@@ -142,7 +143,7 @@ def least(*values: int | None) -> int | None:
 
 
 def container_memory() -> tuple[int | None, int]:
-    """(limit, used) in bytes; the limit is None if there is none."""
+    """Return (limit, used) in bytes; the limit is None if there is none."""
     for limit, used in CGROUP_MEMORY:
         with contextlib.suppress(OSError, ValueError):  # "max" is no limit
             return int(Path(limit).read_text()), int(Path(used).read_text())
@@ -150,7 +151,7 @@ def container_memory() -> tuple[int | None, int]:
 
 
 def memory_info(name: str) -> int | None:
-    """A line of Linux's /proc/meminfo in bytes."""
+    """Read a line of Linux's /proc/meminfo, in bytes."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -159,5 +160,5 @@ def memory_info(name: str) -> int | None:
 
 
 def runs_ahead(device: torch.device) -> bool:
-    """Whether generation queues work on the device before the host has read the token before."""
+    """Return whether generation queues work on the device before the host has read the token before."""
     return device.type == "cuda"

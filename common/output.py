@@ -17,17 +17,17 @@ LOG_LINE_SECONDS = 10.0  # between two lines if the output cannot be redrawn
 
 
 def printable(text: str) -> str:
-    """Text without control characters, so that generated text cannot control the terminal."""
+    """Remove control characters, so that generated text cannot control the terminal."""
     return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
 
 
 def cell(text: str) -> str:
-    """Text that stays inside one cell of a Markdown table."""
+    """Make text stay inside one cell of a Markdown table."""
     return " ".join(printable(text).split()).replace("|", "\\|")
 
 
 def shortened(text: str, limit: int) -> str:
-    """The first `most` characters, with " ..." if there are more."""
+    """Return the first `limit` characters, with " ..." if there are more."""
     return text if len(text) <= limit else f"{text[:limit]} ..."
 
 
@@ -75,12 +75,12 @@ def print_log() -> None:
 
 
 def is_interactive() -> bool:
-    """Whether a written line can be overwritten."""
+    """Return whether a written line can be overwritten."""
     return sys.stderr.isatty()
 
 
 def progress_bar(**options: Any) -> tqdm[Any]:
-    """tqdm's bar on stderr if that is interactive, else a bar that draws and counts nothing."""
+    """Make tqdm's bar on stderr if that is interactive, else a bar that draws and counts nothing."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]

@@ -36,7 +36,7 @@ def world() -> World:
 
 
 def is_rank_0() -> bool:
-    """Whether this is rank 0, the process that prints and writes files."""
+    """Return whether this is rank 0, the process that prints and writes files."""
     return world().rank == 0
 
 
@@ -59,8 +59,8 @@ def script(main: Main) -> Script:
 
 
 def writing_script(full_disk: type[UserError]) -> Callable[[Main], Script]:
-    """`script` for one whose result is files: closed stdout must not stop it, of several processes only rank 0 prints,
-    and a full disk is a `full_disk` error."""
+    """Wrap a script as `script` does, for one whose result is files: closed stdout must not stop it, of several
+    processes only rank 0 prints, and a full disk is a `full_disk` error."""
     return lambda main: wrapped(main, full_disk)
 
 
@@ -99,7 +99,7 @@ def wrapped(main: Main, full_disk: type[UserError] | None) -> Script:
 
 
 def explained(error: BaseException, full_disk: type[UserError] | None) -> tuple[int | None, str]:
-    """The exit code, and what to tell the user; None for a bug of ours."""
+    """Return the exit code, and what to tell the user; None for a bug of ours."""
     code, message = getattr(error, "exit_code", None), str(error)
     if type(error).__name__ == "PanicException":  # of a library in Rust
         return DataError.exit_code, f"A file cannot be used, a tokenizer's probably: {message}."
@@ -158,7 +158,7 @@ def drop(stream: TextIO) -> None:
 
 @contextlib.contextmanager
 def unbreakable_output() -> Iterator[None]:
-    """Printing inside never raises, and neither does flushing the rest afterwards. Only rank 0 prints."""
+    """Let printing inside never raise, nor flushing the rest afterwards. Only rank 0 prints."""
     with contextlib.ExitStack() as stack:
         out, err = (cast(TextIO, Unbreakable(stream)) for stream in (sys.stdout, sys.stderr))
         if world().rank:

@@ -36,13 +36,13 @@ def load_pickled(path: Path) -> dict[str, torch.Tensor]:
 
 
 def weights_file(folder: Path) -> Path:
-    """model.safetensors, or the blog's pytorch_model.bin if there is none. The second need not exist either."""
+    """Return model.safetensors, or the blog's pytorch_model.bin if there is none. The second need not exist either."""
     ours = folder / "model.safetensors"
     return ours if os.path.exists(ours) else folder / "pytorch_model.bin"  # False for an impossible name, too
 
 
 def read_weights(folder: Path, shapes_only: bool = False) -> dict[str, torch.Tensor]:
-    """Weights by name. With `shapes_only`, on the meta device if the format allows it, from the file's header alone.
+    """Read weights by name. `shapes_only`: on the meta device, from the file's header alone if the format has one.
 
     Raises ValueError or SafetensorError for a file that holds something else.
     """
@@ -71,13 +71,13 @@ class Uninitialized(TorchFunctionMode):
 
 
 def meta_model(config: ModelConfig) -> TransformerLanguageModel:
-    """A model on the meta device: shapes without numbers."""
+    """Build a model on the meta device: shapes without numbers."""
     with Uninitialized(), torch.device("meta"):
         return TransformerLanguageModel(config)
 
 
 def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None:
-    """Raises ValueError if the weights, which may be on the meta device, do not fit a model of this shape.
+    """Raise ValueError if the weights, which may be on the meta device, do not fit a model of this shape.
 
     Call it before a model is built from a foreign config, whose shape may be larger than any memory.
     """
@@ -93,7 +93,7 @@ def require_weights(config: ModelConfig, state: dict[str, torch.Tensor]) -> None
 
 
 def on_host(tensors: dict[str, torch.Tensor], copy: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors on the CPU, with `copy` always as copies."""
+    """Return the tensors on the CPU, with `copy` always as copies."""
     return {name: tensor.detach().to("cpu", copy=copy).contiguous() for name, tensor in tensors.items()}
 
 

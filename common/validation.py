@@ -17,7 +17,8 @@ STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)  # of a da
 
 
 def text(value: Any) -> str:
-    """Any but the empty one: a file's name may hold bytes that are not UTF-8, which pydantic's own strings may not."""
+    """Accept any text but the empty one: a file's name may hold bytes that are not UTF-8, which pydantic's own strings
+    may not."""
     if not isinstance(value, str) or not value:
         raise PydanticCustomError("string_type", "a text is needed")
     return value
@@ -41,7 +42,7 @@ ALIASES = {
 
 
 def option(default: Any, group: str, help: str, **more: Any) -> Any:
-    """A field that is a flag of the same name. `group` is its heading in --help; with "" it is no flag.
+    """Declare a field that is a flag of the same name. `group` is its heading in --help; with "" it is no flag.
 
     `more`: `word`, the name in --help of a word of the command, which is no flag; `metavar`, the value's name in
     --help; `many`, whether several values follow the flag (without it, the flag of a tuple is repeated); `switch`, the
@@ -54,23 +55,23 @@ def option(default: Any, group: str, help: str, **more: Any) -> Any:
 
 
 def fields_of(model: Any) -> dict[str, FieldInfo]:
-    """The fields of a pydantic dataclass, by name."""
+    """Return the fields of a pydantic dataclass, by name."""
     fields: dict[str, FieldInfo] = model.__pydantic_fields__
     return fields
 
 
 def options_of(model: Any) -> dict[str, FieldInfo]:
-    """Those that are flags."""
+    """Return the fields that are flags."""
     return {key: f for key, f in fields_of(model).items() if f.description and about(f).get("group", "model")}
 
 
 def about(f: FieldInfo) -> dict[str, Any]:
-    """What `option` says of a field besides its limits."""
+    """Return what `option` says of a field besides its limits."""
     return f.json_schema_extra if isinstance(f.json_schema_extra, dict) else {}
 
 
 def parts_of(annotation: Any) -> Any:
-    """An annotation without None, and without what pydantic is told in it."""
+    """Return an annotation without None, and without what pydantic is told in it."""
     if get_origin(annotation) is Annotated:
         return parts_of(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -83,7 +84,7 @@ def is_tuple(f: FieldInfo) -> bool:
 
 
 def kind_of(f: FieldInfo) -> type:
-    """int, float, bool or str; for a tuple, that of its items."""
+    """Return int, float, bool or str; for a tuple, that of its items."""
     kind = parts_of(f.annotation)
     if get_origin(kind) is tuple:
         kind = parts_of(get_args(kind)[0])
@@ -91,7 +92,7 @@ def kind_of(f: FieldInfo) -> type:
 
 
 def choices_of(f: FieldInfo) -> tuple[str, ...]:
-    """The values that a field allows, if they are listed."""
+    """Return the values that a field allows, if they are listed."""
     kind = parts_of(f.annotation)
     if get_origin(kind) is tuple:
         kind = parts_of(get_args(kind)[0])
@@ -99,14 +100,15 @@ def choices_of(f: FieldInfo) -> tuple[str, ...]:
 
 
 def limits_of(f: FieldInfo) -> list[tuple[str, float]]:
-    """[("at least", 1), ("less than", 10)]"""
+    """Return the limits: [("at least", 1), ("less than", 10)]"""
     return [
         (words, getattr(item, name)) for name, words in LIMITS.items() for item in f.metadata if hasattr(item, name)
     ]
 
 
 def suggest(name: str, known: Iterable[str], prefix: str = "") -> str:
-    """A question for the end of a message, with the known name that `name` means or is nearest to; "" if none is."""
+    """Ask, at the end of a message, whether the known name that `name` means or is nearest to was meant; "" if none is
+    near."""
     known = list(known)
     near = [word for word in known if word == ALIASES.get(name)] or [word for word in known if word.startswith(name)]
     near = near or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
@@ -120,8 +122,8 @@ def check(
     names: Mapping[str, str] | None = None,
     known: Mapping[str, FieldInfo] | None = None,
 ) -> T | None:
-    """A `model` of the values; None if it cannot be made. All that is wrong goes to `problems`, each value under the
-    name of its key in `names` (none: the key). Values that are wrong are left out, to find contradictions among the
+    """Make a `model` of the values; None if it cannot be made. All that is wrong goes to `problems`, each value under
+    the name of its key in `names` (none: the key). Values that are wrong are left out, to find contradictions among the
     others, too.
 
     `known`: the fields that may be given (None: all). null leaves a field out whose default is null.
@@ -138,7 +140,7 @@ def check(
 
 
 def build(model: type[T], values: Any) -> T:
-    """`model` of a JSON object. Raises ValueError that lists all that is wrong."""
+    """Make a `model` of a JSON object. Raises ValueError that lists all that is wrong."""
     if not isinstance(values, dict):
         raise ValueError(f"an object {{...}} is needed, not {quoted(values)}")
     problems: list[str] = []
@@ -151,7 +153,7 @@ def build(model: type[T], values: Any) -> T:
 def attempt(
     model: type[T], values: Mapping[str, Any], names: Mapping[str, str], fields: Mapping[str, FieldInfo]
 ) -> tuple[T | None, dict[str, list[str]]]:
-    """The model, or what is wrong by key; under "" what is wrong with several keys together."""
+    """Return the model, or what is wrong by key; under "" what is wrong with several keys together."""
     values = {key: meant_by(value, fields[key]) for key, value in values.items()}
     values = {key: value for key, value in values.items() if value is not None or fields[key].default is not None}
     try:
@@ -164,7 +166,7 @@ def attempt(
 
 
 def meant_by(value: Any, f: FieldInfo) -> Any:
-    """What true and false stand for; a list, or a single text, for a tuple."""
+    """Return what true and false stand for; a list, or a single text, as a tuple."""
     if isinstance(value, bool) and "switch" in about(f):
         return about(f)["switch"][0 if value else 1]
     if is_tuple(f) and isinstance(value, str | list):
@@ -173,7 +175,7 @@ def meant_by(value: Any, f: FieldInfo) -> Any:
 
 
 def sentences(error: Any, names: Mapping[str, str], fields: Mapping[str, FieldInfo]) -> list[str]:
-    """One of pydantic's errors in our words."""
+    """Put one of pydantic's errors into our words."""
     if error["type"] == "value_error":  # of a validator of ours, which lists them
         return str(error["ctx"]["error"]).splitlines()
     key, *inside = error["loc"]
@@ -191,7 +193,7 @@ def quoted(value: Any) -> str:
 
 
 def needed(error: Any, f: FieldInfo | None) -> str:
-    """What would have been right."""
+    """Say what would have been right."""
     kind, context = error["type"], error.get("ctx", {})
     if f is not None and (choices := choices_of(f)):
         near = suggest(error["input"], choices) if isinstance(error["input"], str) else ""

@@ -45,7 +45,8 @@ class Costs(NamedTuple):
     ending: float = 0.0  # after the last step: the checkpoint and its copies
 
     def of(self, steps: int, done: int, eval_interval: int) -> float:
-        """Seconds of the last `steps` steps of a run, after `done` steps, with evaluations and the ending."""
+        """Return the seconds of the last `steps` steps of a run, after `done` steps, with evaluations and the
+        ending."""
         evaluations = 0
         if eval_interval:
             last = done + steps
@@ -53,7 +54,7 @@ class Costs(NamedTuple):
         return steps * self.step + evaluations * self.evaluation + self.ending
 
     def steps_within(self, seconds: float, done: int, limit: int, eval_interval: int) -> int:
-        """How many of at most `limit` steps are over within `seconds`, the run's end included."""
+        """Return how many of at most `limit` steps are over within `seconds`, the run's end included."""
         possible = range(1, min(limit, MAX_STEPS - done) + 1)
         return bisect.bisect_right(possible, seconds, key=lambda steps: self.of(steps, done, eval_interval))
 
@@ -119,7 +120,7 @@ class Clock:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """A pause whose length is that of an evaluation."""
+        """Pause, and take the length of the pause as that of an evaluation."""
         before = self.paused_seconds
         with self.paused():
             yield
@@ -127,7 +128,7 @@ class Clock:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """A pause in which the training waits for a save."""
+        """Pause while the training waits for a save."""
         before = self.paused_seconds
         with self.paused():
             yield
@@ -156,7 +157,7 @@ class Clock:
     # The plan of `minutes`
 
     def replan(self) -> None:
-        """If it is time to check: measure the speed, begin the fall of the learning rate, or move its end."""
+        """Measure the speed, if it is time to check; begin the fall of the learning rate, or move its end."""
         state = self.run.state
         if state.step < self.next_check or state.finished:
             return
@@ -172,7 +173,8 @@ class Clock:
         self.last_step = state.max_steps if state.cooldown else state.step + max(1, self.steps_left)
 
     def decide(self) -> tuple[Cooldown | None, int, str]:
-        """The plan, if it begins or moves now; the step of the next check; why the run stops, if no step is left."""
+        """Plan the end, if its time has come. Returns the plan, if it begins or moves now; the step of the next check;
+        and why the run stops, if no step is left."""
         has_begun = self.run.state.cooldown is not None
         now, next_check = self.check_end() if has_begun else self.check_beginning()
         if not now:
@@ -184,7 +186,7 @@ class Clock:
         return (self.move_end if has_begun else self.begin_fall)(steps), next_check, ""
 
     def check_beginning(self) -> tuple[bool, int]:
-        """Whether the fall begins now, and the step of the next check."""
+        """Return whether the fall begins now, and the step of the next check."""
         state, config = self.run.state, self.run.config
         fall = decay_share(config) * self.seconds
         before_fall = self.left - max(fall, self.cost(SHORTEST_FALL) + MARGIN * self.seconds)
@@ -198,7 +200,7 @@ class Clock:
         return False, min(next_check, max(state.step + 1, by_text))
 
     def check_end(self) -> tuple[bool, int]:
-        """Whether the last step moves, and the step of the next check."""
+        """Return whether the last step moves, and the step of the next check."""
         state, next_check = self.run.state, self.step_after(self.seconds / CLOCK_CHECKS)
         assert state.cooldown is not None
         if len(self.samples) < DECIDED_AFTER:
@@ -258,7 +260,7 @@ class Clock:
         return write * (2 if self.run.config.eval_interval else 1)  # the best weights may be these
 
     def cost(self, steps: int) -> float:
-        """Seconds of the next `steps` steps, if they are the last."""
+        """Return the seconds of the next `steps` steps, if they are the last."""
         return self.costs.of(steps, self.run.state.step, self.run.config.eval_interval)
 
     def step_after(self, seconds: float) -> int:
@@ -284,7 +286,7 @@ class Clock:
         return f"Forecast   the learning rate falls from about step {first:,} on; about {end}"
 
     def describe_end(self, steps: int) -> str:
-        """The rest of a sentence, about the last step if `steps` are left."""
+        """Return the rest of a sentence about the last step, which comes after `steps` more."""
         state, config = self.run.state, self.run.config
         last, early = state.step + steps, self.left - self.cost(steps)
         if last < state.max_steps or early <= EARLY * self.seconds:

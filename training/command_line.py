@@ -36,7 +36,8 @@ ELSEWHERE = {
 
 
 def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | None = None, by: str = "") -> Config:
-    """Defaults <- config file <- flags. `chosen`: in place of a config file, what a part of the program, `by`, chose.
+    """Combine defaults, config file and flags; later ones win. `chosen`: in place of a config file, what a part of the
+    program, `by`, chose.
 
     Raises ConfigError listing every problem found in any of them.
     """
@@ -85,7 +86,7 @@ def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | 
 
 
 def explicit_values(resolved: dict[str, Any]) -> dict[str, Any]:
-    """The values of a run's resolved configuration that the user gave: with them the run can continue."""
+    """Return the values of a run's resolved configuration that the user gave: with them the run can continue."""
     values, sources = resolved["config"], resolved["sources"]
     return {
         key: value
@@ -110,7 +111,7 @@ def find_config(name: str) -> Path:
 
 
 def preset(size: str) -> dict[str, Any]:
-    """The model keys of one of MODEL_SIZES."""
+    """Return the model keys of one of MODEL_SIZES."""
     keys = read_json(REPOSITORY / "configs" / f"{size}.json", ConfigError)
     return {key: value for key, value in keys.items() if key in MODEL_KEYS}
 

@@ -25,8 +25,8 @@ class TookTooLong(BaseException):
 def compile_model(
     model: TransformerLanguageModel, hardware: Hardware, example: tuple[torch.Tensor, ...], evaluates: bool = False
 ) -> tuple[Callable[..., torch.Tensor], str]:
-    """torch.compile, tried on the batch `example`, forward and backward and, if the run `evaluates`, without gradients:
-    so nothing is left to compile after the first step.
+    """Compile the model, and try it on the batch `example`, forward and backward and, if the run `evaluates`, without
+    gradients: so nothing is left to compile after the first step.
 
     If compiling fails or takes longer than `hardware.compile_limit`, says so once and returns the model uncompiled, and
     the reason: it is slower, with the same results. One of several processes may fail alone: they exchange nothing

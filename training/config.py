@@ -206,8 +206,8 @@ class Config(ModelConfig, DataKeys):
         return math.ceil(self.sequences_per_step / world().size)
 
     def rows_at_once(self, micro_batch_size: int) -> int:
-        """Sequences per forward pass, at most `micro_batch_size`: a process cuts its share of a step into micro-batches
-        of this size; the last may be smaller."""
+        """Return the sequences per forward pass, at most `micro_batch_size`: a process cuts its share of a step into
+        micro-batches of this size; the last may be smaller."""
         return math.ceil(self.sequences_per_process / math.ceil(self.sequences_per_process / micro_batch_size))
 
     @property
@@ -229,20 +229,20 @@ class Config(ModelConfig, DataKeys):
         return self.sources.get(key, "default") != "default"
 
     def fill_in(self) -> None:
-        """What was not asked stays open: `shape` fills it in."""
+        """Leave open what was not given: `shape` fills it in."""
 
     def shape(self, vocab_size: int) -> ModelConfig:
         return ModelConfig(**{key: getattr(self, key) for key in fields_of(ModelConfig)} | {"vocab_size": vocab_size})
 
     def lora(self, base: str = "any", base_sha256: str = "0" * 64) -> LoRA:
-        """The adapters of this configuration. The defaults for the base suffice if only sizes matter."""
+        """Return the adapters of this configuration. If only sizes matter, the defaults for the base suffice."""
         from common.lora import LoRA
 
         targets: Any = tuple(self.lora_targets.split(","))
         return LoRA(self.lora_rank, self.lora_alpha, targets, base, base_sha256)
 
     def contradictions(self) -> list[str]:
-        """Values that contradict each other, or the number of processes."""
+        """List the values that contradict each other, or the number of processes."""
         problems = super().contradictions()
 
         def where(key: str) -> str:
@@ -338,18 +338,18 @@ CONDITIONS = {key: about(f)["of"] for key, f in SCHEMA.items() if "of" in about(
 
 
 def counts(key: str, values: Mapping[str, Any]) -> bool:
-    """Whether a key has an effect beside these values."""
+    """Return whether a key has an effect beside these values."""
     of, value = CONDITIONS.get(key, (key, None))
     return key not in CONDITIONS or (bool(values.get(of)) if value is None else values.get(of) == value)
 
 
 def is_resolved(content: dict[str, Any]) -> bool:
-    """Whether a JSON file is the config.json of a run folder: every value, and where it came from."""
+    """Return whether a JSON file is the config.json of a run folder: every value, and where it came from."""
     return isinstance(content.get("config"), dict) and isinstance(content.get("sources"), dict)
 
 
 def scope_of(key: str) -> str:
-    """What a key belongs to: see `option`. The shape of the model is fixed, its dropout aside."""
+    """Return what a key belongs to: see `option`. The shape of the model is fixed, except its dropout."""
     if key in MODEL_KEYS:
         return "run" if key == "dropout" else "fixed"
     return str(about(SCHEMA[key]).get("scope", "run")) if key in SCHEMA else "run"

@@ -118,8 +118,8 @@ class TokenData:
         )
 
     def batch(self, sequences_seen: int, rows: int) -> tuple[torch.Tensor, ...]:
-        """The `rows` sequences that follow the first `sequences_seen`, as the model takes them: inputs, targets and,
-        for conversations, the column in which each token's conversation starts. Each is (rows, T) int64."""
+        """Read the `rows` sequences that follow the first `sequences_seen`, as the model takes them: inputs, targets
+        and, for conversations, the column in which each token's conversation starts. Each is (rows, T) int64."""
         read = self.reader.windows if self.reader else self.train_windows
         return self.split(read(sequences_seen, rows))
 
@@ -134,7 +134,7 @@ class TokenData:
         return self.gather(train_starts(first, rows, layout.windows, layout.spare, layout.stride, self.seed))
 
     def gather(self, starts: np.ndarray) -> torch.Tensor:
-        """The windows that begin at `starts`, (rows,), as stored: (rows, T + 1), on the tokens' device."""
+        """Read the windows that begin at `starts`, (rows,), as stored: (rows, T + 1), on the tokens' device."""
         # A view of all windows, and one indexed copy of the wanted ones: no loop over rows.
         every_window = self.tokens.unfold(0, self.seq_len + 1, 1)
         indices = torch.from_numpy(starts)
@@ -143,7 +143,7 @@ class TokenData:
         return every_window[indices]
 
     def split(self, windows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Windows as stored -> what `batch` returns. Widened to int64 on the device, so fewer bytes are copied."""
+        """Split windows as stored into what `batch` returns. int64 only on the device, so fewer bytes are copied."""
         windows = windows.to(self.device).long()
         if self.is_16_bit:
             windows &= 0xFFFF
@@ -176,7 +176,7 @@ class ReadAhead:
         self.next: tuple[tuple[int, int], Future[torch.Tensor]] | None = None
 
     def windows(self, first: int, rows: int) -> torch.Tensor:
-        """(rows, T + 1) on the device."""
+        """Return (rows, T + 1) on the device."""
         expected, reading = self.next or ((0, 0), None)
         if reading is None or expected != (first, rows):
             reading = self.thread.submit(self.fill, first, rows)
@@ -191,7 +191,7 @@ class ReadAhead:
 
 
 def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, seed: int) -> np.ndarray:
-    """(rows,): where `rows` sequences of the endless shuffled stream, from number `first` on, begin in the split."""
+    """Return (rows,): where `rows` sequences of the endless shuffled stream, from number `first` on, begin."""
     epochs, places = np.divmod(np.arange(first, first + rows, dtype=np.int64), windows)
     starts = np.empty(rows, dtype=np.int64)
     for epoch in range(epochs[0], epochs[-1] + 1):
@@ -203,7 +203,7 @@ def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, 
 
 @lru_cache(maxsize=2)  # a batch may reach from one epoch into the next
 def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -> tuple[int, np.ndarray]:
-    """Where the first window of an epoch begins (the phase), and the order of the windows.
+    """Draw where the first window of an epoch begins (the phase), and the order of the windows.
 
     RandomState, not Generator: NumPy will never change its stream (NEP 19), so a run that is resumed years later, with
     another NumPy, still sees the same order.
@@ -214,7 +214,7 @@ def epoch_order(seed: int, epoch: int, windows: int, spare: int, seq_len: int) -
 
 
 def locate(config: Config, data_dir: str | None) -> tuple[Path | None, Path | None, Path]:
-    """Paths of the token file, the tokenizer and the metadata. The first two are None where the metadata names them.
+    """Find the token file, the tokenizer and the metadata. The first two paths are None where the metadata names them.
 
     Raises DataError if the folder has no token file, or several."""
     if config.bin_file:
@@ -239,7 +239,7 @@ def locate(config: Config, data_dir: str | None) -> tuple[Path | None, Path | No
 
 
 def choose_placement(size: int, config: Config, hardware: Hardware) -> str:
-    """gpu > ram > mmap: the fastest memory that the tokens fit in. Raises ConfigError if there is no GPU for `gpu`."""
+    """Choose the fastest memory that the tokens fit in: gpu > ram > mmap. Raises ConfigError for `gpu` without one."""
     if config.placement == "gpu" and not hardware.is_cuda:
         raise ConfigError("--placement gpu needs a CUDA GPU; --placement auto uses RAM here.")
     if config.placement != "auto":

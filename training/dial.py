@@ -56,8 +56,8 @@ FEWEST_STEPS = 50  # a model that takes fewer has hardly begun to learn
 
 
 def choose(argv: Sequence[str] | None, requested: Config) -> Config:
-    """The configuration for `asked`, which names a text and no model. Flags win, and a run that is there keeps its
-    choice.
+    """Choose the configuration for `requested`, which names a text and no model. Flags win, and a run that is there
+    keeps its choice.
 
     Raises ConfigError without minutes, MemoryExhausted if nothing fits, DataError if the text cannot be read or is too
     short.
@@ -143,7 +143,7 @@ class Dial:
         return self.machine.candidate(config, self.text.vocab_size, self.text.is_chat)
 
     def rows(self, candidate: Candidate, sequences: int, compiles: bool = False) -> int:
-        """How many of the sequences of a step fit into memory at once; 0 if not even one does."""
+        """Return how many of the sequences of a step fit into memory at once; 0 if not even one does."""
         hardware, rows = candidate.hardware, min(sequences, self.requested.micro_batch_size or sequences)
         if hardware.memory_bytes is None:
             return rows
@@ -154,8 +154,7 @@ class Dial:
         return rows
 
     def choice(self) -> Choice:
-        """Time the smallest, the best so far and the next larger, which uses the machine better; on a GPU, compile the
-        best. Return the best."""
+        """Time the smallest, the best so far and the next larger; on a GPU, compile the best. Return the best."""
         self.time(self.candidates[0])
         while True:
             choice = self.best(self.requested.minutes)
@@ -168,8 +167,8 @@ class Dial:
                 return choice
 
     def takes_other_vocabulary(self, choice: Choice) -> bool:
-        """Take the vocabulary for as much of the text as the choice reads, unless it was taken before. Whether it
-        was."""
+        """Take the vocabulary for as much of the text as the choice reads, unless it was taken before. Returns whether
+        it did."""
         vocabulary = vocabulary_for(min(1.0, choice.passes) * self.text.bytes)
         if not self.chooses_vocabulary or vocabulary.size in self.vocabularies:
             return False
@@ -179,8 +178,8 @@ class Dial:
         return True
 
     def time(self, candidate: Candidate) -> bool:
-        """Time steps of it, unless that was done, or takes more than its share of the minutes. Whether it was tried: if
-        memory runs out, neither it nor a larger one is a candidate any more."""
+        """Time steps of a candidate, unless that was done or takes more than its share of the minutes. If memory runs
+        out, drop it and all larger ones. Returns whether it was tried."""
         share = TIMED_SHARE * 60 * self.requested.minutes
         left = share - max(0.0, self.machine.now() - self.first_timed)
         of_all = self.timed[next(iter(self.timed))]
@@ -204,8 +203,8 @@ class Dial:
         return True
 
     def measured(self, candidate: Candidate, tokens: float, threads: int, seconds: float) -> Timed:
-        """Steps of so many tokens. On a GPU, of one sequence, which may be as fast as many, and of ever more until it
-        is busy."""
+        """Time steps of so many tokens. On a GPU, time one sequence, which may be as fast as many, then more and more
+        until the GPU is busy."""
         if not candidate.hardware.is_cuda:
             return self.machine.time_steps(candidate, tokens, threads, seconds)
         length, rows = candidate.config.max_seq_len, 1
@@ -219,8 +218,8 @@ class Dial:
         return steps._replace(least=length * one.token)
 
     def compile(self, choice: Choice) -> bool:
-        """Compile a choice for a GPU as the training will, and time it, unless it was, or another was and it takes too
-        long. Whether it was tried."""
+        """On a GPU, compile a choice as the training will, and time it. Skip what was compiled before, and a second one
+        that takes too long. Returns whether it was tried."""
         candidate = choice.candidate
         takes = self.compile_time(candidate)
         if not (candidate.hardware.is_cuda and choice.compiles) or candidate.flops in self.compiled:
@@ -239,7 +238,7 @@ class Dial:
         return True
 
     def attempt(self, candidate: Candidate, work: Callable[[], T]) -> T | None:
-        """What `work` returns, or None if memory runs out. Its memory is free again."""
+        """Return what `work` returns, or None if memory runs out; free its memory."""
         try:
             return work()
         except Exception as error:
@@ -251,8 +250,8 @@ class Dial:
             self.machine.free(candidate)
 
     def speed(self, candidate: Candidate, compiles: bool) -> tuple[Timed, int]:
-        """Its steps with the number of threads that is fastest. As timed, between two candidates that were, or by its
-        floating-point operations beside those of the largest or smallest."""
+        """Return a candidate's steps with the fastest number of threads: as timed, interpolated between two that were
+        timed, or scaled from the largest or smallest by floating-point operations."""
         found = []
         for threads, timed in self.timed.items():
             sizes = sorted(timed)
@@ -267,19 +266,19 @@ class Dial:
         return steps.times(1 - CPU_COMPILE_SAVES if compiles else 1.0), threads
 
     def of_forecast(self, candidate: Candidate) -> float:
-        """The time of compiled passes, a share of their forecast: that of the candidate, or of the last that was
+        """Return the time of compiled passes as a share of their forecast: this candidate's, or that of the last one
         compiled."""
         return self.compiled.get(candidate.flops, [1.0, *self.compiled.values()][-1])
 
     def best(self, minutes: float) -> Choice:
-        """The candidate with the lowest loss after so many minutes."""
+        """Return the candidate with the lowest loss after so many minutes."""
         outcomes = [
             self.outcome(candidate, minutes, form) for candidate in self.candidates for form in self.forms(candidate)
         ]
         return min(outcomes, key=lambda one: (max(0, FEWEST_STEPS - one.steps), round(one.loss, 4), one.seconds))
 
     def forms(self, candidate: Candidate) -> list[bool]:
-        """Whether it may be trained uncompiled, compiled, or both: on a GPU, what is better is chosen."""
+        """Return whether it may be trained uncompiled, compiled, or both: on a GPU, the better one is chosen."""
         config, hardware = candidate.config, candidate.hardware
         if hardware.is_cuda:
             return [False, True] if hardware.compiles and config.compile == "auto" else [hardware.compiles]
@@ -288,7 +287,7 @@ class Dial:
         return [choose_compile(replace(config, forecast=forecast), candidate.model.config, units)[0]]
 
     def outcome(self, candidate: Candidate, minutes: float, compiles: bool, slower: float = 1.0) -> Choice:
-        """What it comes to, on a machine that is so many times slower than timed."""
+        """Return what a candidate comes to in so many minutes, on a machine that is `slower` times as slow as timed."""
         text, (speed, threads) = self.text, self.speed(candidate, compiles)
         before = self.machine.now() - self.started + compiles * self.compile_time(candidate, speed.cpu_share)
         seconds = max(1.0, 60 * minutes - before) * (1 - EVALUATING_SHARE)
@@ -314,19 +313,20 @@ class Dial:
         )  # fmt: skip
 
     def compile_time(self, candidate: Candidate, cpu_share: float = 1.0) -> float:
-        """Seconds that compiling it will take: again, if it was compiled."""
+        """Return the seconds that compiling it will take; fewer if it was compiled before."""
         again = AGAIN if candidate.flops in self.compiled else 1.0
         return again * self.compiling * self.machine.expected_compile(candidate, cpu_share)
 
     def with_context(self, candidate: Candidate, tokens: float) -> Shape:
-        """For a run of so many tokens."""
+        """Return the shape with the context for a run of so many tokens."""
         shape, length = self.shapes[candidate], candidate.config.max_seq_len
         return shape._replace(
             max_seq_len=length if self.requested.is_explicit("max_seq_len") else context_for(shape, tokens)
         )
 
     def sequences(self, max_seq_len: int, tokens: float, busy: float) -> int:
-        """Of a step, as the flags allow it, in a run of so many tokens; a step of `busy` ones keeps the device busy."""
+        """Return the sequences of a step, as the flags allow them, in a run of so many tokens. `busy`: tokens of a step
+        that keep the device busy."""
         requested = self.requested
         if requested.is_explicit("batch_size"):
             return requested.sequences_per_step
@@ -341,7 +341,7 @@ class Dial:
         return keys
 
     def config_of(self, choice: Choice) -> Config:
-        """With the flags, which win."""
+        """Return the configuration of a choice, with the flags, which win."""
         batch_size = choice.sequences // self.requested.gradient_accumulation_steps
         windows = self.text.tokens * (1 - TRAIN_SHARE) / choice.shape.max_seq_len
         in_time = EVALUATING_SHARE / FORWARD_SHARE * choice.steps * choice.sequences / EVALUATIONS
@@ -360,7 +360,7 @@ class Dial:
         return parse_config(self.argv, keys, SOURCE)
 
     def print_choice(self, choice: Choice) -> None:
-        """Five lines: the text, the choice and why, what to expect, and what other minutes would bring."""
+        """Print the text, the choice and why, what to expect, and what other minutes would bring."""
         shape, text, minutes = choice.shape, self.text, self.requested.minutes
         others = ", ".join(f"{other:g} minutes: {self.best(other).loss:.2f}" for other in (minutes / 2, minutes * 2))
         why = f"of {len(self.shapes)} sizes the one with the lowest loss in this time, on this machine"

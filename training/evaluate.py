@@ -57,8 +57,8 @@ def evaluate(run: Run) -> Evaluation:
 
 @torch.no_grad()
 def validation_loss(run: Run, windows: int | None = None) -> float:
-    """Mean cross-entropy in nats per token over a fixed set of `windows` (None: as many as the run evaluates); masked
-    tokens do not count. Draws no random numbers.
+    """Return the mean cross-entropy in nats per token over a fixed set of `windows` (None: as many as the run
+    evaluates); masked tokens do not count. Draws no random numbers.
 
     Every batch has the same shape, so that torch.compile compiles the evaluation once: `pad_rows` fills the last batch.
     Processes take batches in turn.
@@ -68,7 +68,7 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
     exact = exact_device(data.device)
 
     def losses(rows: int) -> tuple[torch.Tensor, int | torch.Tensor]:
-        """The sum over this process's windows, and how many tokens or windows it is of."""
+        """Return the sum over this process's windows, and how many tokens or windows it is of."""
         total = torch.zeros((), device=exact, dtype=torch.float64)
         counted: int | torch.Tensor = 0
         for round_begins in range(0, windows, rows * world().size):
@@ -93,15 +93,15 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
 
 
 def answer_prompts(run: Run) -> list[Answer]:
-    """The model's most likely continuation of each prompt of the run. Every process must call this."""
+    """Continue each prompt of the run with the most likely tokens. Every process must call this."""
     inputs = [in_chat_form(prompt.text, run.data) for prompt in run.prompts]
     texts = continuations(run, inputs, Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0))
     return [Answer(prompt, text) for prompt, text in zip(run.prompts, texts, strict=False)]
 
 
 def continuations(run: Run, prompts: Sequence[str | list[int]], sampling: Sampling) -> list[str]:
-    """What the model writes after each prompt, as many at once as sequences in training; [] if memory does not suffice.
-    Rank 0 computes them; every process must call this."""
+    """Continue the prompts, as many at once as sequences in training; return [] if memory does not suffice. Rank 0
+    computes them; every process must call this."""
     if not prompts:
         return []
     model = run.model
@@ -125,8 +125,8 @@ def continuations(run: Run, prompts: Sequence[str | list[int]], sampling: Sampli
 
 
 def sample(run: Run) -> list[Answer]:
-    """What follows the beginnings of SAMPLES held-out documents, by generate.py's defaults. Every process must call
-    this. None of conversations, which `eval_prompts` ask better."""
+    """Continue the beginnings of SAMPLES held-out documents, by generate.py's defaults. Every process must call this.
+    Skips conversations, for which `eval_prompts` ask better."""
     data = run.data
     if data.layout.has_mask:
         return []
@@ -137,13 +137,13 @@ def sample(run: Run) -> list[Answer]:
 
 
 def in_chat_form(text: str, data: TokenData) -> str | list[int]:
-    """The prompt in the chat template of the training data; unchanged if that is plain text."""
+    """Put the prompt into the chat template of the training data; plain text has none, and stays."""
     template = data.metadata.chat_template
     return text if template is None else template.prompt_ids(data.tokenizer, [Message("user", text)])
 
 
 def evaluated_windows(data: TokenData, config: Config) -> int:
-    """How many windows an evaluation takes: those of `eval_batches` batches, or the whole split."""
+    """Return how many windows an evaluation takes: those of `eval_batches` batches, or the whole split."""
     return min(config.eval_batches * config.batch_size, data.val_windows) or data.val_windows
 
 
@@ -152,12 +152,12 @@ def perplexity(loss: float) -> float:
 
 
 def bits_per_byte(loss: float, data: TokenData) -> float | None:
-    """Loss in bits per byte of text: comparable across tokenizers. None if the metadata does not count the bytes."""
+    """Return the loss in bits per byte of text, comparable across tokenizers; None if the metadata has no bytes."""
     per_byte = data.layout.val_tokens_per_byte
     return None if per_byte is None else loss / math.log(2) * per_byte
 
 
 def accuracy(answers: Sequence[Answer]) -> tuple[int, int]:
-    """(number of right answers, number of prompts with an expected answer)"""
+    """Count the right answers, and the prompts with an expected answer."""
     judged = [answer.right for answer in answers if answer.right is not None]
     return sum(judged), len(judged)

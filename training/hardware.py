@@ -84,13 +84,13 @@ class Hardware:
         return self.device.type == "cuda"
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Weights stay fp32; matrix products inside run in the chosen precision."""
+        """Compute matrix products inside in the chosen precision; weights stay fp32."""
         if self.precision == "fp32":
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, torch.bfloat16 if self.precision == "bf16" else torch.float16)
 
     def grad_scaler(self) -> torch.amp.GradScaler:
-        """Loss scaling for fp16, whose gradients would underflow; passes everything through otherwise."""
+        """Return the loss scaling for fp16, whose gradients would underflow; otherwise it passes everything through."""
         return torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
 
     def synchronize(self) -> None:
@@ -100,7 +100,7 @@ class Hardware:
             torch.mps.synchronize()
 
     def peak_memory(self) -> int | None:
-        """Peak memory so far, in bytes: allocated on the GPU, else resident in this process."""
+        """Return the peak memory so far, in bytes: allocated on the GPU, else resident in this process."""
         if self.is_cuda:
             return torch.cuda.max_memory_allocated()
         if self.device.type == "mps":
@@ -113,7 +113,7 @@ class Hardware:
         return peak if platform.system() == "Darwin" else peak * 1024
 
     def units_per_hour(self, config: Config) -> float | None:
-        """Compute units per hour: as configured, else an A100's known rate, else None."""
+        """Return the compute units per hour: as configured, else an A100's known rate, else None."""
         if config.units_per_hour is not None:
             return config.units_per_hour or None
         return A100_UNITS_PER_HOUR if names_part(self.name, "A100") else None
@@ -168,7 +168,7 @@ def clear_frames(error: BaseException) -> None:
 
 
 def with_fewer_rows(work: Callable[[int], T], rows: int, device: torch.device) -> T:
-    """`work(rows)`, and if memory runs out, again with half as many rows, down to one."""
+    """Return `work(rows)`; if memory runs out, try again with half as many rows, down to one."""
     while True:
         try:
             return work(rows)
@@ -182,7 +182,7 @@ def with_fewer_rows(work: Callable[[int], T], rows: int, device: torch.device) -
 
 @contextlib.contextmanager
 def frozen_garbage() -> Iterator[None]:
-    """Inside, the garbage collector ignores the objects that exist now, instead of scanning them each time."""
+    """Make the garbage collector ignore, inside, the objects that exist now, instead of scanning them each time."""
     gc.collect()
     gc.freeze()
     try:
@@ -228,7 +228,7 @@ def detect_hardware(config: Config, shape: ModelConfig, was_compiled: bool | Non
 
 
 def choose_precision(requested: str, embed_dim: int, units: Units) -> tuple[str, str]:
-    """(precision, reason): bf16 where the device has it, else fp16 with a gradient scaler on CUDA, else fp32.
+    """Return (precision, reason): bf16 where the device has it, else fp16 with a gradient scaler on CUDA, else fp32.
 
     Raises ConfigError if the device lacks what was requested.
     """
@@ -261,7 +261,7 @@ def choose_precision(requested: str, embed_dim: int, units: Units) -> tuple[str,
 
 
 def spills() -> bool:
-    """Whether the driver spills GPU allocations into host memory: on Windows and in WSL, its Linux."""
+    """Return whether the driver spills GPU allocations into host memory: on Windows and in WSL, its Linux."""
     return platform.system() == "Windows" or "microsoft" in platform.uname().release.lower()
 
 
@@ -274,12 +274,12 @@ def limit_memory(device: torch.device) -> None:
 
 
 def compile_seconds(num_layers: int, cpu_share: float = 1.0) -> float:
-    """Seconds that compiling is expected to take on a CPU of which other programs leave this share."""
+    """Return the seconds that compiling is expected to take on a CPU of which other programs leave this share."""
     return (CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * num_layers) / cpu_share
 
 
 def gpu_compile_seconds(num_layers: int) -> float:
-    """Seconds that compiling is expected to take on a GPU, whose host does it."""
+    """Return the seconds that compiling is expected to take on a GPU, whose host does it."""
     slower = 2 if (os.cpu_count() or 1) <= FEW_CORES else 1
     return slower * (GPU_COMPILE_SECONDS + GPU_COMPILE_SECONDS_PER_LAYER * num_layers)
 
@@ -287,9 +287,9 @@ def gpu_compile_seconds(num_layers: int) -> float:
 def choose_compile(
     config: Config, shape: ModelConfig, units: Units, was_compiled: bool | None = None
 ) -> tuple[bool, str, float | None]:
-    """Whether to compile, why, and the seconds after which to give it up: on a GPU with Triton; on a CPU the modern
-    form, if the run is long enough to repay it. A run that is continued on a CPU stays as it began (`was_compiled`), so
-    that the same command resumes with the same arithmetic."""
+    """Return whether to compile, why, and the seconds after which to give it up: on a GPU with Triton; on a CPU the
+    modern form, if the run is long enough to repay it. A run that is continued on a CPU stays as it began
+    (`was_compiled`), so that the same command resumes with the same arithmetic."""
     if config.compile != "auto":
         return config.compile == "on", "as configured", None
     if units.kind == "mps":

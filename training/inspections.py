@@ -127,7 +127,7 @@ def dry_run(run: Run) -> None:
 
 
 def steps_in_time(run: Run, costs: Costs, limit: int, elapsed: float) -> int:
-    """The forecast of `minutes`, printed: how many of at most `most` steps fit, compiling aside."""
+    """Print the forecast of `minutes`, and return how many of at most `limit` steps fit, compiling aside."""
     config = run.config
     seconds = 60 * config.minutes * (1 - MARGIN) - elapsed
     steps = costs.steps_within(seconds, 0, limit, config.eval_interval)
@@ -191,7 +191,7 @@ def check_first_loss(run: Run) -> None:
 
 
 def time_save(run: Run) -> float:
-    """Seconds to write, verify and load a checkpoint on the run's disk. Deletes it afterwards."""
+    """Time writing, verifying and loading a checkpoint on the run's disk, in seconds. Deletes it afterwards."""
     parent = nearest_existing(run.dir.parent)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
@@ -206,7 +206,7 @@ def time_save(run: Run) -> float:
 
 
 def time_evaluation(run: Run) -> float:
-    """Seconds of an evaluation, estimated from one batch, after one that does not count."""
+    """Estimate the seconds of an evaluation from one batch, after one that does not count."""
     if not run.config.eval_interval:
         return 0.0
     windows = evaluated_windows(run.data, run.config)
@@ -220,7 +220,7 @@ def time_evaluation(run: Run) -> float:
 
 
 def between_checkpoints(run: Run, seconds: float) -> float | None:
-    """Longest time between checkpoints, if a step takes `seconds`; None if only the last step is saved."""
+    """Return the longest time between checkpoints, if a step takes `seconds`; None if only the last step is saved."""
     config = run.config
     steps_an_epoch = epoch_sequences(run.data.windows, config) / config.sequences_per_step
     by_epochs = seconds * steps_an_epoch * config.checkpoint_interval
@@ -229,13 +229,15 @@ def between_checkpoints(run: Run, seconds: float) -> float | None:
 
 
 def smallest_part(run: Run) -> int:
-    """The fewest sequences to time a step on: a compiled model takes one shape only, and a GPU is slow on less."""
+    """Return the fewest sequences to time a step on: a compiled model takes one shape only, and a GPU is slow on
+    less."""
     at_once = run.rows_at_once if run.hardware.is_cuda or run.hardware.compiles else 1
     return min(at_once * world().size, run.config.sequences_per_step)
 
 
 def time_step(run: Run) -> tuple[float, int]:
-    """Seconds of a training step, and the number of sequences it was timed on (the seconds are scaled to a step)."""
+    """Time a training step. Returns its seconds, and the number of sequences that were timed (the seconds are scaled to
+    a step)."""
     config, hardware = run.config, run.hardware
 
     def timed(rows: int) -> float:
@@ -303,8 +305,8 @@ def profile(run: Run) -> None:
 
 
 def timed_parts(run: Run, sequences: int) -> list[float]:
-    """Seconds of the PARTS of a step of the next `sequences`. On a GPU each part waits for the one before, so the sum
-    is a little more than a step of the training, whose parts overlap."""
+    """Time the PARTS of a step of the next `sequences`, in seconds. On a GPU each part waits for the one before, so the
+    sum is a little more than a step of the training, whose parts overlap."""
 
     def now() -> float:
         run.hardware.synchronize()
@@ -321,8 +323,8 @@ def timed_parts(run: Run, sequences: int) -> list[float]:
 
 
 def limit(seconds: Mapping[str, float], hardware: Hardware, placement: str) -> str:
-    """One sentence: what limits the run, and what to do about it. `seconds`: of a step by part; `placement`: where the
-    tokens are."""
+    """Say in one sentence what limits the run, and what to do about it. `seconds`: of a step by part; `placement`:
+    where the tokens are."""
     share = {part: seconds[part] / sum(seconds.values()) for part in PARTS}
     if share["update"] >= max(NOTICEABLE, share["data"]):
         return (

@@ -26,7 +26,7 @@ class Law(NamedTuple):
     kappa: float = 1.0
 
     def loss(self, parameters: Any, text_bytes: Any, passes: Any) -> Any:
-        """Of numbers, or of tensors of them."""
+        """Return the bits per byte, for numbers or tensors of them."""
         worth = self.passes_worth(parameters, text_bytes)
         seen = text_bytes * worth * (1 - math.e ** (-passes / worth))
         size, text = self.of_size * parameters**-self.size_power, self.of_text * seen**-self.text_power
@@ -46,8 +46,8 @@ BEYOND = 2  # times that error, where no run of ours was: nine of ten public los
 
 
 def expected_loss(parameters: float, text_bytes: float, passes: float) -> float:
-    """Bits per byte on English books. Half of a text is a text of half the size. Beyond the runs of ours, their law at
-    the last of them, and as much less as the other one falls from there."""
+    """Return the bits per byte on English books. Half of a text is a text of half the size. Beyond our runs, take our
+    law at the last of them, and as much less as the public law falls from there."""
     text_bytes, passes = text_bytes * min(1.0, passes), max(1.0, passes)
     corner = min(parameters, MAX_PARAMETERS), min(text_bytes, MAX_BYTES), passes
     loss: float = OURS.loss(*corner) + PUBLIC.loss(parameters, text_bytes, passes) - PUBLIC.loss(*corner)
@@ -55,20 +55,20 @@ def expected_loss(parameters: float, text_bytes: float, passes: float) -> float:
 
 
 def useful_passes(parameters: float, text_bytes: float) -> int:
-    """After that many passes, another one brings less than LEAST_GAIN."""
+    """Return the number of passes after which another one brings less than LEAST_GAIN."""
     losses = (expected_loss(parameters, text_bytes, passes) for passes in itertools.count(1))
     return next(number for number, (now, then) in enumerate(itertools.pairwise(losses), 1) if now - then < LEAST_GAIN)
 
 
 def expected_error(parameters: float, text_bytes: float, difficulty: float) -> float:
-    """How far the loss may be from `difficulty * expected_loss`, in nine of ten runs."""
+    """Return how far the loss may be from `difficulty * expected_loss`, in nine of ten runs."""
     is_beyond = parameters > MAX_PARAMETERS or not MIN_BYTES <= text_bytes <= 1.1 * MAX_BYTES
     return ERROR * (BEYOND if is_beyond else 1) + abs(1 - difficulty)
 
 
 def difficulty(sample: bytes) -> float:
-    """How much harder a text is to predict than English books: by what the second half of a sample of it is packed to
-    when the first is known, for a model has read such text."""
+    """Return how much harder a text is to predict than English books: pack the second half of a sample while the first
+    is known, for a model has read such text."""
     half = len(sample) // 2
     packed = len(lzma.compress(sample)) - len(lzma.compress(sample[:half]))
     return float((packed / (len(sample) - half) / BOOKS) ** DIFFICULTY_POWER)

@@ -30,7 +30,8 @@ class Layout:
 
 
 def layout_of_text(metadata: TokenMetadata, seq_len: int) -> Layout:
-    """Each window shares one token with the next: its last target is the next window's first input."""
+    """Lay out the windows of a text. Each shares one token with the next: its last target is the next window's first
+    input."""
     windows = count_windows(metadata.train_tokens, seq_len)
     return Layout(
         seq_len=seq_len,
@@ -48,7 +49,7 @@ def layout_of_text(metadata: TokenMetadata, seq_len: int) -> Layout:
 
 
 def count_windows(tokens: int, seq_len: int) -> int:
-    """How many windows of seq_len inputs, and one more target, fit at every phase; at least one."""
+    """Return how many windows of seq_len inputs, and one more target, fit at every phase; at least one."""
     return max(1, (tokens - seq_len) // seq_len)
 
 

@@ -83,8 +83,8 @@ def take_steps(run: Run, clock: Clock, stop: Signals, saver: Saver) -> None:
 
 
 def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
-    """`work(run)` with the model compiled for its micro-batch. After running out of memory, both again with half the
-    rows: `work` changes only gradients, and the result does not depend on the rows.
+    """Do `work(run)` with the model compiled for its micro-batch. After running out of memory, do both again with half
+    the rows: `work` changes only gradients, and the result does not depend on the rows.
 
     Raises MemoryExhausted if one sequence at a time does not fit.
     """

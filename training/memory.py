@@ -32,9 +32,9 @@ OTHERS_SHARE = 0.1  # of the memory: from here on the message says what other pr
 def fit_micro_batch(
     config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
 ) -> tuple[int, str]:
-    """`micro_batch_size` and where it comes from: as it was given, else what this run found to fit on this device
-    before, else the batch, halved until the estimate fits beside the `held` bytes of the tokens on a GPU. The result of
-    the training does not depend on it.
+    """Return `micro_batch_size` and where it comes from: as it was given, else what this run found to fit on this
+    device before, else the batch, halved until the estimate fits beside the `held` bytes of the tokens on a GPU. The
+    result of the training does not depend on it.
 
     Raises MemoryExhausted if one sequence does not fit.
     """
@@ -51,7 +51,7 @@ def fit_micro_batch(
 def halve_until_it_fits(
     config: Config, model: TransformerLanguageModel, hardware: Hardware, held: int = 0
 ) -> tuple[int, str]:
-    """As `fit_micro_batch`, by the estimate alone."""
+    """Fit the micro-batch as `fit_micro_batch` does, by the estimate alone."""
     whole = rows = config.rows_at_once(config.batch_size)
     if hardware.memory_bytes is None:
         return config.batch_size, "default"
@@ -75,7 +75,8 @@ def halve_until_it_fits(
 
 
 def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None:
-    """The micro-batch that this run was reduced to on this device, from its folder; None if it was not reduced."""
+    """Return the micro-batch that this run was reduced to on this device, from its folder; None if it was not
+    reduced."""
     try:
         kept = read_json(config.run_dir / CONFIG, ConfigError)
     except (ConfigError, OSError):
@@ -88,8 +89,8 @@ def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None
 
 
 def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: Hardware, rows: int) -> int:
-    """Peak bytes of a training step that takes `rows` sequences per forward pass: weights, gradients and the
-    optimizer's state in fp32 (16 bytes a parameter with AdamW, 12 with Muon, 4 if it is frozen), and what one
+    """Estimate the peak bytes of a training step that takes `rows` sequences per forward pass: weights, gradients and
+    the optimizer's state in fp32 (16 bytes a parameter with AdamW, 12 with Muon, 4 if it is frozen), and what one
     micro-batch keeps for the backward pass.
 
     Counted from the tensors that autograd keeps if the model runs uncompiled, and that the compiled graphs keep
@@ -112,7 +113,8 @@ def estimate_memory(config: Config, model: TransformerLanguageModel, hardware: H
 
 
 def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: Hardware) -> int:
-    """Bytes that the forward pass keeps per token for the backward pass, and the logits and their gradient."""
+    """Return the bytes that the forward pass keeps per token for the backward pass, and those of the logits and their
+    gradient."""
     c = model.config
     half = 4 if hardware.precision == "fp32" else 2
     residual = {"fp32": 4, "fp16": 4, "bf16": 2}[hardware.precision]
@@ -147,13 +149,13 @@ def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: H
 
 
 def held_memory(data: TokenData, hardware: Hardware) -> int:
-    """Other bytes in the same memory: the tokens and, on a CPU, Python and torch."""
+    """Return the other bytes in the same memory: the tokens and, on a CPU, Python and torch."""
     tokens = data.tokens.nbytes if data.tokens.device.type == hardware.device.type and data.placement != "mmap" else 0
     return tokens if hardware.is_cuda else tokens + PROCESS_BYTES
 
 
 def no_way_out(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> str:
-    """The message if one sequence at a time does not fit: what would help."""
+    """Return the message for when one sequence at a time does not fit: what would help."""
     others = ""
     with contextlib.suppress(Exception):  # memory may run out here too
         if (held := held_by_others(hardware) or 0) > OTHERS_SHARE * (hardware.memory_bytes or math.inf):
@@ -172,7 +174,7 @@ def no_way_out(config: Config, shape: ModelConfig, hardware: Hardware, rows: int
 
 
 def without_memory(config: Config, shape: ModelConfig) -> TransformerLanguageModel:
-    """The model on the meta device, with its adapters: sizes without numbers."""
+    """Build the model on the meta device, with its adapters: sizes without numbers."""
     model = meta_model(shape)
     if config.lora_rank:
         with Uninitialized(), torch.device("meta"):
@@ -181,7 +183,7 @@ def without_memory(config: Config, shape: ModelConfig) -> TransformerLanguageMod
 
 
 def held_by_others(hardware: Hardware) -> int | None:
-    """Bytes of the same memory that other processes hold; None if the system does not say."""
+    """Return the bytes of the same memory that other processes hold; None if the system does not say."""
     if hardware.is_cuda:
         free, total = torch.cuda.mem_get_info()
         return total - free - torch.cuda.memory_reserved()

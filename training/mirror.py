@@ -93,14 +93,14 @@ class Mirror:
         self.overtaken: Overtaken | None = None  # this session has stopped copying
 
     def marker(self) -> dict[str, Any]:
-        """What stands in `run.json`; {} if there is none, or none that can be read."""
+        """Read `run.json`; {} if there is none, or none that can be read."""
         try:
             return read_json(self.dir / MARKER, CheckpointError)
         except CheckpointError:
             return {}
 
     def require_usable(self) -> None:
-        """Raises ConfigError if there is no folder to make `checkpoint_dir` in, if the mirror would be the run folder
+        """Raise ConfigError if there is no folder to make `checkpoint_dir` in, if the mirror would be the run folder
         itself, or if this run's copies are gone: an unmounted disk leaves an empty folder behind, and copies in it
         would lie on the local disk."""
         if not self.root.parent.is_dir():
@@ -134,7 +134,7 @@ class Mirror:
         return sorted(self.dir.glob(f"{BEST}_*"))
 
     def records(self, name: str) -> list[Path]:
-        """The whole ones among the records of this name, newest first."""
+        """Return the whole ones among the records of this name, newest first."""
         paths = [copy / OF_RUN / name for copy in step_folders(self.dir)]
         return [path for path in paths if path.is_file() and is_listed(path)]
 
@@ -151,9 +151,9 @@ class Mirror:
         self.woken.set()
 
     def work(self) -> None:
-        """What the thread does until it is closed, or another session has gone ahead. A copy that fails is retried
-        after as long as it has failed so far, so the pause doubles from one attempt to the next. A new request is tried
-        at once."""
+        """Copy what is new, until the mirror is closed or another session has gone ahead; the thread runs this. A copy
+        that fails is retried after as long as it has failed so far, so the pause doubles from one attempt to the next.
+        A new request is tried at once."""
         while not self.closed and self.overtaken is None:
             since, pause = self.failing_since, None
             if since is not None:
@@ -235,7 +235,7 @@ class Mirror:
         self.is_clean = True
 
     def require_ahead(self, newest: Path) -> None:
-        """Raises Overtaken if another session has copied a later step than `newest`, the last that this one saved."""
+        """Raise Overtaken if another session has copied a later step than `newest`, the last that this one saved."""
         for copy in step_folders(self.dir):
             is_new = copy.name not in self.known and not copy.name.endswith(self.session)
             if is_new and step_of(copy) > step_of(newest):
@@ -303,14 +303,14 @@ class Mirror:
         return True
 
     def is_copy(self, copy: Path, files: dict[str, Entry]) -> bool:
-        """Whether it is a whole copy of these files."""
+        """Return whether it is a whole copy of these files."""
         is_whole = files.items() <= files_of(copy).items() and (copy in self.verified or not problems_of(copy))
         if is_whole:
             self.verified.add(copy)
         return is_whole
 
     def status(self) -> str:
-        """How old the newest copy of this session is, for the progress line."""
+        """Return how old the newest copy of this session is, for the progress line."""
         age = "no copy yet" if self.copied_at is None else f"copy {clock(time.monotonic() - self.copied_at)} old"
         return f"{age} ({self.problem})" if self.problem else age
 
@@ -358,7 +358,7 @@ def delete_copy(folder: Path) -> None:
 
 
 def files_of(checkpoint: Path) -> dict[str, Entry]:
-    """The files that its manifest lists; a name that no file has if there is no manifest that can be read."""
+    """Return the files that its manifest lists; if none can be read, a name that no file has."""
     try:
         return listed_files(checkpoint)
     except (CheckpointError, OSError):
@@ -366,7 +366,7 @@ def files_of(checkpoint: Path) -> dict[str, Entry]:
 
 
 def is_listed(record: Path) -> bool:
-    """Whether it is what the manifest of its copy says."""
+    """Return whether the manifest of its copy lists this record as it is."""
     return files_of(record.parents[1]).get(f"{OF_RUN}/{record.name}") == entry_of(record)
 
 
@@ -392,7 +392,7 @@ def read_best_state(best: Path) -> TrainState | None:
 
 
 def is_better(one: TrainState, other: TrainState) -> bool:
-    """Whether best weights have the lower loss, or are of a later step if the losses are over other windows."""
+    """Return whether best weights have the lower loss, or are of a later step if the losses are over other windows."""
     if one.best_val_loss is not None and other.best_val_loss is not None and one.best_windows == other.best_windows:
         return one.best_val_loss < other.best_val_loss
     return one.step > other.step

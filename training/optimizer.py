@@ -37,14 +37,14 @@ class Optimizer(torch.optim.Optimizer):
     def step(  # type: ignore[override]  # no closure is ever given
         self, closure: None = None, *, found_inf: torch.Tensor | None = None, grad_scale: torch.Tensor | None = None
     ) -> None:
-        """If `found_inf` () is 1.0, nothing changes. Rules with `divides_gradients` divide gradients by `grad_scale`
-        (). Both stay on the device, so the host does not wait."""
+        """Update the parameters, unless `found_inf` () is 1.0. Rules with `divides_gradients` divide gradients by
+        `grad_scale` (). Both stay on the device, so the host does not wait."""
         for name, rule in RULES.items():
             if groups := [group for group in self.param_groups if group["rule"] == name]:
                 rule.update(self, groups, found_inf, grad_scale)
 
     def state_of(self, parameter: Parameter, group: Group) -> dict[str, torch.Tensor]:
-        """The tensors that the group's rule keeps for a parameter: zeros before its first update."""
+        """Return the tensors that the group's rule keeps for a parameter: zeros before its first update."""
         state: dict[str, torch.Tensor] = self.state[parameter]
         if not state:
             for name in RULES[group["rule"]].state:
@@ -54,8 +54,8 @@ class Optimizer(torch.optim.Optimizer):
         return state
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All that is kept of the parameters, by name: blocks.0.attention.qkv.weight.exp_avg. Zeros before the first
-        update."""
+        """Return all that is kept of the parameters, by name: blocks.0.attention.qkv.weight.exp_avg. Zeros before the
+        first update."""
         return {
             f"{name}.{key}": tensor
             for group in self.param_groups
@@ -80,7 +80,7 @@ class Optimizer(torch.optim.Optimizer):
 def update_adamw(
     optimizer: Optimizer, groups: list[Group], found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
 ) -> None:
-    """Calls PyTorch's function."""
+    """Call PyTorch's AdamW."""
     for group in groups:
         parameters = with_gradients([group])
         states = [optimizer.state_of(parameter, group) for parameter in parameters]
@@ -105,14 +105,14 @@ def update_adamw(
 
 
 def is_hidden_matrix(name: str, parameter: Parameter) -> bool:
-    """Whether Muon updates this parameter: the matrices inside blocks."""
+    """Return whether Muon updates this parameter: the matrices inside blocks."""
     return name.startswith("blocks.") and parameter.dim() == 2
 
 
 def update_muon(
     optimizer: Optimizer, groups: list[Group], found_inf: torch.Tensor | None, grad_scale: torch.Tensor | None
 ) -> None:
-    """Momentum with an orthogonalized update: a matrix learns at the same speed in every direction.
+    """Update by momentum, orthogonalized: a matrix learns at the same speed in every direction.
 
     The same update as `torch.optim.Muon` with its default learning-rate adjustment, sqrt(max(1, rows / columns)). But
     one batched call orthogonalizes all matrices of one shape, and a few calls update them: on a GPU a call for each
@@ -162,7 +162,8 @@ def scale_of(rows: int, columns: int) -> float:
 
 
 def orthogonalized(batches: list[Batch]) -> Orthogonalized:
-    """(parts of parameters, their orthogonalized updates, the scale of the updates, the group) for all matrices."""
+    """Yield, for all matrices, (parts of parameters, their orthogonalized updates, the scale of the updates, the
+    group)."""
     alike = defaultdict(list)  # shape -> (parts of parameters, their matrices, their group)
     for parameters, matrices, group in batches:
         rows = group["stacked"] or (matrices.size(1),)
@@ -177,8 +178,8 @@ def orthogonalized(batches: list[Batch]) -> Orthogonalized:
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Approximates the nearest semi-orthogonal matrix to each of (N, rows, columns): the same singular vectors,
-    singular values near 1. Five Newton-Schulz steps (Jordan et al. 2024)."""
+    """Approximate the nearest semi-orthogonal matrix to each of (N, rows, columns): the same singular vectors, singular
+    values near 1. Five Newton-Schulz steps (Jordan et al. 2024)."""
     a, b, c = NEWTON_SCHULZ_COEFFICIENTS
     x = matrices
     is_tall = x.size(1) > x.size(2)
@@ -193,7 +194,8 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def newton_schulz_dtype(device: torch.device) -> torch.dtype:
-    """The iteration tolerates bf16's rounding. Normalised matrices stay in fp16's range, too: the error is smaller."""
+    """Choose the precision of the iteration, which tolerates bf16's rounding. Normalised matrices stay in fp16's range,
+    too: the error is smaller."""
     if has_fast_bf16(device):
         return torch.bfloat16
     return torch.float16 if device.type == "cuda" else torch.float32
@@ -239,7 +241,7 @@ RULES = {  # the choices of `optimizer` in training/config.py
 
 
 def by_rule(model: torch.nn.Module, config: Config) -> dict[str, dict[str, Parameter]]:
-    """Rule -> name -> parameter, for the parameters that are trained. `config.optimizer` updates those that its rule
+    """Sort the parameters that are trained: rule -> name -> parameter. `config.optimizer` updates those that its rule
     takes, AdamW the others."""
     named: dict[str, dict[str, Parameter]] = {config.optimizer: {}, "adamw": {}}
     for name, parameter in model.named_parameters():
@@ -250,14 +252,14 @@ def by_rule(model: torch.nn.Module, config: Config) -> dict[str, dict[str, Param
 
 
 def stacked(name: str, config: ModelConfig) -> tuple[int, ...]:
-    """The rows of each matrix, if a parameter holds several: queries, keys and values; gate and up."""
+    """Return the rows of each matrix, if a parameter holds several: queries, keys and values; gate and up."""
     if name.endswith("qkv.weight"):
         return config.qkv_rows
     return (config.ff_dim, config.ff_dim) if name.endswith("fc1.weight") and config.is_gated else ()
 
 
 def build_optimizer(model: TransformerLanguageModel, config: Config) -> Optimizer:
-    """The optimizer of `config.optimizer`, with AdamW for the parameters that its rule does not take.
+    """Build the optimizer of `config.optimizer`, with AdamW for the parameters that its rule does not take.
 
     Weight decay acts only on the matrices of that rule. Decay would pull biases and norm gains away from useful values.
     With another rule, AdamW's matrices (the embeddings and the head) have no decay.
@@ -303,17 +305,17 @@ def update(optimizer: Optimizer, grad_norm: torch.Tensor, grad_clip: float, skip
 
 
 def folds_clipping(device: torch.device) -> bool:
-    """Whether AdamW's kernel scales the gradients. On a GPU this saves one pass over them; on a CPU, nothing."""
+    """Return whether AdamW's kernel scales the gradients. On a GPU this saves one pass over them; on a CPU, nothing."""
     return device.type == "cuda"
 
 
 def clip_divisor(grad_norm: torch.Tensor, grad_clip: float) -> torch.Tensor:
-    """The inverse of the factor that clips gradients."""
+    """Return the inverse of the factor that clips gradients."""
     return ((grad_norm + 1e-6) / grad_clip).clamp(min=1.0)
 
 
 def gradient_norm(optimizer: Optimizer) -> torch.Tensor:
-    """The global L2 norm of all gradients."""
+    """Return the global L2 norm of all gradients."""
     return torch.nn.utils.get_total_norm(gradients_of(optimizer.param_groups))
 
 

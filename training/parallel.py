@@ -38,7 +38,7 @@ class Group:
     """The processes of this job, as one of them sees them."""
 
     def __init__(self, here: World, device: torch.device):
-        """Raises what torch.distributed raises if not all processes join within TIMEOUT_SECONDS."""
+        """Join. Raises what torch.distributed raises if not all processes join within TIMEOUT_SECONDS."""
         timeout = datetime.timedelta(seconds=TIMEOUT_SECONDS)
         if device.type == "cuda":  # NCCL kills the process at its timeout: the hosts, over gloo, time out before it
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * timeout)
@@ -52,7 +52,7 @@ class Group:
         self.store = PrefixStore(f"gpt2/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
     def is_first_to_report(self, text: str) -> bool:
-        """Whether no other process has reported this error."""
+        """Return whether no other process has reported this error."""
         with contextlib.suppress(RuntimeError):  # the store is gone
             return self.store.add(text, 1) == 1
         return True
@@ -127,7 +127,7 @@ def end_all(error: BaseException, here: World) -> NoReturn:
 
 
 def is_collective_error(error: BaseException) -> bool:
-    """Whether a collective failed. gloo raises RuntimeError, but names its source file in the message."""
+    """Return whether a collective failed. gloo raises RuntimeError, but names its source file in the message."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
@@ -158,7 +158,7 @@ def on_rank_0(make: Callable[[], T]) -> T:
 
 
 def any_process(*flags: bool) -> list[bool]:
-    """For each flag, whether it is true in any process. An all-reduce between hosts: no GPU is waited for."""
+    """Return for each flag whether it is true in any process. An all-reduce between hosts: no GPU is waited for."""
     if GROUP is None or GROUP.in_rank_0_only:
         return list(flags)
     held = torch.tensor(flags, dtype=torch.float32)
@@ -174,15 +174,15 @@ def all_reduce_sum(number: torch.Tensor) -> torch.Tensor:
 
 
 def own_rows(rows: int) -> tuple[int, int]:
-    """This process's slice of a step's `rows` sequences: its first row, and its number of rows. The numbers of two
-    processes differ by one at most."""
+    """Return this process's slice of a step's `rows` sequences: its first row, and its number of rows. The numbers of
+    two processes differ by one at most."""
     here = world()
     first, end = (rows * part // here.size for part in (here.rank, here.rank + 1))
     return first, end - first
 
 
 def data_parallel(model: torch.nn.Module) -> Callable[..., torch.Tensor]:
-    """The model. With several processes, its gradients are averaged over them."""
+    """Return the model. With several processes, wrap it so that its gradients are averaged over them."""
     if GROUP is None:
         return model
     parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -191,13 +191,13 @@ def data_parallel(model: torch.nn.Module) -> Callable[..., torch.Tensor]:
 
 
 def no_sync(step_model: Callable[..., torch.Tensor], enabled: bool = True) -> contextlib.AbstractContextManager[None]:
-    """Inside, DistributedDataParallel does not average gradients: for all micro-batches but the last."""
+    """Keep DistributedDataParallel from averaging gradients inside: for all micro-batches but the last."""
     return getattr(step_model, "no_sync", contextlib.nullcontext)() if enabled else contextlib.nullcontext()
 
 
 def map_over_ranks(work: Callable[[torch.Tensor], torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
-    """`work` on a batch whose N entries are independent, (N, ...) -> (N, ...). Each process does its share of them, and
-    all get the whole result (all-gather)."""
+    """Do `work` on a batch whose N entries are independent, (N, ...) -> (N, ...). Each process does its share of them,
+    and all get the whole result (all-gather)."""
     if GROUP is None:
         return work(batch)
     here = world()

@@ -89,7 +89,7 @@ def make_run(config: Config, lock: FolderLock | None = None) -> Run:
 
 
 def shape_of(config: Config, previous: Previous) -> ModelConfig:
-    """The shape that was requested; that of the trained model, if `init_from` names one or adapters are for it.
+    """Return the shape that was requested; that of the trained model, if `init_from` names one or adapters are for it.
 
     Raises ConfigError if a key that was given differs from it. With rotary positions, which have no weights, the given
     context may be shorter.
@@ -113,7 +113,7 @@ def shape_of(config: Config, previous: Previous) -> ModelConfig:
 def prepare(
     config: Config, previous: Previous, shape: ModelConfig
 ) -> tuple[str | None, list[Prompt], Checkpoint | None, LoRA | None]:
-    """The token folder, the prompts, and the adapters with their base: what only rank 0 has to read or make."""
+    """Do what only rank 0 has to: find or make the token folder, read the prompts, find the base of the adapters."""
     data_dir, prompts = tokenized(config, previous), read_run_prompts(config)
     base = base_of_adapters(config, previous, shape)
     lora = None if base is None else config.lora(str(base.path), sha256_file(weights_file(base.path)))
@@ -121,9 +121,9 @@ def prepare(
 
 
 def tokenized(config: Config, previous: Previous) -> str | None:
-    """The token folder, if one is named. Tokenizes `input`, if there is one, on first use: into `data_dir`, or else
-    into a folder of this state of the text alone. A run that is continued keeps its tokenizer; one that starts from
-    other weights takes theirs.
+    """Return the token folder, if one is named. Tokenizes `input`, if there is one, on first use: into `data_dir`, or
+    else into a folder of this state of the text alone. A run that is continued keeps its tokenizer; one that starts
+    from other weights takes theirs.
 
     Raises DataError if `data_dir` holds the tokens of another text, which other runs may need.
     """
@@ -149,8 +149,8 @@ def tokenized(config: Config, previous: Previous) -> str | None:
 
 
 def kept_tokenizer(config: Config, previous: Previous) -> str | None:
-    """The tokenizer file of the run that is continued, so that `input` becomes the same tokens again: another version
-    of `tokenizers` could learn another vocabulary. None for a configuration with other settings of it."""
+    """Return the tokenizer file of the run that is continued, so that `input` becomes the same tokens again: another
+    version of `tokenizers` could learn another vocabulary. None for a configuration with other settings of it."""
     if previous.checkpoint is None or previous.saved is None or not previous.is_own:
         return None
     path, saved = previous.checkpoint.tokenizer_path(), previous.saved
@@ -159,15 +159,15 @@ def kept_tokenizer(config: Config, previous: Previous) -> str | None:
 
 
 def read_run_prompts(config: Config) -> list[Prompt]:
-    """The prompts that the run answers at each evaluation."""
+    """Read the prompts that the run answers at each evaluation."""
     if not config.eval_prompts:
         return []
     return read_prompts(EXAMPLES / "held_out.jsonl" if config.eval_prompts == EXAMPLE else config.eval_prompts)
 
 
 def base_of_adapters(config: Config, previous: Previous, shape: ModelConfig) -> Checkpoint | None:
-    """The checkpoint that adapters are for, if the configuration asks for some: that of the run that is continued, for
-    by now `init_from` may lead to a newer one; for a run that starts, what it leads to.
+    """Find the checkpoint that adapters are for, if the configuration asks for some: that of the run that is continued,
+    for by now `init_from` may lead to a newer one; for a run that starts, what it leads to.
 
     Raises ConfigError for a rank larger than the model, CheckpointError for a base that is missing or unsuitable.
     """

@@ -82,7 +82,7 @@ def find_previous(config: Config, mirror: Mirror | None, lock: FolderLock | None
 
 
 def require_mirror(mirror: Mirror, config: Config) -> None:
-    """Raises ConfigError or CheckpointError if the mirror is not there, or is not this run's."""
+    """Raise ConfigError or CheckpointError if the mirror is not there, or is not this run's."""
     require_ours(mirror.dir, "--checkpoint_dir")
     mirror.require_usable()
     if config.resume == "never":
@@ -146,7 +146,7 @@ def find_checkpoint(config: Config, mirror: Mirror | None) -> Previous:
 
 
 def absolute(path: str) -> str:
-    """The path as states keep it: the same in every working directory."""
+    """Write a path as states keep it: the same in every working directory."""
     return str(Path(path).resolve())
 
 
@@ -205,7 +205,8 @@ def copy_checkpoint(source: Path, target: Path) -> bool:
 
 
 def kept_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast | None]:
-    """What `source`, the dial, chose for the run that is there, here or in its mirror, and what it expected of it."""
+    """Read what `source`, the dial, chose for the run that is there, here or in its mirror, and what it expected of
+    it."""
     if config.resume == "never":
         return {}, None
     places = [config.run_dir / CONFIG]
@@ -225,7 +226,7 @@ def kept_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast |
 
 
 def require_ours(folder: Path, flag: str) -> None:
-    """Raises ConfigError if the folder that `flag` leads to cannot be made, or holds something else than a run."""
+    """Raise ConfigError if the folder that `flag` leads to cannot be made, or holds something else than a run."""
     existing = next(path for path in (folder, *folder.parents) if os.path.lexists(path))
     if not existing.is_dir():
         kind = "a file" if existing.exists() else "a link to nothing"
@@ -244,7 +245,7 @@ def require_ours(folder: Path, flag: str) -> None:
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a killed process left this: an unfinished file of a run, as `atomic_write` names it."""
+    """Return whether a killed process left this: an unfinished file of a run, as `atomic_write` names it."""
     return any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in (*RECORDS, MARKER))
 
 
@@ -268,7 +269,7 @@ def lock_folder(lock: FolderLock, folder: Path) -> None:
 
 
 def require_movable(run_dir: Path) -> None:
-    """Raises ConfigError if the old run cannot be set aside because this command was started in its folder: the working
+    """Raise ConfigError if the old run cannot be set aside because this command was started in its folder: the working
     directory would be renamed with it, and the same command would find the old run there again."""
     absolute = run_dir.resolve()
     if is_there(run_dir) and Path.cwd().is_relative_to(absolute):
@@ -295,7 +296,7 @@ def set_aside(run_dir: Path) -> None:
 
 
 def is_there(run_dir: Path) -> bool:
-    """Whether there is anything to set aside."""
+    """Return whether there is anything to set aside."""
     return run_dir.is_dir() and any(run_dir.iterdir())
 
 

@@ -48,7 +48,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 
 def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
-    """Raises DataError for a prompt that the tokenizer cannot encode, before the training starts."""
+    """Raise DataError for a prompt that the tokenizer cannot encode, before the training starts."""
     for prompt in prompts:
         try:
             data.tokenizer.encode(prompt.text)
@@ -60,8 +60,8 @@ def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
 
 
 def beginnings(data: TokenData) -> list[list[int]]:
-    """The first ids of documents of the validation split, evenly spread over it; of one long document, ids from three
-    places. They have text, and end where their document ends."""
+    """Take the first ids of documents of the validation split, evenly spread over it; of one long document, ids from
+    three places. They have text, and end where their document ends."""
     held_out = data.tokens[data.layout.val_start : data.metadata.total_tokens].cpu().numpy()
     held_out = held_out.view(np.uint16) if data.is_16_bit else held_out
     starts = np.flatnonzero(held_out[: -2 * PROMPT_TOKENS] == data.tokenizer.end_of_text_id) + 1

@@ -39,12 +39,12 @@ LADDER = (
 
 
 def context_for(shape: Shape, tokens: float) -> int:
-    """Of a run of so many tokens, which becomes too few steps otherwise."""
+    """Return the context for a run of so many tokens; with a long one, a short run would have too few steps."""
     return min(shape.max_seq_len, SHORT_CONTEXT) if tokens <= FEW_TOKENS else shape.max_seq_len
 
 
 def sequences_for(tokens: float, max_seq_len: int, busy: float = 0.0) -> int:
-    """The sequences of a step in a run of so many tokens: a power of two, with at least `busy` tokens
+    """Return the sequences of a step in a run of so many tokens: a power of two, with at least `busy` tokens
     (docs/benchmarks/recipe.md)."""
     wanted = max(busy, STEP_TOKENS * math.sqrt(tokens / RUN_TOKENS)) / max_seq_len
     most = tokens / (GOOD_STEPS * max_seq_len)
@@ -52,12 +52,12 @@ def sequences_for(tokens: float, max_seq_len: int, busy: float = 0.0) -> int:
 
 
 def beta2_for(step_tokens: float) -> float:
-    """AdamW's beta2 for steps of so many tokens."""
+    """Return AdamW's beta2 for steps of so many tokens."""
     return max(FASTEST_BETA2, min(SLOWEST_BETA2, 1 - (1 - SLOWEST_BETA2) * step_tokens / STEP_TOKENS))
 
 
 def dropout_for(passes: float) -> float:
-    """Many epochs overfit without dropout."""
+    """Return the dropout: many epochs overfit without."""
     return 0.2 if passes > 6 else 0.0
 
 

@@ -38,7 +38,7 @@ Count = Annotated[int, Field(ge=0, lt=10**15)]
 
 
 def records_in(folder: Path) -> Path:
-    """Where the records of a run are: in its run folder, or, in a mirror, in the newest copy."""
+    """Return where the records of a run are: in its run folder, or, in a mirror, in the newest copy."""
     copies = sorted(folder.glob(f"step_*/{OF_RUN}"))
     return copies[-1] if copies and not (folder / CONFIG).exists() else folder
 
@@ -62,7 +62,7 @@ class Sample:
 
 
 def metrics_line(row: dict[str, Any]) -> str:
-    """One line of metrics.jsonl; a field that was not measured is left out."""
+    """Write one line of metrics.jsonl; leave out a field that was not measured."""
     rounded = {key: float(f"{value:.6g}") if isinstance(value, float) else value for key, value in finite(row).items()}
     return json.dumps(rounded) + "\n"
 
@@ -102,17 +102,17 @@ def rewind(run_dir: Path, step: int, evaluated_step: int) -> None:
 
 
 def unwritable(path: Path, problem: Exception) -> str:
-    """The warning about a record that is given up."""
+    """Return the warning about a record that is given up."""
     return f"Warning: {path} cannot be written ({reason(problem)}); the training goes on without it."
 
 
 def reason(problem: Exception) -> str:
-    """What went wrong, without the name of the file."""
+    """Return what went wrong, without the name of the file."""
     return str(getattr(problem, "strerror", None) or problem)
 
 
 def step_of(line: str) -> float:
-    """Infinity for a line that was cut short."""
+    """Return the step of a line; infinity if the line was cut short."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
@@ -121,8 +121,8 @@ def step_of(line: str) -> float:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl says of each step, in order: a step and its evaluation have a row each. None if it cannot be
-    read. Torn lines are skipped: a full disk can leave one."""
+    """Read what metrics.jsonl says of each step, in order: a step and its evaluation have a row each. Returns none if
+    it cannot be read. Skips torn lines: a full disk can leave one."""
     lines: list[str] = []
     with contextlib.suppress(OSError):  # of which the run has warned
         lines = lines_of(run_dir / METRICS)
@@ -136,7 +136,8 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def lines_of(path: Path) -> list[str]:
-    """Of a regular file; none if there is none. A device may have no end. Raises OSError if it cannot be read."""
+    """Read the lines of a regular file; none if there is none, for a device may have no end. Raises OSError if it
+    cannot be read."""
     return path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
 
 
@@ -161,7 +162,7 @@ def sample_line(sample: Sample) -> str:
 
 
 def read_samples(run_dir: Path) -> list[Sample]:
-    """The evaluations of a run, in order. Lines that are torn or hold something else are skipped. Raises OSError for a
+    """Read the evaluations of a run, in order. Skips lines that are torn or hold something else. Raises OSError for a
     file that is there and cannot be read."""
     samples = []
     for line in lines_of(run_dir / SAMPLES):
@@ -175,7 +176,7 @@ def score(sample: Sample) -> str:
 
 
 def drawn(samples: Sequence[Sample]) -> str:
-    """The text of samples.md: a table for each evaluation."""
+    """Write the text of samples.md: a table for each evaluation."""
     return "".join(f"{line}\n" for sample in samples for line in section(sample))
 
 
@@ -192,7 +193,7 @@ def answer_table(
     before: Sequence[str] = (),
     longest: int | None = None,
 ) -> list[str]:
-    """A Markdown table of prompts and answers, wrong ones with what was expected; beside them those `before` the
+    """Write a Markdown table of prompts and answers, wrong ones with what was expected; beside them those `before` the
     training, of the weights that it started from, if there are any. Texts are cut after `longest` characters (None:
     never)."""
 
@@ -209,7 +210,7 @@ def answer_table(
 
 
 def require_tensorboard(config: Config) -> None:
-    """Raises ConfigError if event files are asked for and cannot be written here."""
+    """Raise ConfigError if event files are asked for and cannot be written here."""
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise ConfigError(
             "--tensorboard needs the package tensorboard: pip install tensorboard, or leave --tensorboard out "
@@ -218,7 +219,7 @@ def require_tensorboard(config: Config) -> None:
 
 
 def open_events(run_dir: Path) -> SummaryWriter:
-    """The writer of this session's event file. Make it after metrics.jsonl was rewound to where the run continues:
+    """Open the writer of this session's event file. Call it after metrics.jsonl was rewound to where the run continues:
     events of later steps, from an earlier session, are hidden. If there is no event file yet, it gets all rows."""
     from torch.utils.tensorboard import SummaryWriter
 
@@ -231,7 +232,8 @@ def open_events(run_dir: Path) -> SummaryWriter:
 
 
 def write_event(writer: SummaryWriter, row: dict[str, Any]) -> None:
-    """A row of metrics, each of its numbers under its own name; of an evaluation those that its step does not have."""
+    """Write a row of metrics, each of its numbers under its own name; of an evaluation those that its step does not
+    have."""
     for key, value in finite(row).items():
         if key.startswith("val_") or ("train_loss" in row and key != "step"):
             writer.add_scalar(key, value, row["step"])

@@ -125,13 +125,13 @@ class Report:
             self.write(row)
 
     def row(self) -> dict[str, Any]:
-        """The fields that every row of metrics.jsonl has."""
+        """Return the fields that every row of metrics.jsonl has."""
         state, units = self.run.state, self.clock.compute_units
         row = {"step": state.step, "epoch": self.run.epoch, "tokens": state.tokens}
         return row | {"elapsed_seconds": self.clock.elapsed} | ({} if units is None else {"compute_units": units})
 
     def measured(self, result: StepResult) -> dict[str, Any]:
-        """What a reporting step measures. Reading the loss waits for the device."""
+        """Return what a reporting step measures. Reading the loss waits for the device."""
         run, hardware = self.run, self.run.hardware
         row = {"train_loss": result.loss.item(), "lr": result.lr, "grad_norm": result.grad_norm.item()}
         before, self.last = self.last, self.now()
@@ -251,7 +251,7 @@ class Report:
 
     @contextlib.contextmanager
     def events_aside(self) -> Iterator[None]:
-        """An error with TensorBoard's events inside is one warning, and the training goes on without them."""
+        """Turn an error with TensorBoard's events inside into one warning; the training goes on without them."""
         try:
             yield
         except Exception as problem:  # a full disk, say, or another version of the package
@@ -266,7 +266,7 @@ class Spikes:
         self.losses: deque[float] = deque(maxlen=SPIKE_LOSSES.stop - 1)
 
     def warning(self, step: int, loss: float) -> str:
-        """A warning if `loss`, the newest, is far above those before; else empty."""
+        """Return a warning if `loss`, the newest, is far above those before; else empty."""
         warning = ""
         if len(self.losses) >= SPIKE_LOSSES.start:
             mean, sigma = fmean(self.losses), stdev(self.losses)

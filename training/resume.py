@@ -51,7 +51,7 @@ def start_or_resume(run: Run, lock: FolderLock) -> None:
 
 
 def planned_steps(run: Run) -> int:
-    """Steps that the run takes in all: no more than now if it has stopped early."""
+    """Return the steps that the run takes in all: no more than now if it has stopped early."""
     state = run.state
     if has_stopped_early(state.worse, run.config):
         return state.step
@@ -76,7 +76,7 @@ def open_run(run: Run, lock: FolderLock) -> TrainState:
 
 
 def new_run_id(run: Run) -> str:
-    """The same for machines that begin the same run at once; another one to start over."""
+    """Make the id of a new run: the same on machines that begin the same run at once; another one to start over."""
     config = run.config
     if config.resume == "never":
         return uuid.uuid4().hex
@@ -86,7 +86,7 @@ def new_run_id(run: Run) -> str:
 
 
 def new_state(run: Run) -> TrainState:
-    """The state of a run that starts now: with trained weights if `init_from` names some."""
+    """Make the state of a run that starts now, and load trained weights if `init_from` names some."""
     state, init = run.state, run.previous.init
     if init is not None:
         require_tokenizer(init, run)
@@ -103,7 +103,7 @@ def new_state(run: Run) -> TrainState:
 
 
 def require_tokenizer(checkpoint: Checkpoint, run: Run) -> None:
-    """Raises CheckpointError if the data was tokenized with another tokenizer than the checkpoint's."""
+    """Raise CheckpointError if the data was tokenized with another tokenizer than the checkpoint's."""
     tokenizer_path = checkpoint.tokenizer_path()
     if sha256_file(tokenizer_path) != run.data.metadata.tokenizer_sha256:
         raise CheckpointError(
@@ -167,7 +167,7 @@ def share_rank_0(run: Run) -> None:
 
 
 def require_the_same(run: Run) -> None:
-    """Raises CheckpointError listing what changed since and may not: architecture, adapters, optimizer, tokenizer and
+    """Raise CheckpointError listing what changed since and may not: architecture, adapters, optimizer, tokenizer and
     data; and if the base of the adapters is gone."""
     config, checkpoint, saved = run.config, run.previous.checkpoint, run.previous.saved
     assert checkpoint is not None and saved is not None
@@ -192,7 +192,7 @@ def require_the_same(run: Run) -> None:
 
 
 def text_change(run: Run, then: dict[str, Any]) -> str:
-    """What has changed in the text of `--input` since, and what to type; "" if its tokens of then are not found."""
+    """Say what has changed in the text of `--input` since, and what to type; "" if its tokens of then are not found."""
     config, tokens = run.config, find_tokens(str(then.get("tokens_sha256")))
     if not config.input or tokens is None:
         return ""
@@ -209,7 +209,7 @@ def text_change(run: Run, then: dict[str, Any]) -> str:
 
 
 def identity(shape: ModelConfig, lora: LoRA | None, optimizer: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """What a run keeps, by name. The base of adapters may move."""
+    """Return what a run keeps, by name. The base of adapters may move."""
     values = {key: value for key, value in shape.to_dict().items() if key != "dropout"}
     values |= {f"lora_{key}": getattr(lora, key, 0) for key in ("rank", "alpha", "targets", "base_sha256")}
     values["optimizer"] = optimizer

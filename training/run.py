@@ -110,7 +110,7 @@ class Run:
         self.state.tokens += self.tokens_per_step
 
     def resolved(self) -> dict[str, Any]:
-        """What was requested, with the shape and the micro-batch that were found for it."""
+        """Return what was requested, with the shape and the micro-batch that were found for it."""
         found = {key: getattr(self.shape, key) for key in MODEL_KEYS}
         if self.micro_batch_source != "default":
             found["micro_batch_size"] = self.micro_batch_size
@@ -174,8 +174,7 @@ class Run:
 
     @contextlib.contextmanager
     def best_weights(self) -> Iterator[None]:
-        """Inside, the model has the weights in best/. They were verified when the run was resumed. Every process must
-        enter this."""
+        """Load the weights in best/, inside. They were verified when the run was resumed. Every process must enter."""
         current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         try:
             on_rank_0(lambda: Checkpoint(self.dir / BEST).load_weights(self.model))

@@ -116,7 +116,8 @@ class Saver:
             under_way.result()
 
     def checkpoint_due(self) -> bool:
-        """Whether the configuration wants this step saved, by steps, epochs or minutes, or the clock has a new plan."""
+        """Return whether the configuration wants this step saved, by steps, epochs or minutes, or the clock has a new
+        plan."""
         config, state = self.run.config, self.run.state
         before = state.sequences_seen - config.sequences_per_step
         size = epoch_sequences(self.run.data.windows, config) * config.checkpoint_interval
@@ -186,7 +187,8 @@ class Saver:
             self.run.mirror.wake()
 
     def copied(self) -> Snapshot | None:
-        """A snapshot that stays as it is while the training goes on; None if there is too little memory for one."""
+        """Take a snapshot that stays as it is while the training goes on; None if there is too little memory for
+        one."""
         free = available_ram()
         if free is not None and self.run.checkpoint_bytes > SNAPSHOT_SHARE * free:
             return None
@@ -199,7 +201,7 @@ class Saver:
 
 
 def snapshot_of(run: Run, copy: bool) -> Snapshot:
-    """The files of a checkpoint; a `copy` of their content stays as it is while the training goes on."""
+    """Return the files of a checkpoint; a `copy` of their content stays as it is while the training goes on."""
     metadata = run.data.metadata
     config = stored_config(run.model, metadata.tokenizer_type, metadata.chat_template)
     saved = Saved(run.state, run.scaler.state_dict(), run.data.fingerprint, run.resolved()).to_json()

@@ -9,7 +9,7 @@ from training.config import Config
 
 
 def cosine(progress: float) -> float:
-    """Loshchilov & Hutter 2017, eq. 5."""
+    """Decay by half a cosine: Loshchilov & Hutter 2017, eq. 5."""
     return (1.0 + math.cos(math.pi * progress)) / 2
 
 
@@ -24,10 +24,10 @@ COOLDOWN_OF_MINUTES = 0.6  # with `minutes`, where the configuration has none be
 
 
 def learning_rate(step: int, max_steps: int, config: Config, fall: tuple[int, float] | None = None) -> float:
-    """Learning rate of `step` (from 0): linear warmup to the peak, then one of DECAYS down to `min_lr` at the last
-    step. `cooldown` below 1 is the share of the steps that decay; before it, the peak is held (Hägele et al. 2024).
-    `fall`: its first step, and its progress at `step`, if the clock has chosen them; a warmup that is not over ends
-    there."""
+    """Return the learning rate of `step` (from 0): linear warmup to the peak, then one of DECAYS down to `min_lr` at
+    the last step. `cooldown` below 1 is the share of the steps that decay; before it, the peak is held (Hägele et al.
+    2024). `fall`: its first step, and its progress at `step`, if the clock has chosen them; a warmup that is not over
+    ends there."""
     start = fall[0] if fall else decay_start(max_steps, config)
     warmed = min(step, start) + 1
     peak = config.learning_rate
@@ -41,24 +41,25 @@ def learning_rate(step: int, max_steps: int, config: Config, fall: tuple[int, fl
 
 
 def decay_start(max_steps: int, config: Config) -> int:
-    """The step (from 0) that the decay begins with in a run of `max_steps`."""
+    """Return the step (from 0) that the decay begins with in a run of `max_steps`."""
     return max(config.warmup_steps, round((1 - decay_share(config)) * max_steps))
 
 
 def decay_share(config: Config) -> float:
-    """The share of a run that decays: of its steps, or with `minutes` of its time."""
+    """Return the share of a run that decays: of its steps, or with `minutes` of its time."""
     return COOLDOWN_OF_MINUTES if config.minutes and config.cooldown == 1 else config.cooldown
 
 
 def epoch_sequences(windows: int, config: Config) -> int:
-    """Sequences in an epoch: all training windows, or fewer with `max_steps_per_epoch`."""
+    """Return the sequences in an epoch: all training windows, or fewer with `max_steps_per_epoch`."""
     if config.max_steps_per_epoch:
         return min(windows, config.max_steps_per_epoch * config.sequences_per_step)
     return windows
 
 
 def last_step(step: int, sequences_seen: int, windows: int, config: Config) -> int:
-    """Steps of the whole run, from the steps and sequences done so far: the batch size may have changed on the way."""
+    """Return the steps of the whole run, from the steps and sequences done so far: the batch size may have changed on
+    the way."""
     if config.max_steps:
         return config.max_steps
     if epoch_sequences(windows, config) < windows:
@@ -68,12 +69,12 @@ def last_step(step: int, sequences_seen: int, windows: int, config: Config) -> i
 
 
 def has_stopped_early(worse: int, config: Config) -> bool:
-    """Whether `worse` evaluations in a row without a lower validation loss end the run."""
+    """Return whether `worse` evaluations in a row without a lower validation loss end the run."""
     return 0 < config.stop_after_worse <= worse
 
 
 def repetition(windows: int, config: Config) -> str:
-    """A note if a step takes more sequences than there are training windows; else empty."""
+    """Return a note if a step takes more sequences than there are training windows; else nothing."""
     sequences = config.sequences_per_step
     if sequences <= windows:
         return ""

@@ -76,7 +76,7 @@ class Signals:
 
     @contextlib.contextmanager
     def abandonable(self) -> Iterator[None]:
-        """What happens inside changes nothing that is saved. Raises StopRequested."""
+        """Let a signal end what happens inside, at once: it changes nothing that is saved. Raises StopRequested."""
         self.began = began = time.monotonic()
         try:
             if self.requested and world().size == 1:
@@ -87,7 +87,7 @@ class Signals:
         self.is_long = time.monotonic() - began > LONG_SECONDS
 
     def agreed(self, limit: bool = False) -> bool:
-        """Whether all processes stop here, because one of them got a signal or has reached a limit."""
+        """Return whether all processes stop here, because one of them got a signal or has reached a limit."""
         requested, is_over = any_process(self.requested, limit)
         self.requested |= requested
         return requested or is_over

@@ -53,7 +53,7 @@ class Cooldown:
     progress_then: Share = 0.0  # of the fall, at that step
 
     def at(self, step: int) -> tuple[int, float]:
-        """The first step, and the progress of the fall at `step`, from 0 to 1 at the last step."""
+        """Return the first step, and the progress of the fall at `step`, from 0 to 1 at the last step."""
         if step >= self.last - 1:
             return self.first, 1.0
         since = self.first if self.moved_at is None else self.moved_at
@@ -61,11 +61,11 @@ class Cooldown:
         return self.first, self.progress_then + (1 - self.progress_then) * share
 
     def moved_to(self, last: int, now: int) -> Cooldown:
-        """The same fall with another last step, after `now` steps."""
+        """Return the same fall with another last step, after `now` steps."""
         return replace(self, last=last, moved_at=now, progress_then=self.at(now)[1])
 
     def is_for(self, minutes: float, limit: int) -> bool:
-        """Whether it still holds for these minutes and steps of all epochs. What the text has ended, more epochs
+        """Return whether it still holds for these minutes and steps of all epochs. What the text has ended, more epochs
         prolong."""
         return self.minutes == minutes and (self.limit == limit or self.last < min(self.limit, limit))
 
@@ -98,11 +98,11 @@ class TrainState:
         return self.step >= self.max_steps
 
     def due(self, interval: int) -> bool:
-        """True every `interval` steps (0: never) and after the last."""
+        """Return True every `interval` steps (0: never) and after the last."""
         return bool(interval) and (self.step % interval == 0 or self.finished)
 
     def evaluation_due(self, interval: int) -> bool:
-        """Whether this step has to be evaluated: the session before may have been cut off in it."""
+        """Return whether this step has to be evaluated: the session before may have been cut off in it."""
         return self.due(interval) and self.evaluated_step < self.step
 
 
@@ -129,7 +129,7 @@ class Saved:
 
 
 def read_state(checkpoint: Checkpoint) -> Saved:
-    """Raises CheckpointError listing what is missing or wrong, and for weights without a state."""
+    """Read the state. Raises CheckpointError listing what is missing or wrong, and for weights without a state."""
     path = checkpoint.path / STATE_FILE
     if not path.exists():
         raise CheckpointError(

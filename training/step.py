@@ -42,7 +42,7 @@ def forward_backward(run: Run, sequences: int | None = None) -> torch.Tensor:
 
 
 def read_batch(run: Run, sequences: int) -> Batch:
-    """This process's share of the next `sequences`."""
+    """Read this process's share of the next `sequences`."""
     first, own = parallel.own_rows(sequences)
     return run.data.batch(run.state.sequences_seen + first, own)
 
@@ -72,9 +72,9 @@ def accumulate(run: Run, batch: Batch, sequences: int) -> torch.Tensor:
 
 
 def loss_weights(targets: torch.Tensor, rows: int, has_mask: bool, sequences: int) -> list[float | torch.Tensor]:
-    """The weight of each micro-batch's mean loss in the mean loss of all `sequences` of a step, so that the size of
-    micro-batches does not matter. targets: (B, T), this process's; with a mask, micro-batches differ in their number of
-    targets.
+    """Return the weight of each micro-batch's mean loss in the mean loss of all `sequences` of a step, so that the size
+    of micro-batches does not matter. targets: (B, T), this process's; with a mask, micro-batches differ in their number
+    of targets.
 
     The weights are multiplied by the number of processes, because the all-reduce takes the mean over processes.
     """
@@ -112,27 +112,27 @@ def apply_update(run: Run, loss: torch.Tensor) -> StepResult:
 
 
 def not_finite(loss: torch.Tensor, grad_norm: torch.Tensor) -> torch.Tensor:
-    """1.0 on the device if the update must be skipped, else 0.0. The host does not wait for it."""
+    """Return 1.0 on the device if the update must be skipped, else 0.0. The host does not wait for it."""
     return (~torch.isfinite(loss + grad_norm)).float()
 
 
 def count_skip(skips: torch.Tensor, skipped: torch.Tensor) -> torch.Tensor:
-    """Updates skipped in all, in a row up to now, and in a row at most; (3,) -> (3,). `skipped`: whether the last one
-    was, 1.0 or 0.0. The counts stay on the device, so the host does not wait."""
+    """Count the updates skipped in all, in a row up to now, and in a row at most; (3,) -> (3,). `skipped`: whether the
+    last one was, 1.0 or 0.0. The counts stay on the device, so the host does not wait."""
     total, in_a_row, longest = skips
     in_a_row = (in_a_row + 1) * skipped
     return torch.stack([total + skipped, in_a_row, torch.maximum(longest, in_a_row)])
 
 
 def require_stable(run: Run) -> None:
-    """Raises ConfigError after too many skipped updates in a row. Waits for the device."""
+    """Raise ConfigError after too many skipped updates in a row. Waits for the device."""
     longest = int(run.skips[2])
     if longest >= (MAX_SKIPS_IN_A_ROW_SCALED if run.scaler.is_enabled() else MAX_SKIPS_IN_A_ROW):
         raise diverged(run, f"{longest} updates in a row had a loss or gradient that is not finite")
 
 
 def diverged(run: Run, what: str) -> ConfigError:
-    """The error that ends a run whose training diverged."""
+    """Return the error that ends a run whose training diverged."""
     restart = "No checkpoint was saved before, so the same command starts from the beginning."
     if run.saved_step:
         restart = f"Checkpoints saved before are whole, and the same command continues from step {run.saved_step:,}."

@@ -99,7 +99,7 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
 
 
 def compared(forecast: Forecast, came: float, tokens_per_second: float | None) -> str:
-    """What the dial expected beside what came, and why they differ."""
+    """Say what the dial expected beside what came, and why they differ."""
     outcome = f"{forecast.bits_per_byte:.2f} bits per byte, got {came:.2f}"
     if abs(came - forecast.bits_per_byte) <= forecast.error:
         return f"{outcome}: within {forecast.error:.2f}, as forecast"
@@ -120,7 +120,7 @@ def busy(cpu_share: float) -> str:
 
 
 def verdict(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs: float) -> dict[str, str]:
-    """What the losses mean: how far training and validation are apart, and whether more steps would help."""
+    """Say what the losses mean: how far training and validation are apart, and whether more steps would help."""
     trained = [row["train_loss"] for row in rows if "train_loss" in row][-max(1, len(rows) // 20) :]
     if len(evaluated) < LEAST_EVALUATIONS or not trained:
         return {}
@@ -135,7 +135,7 @@ def verdict(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs:
 
 
 def finished_message(run: Run) -> str:
-    """For a command that finds nothing left to train."""
+    """Return the message of a command that finds nothing left to train."""
     config, state = run.config, run.state
     if has_stopped_early(state.worse, config):
         more = f"--stop_after_worse {2 * config.stop_after_worse}"

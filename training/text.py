@@ -57,7 +57,7 @@ class Text(NamedTuple):
 
 
 def text_of(name: str) -> str:
-    """The path of the text that `input` names."""
+    """Return the path of the text that `input` names."""
     return str(EXAMPLES / "conversations.txt.gz") if name == EXAMPLE else name
 
 
@@ -66,7 +66,7 @@ def vocabulary_for(text_bytes: float) -> Vocabulary:
 
 
 def measure_text(config: Config) -> Text:
-    """What there is to learn from, and how hard it is."""
+    """Measure how much there is to learn from, and how hard it is."""
     if not config.input:
         return measure_tokens(config)
     text = text_of(config.input)
@@ -96,7 +96,7 @@ def measure_text(config: Config) -> Text:
 
 
 def measure_tokens(config: Config) -> Text:
-    """Likewise of tokens that are there."""
+    """Measure tokens that are there in the same way."""
     folder = Path(config.data_dir or "")
     paths = [Path(config.metadata_file)] if config.metadata_file else metadata_files(folder)
     if len(paths) != 1:

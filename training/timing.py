@@ -53,7 +53,7 @@ class Candidate:
         return self.model.flops_per_token()
 
     def memory(self, sequences: int, rows: int, compiles: bool) -> int:
-        """Bytes of a step of so many sequences, `rows` at a time."""
+        """Estimate the bytes of a step of so many sequences, `rows` at a time."""
         key = rows, sequences > rows, compiles
         if key not in self.known:
             config = replace(self.config, batch_size=sequences, gradient_accumulation_steps=1, micro_batch_size=None)
@@ -71,7 +71,7 @@ class Timed(NamedTuple):
     cpu_share: float = 1.0  # of that time; other programs took the rest
 
     def step(self, tokens: float, passes: int) -> float:
-        """Seconds of a step of so many tokens in so many passes."""
+        """Return the seconds of a step of so many tokens in so many passes."""
         return self.update + max(passes * self.least, tokens * self.token)
 
     def times(self, factor: float) -> Timed:
@@ -82,7 +82,7 @@ class Machine:
     """This machine. Tests pretend others."""
 
     def now(self) -> float:
-        """Seconds on a clock."""
+        """Return the seconds on a clock."""
         return time.perf_counter()
 
     def candidate(self, config: Config, vocab_size: int, is_chat: bool) -> Candidate:
@@ -90,7 +90,8 @@ class Machine:
         return Candidate(config, detect_hardware(config, shape), without_memory(config, shape), is_chat)
 
     def thread_counts(self, config: Config) -> list[int]:
-        """Those to time. Beside other programs, threads that wait for each other can take many times as long as one."""
+        """Return the numbers of threads to time. Beside other programs, threads that wait for each other can take many
+        times as long as one."""
         on_cpu = pick_device(config.device if config.use_gpu else "cpu").type == "cpu"
         return (
             sorted({ALL_THREADS, 1}, reverse=True) if on_cpu and not config.threads else [config.threads or ALL_THREADS]
@@ -113,12 +114,12 @@ class Machine:
         return Timed(median(updates), 0.0, token, scatter, min(1.0, cpu / sum(steps)))
 
     def expected_compile(self, candidate: Candidate, cpu_share: float) -> float:
-        """Seconds that compiling is expected to take where other programs leave this share of the CPU."""
+        """Return the seconds that compiling is expected to take where other programs leave this share of the CPU."""
         layers = candidate.config.num_layers
         return gpu_compile_seconds(layers) if candidate.hardware.is_cuda else compile_seconds(layers, cpu_share)
 
     def compile(self, candidate: Candidate, rows: int, seconds: float) -> tuple[float, float]:
-        """Seconds that compiling for micro-batches of so many sequences takes, and then a pass over one. The training
+        """Time compiling for micro-batches of so many sequences, and then a pass over one, in seconds. The training
         finds the compiled code in the compiler's cache."""
         began, model = self.now(), build(candidate)
         example = batch(candidate, rows, model.config.max_seq_len)
@@ -143,7 +144,7 @@ def build(candidate: Candidate) -> TransformerLanguageModel:
 
 
 def batch(candidate: Candidate, rows: int, length: int) -> Batch:
-    """Random tokens in the form of the training's."""
+    """Make random tokens in the form of the training's."""
     shape, device = candidate.model.config, candidate.hardware.device
     inputs, targets = (torch.randint(shape.vocab_size, (rows, length), device=device) for _ in range(2))
     return (inputs, targets, torch.zeros_like(inputs)) if candidate.is_chat else (inputs, targets)
@@ -156,7 +157,8 @@ def timed(
     tokens: Batch,
     seconds: float,
 ) -> tuple[list[float], list[float], float]:
-    """Seconds of the passes and of the updates of steps, without the first, and of the CPU in all of them."""
+    """Time steps. Returns the seconds of their passes and of their updates, without the first, and of the CPU in all of
+    them."""
     config, hardware = candidate.config, candidate.hardware
     optimizer, scaler = build_optimizer(model, config), hardware.grad_scaler()
     apply_hyperparameters(optimizer, 0.0, config)
