@@ -228,14 +228,14 @@ def train(report: Report) -> None:
 
 def own_text(report: Report) -> None:
     """README's command for one's own text: the sources of Python's library."""
-    text, minutes = report.folder / "text.txt", 0.2 if report.toy else 10
+    text, minutes = report.folder / "text.txt", 0.5 if report.toy else 10
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
     if not text.exists():
         text.parent.mkdir(parents=True, exist_ok=True)
-        text.write_bytes(b"\n".join(map(Path.read_bytes, sources))[: 60_000 if report.toy else TEXT_BYTES])
+        text.write_bytes(b"\n".join(map(Path.read_bytes, sources))[: 30_000 if report.toy else TEXT_BYTES])
     began = time.perf_counter()
     name = "own text"
-    cpu = " --device cpu --compile off" if report.toy else ""
+    cpu = " --device cpu --compile off --epochs 1" if report.toy else ""
     output = report.train(name, f"--input {text} --minutes {minutes}{cpu}", 60 * minutes + 120)
     told = re.search(r"Expected +([\d.]+) bits per byte", output)
     config = report.folder / "own_text" / "config.json"

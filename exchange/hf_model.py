@@ -45,8 +45,9 @@ class Form(NamedTuple):
 
     def shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Of their tensors."""
-        state = meta_model(config).state_dict()
-        return {name: tuple(tensor.shape) for name, tensor in self.tensors(config, state).items()}
+        with torch.device("meta"):
+            state = meta_model(config).state_dict()
+            return {name: tuple(tensor.shape) for name, tensor in self.tensors(config, state).items()}
 
 
 def llama_form(kind: str) -> Form:

@@ -19,7 +19,7 @@ def test_steps_run_as_a_user_types_them_and_fill_one_report(
     told, figures = report.read_text(), json.loads((tmp_path / "gpu.json").read_text())
     assert "## train" in told and "gpt2_small: " in told and "--prompt" in told
     assert "exit code 130" in told and "Failed: nothing" in told
-    assert "| own text, minutes | 0.2 |" in told and "| own text, bits per byte |" in told
+    assert "| own text, minutes | 0.5 |" in told and "| own text, bits per byte |" in told
     assert figures["gpt2_small"]["ms_per_step"] > 0 and figures["own text"]["expected_bits_per_byte"] > 0
     whole = (tmp_path / "gpu" / "profile.txt").read_text()
     assert "Limit " in whole and len(whole.splitlines()) > 30  # all of it, with its operations
