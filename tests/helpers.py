@@ -29,8 +29,7 @@ from training.config import Config
 from training.data import TokenData
 from training.hardware import Hardware, detect_hardware
 from training.memory import estimate_memory
-from training.prompts import Prompt
-from training.run import Run
+from training.run import Prompt, Run
 
 CPU = Hardware(torch.device("cpu"), "a CPU", "fp32", "", False, "", None, None)  # of no kind in particular
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,32 +1,40 @@
-"""What a model has learned: validation loss, bits per byte, and answers to prompts."""
+"""What a model has learned: validation loss, bits per byte, answers to --eval_prompts, and samples: what it writes
+after the beginnings of held-out documents."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from common.chat import Message
-from common.errors import is_out_of_memory
+from common.errors import DataError, is_out_of_memory
+from common.files import read_text
 from common.machine import exact_device
 from common.output import log
 from common.script import world
 from generation.completion import ROWS_AT_ONCE, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX
+from tokenizer_base import UnknownCharacterError
 from training import parallel
 from training.config import Config
 from training.data import TokenData
 from training.hardware import with_fewer_rows
 from training.parallel import on_rank_0
-from training.prompts import Prompt, beginnings
-from training.run import Run
+from training.run import Prompt, Run
 from training.step import pad_rows
 
 ANSWER_TOKENS, SAMPLE_TOKENS = 64, 100
+SAMPLES = 3
+PROMPT_TOKENS = 12  # of a beginning
 SPEEDUP = 3  # about that many times as fast as training, which has a backward pass
 
 
@@ -161,3 +169,58 @@ def accuracy(answers: Sequence[Answer]) -> tuple[int, int]:
     """Count the right answers, and the prompts with an expected answer."""
     judged = [answer.right for answer in answers if answer.right is not None]
     return sum(judged), len(judged)
+
+
+# What is asked
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Read a JSONL file of {"prompt": ..., "answer": ... (optional)}. Raises DataError naming the line."""
+    prompts = []
+    for number, line in enumerate(read_text(path, DataError, "--eval_prompts").split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            prompt = Prompt(value["prompt"], value.get("answer"))
+            if not (isinstance(prompt.text, str) and isinstance(prompt.expected, str | None)):
+                raise TypeError
+            prompts.append(prompt)
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            raise DataError(
+                f'{path}, line {number}: {{"prompt": "...", "answer": "..."}} is expected (the answer may be left out).'
+            ) from None
+    if not prompts:
+        raise DataError(f"{path} holds no prompts.")
+    return prompts
+
+
+def check_prompts(prompts: list[Prompt], data: TokenData) -> None:
+    """Raise DataError for a prompt that the tokenizer cannot encode, before the training starts."""
+    for prompt in prompts:
+        try:
+            data.tokenizer.encode(prompt.text)
+        except UnknownCharacterError as problem:
+            named = ", ".join(map(repr, problem.characters))
+            raise DataError(
+                f"--eval_prompts: the prompt {prompt.text!r} has characters the tokenizer does not know: {named}."
+            ) from None
+
+
+def beginnings(data: TokenData) -> list[list[int]]:
+    """Take the first ids of documents of the validation split, evenly spread over it; of one long document, ids from
+    three places. They have text, and end where their document ends."""
+    held_out = data.tokens[data.layout.val_start : data.metadata.total_tokens].cpu().numpy()
+    held_out = held_out.view(np.uint16) if data.is_16_bit else held_out
+    starts = np.flatnonzero(held_out[: -2 * PROMPT_TOKENS] == data.tokenizer.end_of_text_id) + 1
+    if len(starts) < SAMPLES:
+        starts = np.linspace(0, max(0, len(held_out) - 2 * PROMPT_TOKENS), SAMPLES).astype(int)
+    chosen = starts[np.linspace(0, len(starts) - 1, SAMPLES).astype(int)]
+    special = set(data.tokenizer.special_ids.values())
+
+    def text_at(start: int) -> list[int]:
+        ids = held_out[start : start + PROMPT_TOKENS].tolist()
+        first = next((i for i, token in enumerate(ids) if token not in special), len(ids))
+        return list(itertools.takewhile(lambda token: token not in special, ids[first:])) or [ids[-1]]
+
+    return [text_at(start) for start in chosen]

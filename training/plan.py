@@ -23,14 +23,14 @@ from tokenization.settings import Settings
 from tokenization.token_folder import REPORT
 from training.config import Config
 from training.data import TokenData
+from training.evaluate import check_prompts, read_prompts
 from training.hardware import detect_hardware
 from training.memory import fit_micro_batch, memory_advice, without_memory
 from training.mirror import Mirror
 from training.parallel import on_rank_0
 from training.previous import Previous, find_previous
-from training.prompts import Prompt, check_prompts, read_prompts
 from training.records import require_tensorboard
-from training.run import Run
+from training.run import Prompt, Run
 from training.schedule import repetition
 from training.text import EXAMPLE, EXAMPLES, text_of
 

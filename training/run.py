@@ -26,11 +26,18 @@ from training.mirror import Mirror
 from training.optimizer import Optimizer, build_optimizer
 from training.parallel import any_process, broadcast_tensors, on_rank_0
 from training.previous import Previous
-from training.prompts import Prompt
 from training.schedule import epoch_sequences, last_step, learning_rate
 from training.state import TrainState
 
 KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one being written
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the model is asked at each evaluation, and the right answer, if there is one."""
+
+    text: str
+    expected: str | None = None
 
 
 @dataclass(eq=False)

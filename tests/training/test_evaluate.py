@@ -19,9 +19,9 @@ from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import Config
 from training.data import TokenData
-from training.evaluate import Answer, accuracy, answer_prompts, bits_per_byte, validation_loss
+from training.evaluate import Answer, accuracy, answer_prompts, bits_per_byte, read_prompts, validation_loss
 from training.layout import layout_of_text
-from training.prompts import Prompt, read_prompts
+from training.run import Prompt
 
 CHARACTERS = "abcdefghij .?"
 TRAIN_TOKENS = 100

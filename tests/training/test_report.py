@@ -28,10 +28,9 @@ from training.config import Config, Forecast
 from training.data import TokenData
 from training.evaluate import Answer
 from training.hardware import Hardware
-from training.prompts import Prompt
 from training.records import drawn, read_metrics, read_samples, rewind
 from training.report import Report
-from training.run import Run
+from training.run import Prompt, Run
 from training.step import StepResult
 from training.summary import busy, compared
 
