@@ -191,7 +191,8 @@ class ReadAhead:
 
 
 def train_starts(first: int, rows: int, windows: int, spare: int, seq_len: int, seed: int) -> np.ndarray:
-    """Return (rows,): where `rows` sequences of the endless shuffled stream, from number `first` on, begin."""
+    """Return (rows,): where `rows` sequences of the endless shuffled stream, from number `first` on, begin in the
+    split."""
     epochs, places = np.divmod(np.arange(first, first + rows, dtype=np.int64), windows)
     starts = np.empty(rows, dtype=np.int64)
     for epoch in range(epochs[0], epochs[-1] + 1):
@@ -239,7 +240,7 @@ def locate(config: Config, data_dir: str | None) -> tuple[Path | None, Path | No
 
 
 def choose_placement(size: int, config: Config, hardware: Hardware) -> str:
-    """Choose the fastest memory that the tokens fit in: gpu > ram > mmap. Raises ConfigError for `gpu` without one."""
+    """Choose the fastest memory that the tokens fit in: gpu > ram > mmap. Raises ConfigError if `gpu` has no GPU."""
     if config.placement == "gpu" and not hardware.is_cuda:
         raise ConfigError("--placement gpu needs a CUDA GPU; --placement auto uses RAM here.")
     if config.placement != "auto":

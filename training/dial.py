@@ -154,7 +154,8 @@ class Dial:
         return rows
 
     def choice(self) -> Choice:
-        """Time the smallest, the best so far and the next larger; on a GPU, compile the best. Return the best."""
+        """Time the smallest, the best so far and the next larger, which uses the machine better; on a GPU, compile the
+        best. Return the best."""
         self.time(self.candidates[0])
         while True:
             choice = self.best(self.requested.minutes)

@@ -67,8 +67,8 @@ def expected_error(parameters: float, text_bytes: float, difficulty: float) -> f
 
 
 def difficulty(sample: bytes) -> float:
-    """Return how much harder a text is to predict than English books: pack the second half of a sample while the first
-    is known, for a model has read such text."""
+    """Return how much harder a text is to predict than English books: by how far LZMA packs the second half
+    of a sample once it knows the first, for a model has read such text."""
     half = len(sample) // 2
     packed = len(lzma.compress(sample)) - len(lzma.compress(sample[:half]))
     return float((packed / (len(sample) - half) / BOOKS) ** DIFFICULTY_POWER)

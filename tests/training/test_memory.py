@@ -41,7 +41,8 @@ M_ARENA_MAX = -8  # of malloc.h
 # A step of 256 sequences at once takes about 310 MB in such a process, one of 128 about 170: what is too much fails at
 # a large tensor, and what fits has room. In fp32: without oneDNN, products in bf16 are several times slower.
 LARGE = {"max_seq_len": 64, "embed_dim": 64, "num_layers": 2, "batch_size": 256, "dropout": 0.0, "precision": "fp32"}
-LARGE |= {"max_steps": 2, "eval_interval": 0, "checkpoint_steps": 1}
+# One step: memory may also run out in a second one, and the first would then have taken more rows, rounded differently.
+LARGE |= {"max_steps": 1, "eval_interval": 0, "checkpoint_steps": 1}
 LIMIT = 230  # MB
 
 
@@ -89,19 +90,17 @@ def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
     assert told and told[0][0] == "256"
     rows = int(told[-1][1])
     assert f"--micro_batch_size {rows}" in result.stdout
-    losses = [(row["step"], row["train_loss"]) for row in read_metrics(tmp_path / "run")]
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
 
     with torch.backends.mkldnn.flags(enabled=False):
         straight = train(tmp_path / "straight", **LARGE, micro_batch_size=rows)
     assert straight.code == 0
-    # Not to the bit: near the limit, matrix products have no room to copy their inputs and add up in another order.
-    expected = [(row["step"], row["train_loss"]) for row in read_metrics(tmp_path / "straight")]
-    assert [step for step, _ in losses] == [1, 2] and losses == [pytest.approx(row, rel=1e-4) for row in expected]
+    assert final_weights(tmp_path / "run", 1) == final_weights(tmp_path / "straight", 1)
 
-    again = limited(LIMIT, train_flags(tmp_path / "run", **{**LARGE, "max_steps": 3}))
+    again = limited(LIMIT, train_flags(tmp_path / "run", **{**LARGE, "max_steps": 2}))
     assert again.returncode == 0, again.stderr
     assert f"micro_batch_size {rows}, which fitted on this device before" in again.stdout
-    assert "Out of memory" not in again.stdout
+    assert "Out of memory with 256" not in again.stdout
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
