@@ -38,8 +38,8 @@ def require_transformers() -> None:
             f"transformers is {transformers.__version__}, and 5.0 or later is needed: "
             "pip install -r requirements-extras.txt"
         )
-    transformers.utils.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
 
 
 @contextlib.contextmanager

@@ -404,13 +404,15 @@ def test_a_drive_that_hangs_holds_neither_the_saves_nor_the_end(
     is_stopped: bool, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
 ) -> None:
     """A call that does not come back."""
-    back = threading.Event()
+    back, before = threading.Event(), set(threading.enumerate())
     monkeypatch.setattr(signals, "LONG_SECONDS", math.inf)  # however busy the machine is
     if is_stopped:
         at_step(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with copying(lambda *_: back.wait(60)):
         result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
     back.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join()  # what it says of its copy is not for the next test
     assert (result.code, steps_of(tmp_path / "run")[0]) == ((130, 9) if is_stopped else (0, 24))
     assert steps_of(tmp_path / "drive" / "run") == []
     assert "Waiting for the copy" in result.out and "not done within" in result.out

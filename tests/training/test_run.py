@@ -69,9 +69,8 @@ def test_a_run_with_muon_resumes_exactly(interrupt: Callable, train: Callable, t
 def test_resuming_is_exact_with_several_threads_too(interrupt: Callable, train: Callable, tmp_path: Path) -> None:
     """In a model large enough for them to share the work."""
     flags = {"embed_dim": 128, "max_seq_len": 64, "batch_size": 8, "max_steps": 4, "checkpoint_steps": 2}
-    flags["eval_interval"] = 0
+    flags |= {"eval_interval": 0, "threads": 2}
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)
     try:
         assert train(tmp_path / "unbroken", **flags).code == 0
         interrupt(tmp_path / "run", after=3, **flags)
