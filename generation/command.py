@@ -20,16 +20,19 @@ from common.files import read_text
 from common.output import cell, printable, table_row
 from generation.completion import ROWS_AT_ONCE, generate, prompt_ids
 from generation.loading import load_checkpoint
+from generation.passages import next_sentences
 from generation.scoring import Score, json_row, meaning, score_documents, table_head, table_line
 from generation.settings import Request, Sampling
 from generation.terminal import interact, stream_one
 from model import TransformerLanguageModel
 from tokenization.corpus import find_sources, read_pieces
-from tokenization.encoding import encode_documents
+from tokenization.encoding import encode_documents, sample_evenly
 from tokenization.extract import readable
 from tokenization.settings import Settings
 from tokenizer import Tokenizer
 from tokenizer_base import TokenizerError, UnknownCharacterError
+
+SENTENCES_FROM = 2e6  # bytes of the text, evenly spread
 
 
 class Opened(NamedTuple):
@@ -124,6 +127,10 @@ def score(request: Request) -> None:
         if len(named) > 1:
             print(table_line("total", total))
         print(f"\n{meaning(total)}")
+        pieces = (piece.text for _, source in named for piece in read_pieces([source]))
+        guessed = next_sentences(model, tokenizer, sample_evenly(pieces, SENTENCES_FROM / max(1, total.bytes)))
+        if guessed.of:
+            print(f"The true next sentence is likelier than another: {guessed}")
 
 
 def read_prompts(request: Request, must_ask: bool) -> list[str]:

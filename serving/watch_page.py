@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from common.errors import ConfigError
+from common.files import atomic_write
+from common.output import byte_size
 from common.validation import suggest
 from serving.run_reader import RunReader
 from serving.server import is_own
@@ -55,14 +57,36 @@ def named(folders: Sequence[Path]) -> dict[Path, str]:
     return {folder: path.name if names.count(path.name) == 1 else str(folder) for path, folder in whole.items()}
 
 
-def page(runs: list[dict[str, Any]], poll_seconds: float | None = None) -> bytes:
-    """The page of these runs. With `poll_seconds` it asks its server for news."""
+def html_file(name: str | None) -> Path | None:
+    """The file of --html. Raises ConfigError if none can be written there."""
+    html = Path(name) if name else None
+    if html and html.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--html is {html}; name an .html file; one that exists is replaced.")
+    if html and not html.parent.is_dir():
+        raise ConfigError(f"There is no folder {html.parent} to write {html.name} into (--html).")
+    return html
+
+
+def write_page(html: Path, readers: Sequence[RunReader], comparison: dict[str, Any] | None = None) -> None:
+    """Write the page of these runs to one file, and say so."""
+    content = page([reader.read() for reader in readers], comparison=comparison)
+    with atomic_write(html) as file:
+        file.write(content)
+    print(f"Wrote {html}: {', '.join(reader.name for reader in readers)}, {byte_size(len(content))}")
+
+
+def page(
+    runs: list[dict[str, Any]], poll_seconds: float | None = None, comparison: dict[str, Any] | None = None
+) -> bytes:
+    """The page of these runs. With `poll_seconds` it asks its server for news; `comparison` has sentences and tables
+    (tools/compare.py)."""
     template = TEMPLATE.read_text(encoding="utf-8")
     (code,) = re.findall("<script>(.*?)</script>", template, flags=re.DOTALL)
     # Allowed by its hash: whatever text gets into the page, no other code runs.
     allowed = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     # In HTML, only a < can end the content of a script element.
-    data = json.dumps({"runs": runs, "read_at": time.time(), "poll_seconds": poll_seconds}).replace("<", "\\u003c")
+    content = {"runs": runs, "read_at": time.time(), "poll_seconds": poll_seconds, "comparison": comparison}
+    data = json.dumps(content).replace("<", "\\u003c")
     return template.replace("{{code_hash}}", allowed, 1).replace("{{data}}", data, 1).encode()
 
 

@@ -6,6 +6,7 @@ TORCHDYNAMO_DISABLE aside.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -14,6 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -50,6 +52,8 @@ class Forked:
         (out, of_out), (err, of_err) = SERVER.Pipe(duplex=False), SERVER.Pipe(duplex=False)
         words = [str(word) for word in (script, *flags)]
         place = cwd or Path.cwd(), {**os.environ, **(environment or {})}
+        with contextlib.chdir(ROOT):  # where the server finds what it imports; elsewhere it goes without, in silence
+            forkserver.ensure_running()
         self.process = SERVER.Process(target=run_script, args=(words, *place, of_out, of_err, closed, first))
         self.process.start()
         self.started.append(self)

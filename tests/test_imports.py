@@ -42,7 +42,14 @@ MAY_IMPORT["exchange"] = GROUND | {
 }
 MAY_IMPORT["serving"] = GROUND | CONFIG | {"generation", "generate", "training.records"}
 MAY_IMPORT["benchmarks"] = PRODUCT
-MAY_IMPORT["tools"] = GROUND | {"exchange", "serving", "benchmarks", "training.config"} | {"training.records"}
+MAY_IMPORT["tools"] = GROUND | {
+    "exchange",
+    "serving",
+    "benchmarks",
+    "generation",
+    "training.config",
+    "training.records",
+}
 MAY_IMPORT["notebooks"] = PRODUCT | {"exchange", "serving", "tools"}
 
 FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in SOURCES if path.name != "__init__.py"}

@@ -196,9 +196,10 @@ def being_written(folder: Path) -> DataError:
     )
 
 
-def find_tokens(sha256: str) -> TokenMetadata | None:
-    """The metadata of these tokens, if they are below DEFAULT_FOLDER."""
-    for path in sorted(Path(DEFAULT_FOLDER).glob("**/*_metadata.json")):
+def find_tokens(sha256: str, folder: str | None = None) -> TokenMetadata | None:
+    """The metadata of these tokens, if they are in `folder`, or in DEFAULT_FOLDER or below."""
+    there = metadata_files(Path(folder)) if folder else []
+    for path in [*there, *sorted(Path(DEFAULT_FOLDER).glob("**/*_metadata.json"))]:
         with contextlib.suppress(DataError):
             if (metadata := TokenMetadata.read(path)).tokens_sha256 == sha256:
                 return metadata

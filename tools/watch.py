@@ -19,14 +19,11 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from pydantic.dataclasses import dataclass
 
-from common.errors import ConfigError
-from common.files import atomic_write
 from common.flags import Parser
-from common.output import byte_size
 from common.script import script
 from common.validation import STRICT, Text, option
 from serving.run_reader import RunReader
-from serving.watch_page import last_reported_run, listen, named, page, runs_in
+from serving.watch_page import html_file, last_reported_run, listen, named, runs_in, write_page
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -42,19 +39,12 @@ class Options:
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     options = Parser("tools/watch.py").settings(argv, Options)
-    html = Path(options.html) if options.html else None
-    if html and html.suffix not in (".html", ".htm"):
-        raise ConfigError(f"--html is {html}; name an .html file; one that exists is replaced.")
-    if html and not html.parent.is_dir():
-        raise ConfigError(f"There is no folder {html.parent} to write {html.name} into (--html).")
+    html = html_file(options.html)
     given = [Path(run) for run in options.runs] or [last_reported_run(Path("runs"))]
     folders = named([run for folder in given for run in runs_in(folder)])
     readers = [RunReader(folder, name) for folder, name in folders.items()]
     if html:
-        content = page([reader.read() for reader in readers])
-        with atomic_write(html) as file:
-            file.write(content)
-        print(f"Wrote {html}: {', '.join(reader.name for reader in readers)}, {byte_size(len(content))}")
+        write_page(html, readers)
         return 0
     with listen(options.port, readers) as server:
         print(f"Watching   {', '.join(str(reader.folder) for reader in readers)}")

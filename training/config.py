@@ -288,7 +288,7 @@ class Config(ModelConfig, DataKeys):
                 "cooldown 1 falls from the first step on, and with minutes the last step is not known then; give a "
                 "--cooldown below 1"
             )
-        if self.input and self.init_from:
+        if self.input and where("init_from") == "flag":
             problems += [
                 f"{key} has no effect with --init_from, whose tokenizer is used; leave it out"
                 for key in ("tokenizer", "vocab_size")

@@ -20,6 +20,7 @@ from common.script import world
 from training.command_line import parse_config
 from training.config import Config, Forecast
 from training.data import GPU_SHARE
+from training.growth import WARMUP_SHARE, Growth, find_growth
 from training.hardware import (
     ALL_THREADS,
     COMPILED_LEAST,
@@ -34,7 +35,7 @@ from training.law import ERROR, expected_error, expected_loss, useful_passes
 from training.memory import MEMORY_SHARE, PROCESS_BYTES
 from training.previous import kept_choice
 from training.recipe import HEAD_WIDTH, LADDER, Shape, beta2_for, context_for, dropout_for, recipe, sequences_for
-from training.text import TRAIN_SHARE, Text, measure_text, vocabulary_for
+from training.text import TRAIN_SHARE, Text, measure_text, measure_tokens, vocabulary_for
 from training.timing import FEWEST_TIMED, Candidate, Machine, Timed
 
 T = TypeVar("T")
@@ -69,17 +70,26 @@ def choose(argv: Sequence[str] | None, requested: Config) -> Config:
         )
     kept, forecast = kept_choice(requested, SOURCE)
     if kept:
-        return replace(parse_config(argv, kept, SOURCE), forecast=forecast)
+        config = replace(parse_config(argv, kept, SOURCE), forecast=forecast)
+        growth = find_growth(config)
+        return config if growth is None else go_on(argv, config, growth)
     if world().size > 1:
         raise ConfigError(
             "--input and --minutes alone choose the model in one process. Run the command without torchrun first, with "
             "--dry_run, and give torchrun the size that it names, as flags."
         )
-    dial = Dial(argv, measure_text(requested), requested)
-    choice = dial.choice()
-    dial.print_choice(choice)
-    forecast = Forecast(choice.loss, choice.error, choice.tokens_per_second, choice.cpu_share)
-    return replace(dial.config_of(choice), forecast=forecast)
+    return Dial(argv, measure_text(requested), requested).chosen()
+
+
+def go_on(argv: Sequence[str] | None, config: Config, growth: Growth) -> Config:
+    """Choose the length, the step and the rates of a run that goes on from the weights of `config`, whose shape and
+    vocabulary stay, on the text as it is now."""
+    print(growth.describe())
+    keys = growth.keys(config, recipe())
+    text = measure_tokens(replace(config, data_dir=str(growth.now.path.parent)))._replace(name=str(config.input))
+    dial = Dial(argv, text, parse_config(argv, keys, SOURCE), keys=keys)
+    dial.read = growth.read
+    return dial.chosen()
 
 
 class Choice(NamedTuple):
@@ -104,9 +114,21 @@ class Choice(NamedTuple):
 class Dial:
     """The candidates, and what is known of their speeds on a machine."""
 
-    def __init__(self, argv: Sequence[str] | None, text: Text, requested: Config, machine: Machine | None = None):
+    def __init__(
+        self,
+        argv: Sequence[str] | None,
+        text: Text,
+        requested: Config,
+        machine: Machine | None = None,
+        keys: dict[str, Any] | None = None,
+    ):
         self.argv, self.text, self.requested = argv, text, requested
         self.machine = machine or Machine()
+        self.keys = keys or recipe()
+        self.ladder: Sequence[Shape] = LADDER
+        self.read = 0  # tokens that the weights have learned from
+        if requested.init_from:
+            self.ladder = [Shape(requested.num_layers, requested.embed_dim, requested.max_seq_len)]
         self.started = self.machine.now()
         self.first_timed = math.inf  # when the first was; before, a GPU had to be started
         # by the threads, and by the floating-point operations of a token
@@ -114,7 +136,9 @@ class Dial:
         self.compiled: dict[int, float] = {}  # of those that were: their time, a share of the forecast
         self.compiling = 1.0  # how long compiling took, a share of the forecast
         self.chooses_vocabulary = (
-            requested.input and requested.tokenizer == "bpe" and not requested.is_explicit("vocab_size")
+            requested.input
+            and requested.tokenizer == "bpe"
+            and not (requested.is_explicit("vocab_size") or requested.init_from)
         )
         if self.chooses_vocabulary:  # timing a large one may take the minutes of a slow machine
             self.text = text.with_vocabulary(vocabulary_for(min(FIRST_BYTES, text.bytes)))
@@ -129,7 +153,7 @@ class Dial:
 
     def make_candidates(self) -> None:
         self.shapes = {}
-        for shape in LADDER:
+        for shape in self.ladder:
             candidate = self.candidate(parse_config(self.argv, self.keys_of(shape), SOURCE))
             if all(candidate.model.config != other.model.config for other in self.shapes) and self.rows(candidate, 1):
                 self.shapes[candidate] = shape
@@ -152,6 +176,13 @@ class Dial:
         while rows and candidate.memory(sequences, rows, compiles) > MEMORY_SHARE * hardware.memory_bytes - held:
             rows //= 2
         return rows
+
+    def chosen(self) -> Config:
+        """Choose, print the choice, and return it as a configuration with what to expect."""
+        choice = self.choice()
+        self.print_choice(choice)
+        forecast = Forecast(choice.loss, choice.error, choice.tokens_per_second, choice.cpu_share)
+        return replace(self.config_of(choice), forecast=forecast)
 
     def choice(self) -> Choice:
         """Time the smallest, the best so far and the next larger, which uses the machine better; on a GPU, compile the
@@ -293,7 +324,8 @@ class Dial:
         before = self.machine.now() - self.started + compiles * self.compile_time(candidate, speed.cpu_share)
         seconds = max(1.0, 60 * minutes - before) * (1 - EVALUATING_SHARE)
         text_bytes = TRAIN_SHARE * text.bytes
-        limit = useful_passes(candidate.block_parameters, text_bytes)
+        earlier = self.read / text.train_tokens  # passes
+        limit = max(1, useful_passes(candidate.block_parameters, text_bytes) - round(earlier))
         shape, sequences, tokens = self.shapes[candidate], 1, math.inf
         for _ in range(ROUNDS):  # a step is as large as the run is long, and the run as long as the step is fast
             if tokens < math.inf:
@@ -303,7 +335,7 @@ class Dial:
             step = slower * speed.step(of_step, math.ceil(sequences / rows))
             tokens = max(1.0, min(seconds / step * of_step, limit * text.train_tokens))
         passes = tokens / text.train_tokens
-        loss = text.difficulty * expected_loss(candidate.block_parameters, text_bytes, passes)
+        loss = text.difficulty * expected_loss(candidate.block_parameters, text_bytes, earlier + passes)
         error = expected_error(candidate.block_parameters, text.bytes, text.difficulty)
         if slower == 1 and speed.scatter:
             error += self.outcome(candidate, minutes, compiles, 1 + speed.scatter).loss - loss
@@ -335,7 +367,7 @@ class Dial:
         return requested.gradient_accumulation_steps * math.ceil(sequences / requested.gradient_accumulation_steps)
 
     def keys_of(self, shape: Shape) -> dict[str, Any]:
-        keys = recipe() | shape._asdict() | {"num_heads": shape.embed_dim // HEAD_WIDTH}
+        keys = self.keys | shape._asdict() | {"num_heads": shape.embed_dim // HEAD_WIDTH}
         keys["batch_size"] = max(keys["batch_size"], self.requested.micro_batch_size or 1)
         if self.requested.input and self.requested.tokenizer == "bpe":
             keys["vocab_size"] = self.text.vocab_size
@@ -354,6 +386,8 @@ class Dial:
             "eval_interval": max(1, choice.steps // EVALUATIONS),
             "eval_batches": 0 if windows <= in_time else max(1, int(in_time / batch_size)),
         }
+        if self.requested.init_from:
+            keys["warmup_steps"] = int(WARMUP_SHARE * choice.steps)
         if choice.threads < ALL_THREADS and not self.requested.threads:
             keys["threads"] = choice.threads
         if choice.candidate.hardware.is_cuda and choice.candidate.hardware.compiles and not choice.compiles:

@@ -121,14 +121,22 @@ def prepare(
 
 
 def tokenized(config: Config, previous: Previous) -> str | None:
-    """Return the token folder, if one is named. Tokenizes `input`, if there is one, on first use: into `data_dir`, or
-    else into a folder of this state of the text alone. A run that is continued keeps its tokenizer; one that starts
-    from other weights takes theirs.
+    """Return the token folder, if one is named. Tokenizes `input`, if there is one, on first use.
 
     Raises DataError if `data_dir` holds the tokens of another text, which other runs may need.
     """
     if not config.input:
         return config.data_dir
+    settings = text_settings(config, previous)
+    metadata = tokenize_with(settings, quiet=True, may_replace=not config.data_dir)
+    print(f"Report     {metadata.with_name(REPORT)}: what each file gave, and what was left out")
+    return settings.output_dir
+
+
+def text_settings(config: Config, previous: Previous) -> Settings:
+    """Return how `input` is tokenized: into `data_dir`, or else into a folder of this state of the text alone. A run
+    that is continued keeps its tokenizer; one that starts from other weights takes theirs."""
+    assert config.input is not None
     text = text_of(config.input)
     settings = Settings(input=(text,), format=format_of(find_sources([text])))
     if config.init_from and previous.source is not None:
@@ -137,15 +145,12 @@ def tokenized(config: Config, previous: Previous) -> str | None:
         settings = replace(settings, tokenizer=config.tokenizer, vocab_size=config.vocab_size)
     folder = config.data_dir or folder_of(settings)
     names = [path.name.removesuffix("_metadata.json") for path in metadata_files(Path(folder))]
-    settings = replace(
+    return replace(
         settings,
         output_dir=folder,
         output_name=names[0] if len(names) == 1 and names[0] not in ("tokens", "tokens_bpe") else None,
         tokenizer_file=kept_tokenizer(config, previous) or settings.tokenizer_file,
     )
-    metadata = tokenize_with(settings, quiet=True, may_replace=not config.data_dir)
-    print(f"Report     {metadata.with_name(REPORT)}: what each file gave, and what was left out")
-    return folder
 
 
 def kept_tokenizer(config: Config, previous: Previous) -> str | None:

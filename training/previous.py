@@ -28,7 +28,7 @@ from common.checkpoint import (
 from common.errors import CheckpointError, ConfigError
 from common.files import OF_RUN, FolderLock, atomic_write, holder, read_json
 from common.validation import build
-from training.config import Config, Forecast, is_resolved
+from training.config import Config, Forecast, is_resolved, scope_of
 from training.mirror import MARKER, Mirror, copy_files, is_better, read_best_state
 from training.records import CONFIG, RECORDS
 from training.state import Saved, read_state
@@ -218,7 +218,8 @@ def kept_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast |
             values, sources = content["config"], content["sources"]
             with contextlib.suppress(ValueError):
                 forecast = build(Forecast, content["forecast"]) if "forecast" in content else None
-            return {key: value for key, value in values.items() if sources.get(key) == source}, forecast
+            chosen = {key: value for key, value in values.items() if sources.get(key) == source}
+            return {key: value for key, value in chosen.items() if scope_of(key) != "command"}, forecast
     return {}, None
 
 
@@ -279,10 +280,11 @@ def require_movable(run_dir: Path) -> None:
         )
 
 
-def set_aside(run_dir: Path) -> None:
-    """Rename an old run, so that starting over loses nothing. Raises CheckpointError if that fails."""
+def set_aside(run_dir: Path) -> Path | None:
+    """Rename an old run, so that starting over loses nothing. Returns where it is now, if there was one. Raises
+    CheckpointError if that fails."""
     if not is_there(run_dir):
-        return
+        return None
     folder = Path(os.path.normpath(run_dir))  # which ends in a name: `require_movable` refuses . and ..
     old = folder.with_name(f"{folder.name}.{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
     try:
@@ -293,6 +295,7 @@ def set_aside(run_dir: Path) -> None:
             f"new run, or leave --resume never out."
         ) from None
     print(f"The run that was in {run_dir} is now {old}.")
+    return old
 
 
 def is_there(run_dir: Path) -> bool:

@@ -19,6 +19,7 @@ from common.script import world
 from model_config import ModelConfig
 from tokenization.token_folder import find_tokens
 from training.config import scope_of
+from training.growth import changes
 from training.mirror import read_best_state
 from training.optimizer import apply_hyperparameters
 from training.parallel import any_process, broadcast_tensors, on_rank_0
@@ -28,7 +29,6 @@ from training.schedule import has_stopped_early, last_step
 from training.state import TrainState
 
 TOKENS = "tokens_sha256 of the data"  # as `identity` calls it
-NAMED = 3  # files
 
 
 def start_or_resume(run: Run, lock: FolderLock) -> None:
@@ -69,7 +69,11 @@ def open_run(run: Run, lock: FolderLock) -> TrainState:
     state = restore(run) if previous.checkpoint is not None else new_state(run)
     if run.config.resume == "never":  # last: the new weights may come from the old run
         for folder in [run.dir] if run.mirror is None else [run.dir, run.mirror.dir]:
-            set_aside(folder)
+            was, weights, now = folder.resolve(), run.previous.init, set_aside(folder)
+            if now and weights and weights.path.resolve().is_relative_to(was):
+                moved = now / weights.path.resolve().relative_to(was)
+                run.config = replace(run.config, init_from=str(moved))
+                state = replace(state, initialized_from=absolute(str(moved)))
     run.dir.mkdir(parents=True, exist_ok=True)
     lock_folder(lock, run.dir)  # again, for it may be new
     return state
@@ -196,12 +200,9 @@ def text_change(run: Run, then: dict[str, Any]) -> str:
     config, tokens = run.config, find_tokens(str(then.get("tokens_sha256")))
     if not config.input or tokens is None:
         return ""
-    before, after = ({str(file) for file in metadata.source_files} for metadata in (tokens, run.data.metadata))
-    names = [file["name"] for file in run.data.metadata.source_files if str(file) not in before]
-    named = f" ({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})" if names else ""
     length = f"--minutes {config.minutes:g}" if config.minutes else f"--epochs {config.epochs}"
     return (
-        f"files that are new or changed: {len(names)}{named}; gone or changed: {len(before - after)}\n"
+        f"files: {changes(tokens, run.data.metadata)}\n"
         f"The old tokens are kept: to go on with them, --data_dir {tokens.path.parent} --output_dir {config.run_dir} "
         f"instead of --input.\nTo train these weights on the new text: --input {shlex.quote(config.input)} {length} "
         f"--init_from {config.run_dir} --output_dir {config.run_dir}_2."

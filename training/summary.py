@@ -13,6 +13,7 @@ from common.output import cell, printable, si, table_row
 from common.output import clock as duration
 from training.config import Forecast
 from training.evaluate import Answer, accuracy, perplexity
+from training.growth import on_passages
 from training.records import CURVE, METRICS, SAMPLES_TABLE, SUMMARY, answer_table, read_metrics, unwritable
 from training.report import Report
 from training.run import Run
@@ -57,6 +58,7 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         facts["Expected"] = compared(config.forecast, evaluated[-1]["val_bits_per_byte"], report.tokens_per_second)
     if state.base:
         facts["Before"] = f"validation loss {state.base.val_loss:.4f}, of the weights that it started from"
+    facts |= on_passages(run)
     stopped_early = has_stopped_early(state.worse, config)
     if stopped_early:
         facts["Stopped"] = f"early: the last {state.worse} evaluations were no better"

@@ -15,6 +15,7 @@ import pytest
 
 import generate
 import tokenize_local_bpe
+import tools.compare
 import tools.export_hf
 import tools.export_page
 import tools.import_hf
@@ -31,6 +32,7 @@ SCRIPTS = {
     "generate.py": generate.main,
 }
 TOOLS = {
+    "tools/compare.py": tools.compare.main,
     "tools/export_hf.py": tools.export_hf.main,
     "tools/export_page.py": tools.export_page.main,
     "tools/import_hf.py": tools.import_hf.main,

@@ -485,7 +485,7 @@ def test_a_book_that_is_added_leaves_the_tokens_of_the_run(
     Path("books/two.txt").write_text(generated_text(20_000, seed=1))
     for dry_run in ("true", "false"):
         result = train("run", **flags, max_steps=8, dry_run=dry_run)
-        assert result.code == 4 and "new or changed: 1 (two.txt)" in result.err and snapshot(tokens) == before
+        assert result.code == 4 and "1 new (two.txt)" in result.err and snapshot(tokens) == before
         assert f"--data_dir {tokens} --output_dir run" in result.err
         assert "--input books --epochs 10 --init_from run --output_dir run_2" in result.err
     assert train("run", data_dir=tokens, eval_interval=0, max_steps=8).code == 0

@@ -87,7 +87,7 @@ def test_when_memory_runs_out_the_same_batch_is_taken_in_smaller_parts(
     result = limited(LIMIT, flags)
     assert result.returncode == 0, result.stderr
     told = re.findall(r"Out of memory with (\d+) sequences at once: the same batch again with (\d+)", result.stdout)
-    assert told and told[0][0] == "256"
+    assert told and told[0][0] == "256", result.stdout
     rows = int(told[-1][1])
     assert f"--micro_batch_size {rows}" in result.stdout
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]

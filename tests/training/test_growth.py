@@ -1,0 +1,140 @@
+"""Text that grows: the same command goes on from what was learned, says what changed, and measures the outcome."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import train_colab_mmap
+from tests.forked import Forked
+from tests.helpers import WORDS, run_script
+from tokenization.metadata import TokenMetadata
+from tools import compare
+from training.growth import changes
+from training.records import CONFIG
+
+OTHER_WORDS = [f"{word[::-1]}ish" for word in WORDS]
+COMMAND = ["--input", "books", "--minutes", "0.06", "--device", "cpu", "--compile", "off"]
+
+
+def write_book(path: Path, words: list[str], seed: int, characters: int = 60_000) -> None:
+    path.parent.mkdir(exist_ok=True)
+    drawn = random.Random(seed)
+    lines = (" ".join(drawn.choices(words, k=9)).capitalize() + "." for _ in range(characters // 40))
+    path.write_text("\n".join(lines)[:characters])
+
+
+def trained(*more: str) -> str:
+    result = run_script(train_colab_mmap.main, *COMMAND, *more)
+    assert result.code == 0, result.err
+    return result.out
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with one book, and the run that has learned it. Not to be changed by a test."""
+    folder = tmp_path_factory.mktemp("original")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_book(folder / "books" / "one.txt", WORDS, seed=4)
+        trained("--checkpoint_dir", "drive")
+    return folder
+
+
+@pytest.fixture
+def home(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, in which the test runs. The files are as old as the originals."""
+    shutil.copytree(original, tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    return tmp_path / "home"
+
+
+def asides() -> list[Path]:
+    return sorted(Path("runs").glob("books.*"))
+
+
+def test_the_same_command_goes_on_and_says_what_became_of_it(home: Path) -> None:
+    write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
+    out = trained("--checkpoint_dir", "drive")
+    assert "1 new (two.txt): " in out
+    (aside,) = asides()
+    assert (aside / "checkpoints").is_dir() and [*Path("drive").glob("books.*")], "the old run is kept, here and there"
+    old, new = (json.loads((run / CONFIG).read_text())["config"] for run in (aside, Path("runs/books")))
+    assert new["init_from"] == str(aside / "best") and new["learning_rate"] == 0.5 * old["learning_rate"]
+    assert all(new[key] == old[key] for key in ("num_layers", "embed_dim", "max_seq_len"))
+    was, now = map(float, re.search(r"New text +([\d.]+) -> ([\d.]+) bits per byte, on \d+ held-out", out).groups())
+    assert now < was - 0.2
+    assert re.search(r"Old text +[\d.]+ -> [\d.]+ bits per byte", out)
+    assert re.search("Learned +it has learned the new text", out)
+
+    again = trained("--checkpoint_dir", "drive")
+    assert "This run is finished" in again and asides() == [aside]
+
+    said = run_script(compare.main, aside, "runs/books", "--html", "page.html")
+    assert said.code == 0 and f"books.{aside.suffix[1:]}" in said.out
+    for group in ("all", "books"):
+        assert re.search(rf"passages held out by {group}: \d+ \| [\d.]+ \| [\d.]+ \([+-][\d.]+ ± [\d.]+\)", said.out)
+    assert "On text that none has learned" in Path("page.html").read_text()
+
+
+def test_a_run_that_was_cut_off_before_its_first_checkpoint_begins_from_the_same_weights(home: Path) -> None:
+    write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
+    process = Forked(COMMAND)
+    for line in process.stdout:
+        if line.startswith("Training  "):
+            process.kill()
+    process.wait(30)
+    (aside,) = asides()
+    assert f"Starting from the weights of {aside / 'best'}." in trained() and asides() == [aside]
+
+
+def test_a_dry_run_renames_nothing(home: Path) -> None:
+    write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
+    assert "1 new (two.txt)" in trained("--dry_run")
+    assert not asides()
+
+
+def test_files_that_were_only_copied_are_the_same_text(home: Path) -> None:
+    os.utime("books/one.txt")
+    assert "This run is finished" in trained() and not asides()
+
+
+def test_a_text_that_shrank_and_whose_old_tokens_are_gone(home: Path) -> None:
+    write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
+    (home / "books" / "one.txt").unlink()
+    shutil.rmtree("datasets_cache")
+    out = trained()
+    assert "the tokens of the old text are gone" in out and "New text" not in out
+    (home / "books" / "two.txt").write_text("")
+    empty = run_script(train_colab_mmap.main, *COMMAND)
+    assert empty.code == 3 and "it is empty" in empty.err
+
+
+def test_by_hand_it_is_measured_too(home: Path) -> None:
+    write_book(home / "more.txt", OTHER_WORDS, seed=3)
+    words = ["--input", "more.txt", "--init_from", "runs/books", "--output_dir", "runs/more", "--max_steps", "3"]
+    out = run_script(train_colab_mmap.main, *words, "--device", "cpu", "--compile", "off").out
+    assert "Old text         no passage of it is held out from both" in out and re.search(r"New text +[\d.]+ -> ", out)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ({"a": 5}, {"a": 5, "b": 5}, "1 new (b): 50% of the text is in files that are new or changed"),
+        ({"a": 5, "b": 5}, {"a": 15}, "1 changed (a), 1 gone (b): 100%"),
+        ({}, dict.fromkeys("abcde", 1), "5 new (a, b, c, ...): 100%"),
+        ({"a": 5}, {"a": 5}, "some of the text was edited"),
+    ],
+)
+def test_changes_are_told_by_file(before: dict[str, int], after: dict[str, int], said: str) -> None:
+    then, now = (
+        TokenMetadata(300, 9, 5, source_files=tuple({"name": name, "size": size} for name, size in files.items()))
+        for files in (before, after)
+    )
+    assert said in changes(then, now)

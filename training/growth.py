@@ -1,0 +1,183 @@
+"""Text that has grown since a run began: the same command goes on from its best weights, on old and new text together.
+
+The learning rate is warmed up again, to a part of its peak, and falls in full; the old text is read again with the new,
+so that it is not forgotten (Ibrahim et al. 2024, https://arxiv.org/abs/2403.08763).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.checkpoint import BEST, Checkpoint, open_checkpoint, problems_of
+from common.errors import CheckpointError, DataError, is_out_of_memory
+from common.script import world
+from generation.loading import load_checkpoint
+from generation.passages import (
+    Difference,
+    Passage,
+    difference,
+    found_in_training,
+    held_out_passages,
+    learned_text,
+    next_sentences,
+    score_passages,
+    spread,
+    total,
+)
+from tokenization.metadata import TokenMetadata, metadata_files
+from tokenizer_base import TokenizerError
+from training.config import MODEL_KEYS, Config
+from training.mirror import Mirror
+from training.plan import text_settings, tokenized
+from training.previous import Previous, find_previous
+from training.run import Run
+
+PEAK = 0.5  # of the learning rates of a run that starts from nothing
+WARMUP_SHARE = 0.02  # of the steps
+NOTICED = 0.01  # bits per byte
+FITS = 1.5  # times the tokens a byte that the old text takes: with more, another vocabulary would be better
+NAMED = 3  # files
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The weights to go on from, and the text that they have learned and are to learn."""
+
+    weights: Path
+    read: int  # tokens that they have learned from
+    then: TokenMetadata | None  # None: its tokens are gone
+    now: TokenMetadata
+
+    def keys(self, config: Config, recipe: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings of the new run: `recipe`, with what belongs to the weights of the old one, `config`."""
+        shape = {key: getattr(config, key) for key in MODEL_KEYS if key != "dropout"}
+        keys = recipe | {key: value for key, value in shape.items() if value is not None}
+        rates = {key: PEAK * recipe[key] for key in ("learning_rate", "muon_learning_rate")}
+        return keys | rates | {"init_from": str(self.weights), "resume": "never"}
+
+    def describe(self) -> str:
+        """Say where the new run starts, which files have changed, and whether the vocabulary fits them."""
+        start = f"Going on   from {self.weights}, because the text has changed since; the old run is kept aside"
+        if self.then is None:
+            return f"{start}\nFiles      that are new are not known: the tokens of the old text are gone"
+        lines = [start, f"Files      {changes(self.then, self.now)}"]
+        grown = self.now.text_bytes - self.then.text_bytes
+        if grown > 0 and self.then.text_bytes:
+            worse = (self.now.total_tokens - self.then.total_tokens) / grown
+            worse *= self.then.text_bytes / self.then.total_tokens
+            if worse > FITS:
+                lines.append(
+                    f"Vocabulary of the old text: the new one takes {worse:.1f} times as many tokens a byte. A new run "
+                    "learns one that fits: --resume never"
+                )
+        return "\n".join(lines)
+
+
+def changes(then: TokenMetadata, now: TokenMetadata) -> str:
+    """Say which files are new, have another size or are gone, and the share of the new ones in the text."""
+    before, after = ({str(file["name"]): int(file["size"]) for file in each.source_files} for each in (then, now))
+    kinds = {
+        "new": [name for name in after if name not in before],
+        "changed": [name for name in after if after[name] != before.get(name, after[name])],
+        "gone": [name for name in before if name not in after],
+    }
+    if not any(kinds.values()):
+        return "none is new or has another size: some of the text was edited"
+    said = [
+        f"{len(names)} {kind} ({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})"
+        for kind, names in kinds.items()
+        if names
+    ]
+    share = sum(after[name] for name in (*kinds["new"], *kinds["changed"])) / sum(after.values())
+    return f"{', '.join(said)}: {share:.0%} of the text is in files that are new or changed"
+
+
+def find_growth(config: Config) -> Growth | None:
+    """Find the run in the folder of `config` and the text of its `input`, and tokenize that if it has changed. None if
+    there is no run yet, or its text is the same. None too for another `input`, and for several processes, which cannot
+    tokenize: both are refused later.
+
+    Raises what `find_previous` and `tokenized` raise.
+    """
+    if not config.input or config.resume == "never" or world().size > 1:
+        return None
+    mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir else None
+    previous = find_previous(config, mirror, None)
+    if previous.checkpoint is None or previous.saved is None or previous.saved.config.get("input") != config.input:
+        return None
+    sha256 = str(previous.saved.data.get("tokens_sha256"))
+    if tokens_in(text_settings(config, previous).output_dir) == sha256:
+        return None
+    best = [config.run_dir / BEST, *(mirror.best_copies() if mirror else [])]
+    weights = next((path for path in best if path.exists() and not problems_of(path)), previous.checkpoint.path)
+    folder = tokenized(replace(config, init_from=str(weights)), Previous(init=Checkpoint(weights)))
+    (now,) = map(TokenMetadata.read, metadata_files(Path(str(folder))))
+    if now.tokens_sha256 == sha256:  # the files were only copied
+        return None
+    return Growth(weights, previous.saved.state.tokens, learned_text(previous.checkpoint), now)
+
+
+def tokens_in(folder: str) -> str | None:
+    """Return the hash of the tokens in a folder, if there are some."""
+    return next((TokenMetadata.read(path).tokens_sha256 for path in metadata_files(Path(folder))), None)
+
+
+# What became of it
+
+
+def on_passages(run: Run) -> dict[str, str]:
+    """Return how well a finished run does on passages that were held out: how often it knows the next sentence; and, if
+    it started from weights that had learned another text, what it has learned and forgotten. By the name of each fact;
+    {} without the token folder, or without memory for it."""
+    try:
+        passages = held_out_passages(run.data.metadata)
+        facts = {}
+        if run.data.metadata.chat_template is None:
+            guessed = next_sentences(run.model, run.data.tokenizer, [each.text for each in spread(passages)])
+            facts = {"Next sentence": str(guessed)} if guessed.of else {}
+        return facts | (learned(run, passages) if run.state.initialized_from else {})
+    except (DataError, TokenizerError, CheckpointError):
+        return {}
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return {}
+
+
+def learned(run: Run, passages: list[Passage]) -> dict[str, str]:
+    """Compare the weights with those that the run started from, on the held-out passages of the text that these had
+    learned, and on those that they had not. Raises CheckpointError if they, or what they had learned, are gone."""
+    base = open_checkpoint(str(run.state.initialized_from))
+    then, now = learned_text(base), run.data.metadata
+    if then is None or then.tokens_sha256 == now.tokens_sha256 or then.tokenizer_sha256 != now.tokenizer_sha256:
+        return {}
+    held_out = {passage.text for passage in held_out_passages(then)}
+    old = spread([passage for passage in passages if passage.text in held_out])
+    new = spread([passage for passage in passages if passage.text not in held_out])
+    known = found_in_training(then, new)
+    parts = {"Old text": old, "New text": [passage for passage in new if passage.text not in known]}
+    before, tokenizer = load_checkpoint(base, str(run.model.device), torch.float32)
+    facts, change = {}, {}
+    for name, chosen in parts.items():
+        if not chosen:
+            facts[name] = "no passage of it is held out from both"
+            continue
+        pair = [score_passages(model, tokenizer, chosen) for model in (run.model, before)]
+        change[name] = difference(*pair)
+        after, was = (total(scores).bits_per_byte for scores in pair)
+        facts[name] = f"{was:.3f} -> {after:.3f} bits per byte, on {len(chosen)} held-out passages"
+    if len(change) == 2:
+        facts["Learned"] = verdict(change["Old text"], change["New text"])
+    return facts
+
+
+def verdict(old: Difference, new: Difference) -> str:
+    """Say what two differences mean: after less before, in bits per byte."""
+    gain = "has learned the new text" if new.is_clear and new.mean < 0 else "has learned little of the new text"
+    if old.mean > max(NOTICED, old.error):
+        return f"it {gain}, and forgotten some of the old: more --minutes read both again"
+    return f"it {gain}, and {'reads the old one better too' if old.is_clear and old.mean < 0 else 'kept the old'}"
