@@ -20,7 +20,8 @@ from training.growth import changes
 from training.records import CONFIG
 
 OTHER_WORDS = [f"{word[::-1]}ish" for word in WORDS]
-COMMAND = ["--input", "books", "--minutes", "0.06", "--device", "cpu", "--compile", "off"]
+# The epoch ends it: on a busy machine, so few minutes might be over before it has begun.
+COMMAND = ["--input", "books", "--minutes", "0.3", "--epochs", "1", "--device", "cpu", "--compile", "off"]
 
 
 def write_book(path: Path, words: list[str], seed: int, characters: int = 60_000) -> None:
