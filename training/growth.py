@@ -160,7 +160,7 @@ def learned(run: Run, passages: list[Passage]) -> dict[str, str]:
     new = spread([passage for passage in passages if passage.text not in held_out])
     known = found_in_training(then, new)
     parts = {"Old text": old, "New text": [passage for passage in new if passage.text not in known]}
-    before, tokenizer = load_checkpoint(base, str(run.model.device), torch.float32)
+    before, tokenizer = load_checkpoint(base, run.model.device.type, torch.float32)
     facts, change = {}, {}
     for name, chosen in parts.items():
         if not chosen:

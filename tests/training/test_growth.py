@@ -84,7 +84,7 @@ def test_the_same_command_goes_on_and_says_what_became_of_it(home: Path) -> None
     assert "On text that none has learned" in Path("page.html").read_text()
 
 
-def test_a_run_that_was_cut_off_before_its_first_checkpoint_begins_from_the_same_weights(home: Path) -> None:
+def test_a_run_that_was_cut_off_when_it_had_just_begun_goes_on_from_the_same_weights(home: Path) -> None:
     write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
     process = Forked(COMMAND)
     for line in process.stdout:
@@ -92,7 +92,9 @@ def test_a_run_that_was_cut_off_before_its_first_checkpoint_begins_from_the_same
             process.kill()
     process.wait(30)
     (aside,) = asides()
-    assert f"Starting from the weights of {aside / 'best'}." in trained() and asides() == [aside]
+    out = trained()
+    assert "Choice" not in out and asides() == [aside], "it goes on, and neither chooses nor renames again"
+    assert json.loads(Path("runs/books", CONFIG).read_text())["config"]["init_from"] == str(aside / "best")
 
 
 def test_a_dry_run_renames_nothing(home: Path) -> None:
