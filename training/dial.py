@@ -20,7 +20,7 @@ from common.script import world
 from training.command_line import parse_config
 from training.config import Config, Forecast
 from training.data import GPU_SHARE
-from training.growth import WARMUP_SHARE, Growth, find_growth
+from training.growth import PEAK, WARMUP_SHARE, Growth, find_growth
 from training.hardware import (
     ALL_THREADS,
     COMPILED_LEAST,
@@ -85,9 +85,9 @@ def go_on(argv: Sequence[str] | None, config: Config, growth: Growth) -> Config:
     """Choose the length, the step and the rates of a run that goes on from the weights of `config`, whose shape and
     vocabulary stay, on the text as it is now."""
     print(growth.describe())
-    keys = growth.keys(config, recipe())
+    keys = growth.keys(config)
     text = measure_tokens(replace(config, data_dir=str(growth.now.path.parent)))._replace(name=str(config.input))
-    dial = Dial(argv, text, parse_config(argv, keys, SOURCE), keys=keys)
+    dial = Dial(argv, text, parse_config(argv, keys, SOURCE), keys=recipe() | keys)
     dial.read = growth.read
     return dial.chosen()
 
@@ -388,6 +388,7 @@ class Dial:
         }
         if self.requested.init_from:
             keys["warmup_steps"] = int(WARMUP_SHARE * choice.steps)
+            keys |= {rate: PEAK * keys[rate] for rate in ("learning_rate", "muon_learning_rate")}
         if choice.threads < ALL_THREADS and not self.requested.threads:
             keys["threads"] = choice.threads
         if choice.candidate.hardware.is_cuda and choice.candidate.hardware.compiles and not choice.compiles:
@@ -400,7 +401,7 @@ class Dial:
         others = ", ".join(f"{other:g} minutes: {self.best(other).loss:.2f}" for other in (minutes / 2, minutes * 2))
         why = f"of {len(self.shapes)} sizes the one with the lowest loss in this time, on this machine"
         if len(self.shapes) == 1:
-            why = "the only size that the flags leave here"
+            why = f"the only size that {'these weights have' if self.requested.init_from else 'the flags leave here'}"
         hardware = choice.candidate.hardware
         memory = choice.candidate.memory(choice.sequences, choice.rows, choice.compiles)
         memory += 0 if hardware.is_cuda else PROCESS_BYTES

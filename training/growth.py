@@ -36,7 +36,7 @@ from training.plan import text_settings, tokenized
 from training.previous import Previous, find_previous
 from training.run import Run
 
-PEAK = 0.5  # of the learning rates of a run that starts from nothing
+PEAK = 0.5  # of the learning rates of a run that starts from nothing (docs/benchmarks/growing.md)
 WARMUP_SHARE = 0.02  # of the steps
 NOTICED = 0.01  # bits per byte
 FITS = 1.5  # times the tokens a byte that the old text takes: with more, another vocabulary would be better
@@ -52,12 +52,13 @@ class Growth:
     then: TokenMetadata | None  # None: its tokens are gone
     now: TokenMetadata
 
-    def keys(self, config: Config, recipe: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings of the new run: `recipe`, with what belongs to the weights of the old one, `config`."""
+    def keys(self, config: Config) -> dict[str, Any]:
+        """Return the settings of the new run that do not follow its length: its weights are those of `config`."""
         shape = {key: getattr(config, key) for key in MODEL_KEYS if key != "dropout"}
-        keys = recipe | {key: value for key, value in shape.items() if value is not None}
-        rates = {key: PEAK * recipe[key] for key in ("learning_rate", "muon_learning_rate")}
-        return keys | rates | {"init_from": str(self.weights), "resume": "never"}
+        return {key: value for key, value in shape.items() if value is not None} | {
+            "init_from": str(self.weights),
+            "resume": "never",
+        }
 
     def describe(self) -> str:
         """Say where the new run starts, which files have changed, and whether the vocabulary fits them."""

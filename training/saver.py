@@ -56,7 +56,9 @@ class Saver:
     def __init__(self, run: Run, clock: Clock, stop: Signals):
         self.run, self.clock, self.stop = run, clock, stop
         self.last_saved = time.monotonic()
-        self.is_due = False  # a checkpoint that could not be written when it was due
+        # A checkpoint that could not be written when it was due; or the first step of a run from trained weights, for a
+        # lost machine must leave them in the mirror.
+        self.is_due = run.mirror is not None and run.state.initialized_from is not None and run.state.step == 0
         self.best_is_due = False  # the best weights so far are not saved yet
         self.saved_cooldown = run.state.cooldown
         self.written_rows = run.micro_batch_size  # as config.json has it

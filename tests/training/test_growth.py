@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.helpers import WORDS, run_script
 from tokenization.metadata import TokenMetadata
 from tools import compare
 from training.growth import changes
+from training.recipe import recipe
 from training.records import CONFIG
 
 OTHER_WORDS = [f"{word[::-1]}ish" for word in WORDS]
@@ -68,6 +70,7 @@ def test_the_same_command_goes_on_and_says_what_became_of_it(home: Path) -> None
     assert (aside / "checkpoints").is_dir() and [*Path("drive").glob("books.*")], "the old run is kept, here and there"
     old, new = (json.loads((run / CONFIG).read_text())["config"] for run in (aside, Path("runs/books")))
     assert new["init_from"] == str(aside / "best") and new["learning_rate"] == 0.5 * old["learning_rate"]
+    assert new["batch_size"] < recipe()["batch_size"], "a step follows the length of the run"
     assert all(new[key] == old[key] for key in ("num_layers", "embed_dim", "max_seq_len"))
     was, now = map(float, re.search(r"New text +([\d.]+) -> ([\d.]+) bits per byte, on \d+ held-out", out).groups())
     assert now < was - 0.2
@@ -94,6 +97,20 @@ def test_a_run_that_was_cut_off_when_it_had_just_begun_goes_on_from_the_same_wei
     (aside,) = asides()
     out = trained()
     assert "Choice" not in out and asides() == [aside], "it goes on, and neither chooses nor renames again"
+    assert json.loads(Path("runs/books", CONFIG).read_text())["config"]["init_from"] == str(aside / "best")
+
+
+def test_a_machine_that_is_lost_when_it_had_just_begun_loses_nothing(home: Path) -> None:
+    write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
+    process = Forked([*COMMAND, "--checkpoint_dir", "drive"])
+    while process.returncode is None and not [*Path("drive/books").glob("step_*1-*")]:
+        time.sleep(0.01)
+    process.kill()
+    process.wait(30)
+    (aside,) = asides()
+    shutil.rmtree("runs")
+    out = trained("--checkpoint_dir", "drive")
+    assert "Copies     drive/books/step_00000001-" in out, "it goes on from the copy"
     assert json.loads(Path("runs/books", CONFIG).read_text())["config"]["init_from"] == str(aside / "best")
 
 
