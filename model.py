@@ -228,6 +228,10 @@ class MultiHeadAttention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, H, T, D), twice (B, K, T, D)
         if x.device.type == "mps":  # whose attention is wrong on views (pytorch issues 163597, 181133)
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        if self.training and config.dropout:
+            # Drop whole values: DropAttention's columns (Zehui et al. 2019, https://arxiv.org/abs/1907.11065). Dropping
+            # single weights of the softmax is no better, and keeps attention on a CPU from its flash kernel.
+            v = v * F.dropout(v.new_ones(*v.shape[:-1], 1), config.dropout)
         if cache is not None:
             k, v = cache.write(layer, k, v)
         groups = config.num_heads // config.num_kv_heads
@@ -242,7 +246,6 @@ class MultiHeadAttention(nn.Module):
             k,
             v,
             attn_mask=mask,
-            dropout_p=config.dropout if self.training else 0.0,
             is_causal=mask is None and T > 1,
             enable_gqa=q.size(1) != k.size(1),  # only the flash kernel knows it; others fall back to the slow one
         )

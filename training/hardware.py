@@ -25,9 +25,10 @@ from training.config import Config
 
 T = TypeVar("T")
 
-# Below this width the casts of autocast cost more than the faster matrix products save on a CPU (measured: a step of
-# 4 x 128, context 64, is 1.3 times slower in bf16; 4 x 256, context 256, is 2 times faster).
-CPU_BF16_MIN_WIDTH = 256
+# Below this width the casts of autocast cost more than the faster matrix products save on a CPU with such units.
+# Measured: with AMX a step of 4 x 128, context 64, is 1.3 times slower in bf16, and 4 x 256, context 256, 2 times
+# faster. With AVX512-BF16 alone, 4 x 128 is 1.05 to 1.3 times faster (docs/benchmarks/what_was_tried.md).
+CPU_BF16_MIN_WIDTH = {"AMX": 256, "AVX512-BF16": 128}
 
 # Compiling on a CPU, measured at 4 and 12 layers; the share that it saves of a step with rotary positions and qk_norm;
 # and the rough speed of a core in such steps, in FLOP/s.
@@ -255,8 +256,8 @@ def choose_precision(requested: str, embed_dim: int, units: Units) -> tuple[str,
         return "fp32", "on Apple's GPUs attention in half precision is wrong (pytorch issue 195910)"
     if units.bf16 is None:
         return "fp32", "this CPU has neither AMX nor AVX512-BF16"
-    if embed_dim < CPU_BF16_MIN_WIDTH:
-        return "fp32", f"at embed_dim {embed_dim}, below {CPU_BF16_MIN_WIDTH}, bf16 is slower on a CPU"
+    if embed_dim < (least := CPU_BF16_MIN_WIDTH[units.bf16]):
+        return "fp32", f"at embed_dim {embed_dim}, below {least}, bf16 is slower on this CPU"
     return "bf16", f"this CPU has {units.bf16}"
 
 

@@ -140,12 +140,12 @@ def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: H
         block -= half * c.embed_dim
     if c.position == "rope" or c.qk_norm:
         block += half * (queries + keys)  # q and k as attention reads them
-    # PyTorch's flash kernel for CPUs has no dropout. The other kernel keeps three (T, T) fp32 matrices per head, and
-    # needs three more while it runs.
-    scores = 3 * 4 * c.num_heads * c.max_seq_len if c.dropout and hardware.device.type == "cpu" else 0
+    if c.dropout:
+        mask = 1 if hardware.is_cuda else residual  # of an element
+        block += half * keys + 2 * mask * c.embed_dim  # the values that are left, and the masks of two sums
     if config.activation_checkpointing:  # all blocks' inputs, and one block or the head at a time
-        return c.num_layers * residual * c.embed_dim + max(head, 2 * (block + scores))
-    return c.num_layers * (block + scores) + scores + head
+        return c.num_layers * residual * c.embed_dim + max(head, 2 * block)
+    return c.num_layers * block + head
 
 
 def held_memory(data: TokenData, hardware: Hardware) -> int:
