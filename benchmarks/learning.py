@@ -36,7 +36,7 @@ from common.tensors import meta_model
 from tokenization.corpus import find_sources, read_pieces
 from training.command_line import parse_config
 from training.law import Law
-from training.recipe import HEAD_WIDTH, Shape, beta2_for, context_for, dropout_for, recipe, sequences_for
+from training.recipe import HEAD_WIDTH, Shape, context_for, recipe, sequences_for, settings_for
 from training.records import read_metrics
 from training.text import TRAIN_SHARE, vocabulary_for
 
@@ -46,10 +46,11 @@ JUDGED = 6  # every sixth run, in order, is not fitted
 
 
 LAW_RUNS = [  # megabytes of text, width of 4 layers, passes
-    *((0.1, width, passes) for width, passes in ((64, 4), (64, 16), (128, 4), (128, 16), (128, 32), (192, 8))),
-    *((0.3, width, passes) for width, passes in ((64, 4), (64, 16), (128, 2), (128, 4), (128, 16), (256, 4))),
-    *((1, width, passes) for width, passes in ((64, 4), (128, 1), (128, 4), (128, 8), (192, 4), (256, 1))),
-    *((3, width, passes) for width, passes in ((64, 1), (64, 4), (128, 1), (128, 4), (256, 1))),
+    *((0.1, width, passes) for width, passes in ((64, 4), (64, 16), (128, 8), (128, 24), (192, 16))),
+    *((0.3, width, passes) for width, passes in ((64, 4), (64, 16), (128, 2), (128, 8), (192, 12), (256, 4))),
+    (0.3, 256, 10),
+    *((1, width, passes) for width, passes in ((64, 4), (128, 1), (128, 4), (128, 8), (192, 4), (256, 1), (256, 3))),
+    *((3, width, passes) for width, passes in ((64, 1), (64, 4), (128, 1), (128, 2), (256, 1))),
     *((10, width, 1) for width in (64, 128)),
 ]
 
@@ -104,13 +105,13 @@ def law_runs(books: str, folder: Path) -> dict[str, list[str]]:
         tokens = passes * TRAIN_SHARE * megabytes * 1e6 / vocabulary.bytes_per_token
         length = context_for(Shape(4, width, 256), tokens)
         sequences = sequences_for(tokens, length)
-        keys = {
+        keys = recipe() | settings_for(width, sequences * length, passes)
+        keys |= {
             "input": text, "vocab_size": vocabulary.size, "num_layers": 4, "embed_dim": width,
-            "num_heads": width // HEAD_WIDTH, "max_seq_len": length, "batch_size": sequences,
-            "beta2": beta2_for(sequences * length), "epochs": passes, "dropout": dropout_for(passes), "compile": "off",
-            "eval_batches": 0, "eval_interval": max(1, int(tokens / length / sequences / 3)),
+            "num_heads": width // HEAD_WIDTH, "max_seq_len": length, "batch_size": sequences, "epochs": passes,
+            "compile": "off", "eval_batches": 0, "eval_interval": max(1, int(tokens / length / sequences / 3)),
         }  # fmt: skip
-        variants[f"{megabytes:g} MB, 4 x {width}, {passes}"] = flag_words(recipe() | keys)
+        variants[f"{megabytes:g} MB, 4 x {width}, {passes}"] = flag_words(keys)
     return variants
 
 

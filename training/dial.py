@@ -34,7 +34,7 @@ from training.hardware import (
 from training.law import ERROR, expected_error, expected_loss, useful_passes
 from training.memory import MEMORY_SHARE, PROCESS_BYTES
 from training.previous import kept_choice
-from training.recipe import HEAD_WIDTH, LADDER, Shape, beta2_for, context_for, dropout_for, recipe, sequences_for
+from training.recipe import HEAD_WIDTH, LADDER, Shape, context_for, recipe, sequences_for, settings_for
 from training.text import TRAIN_SHARE, Text, measure_text, measure_tokens, vocabulary_for
 from training.timing import FEWEST_TIMED, Candidate, Machine, Timed
 
@@ -180,9 +180,10 @@ class Dial:
     def chosen(self) -> Config:
         """Choose, print the choice, and return it as a configuration with what to expect."""
         choice = self.choice()
-        self.print_choice(choice)
+        config = self.config_of(choice)
+        self.print_choice(choice, config.dropout)
         forecast = Forecast(choice.loss, choice.error, choice.tokens_per_second, choice.cpu_share)
-        return replace(self.config_of(choice), forecast=forecast)
+        return replace(config, forecast=forecast)
 
     def choice(self) -> Choice:
         """Time the smallest, the best so far and the next larger, which uses the machine better; on a GPU, compile the
@@ -378,11 +379,11 @@ class Dial:
         batch_size = choice.sequences // self.requested.gradient_accumulation_steps
         windows = self.text.tokens * (1 - TRAIN_SHARE) / choice.shape.max_seq_len
         in_time = EVALUATING_SHARE / FORWARD_SHARE * choice.steps * choice.sequences / EVALUATIONS
-        keys = self.keys_of(choice.shape) | {
+        embed_dim, of_step = choice.candidate.config.embed_dim, choice.sequences * choice.shape.max_seq_len
+        keys = self.keys_of(choice.shape) | settings_for(embed_dim, of_step, choice.passes)
+        keys |= {
             "batch_size": batch_size,
-            "beta2": beta2_for(choice.sequences * choice.shape.max_seq_len),
             "epochs": max(1, min(choice.useful_passes, math.ceil(EPOCHS_TO_SPARE * choice.passes))),
-            "dropout": dropout_for(choice.passes),
             "eval_interval": max(1, choice.steps // EVALUATIONS),
             "eval_batches": 0 if windows <= in_time else max(1, int(in_time / batch_size)),
         }
@@ -395,7 +396,7 @@ class Dial:
             keys["compile"] = "off"
         return parse_config(self.argv, keys, SOURCE)
 
-    def print_choice(self, choice: Choice) -> None:
+    def print_choice(self, choice: Choice, dropout: float) -> None:
         """Print the text, the choice and why, what to expect, and what other minutes would bring."""
         shape, text, minutes = choice.shape, self.text, self.requested.minutes
         others = ", ".join(f"{other:g} minutes: {self.best(other).loss:.2f}" for other in (minutes / 2, minutes * 2))
@@ -406,7 +407,12 @@ class Dial:
         memory = choice.candidate.memory(choice.sequences, choice.rows, choice.compiles)
         memory += 0 if hardware.is_cuda else PROCESS_BYTES
         limit = "nothing more is gained then" if choice.passes == choice.useful_passes else "all that the time allows"
-        busy = ""
+        busy = spare = ""
+        if 2 * choice.seconds <= 60 * minutes:
+            spare = (
+                "Time left  more of it brings nothing. More text would, or a pretrained model: python "
+                "tools/import_hf.py openai-community/gpt2 pretrained/gpt2, and docs/recipes.md\n"
+            )
         if choice.threads < ALL_THREADS and not self.requested.threads:
             busy = "Threads    1 of this CPU: other programs use it, and threads that wait for each other are slower\n"
         print(
@@ -420,6 +426,7 @@ class Dial:
             f"about {byte_size(memory)} of memory"
             f"{'; a guess, for no run like this was measured' if choice.error >= 2 * ERROR else ''}\n"
             f"Reading    the text {choice.passes:.2g} times, {limit}"
-            f"{', with dropout' if dropout_for(choice.passes) else ''}\n"
+            f"{f', with dropout {dropout:g}' if dropout else ''}\n"
+            f"{spare}"
             f"Instead    {others}"
         )

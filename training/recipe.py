@@ -11,12 +11,11 @@ from common.files import read_json
 from training.config import REPOSITORY
 
 FORM = "small_modern"  # the config
-FOR_FEW_STEPS = {"muon_momentum": 0.9, "learning_rate": 3e-3, "muon_learning_rate": 0.03, "cooldown": 0.75}
+FOR_FEW_STEPS = {"muon_momentum": 0.9, "muon_learning_rate": 0.03, "cooldown": 0.75}
 HEAD_WIDTH = 64
 
-STEP_TOKENS, RUN_TOKENS = 2048, 2e6  # the step of a run of so many tokens; it grows with the root of the run's
+STEP_TOKENS, RUN_TOKENS = 2048, 3e6  # the step of a run of so many tokens; it grows with the root of the run's
 GOOD_STEPS = 300  # a larger step never leaves fewer
-SLOWEST_BETA2, FASTEST_BETA2 = 0.995, 0.95  # AdamW's averages over the same number of tokens, within these limits
 SHORT_CONTEXT, FEW_TOKENS = 128, 7e5  # for runs of fewer tokens
 
 
@@ -51,14 +50,16 @@ def sequences_for(tokens: float, max_seq_len: int, busy: float = 0.0) -> int:
     return 2 ** max(0, min(round(math.log2(wanted)), math.floor(math.log2(most))))
 
 
-def beta2_for(step_tokens: float) -> float:
-    """Return AdamW's beta2 for steps of so many tokens."""
-    return max(FASTEST_BETA2, min(SLOWEST_BETA2, 1 - (1 - SLOWEST_BETA2) * step_tokens / STEP_TOKENS))
-
-
-def dropout_for(passes: float) -> float:
-    """Return the dropout: many epochs overfit without."""
-    return 0.2 if passes > 6 else 0.0
+def settings_for(embed_dim: int, step_tokens: float, passes: float) -> dict[str, Any]:
+    """Return what follows the width of the model, the tokens of a step, and the passes over the text, of which many
+    overfit less with a lower rate of AdamW and dropout. Within what was measured (docs/benchmarks/recipe.md)."""
+    size = step_tokens / STEP_TOKENS
+    rate = min(0.01, math.sqrt(size / max(1, passes)) / embed_dim)
+    return {
+        "learning_rate": float(f"{rate:.2g}"),
+        "beta2": 1 - min(0.05, max(0.0025, 0.005 * size)),  # averages over the same number of tokens
+        "dropout": round(min(0.2, max(0.0, 0.02 * (passes - 2))), 2),
+    }
 
 
 def recipe() -> dict[str, Any]:

@@ -20,7 +20,7 @@ from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
 from training.command_line import parse_config
 from training.config import Config
-from training.dial import SOURCE, Dial, beta2_for, choose, dropout_for, sequences_for
+from training.dial import SOURCE, Dial, choose, sequences_for, settings_for
 from training.hardware import ALL_THREADS
 from training.text import measure_text
 from training.timing import Timed
@@ -108,8 +108,17 @@ def test_flags_count_in_what_is_forecast(book: Path) -> None:
 def test_the_step_follows_the_length_of_the_run() -> None:
     steps = [128 * sequences_for(10.0**power, 128) for power in range(4, 11)]
     assert steps == sorted(steps) and steps[0] == 128 and 64_000 < steps[-1] < 300_000
-    assert sequences_for(2e6, 256) * 256 == 2048 < sequences_for(2e6, 256, busy=4000) * 256 <= 2e6 / 300
-    assert [beta2_for(tokens) for tokens in (512, 2048, 20_480, 10**6)] == pytest.approx([0.995, 0.995, 0.95, 0.95])
+    assert sequences_for(3e6, 256) * 256 == 2048 < sequences_for(3e6, 256, busy=4000) * 256 <= 3e6 / 300
+    betas = [settings_for(256, tokens, 4)["beta2"] for tokens in (512, 2048, 20_480, 10**6)]
+    assert betas == pytest.approx([0.9975, 0.995, 0.95, 0.95])
+
+
+@pytest.mark.parametrize(("of_a_token", "is_spare"), [(1e-9, True), (1e-3, False)])
+def test_where_minutes_are_left_it_says_what_would_help(
+    book: Path, capsys: pytest.CaptureFixture, of_a_token: float, is_spare: bool
+) -> None:
+    pretended_dial(flags(book, minutes="2"), Timed(0.0, 0.0, of_a_token)).chosen()
+    assert ("import_hf.py" in capsys.readouterr().out) is is_spare
 
 
 def test_flags_win_and_the_rest_is_chosen_around_them(book: Path) -> None:
@@ -174,8 +183,11 @@ def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, caps
     assert "Choice" in (choice([*argv, "--resume", "never"]) and capsys.readouterr().out)
 
 
-def test_dropout_is_for_a_text_that_is_read_often() -> None:
-    assert dropout_for(4) == 0 < dropout_for(8)
+def test_the_recipe_follows_the_width_and_the_passes() -> None:
+    runs = [settings_for(width, 2048, passes) for width, passes in ((128, 0.5), (256, 1), (256, 4), (1024, 99))]
+    rates, dropouts = ([run[key] for run in runs] for key in ("learning_rate", "dropout"))
+    assert rates == sorted(rates, reverse=True) and rates[1] == pytest.approx(2 * rates[2], rel=0.03)
+    assert dropouts[:2] == [0, 0] and 0 < dropouts[2] < 0.1 < dropouts[3] < 0.5
 
 
 # What it refuses
