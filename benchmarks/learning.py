@@ -17,6 +17,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -36,6 +37,8 @@ from common.tensors import meta_model
 from tokenization.corpus import find_sources, read_pieces
 from training.command_line import parse_config
 from training.law import Law
+from training.plan import tokenized
+from training.previous import Previous
 from training.recipe import HEAD_WIDTH, Shape, context_for, recipe, sequences_for, settings_for
 from training.records import read_metrics
 from training.text import TRAIN_SHARE, vocabulary_for
@@ -171,6 +174,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     runs_dir, stem = Path(flags.runs_dir), Path(flags.output_dir) / flags.name
     if flags.law:
         variants = law_runs(flags.law, runs_dir)
+        for words in variants.values():  # not by two runs at once
+            tokenized(parse_config(words), Previous())
     else:
         first = flags.runs[0]
         variants = {run: shlex.split(run if run == first else f"{first} {run}") for run in flags.runs}
@@ -178,7 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def result_of(task: tuple[str, int, list[str]]) -> dict[str, Any]:
         words = [*task[2], "--device", flags.device]
-        run_dir = runs_dir / re.sub(r"[^\w.]+", "_", " ".join(words)).strip("_")[-200:]
+        flags_of_run = " ".join(words)  # longer than a file's name may be
+        readable = re.sub(r"[^\w.]+", "_", flags_of_run).strip("_")[-100:]
+        run_dir = runs_dir / f"{readable}_{zlib.crc32(flags_of_run.encode()):08x}"
         return train(words, run_dir, threads=1 if flags.at_once > 1 else None)
 
     results: dict[str, dict[int, dict[str, Any]]] = {}

@@ -69,7 +69,7 @@ def test_the_same_command_goes_on_and_says_what_became_of_it(home: Path) -> None
     (aside,) = asides()
     assert (aside / "checkpoints").is_dir() and [*Path("drive").glob("books.*")], "the old run is kept, here and there"
     old, new = (json.loads((run / CONFIG).read_text())["config"] for run in (aside, Path("runs/books")))
-    assert new["init_from"] == str(aside / "best") and new["learning_rate"] == 0.5 * old["learning_rate"]
+    assert new["init_from"] == str(aside / "best") and new["muon_learning_rate"] == 0.5 * old["muon_learning_rate"]
     assert new["batch_size"] < recipe()["batch_size"], "a step follows the length of the run"
     assert all(new[key] == old[key] for key in ("num_layers", "embed_dim", "max_seq_len"))
     was, now = map(float, re.search(r"New text +([\d.]+) -> ([\d.]+) bits per byte, on \d+ held-out", out).groups())
