@@ -410,7 +410,7 @@ class Dial:
         busy = spare = ""
         if 2 * choice.seconds <= 60 * minutes:
             spare = (
-                "Time left  more of it brings nothing. More text would, or a pretrained model: python "
+                "Time left  more of it brings little. More text would help, or a pretrained model: python "
                 "tools/import_hf.py openai-community/gpt2 pretrained/gpt2, and docs/recipes.md\n"
             )
         if choice.threads < ALL_THREADS and not self.requested.threads:

@@ -52,7 +52,7 @@ def sequences_for(tokens: float, max_seq_len: int, busy: float = 0.0) -> int:
 
 def settings_for(embed_dim: int, step_tokens: float, passes: float) -> dict[str, Any]:
     """Return what follows the width of the model, the tokens of a step, and the passes over the text, of which many
-    overfit less with a lower rate of AdamW and dropout. Within what was measured (docs/benchmarks/recipe.md)."""
+    overfit less with a lower rate of AdamW and dropout. Measured up to a width of 256 (docs/benchmarks/recipe.md)."""
     size = step_tokens / STEP_TOKENS
     rate = min(0.01, math.sqrt(size / max(1, passes)) / embed_dim)
     return {
