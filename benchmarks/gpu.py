@@ -327,7 +327,7 @@ def verdict(figures: Mapping[str, Any]) -> str:
     own, small = figures.get("own text", {}), figures.get("gpt2_small", {})
     rows = [
         ("gpt2_small.json, ms a step", of_card, small.get("ms_per_step")),
-        ("gpt2_small.json, GB at the peak", 16.2, small.get("peak_memory_gb")),
+        ("gpt2_small.json, GB at the peak", 13.6, small.get("peak_memory_gb")),
         ("own text, minutes", own.get("minutes"), own.get("used")),
         ("own text, bits per byte", own.get("expected_bits_per_byte"), own.get("val_bits_per_byte")),
         ("own text, tokens a second", own.get("expected_tokens_per_second"), own.get("tokens_per_second")),

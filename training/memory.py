@@ -124,7 +124,7 @@ def bytes_per_token(config: Config, model: TransformerLanguageModel, hardware: H
         # Per block: two norms' inputs and outputs, q, k, v, the attention's output, the activation's input and output.
         feed_forward -= c.ff_dim * c.is_gated  # computed again from the gate
         block = 2 * residual * c.embed_dim
-        head = half * 2 * c.vocab_size
+        head = half * c.vocab_size  # the gradient takes the logits' place
     else:
         # The same, but norms keep their input in fp32, as the head keeps its softmax, its gradient and the logits'.
         block = 2 * 4 * c.embed_dim

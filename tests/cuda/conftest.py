@@ -23,6 +23,7 @@ def fresh_device() -> None:
     """No compiled code or memory of another test."""
     torch._dynamo.reset()
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # they stay, and with them whatever large block they were cut from
     torch.cuda.empty_cache()
 
 

@@ -43,7 +43,7 @@ MACHINES = {
 }
 # Of a layer, per token and unit of width, forward and backward: bytes that are moved, bytes that are kept; operations.
 EAGER, COMPILED = (360, 54, 150), (160, 36, 43)
-LOGITS = {False: 12, True: 4}  # bytes kept for each
+LOGITS = {False: 12, True: 2}  # bytes kept for each
 UPDATE_OPERATIONS = 200
 MODELS: dict[Any, Any] = {}  # their shapes, and what memory they take: many dials are asked the same
 
