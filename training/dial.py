@@ -337,7 +337,7 @@ class Dial:
             tokens = max(1.0, min(seconds / step * of_step, limit * text.train_tokens))
         passes = tokens / text.train_tokens
         loss = text.difficulty * expected_loss(candidate.block_parameters, text_bytes, earlier + passes)
-        error = expected_error(candidate.block_parameters, text.bytes, text.difficulty)
+        error = expected_error(candidate.block_parameters, text_bytes, text.difficulty)
         if slower == 1 and speed.scatter:
             error += self.outcome(candidate, minutes, compiles, 1 + speed.scatter).loss - loss
         took = before + tokens * step / of_step / (1 - EVALUATING_SHARE)

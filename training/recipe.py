@@ -43,8 +43,7 @@ def context_for(shape: Shape, tokens: float) -> int:
 
 
 def sequences_for(tokens: float, max_seq_len: int, busy: float = 0.0) -> int:
-    """Return the sequences of a step in a run of so many tokens: a power of two, with at least `busy` tokens
-    (docs/benchmarks/recipe.md)."""
+    """Return the sequences of a step in a run of so many tokens: a power of two, of at least `busy` tokens."""
     wanted = max(busy, STEP_TOKENS * math.sqrt(tokens / RUN_TOKENS)) / max_seq_len
     most = tokens / (GOOD_STEPS * max_seq_len)
     return 2 ** max(0, min(round(math.log2(wanted)), math.floor(math.log2(most))))
