@@ -26,6 +26,7 @@ from training.hardware import (
     COMPILED_LEAST,
     COMPILED_TOKEN,
     CPU_COMPILE_SAVES,
+    CPU_DROPOUT_TAKES,
     CPU_FLOPS_PER_CORE,
     Units,
     choose_compile,
@@ -34,7 +35,16 @@ from training.hardware import (
 from training.law import ERROR, expected_error, expected_loss, useful_passes
 from training.memory import MEMORY_SHARE, PROCESS_BYTES
 from training.previous import kept_choice
-from training.recipe import HEAD_WIDTH, LADDER, Shape, context_for, recipe, sequences_for, settings_for
+from training.recipe import (
+    HEAD_WIDTH,
+    LADDER,
+    PASSES_WITHOUT_DROPOUT,
+    Shape,
+    context_for,
+    recipe,
+    sequences_for,
+    settings_for,
+)
 from training.text import TRAIN_SHARE, Text, measure_text, measure_tokens, vocabulary_for
 from training.timing import FEWEST_TIMED, Candidate, Machine, Timed
 
@@ -327,6 +337,9 @@ class Dial:
         text_bytes = TRAIN_SHARE * text.bytes
         earlier = self.read / text.train_tokens  # passes
         limit = max(1, useful_passes(candidate.block_parameters, text_bytes) - round(earlier))
+        without_dropout = PASSES_WITHOUT_DROPOUT * text.train_tokens
+        timed_so = candidate.hardware.is_cuda or self.requested.is_explicit("dropout")
+        dropout_takes = 1.0 if timed_so else CPU_DROPOUT_TAKES
         shape, sequences, tokens = self.shapes[candidate], 1, math.inf
         for _ in range(ROUNDS):  # a step is as large as the run is long, and the run as long as the step is fast
             if tokens < math.inf:
@@ -334,7 +347,10 @@ class Dial:
                 sequences = self.sequences(shape.max_seq_len, tokens, speed.least / speed.token)
             rows, of_step = self.rows(candidate, sequences, compiles) or 1, sequences * shape.max_seq_len
             step = slower * speed.step(of_step, math.ceil(sequences / rows))
-            tokens = max(1.0, min(seconds / step * of_step, limit * text.train_tokens))
+            in_time = seconds / step * of_step
+            in_time = min(in_time, max(without_dropout, in_time / dropout_takes))
+            tokens = max(1.0, min(in_time, limit * text.train_tokens))
+        step *= dropout_takes if tokens > without_dropout else 1.0
         passes = tokens / text.train_tokens
         loss = text.difficulty * expected_loss(candidate.block_parameters, text_bytes, earlier + passes)
         error = expected_error(candidate.block_parameters, text_bytes, text.difficulty)

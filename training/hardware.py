@@ -36,6 +36,7 @@ CPU_COMPILE_SECONDS = 12.0
 CPU_COMPILE_SECONDS_PER_LAYER = 3.0
 CPU_COMPILE_SAVES = 0.3
 CPU_FLOPS_PER_CORE = 1e11
+CPU_DROPOUT_TAKES = 1.2  # a compiled step, times one without, for the random numbers; uncompiled 1.1
 CPU_COMPILE_MARGIN = 3  # the estimate is rough, and a short run should start soon
 # On a GPU, where nothing was measured yet: compiling, twice as long on a host of few cores; compiled passes, a share of
 # the others, where launches take the time and where the work does.

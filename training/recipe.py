@@ -13,10 +13,10 @@ from training.config import REPOSITORY
 FORM = "small_modern"  # the config
 FOR_FEW_STEPS = {"muon_momentum": 0.9, "muon_learning_rate": 0.03, "cooldown": 0.75}
 HEAD_WIDTH = 64
-
 STEP_TOKENS, RUN_TOKENS = 2048, 3e6  # the step of a run of so many tokens; it grows with the root of the run's
 GOOD_STEPS = 300  # a larger step never leaves fewer
 SHORT_CONTEXT, FEW_TOKENS = 128, 7e5  # for runs of fewer tokens
+PASSES_WITHOUT_DROPOUT = 4
 
 
 class Shape(NamedTuple):
@@ -57,7 +57,7 @@ def settings_for(embed_dim: int, step_tokens: float, passes: float) -> dict[str,
     return {
         "learning_rate": float(f"{rate:.2g}"),
         "beta2": 1 - min(0.05, max(0.0025, 0.005 * size)),  # averages over the same number of tokens
-        "dropout": 0.2 if passes > 9 else 0.1 if passes > 4 else 0.0,  # in few values: compiled code is for one
+        "dropout": (0.2 if passes > 9 else 0.1) if passes > PASSES_WITHOUT_DROPOUT else 0.0,  # few: compiled for one
     }
 
 

@@ -14,7 +14,7 @@ from model_config import ModelConfig
 from training.command_line import parse_config
 from training.config import Config
 from training.dial import EVALUATING_SHARE, Choice, Dial
-from training.hardware import CPU_COMPILE_SAVES, Hardware, compile_seconds
+from training.hardware import CPU_COMPILE_SAVES, CPU_DROPOUT_TAKES, Hardware, compile_seconds
 from training.law import expected_loss, useful_passes
 from training.memory import without_memory
 from training.text import TRAIN_SHARE, Text, vocabulary_for
@@ -143,7 +143,8 @@ class Pretended(Machine):
         if self.is_gpu:
             self.require(self.memory(candidate, rows, shape.max_seq_len, compiled))
         one = self.passes(shape, candidate.flops, rows * shape.max_seq_len, compiled)
-        return self.update(candidate) + math.ceil(sequences / rows) * one
+        seconds = self.update(candidate) + math.ceil(sequences / rows) * one
+        return seconds * (CPU_DROPOUT_TAKES if shape.dropout and not self.is_gpu else 1.0)
 
 
 SIZES = (5e4, 1e6, 2e7, 1e8, 1.2e10)  # bytes of text

@@ -21,7 +21,7 @@ from tokenize_local_bpe import tokenize
 from training.command_line import parse_config
 from training.config import Config
 from training.dial import SOURCE, Dial, choose, sequences_for, settings_for
-from training.hardware import ALL_THREADS
+from training.hardware import ALL_THREADS, CPU_DROPOUT_TAKES
 from training.text import measure_text
 from training.timing import Timed
 
@@ -75,7 +75,8 @@ def test_the_speed_of_what_was_not_timed(book: Path) -> None:
 
 @pytest.mark.parametrize(("of_one", "is_chosen"), [(0.8e-4, True), (0.95e-4, False), (2e-4, False)])
 def test_fewer_threads_are_chosen_where_they_are_clearly_faster(book: Path, of_one: float, is_chosen: bool) -> None:
-    dial = pretended_dial(flags(book, minutes="2"), Timed(0.0, 0.0, 1e-4), Timed(0.0, 0.0, of_one))
+    argv = flags(book, "--dropout", "0", minutes="2")
+    dial = pretended_dial(argv, Timed(0.0, 0.0, 1e-4), Timed(0.0, 0.0, of_one))
     assert (dial.choice().tokens_per_second == pytest.approx(1 / of_one)) == is_chosen
 
 
@@ -96,13 +97,26 @@ def test_flags_count_in_what_is_forecast(book: Path) -> None:
     """A longer context or a larger step leaves fewer steps, and as many evaluations."""
     timed = Timed(0.0, 0.0, 1e-4)
     for more, of_step in (([], 256), (["--max_seq_len", "512"], 512), (["--batch_size", "32"], 32 * 128)):
-        dial = pretended_dial(flags(book, *more, minutes="0.25"), timed)
+        dial = pretended_dial(flags(book, "--dropout", "0", *more, minutes="0.25"), timed)
         choice = dial.choice()
         config = dial.config_of(choice)
         assert config.batch_size * config.max_seq_len == of_step
         assert choice.steps == int(0.95 * 15 / 1e-4 / of_step)
         assert config.eval_interval == max(1, choice.steps // 20)
         assert config.epochs == min(choice.useful_passes, math.ceil(3 * choice.passes))  # if it is faster than timed
+
+
+def test_on_a_cpu_dropout_takes_its_time(book: Path) -> None:
+    """Timed without it, and chosen by how often the time allows the text to be read."""
+    timed, passes, dropouts = Timed(0.0, 0.0, 1e-4), [], []
+    for minutes in (0.15, 0.18, 0.2, 0.22, 0.25):
+        dial = pretended_dial(flags(book, minutes=str(minutes)), timed)
+        choice = dial.choice()
+        passes.append(choice.passes)
+        dropouts.append(dial.config_of(choice).dropout)
+        of_token = 1e-4 * (CPU_DROPOUT_TAKES if dropouts[-1] else 1.0)
+        assert 1 / choice.tokens_per_second == pytest.approx(of_token) and choice.seconds <= 60 * minutes + 0.01
+    assert passes == sorted(passes) and dropouts == sorted(dropouts) and {*dropouts} == {0.0, 0.1}
 
 
 def test_the_step_follows_the_length_of_the_run() -> None:
