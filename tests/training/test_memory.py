@@ -38,12 +38,13 @@ from training.records import CONFIG, read_metrics
 from training.saver import Saver
 
 M_ARENA_MAX = -8  # of malloc.h
-# A step of 256 sequences at once takes about 310 MB in such a process, one of 128 about 170: what is too much fails at
-# a large tensor, and what fits has room. In fp32: without oneDNN, products in bf16 are several times slower.
+# A step of 256 sequences at once takes about 255 MB in such a process, one of 128 about 125: what is too much fails at
+# a large tensor, and what fits has room. What a process has freed before comes on top of the limit, 30 MB or more.
+# In fp32: without oneDNN, products in bf16 are several times slower.
 LARGE = {"max_seq_len": 64, "embed_dim": 64, "num_layers": 2, "batch_size": 256, "dropout": 0.0, "precision": "fp32"}
 # One step: memory may also run out in a second one, and the first would then have taken more rows, rounded differently.
 LARGE |= {"max_steps": 1, "eval_interval": 0, "checkpoint_steps": 1}
-LIMIT = 230  # MB
+LIMIT = 170  # MB
 
 
 class Ended(NamedTuple):
