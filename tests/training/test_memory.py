@@ -39,7 +39,7 @@ from training.saver import Saver
 
 M_ARENA_MAX = -8  # of malloc.h
 # A step of 256 sequences at once takes about 255 MB in such a process, one of 128 about 125: what is too much fails at
-# a large tensor, and what fits has room. What a process has freed before comes on top of the limit, 30 MB or more.
+# a large tensor, and what fits has room. Far from both: once 256 fitted into 230 MB, nobody knows why.
 # In fp32: without oneDNN, products in bf16 are several times slower.
 LARGE = {"max_seq_len": 64, "embed_dim": 64, "num_layers": 2, "batch_size": 256, "dropout": 0.0, "precision": "fp32"}
 # One step: memory may also run out in a second one, and the first would then have taken more rows, rounded differently.
