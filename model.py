@@ -133,6 +133,9 @@ def scaled(frequencies: torch.Tensor, factor: float, low: float, high: float, le
 def rms_norm(x: torch.Tensor, eps: float = 1e-6, gain: torch.Tensor | None = None) -> torch.Tensor:
     """x over the root mean square of its last dimension (Zhang & Sennrich 2019), times the gain. In fp32, because
     autocast treats it differently in different versions of PyTorch."""
+    kind = x.device.type
+    if kind != "meta" and not torch.is_autocast_enabled(kind):  # it computes in fp32 by itself
+        return F.rms_norm(x, x.shape[-1:], gain, eps)
     return F.rms_norm(x.float(), x.shape[-1:], None if gain is None else gain.float(), eps).to(x.dtype)
 
 
@@ -195,6 +198,22 @@ def lacks_flash(device: torch.device) -> bool:
     return is_gpu and torch.cuda.get_device_properties(device).major < 8
 
 
+def attend_one(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attention of one token: q (B, H, 1, D), k and v (B, K, S, D), mask (B, 1, 1, S), added to the scores ->
+    (B, H, 1, D).
+
+    PyTorch's kernel for a mask goes through S block by block: 50 us at S = 1024 on an H200, where this takes 14.
+    """
+    B, K, _, D = k.shape
+    q = q.reshape(B, K, -1, D)  # the heads that share keys are the rows of one product: (B, K, H / K, D)
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):  # scores in fp32, as in the fused kernels
+        scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT, out_dtype=torch.float32).view(B, K, -1, k.size(2))
+    else:
+        scores = q @ k.mT  # (B, K, H / K, S)
+    scores = torch.add(mask, scores, alpha=D**-0.5)
+    return (scores.softmax(dim=-1).to(v.dtype) @ v).reshape(B, -1, 1, D)
+
+
 class MultiHeadAttention(nn.Module):
     """Causal self-attention (Vaswani et al. 2017, eq. 1) with one fused projection for queries, keys and values. With
     fewer heads of keys and values, each serves a group of queries (Ainslie et al. 2023, "GQA")."""
@@ -217,13 +236,18 @@ class MultiHeadAttention(nn.Module):
     ) -> torch.Tensor:
         config = self.config
         B, T, _ = x.shape
-        parts = self.qkv(x).split(config.qkv_rows, dim=-1)
-        q, k, v = (part.view(B, T, -1, config.head_dim) for part in parts)  # (B, T, H, D), twice (B, T, K, D)
-        if config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
+        H, K = config.num_heads, config.num_kv_heads
+        qkv = self.qkv(x).view(B, T, H + 2 * K, config.head_dim)
+        qk, v = qkv.split((H + K, K), dim=2)
+        if config.qk_norm and config.norm_gain:
+            q, k = qk.split((H, K), dim=2)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=2)
+        elif config.qk_norm:
+            qk = rms_norm(qk, config.norm_eps)
         if rotation is not None:
-            cos, sin = rotation.to(q.dtype).unsqueeze(-2).chunk(2, dim=-1)
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            cos, sin = rotation.to(qk.dtype).unsqueeze(-2).chunk(2, dim=-1)
+            qk = rotate(qk, cos, sin)
+        q, k = qk.split((H, K), dim=2)  # (B, T, H, D), (B, T, K, D)
         # Transpose last, as views: attention's output has the memory layout of q, and out_proj reads (B, T, H, D).
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # (B, H, T, D), twice (B, K, T, D)
         if x.device.type == "mps":  # whose attention is wrong on views (pytorch issues 163597, 181133)
@@ -234,6 +258,8 @@ class MultiHeadAttention(nn.Module):
             v = v * F.dropout(v.new_ones(*v.shape[:-1], 1), config.dropout)
         if cache is not None:
             k, v = cache.write(layer, k, v)
+        if T == 1 and mask is not None and mask.is_floating_point():
+            return self.out_proj(attend_one(q, k, v, mask).reshape(B, T, -1))
         groups = config.num_heads // config.num_kv_heads
         if groups > 1 and T == 1:  # the heads of a group are the rows of one query: (B, H, 1, D) -> (B, K, H / K, D)
             q = q.reshape(B, config.num_kv_heads, groups, config.head_dim)
@@ -379,15 +405,23 @@ class TransformerLanguageModel(nn.Module):
     ) -> torch.Tensor:
         """tokens (B, T) -> logits (B, T, V); with `targets` (B, T) -> the mean cross-entropy in nats, a scalar.
 
-        `starts`, `cache` and the error raised are those of `hidden`.
+        `starts`, `cache` and the error raised are those of `residual`.
         """
-        hidden = self.hidden(tokens, cache, starts)
-        return self.logits(hidden) if targets is None else self.loss(hidden, targets)
+        if targets is None:
+            return self.logits(self.hidden(tokens, cache, starts))
+        return self.loss(self.residual(tokens, cache, starts), targets)
 
     def hidden(
         self, tokens: torch.Tensor, cache: KVCache | None = None, starts: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """tokens (B, T) -> the input of the head, (B, T, C).
+        """tokens (B, T) -> the input of the head, (B, T, C). Arguments and errors are those of `residual`."""
+        hidden: torch.Tensor = self.ln_f(self.residual(tokens, cache, starts))
+        return hidden
+
+    def residual(
+        self, tokens: torch.Tensor, cache: KVCache | None = None, starts: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """tokens (B, T) -> the residual stream after the last block, (B, T, C).
 
         With a `cache`, `tokens` continue the texts in the cache and are added to it. If rows hold several texts each,
         `starts` (B, T) gives for each token the column in which its text starts: each text is then computed as if it
@@ -398,41 +432,66 @@ class TransformerLanguageModel(nn.Module):
         if held + T > self.config.max_seq_len:
             raise ValueError(f"{held + T} tokens do not fit in max_seq_len {self.config.max_seq_len}")
 
-        if cache is not None:
-            positions, mask = cache.place(T)
-        elif starts is not None:
-            positions, mask = place_texts(starts)
-        else:
-            positions, mask = torch.arange(T, device=tokens.device), None
+        if cache is None:
+            x, rotation, mask = self.embed_texts(tokens, starts)
+            for block in self.blocks:
+                x = self.apply_block(block, x, rotation, mask)
+            return x
+        positions, mask = cache.place(T)
+        x, rotation = self.embed(tokens, positions)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rotation, mask, cache, layer)
+        cache.advance(T)
+        return x
+
+    def embed(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """tokens (B, T) at positions (T,) or (B, T) -> the input of the first block, (B, T, C), and the rotation of all
+        blocks, (T, D) or (B, T, D)."""
         x = self.token_embedding(tokens)  # (B, T, C)
         rotation = None
         if self.config.position == "learned":
             x = x + self.positional_embedding(positions)
         else:
-            rotation = F.embedding(positions, self.rotary_table)  # (T, D) or (B, T, D)
+            rotation = F.embedding(positions, self.rotary_table)
         if self.config.embed_norm:
             x = self.embed_norm(x)
-        x = self.dropout(x.to(residual_dtype(x)))
-        for layer, block in enumerate(self.blocks):
-            if self.activation_checkpointing and cache is None and torch.is_grad_enabled():  # Chen et al. 2016
-                draws = self.config.dropout > 0
-                x = checkpoint(block, x, rotation, mask, use_reentrant=False, preserve_rng_state=draws)
-            else:
-                x = block(x, rotation, mask, cache, layer)
-        if cache is not None:
-            cache.advance(T)
-        return self.ln_f(x)
+        return self.dropout(x.to(residual_dtype(x))), rotation
+
+    def embed_texts(
+        self, tokens: torch.Tensor, starts: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Embed whole texts, `starts` as in `residual`. Returns what a block takes: x, rotation, mask."""
+        if starts is None:
+            positions, mask = torch.arange(tokens.size(1), device=tokens.device), None
+        else:
+            positions, mask = place_texts(starts)
+        return *self.embed(tokens, positions), mask
+
+    def apply_block(
+        self,
+        block: Callable[..., torch.Tensor],
+        x: torch.Tensor,
+        rotation: torch.Tensor | None,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Apply a block without a cache. With activation checkpointing (Chen et al. 2016), keep only its input."""
+        if self.activation_checkpointing and torch.is_grad_enabled():
+            draws = self.config.dropout > 0
+            x = checkpoint(block, x, rotation, mask, use_reentrant=False, preserve_rng_state=draws)
+            return x
+        return block(x, rotation, mask)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """(..., C) -> (..., V)"""
         logits: torch.Tensor = self.head(hidden)
         return logits
 
-    def loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """(B, T, C) and (B, T) -> the mean cross-entropy, a scalar. Targets equal to IGNORE_INDEX do not count.
+    def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The residual stream (B, T, C) and targets (B, T) -> the mean cross-entropy, a scalar. Targets equal to
+        IGNORE_INDEX do not count.
 
-        Head and loss are together, so that a compiler can fuse them and keep no fp32 logits."""
-        logits = self.logits(hidden).flatten(0, 1)
+        The last norm, head and loss are together, so that a compiler can fuse them and keep no fp32 logits."""
+        logits = self.logits(self.ln_f(x)).flatten(0, 1)
         return F.cross_entropy(logits.float(), targets.flatten(), ignore_index=IGNORE_INDEX)
 
     def next_logits(self, cache: KVCache, tokens: torch.Tensor) -> torch.Tensor:

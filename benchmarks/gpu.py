@@ -1,365 +1,381 @@
-"""The first hour on a GPU: what a user types, step by step, each with a time limit, and forecasts beside what came.
+"""Ten minutes on a GPU: what a step and a token take, recorded and compiled or not, beside nanoGPT and nanochat.
 
-python benchmarks/gpu.py                                  # all of it
-python benchmarks/gpu.py --only machine quickstart train  # in parts: a later call adds to the report
+python benchmarks/gpu.py --books books.txt --peers PEERS  # PEERS holds nanogpt/model.py and nanochat/
+python benchmarks/gpu.py --only machine tests steps       # in parts: a later call adds to the figures
 python benchmarks/gpu.py --toy                            # tiny models on a CPU, to see that it works
 
-Beside the report: its figures as JSON, and a folder with the whole output of each command.
+Each part is a process with a time limit. When it ends, its figures are in the JSON file, its output in --folder.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import itertools
+import json
 import os
 import re
 import shlex
-import signal
 import statistics
 import subprocess
 import sys
-import sysconfig
-import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import types
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import RESULTS, ROOT, describe_machine, markdown_table, require_known, write_random_tokens
+from benchmarks.measure import RESULTS, ROOT, describe_machine, require_known, write_random_tokens
 from common.errors import DataError
 from common.files import read_json, write_json
 from common.flags import Parser, add_debug
 from common.script import script
 from training.records import read_metrics
 
-QUESTION = "What is the capital of France?"
-TOY = "--device cpu --num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 16 --batch_size 4 --eval_interval 0"
-SHOWN_LINES = 12  # of a command's output in the report
-TEXT_BYTES = 20_000_000
-FEW_CORES = 4  # of the host: there, compiling takes twice as long
-CLOCKS = "clocks.sm,clocks.max.sm,power.draw,power.limit,temperature.gpu,memory.used,memory.total"
-MACHINE = """
-import torch, torch.nn.functional as F
-print("torch", torch.__version__, "cuda", torch.version.cuda, "cudnn", torch.backends.cudnn.version())
-kernels = torch.nn.attention.SDPBackend.__members__
-q = torch.zeros(8, 12, 512, 64, device="cuda", dtype=torch.bfloat16)
-mask = torch.ones(512, 512, device="cuda", dtype=torch.bool)
-cases = {"causal": (q, {"is_causal": True}), "masked": (q, {"attn_mask": mask}), "one token": (q[:, :, :1], {})}
-for name, (queries, options) in cases.items():
-    chosen = torch._fused_sdp_choice(queries, q, q, **options)
-    print("attention,", name, [kernel for kernel in kernels if int(kernels[kernel]) == chosen])
-"""
-# Of docs/benchmarks/gpu_forecast.md: milliseconds of a step of gpt2_small.json.
-STEP_MS = {"T4": 1350, "L4": 600, "A100-SXM4-40GB": 138, "A100-SXM4-80GB": 130, "H100": 58, "H200": 53}
-# Programs instead of the script: one that prints more kernels, and one without cuDNN's attention.
-KERNELS = (
-    "import training.inspections as i; i.OPERATIONS = 40; "
-    "from train_colab_mmap import main; raise SystemExit(main({words!r}))"
-)
-WITHOUT_CUDNN = (
-    "import torch; set_to = torch.backends.cuda.enable_cudnn_sdp; "
-    "torch.backends.cuda.enable_cudnn_sdp = lambda enabled: set_to(False); "
-    "from train_colab_mmap import main; raise SystemExit(main({words!r}))"
-)
-VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
-    "as it is": ("", {}),
-    "coordinate descent": ("", {"TORCHINDUCTOR_COORDINATE_DESCENT_TUNING": "1"}),
-    "max-autotune": ("", {"TORCHINDUCTOR_MAX_AUTOTUNE": "1"}),
-    "no biases": ("--bias false", {}),
-    "no cuDNN attention": ("", {}),
-}
-
-
-@dataclass
-class Report:
-    """What is written while the commands run; `folder` holds their runs."""
-
-    path: Path
-    folder: Path
-    toy: bool
-    failed: list[str] = field(default_factory=list)
-
-    @property
-    def outputs(self) -> Path:
-        return self.path.with_suffix("")
-
-    @property
-    def figures(self) -> dict[str, Any]:
-        path = self.path.with_suffix(".json")
-        return read_json(path, DataError) if path.exists() else {}
-
-    def note(self, name: str, **figures: Any) -> None:
-        """Write figures down at once: what follows may fail."""
-        known = self.figures
-        write_json(self.path.with_suffix(".json"), known | {name: known.get(name, {}) | figures})
-
-    def say(self, text: str) -> None:
-        print(text, flush=True)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(f"{text}\n")
-
-    def run(
-        self, name: str, command: str, limit: float, code: int = 0, stop: tuple[str, float] | None = None, **env: str
-    ) -> str:
-        """Run a command of ours, stream its output to a file, and return it. `stop` is a line's beginning, and how many
-        seconds after it Ctrl-C is sent. Another exit code than `code` is a failure; so are more than `limit` seconds,
-        or twice as many on a host of few cores."""
-        limit *= 2 if (os.cpu_count() or 1) <= FEW_CORES else 1
-        words = [sys.executable, "-u", *shlex.split(command)]
-        began, lines, timers = time.perf_counter(), list[str](), list[threading.Timer]()
-        self.outputs.mkdir(parents=True, exist_ok=True)
-        process = subprocess.Popen(
-            words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | env
-        )
-
-        def after(seconds: float, work: Callable[..., object], *arguments: Any) -> None:
-            timers.append(threading.Timer(seconds, work, arguments))
-            timers[-1].start()
-
-        after(limit, process.send_signal, signal.SIGINT)  # a run saves itself
-        after(limit + 60, process.kill)
-        assert process.stdout is not None
-        with open(self.outputs / f"{name.replace(' ', '_')}.txt", "w", encoding="utf-8") as file:
-            for line in process.stdout:
-                file.write(line)
-                file.flush()
-                lines.append(re.sub(r".*\r", "", line.rstrip()))
-                if stop and line.startswith(stop[0]):
-                    after(stop[1], process.send_signal, signal.SIGINT)
-                    stop = None
-        ended, seconds = process.wait(), time.perf_counter() - began
-        for timer in timers:
-            timer.cancel()
-        if ended != code:
-            self.failed.append(name)
-        verdict = "" if ended == code else f", **{code} was expected**"
-        shown, asked = "\n".join(lines[-SHOWN_LINES:]), command if len(command) < 300 else name
-        self.note(name, exit_code=ended, seconds=round(seconds, 1))
-        self.say(f"\n`{asked}`: exit code {ended}{verdict}, {seconds:.1f} s\n\n```\n{shown}\n```")
-        return "\n".join(lines)
-
-    def train(self, name: str, flags: str, limit: float, form: str = "train_colab_mmap.py {words}", **how: Any) -> str:
-        """Train in the folder `name`, and tell the speed of its steps after the first report."""
-        run_dir = self.folder / name.replace(" ", "_")
-        resume = "" if "--resume" in flags else " --resume never"
-        toy = f" {TOY}" if self.toy and "--device" not in flags else ""
-        words = f"{flags}{toy}{resume} --output_dir {run_dir}"
-        if form.startswith("import"):  # a program instead of the script
-            command = f"-c {shlex.quote(form.format(words=shlex.split(words)))}"
-        else:
-            command = form.format(words=words)
-        output = self.run(name, command, limit, **how)
-        rows = read_metrics(run_dir) if run_dir.is_dir() else []
-        keys = ("ms_per_step", "tokens_per_second", "mfu", "peak_memory_gb")
-        values = {key: [row[key] for row in rows[1:] if key in row] for key in keys}
-        figures: dict[str, Any] = {key: statistics.median(each) for key, each in values.items() if each}
-        if took := re.search(r"Compiled in (\d+) s", output):
-            figures["compile_seconds"] = int(took[1])
-        if rows:
-            figures["steps"] = rows[-1]["step"]
-            figures |= {key: rows[-1][key] for key in ("val_bits_per_byte",) if key in rows[-1]}
-        self.note(name, **figures)
-        self.say(f"\n{name}: {', '.join(f'{key} {value:,.4g}' for key, value in figures.items())}")
-        return output
-
-    @property
-    def data(self) -> str:
-        """Flags for random tokens of GPT-2 small's vocabulary."""
-        folder = self.folder / "tokens"
-        if not folder.exists():
-            write_random_tokens(folder, 20_000 if self.toy else 20_000_000, 65 if self.toy else 32_000)
-        return f"--config gpt2_small.json --data_dir {folder}"
-
-    @property
-    def nothing_compiled(self) -> dict[str, str]:
-        """Environment with an empty cache of the compiler."""
-        return {"TORCHINDUCTOR_CACHE_DIR": str(self.folder / f"compiled_{time.time():.0f}")}
-
-
-@contextmanager
-def clocks(report: Report, name: str) -> Iterator[None]:
-    """Ask the GPU for its clocks and power every five seconds."""
-    asked = ["nvidia-smi", f"--query-gpu={CLOCKS}", "--format=csv,noheader,nounits", "--loop=5"]
-    try:
-        process = subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    except OSError:  # there is no such program
-        yield
-        return
-    try:
-        yield
-    finally:
-        process.terminate()
-        told = process.communicate()[0]
-        rows = [line.split(", ") for line in told.splitlines() if "," in line]
-        columns = zip(CLOCKS.split(","), zip(*rows, strict=True), strict=True) if rows else []
-        report.note(name, **{key: list(values) for key, values in columns})
-
-
-def machine(report: Report) -> None:
-    report.note("machine", **describe_machine("cpu" if report.toy else "cuda"))
-    report.say(f"\n{report.figures['machine']}")
-    if not report.toy:
-        report.run("attention", f"-c {shlex.quote(MACHINE)}", 60)
-
-
-def quickstart(report: Report) -> None:
-    """README's two commands. The answer is "The capital of France is Paris."."""
-    changes = f" --max_steps 3 --vocab_size 300 --data_dir {report.folder / 'questions'}" if report.toy else ""
-    report.train("quickstart", f"--config quickstart.json{changes}", 300)
-    run = report.folder / "quickstart"
-    report.run("answer", f"generate.py --checkpoint {run} --prompt {shlex.quote(QUESTION)}", 60)
-    longer = f"Tell me, for I have forgotten it. {QUESTION}"
-    report.run("answer again", f"generate.py --checkpoint {run} --prompt {shlex.quote(longer)}", 60)
-
-
-def train(report: Report) -> None:
-    """GPT-2 small for a minute, stopped by Ctrl-C; then text from it, and its kernels."""
-    stop = ("First step", 0.5 if report.toy else 60.0)
-    with clocks(report, "gpt2_small"):
-        report.train("gpt2_small", report.data, 360, code=130, stop=stop, **report.nothing_compiled)
-    checkpoint = report.folder / "gpt2_small"
-    report.run("generate", f"generate.py --checkpoint {checkpoint} --prompt '\u0100' --max_new_tokens 200 --json", 90)
-    report.train("profile", f"{report.data} --profile", 240, KERNELS)
-
-
-def own_text(report: Report) -> None:
-    """README's command for one's own text: the sources of Python's library."""
-    text, minutes = report.folder / "text.txt", 0.5 if report.toy else 10
-    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
-    if not text.exists():
-        text.parent.mkdir(parents=True, exist_ok=True)
-        text.write_bytes(b"\n".join(map(Path.read_bytes, sources))[: 30_000 if report.toy else TEXT_BYTES])
-    began = time.perf_counter()
-    name = "own text"
-    cpu = " --device cpu --compile off --epochs 1" if report.toy else ""
-    output = report.train(name, f"--input {text} --minutes {minutes}{cpu}", 60 * minutes + 120)
-    told = re.search(r"Expected +([\d.]+) bits per byte", output)
-    config = report.folder / "own_text" / "config.json"
-    forecast = read_json(config, DataError).get("forecast", {}) if config.exists() else {}
-    expected = {"expected_bits_per_byte": float(told[1])} if told else {}
-    speed = {"expected_tokens_per_second": forecast["tokens_per_second"]} if forecast else {}
-    report.note(name, minutes=minutes, used=(time.perf_counter() - began) / 60, **expected, **speed)
-
-
-def modern(report: Report) -> None:
-    data = report.data.replace("gpt2_small.json", "gpt2_small_modern.json")
-    report.train("modern", data, 360, code=130, stop=("First step", 0.5 if report.toy else 40.0))
-    small = report.data.replace("gpt2_small.json", "small_modern.json")
-    report.train("small modern", f"{small} --max_steps {5 if report.toy else 1000}", 180)
-
-
-def variants(report: Report) -> None:
-    """150 steps each: what another setting of the compiler, or of attention, brings."""
-    for name, (flags, environment) in VARIANTS.items():
-        words = f"{report.data} --max_steps {3 if report.toy else 150} --checkpoint_minutes 0 {flags}"
-        form = {"form": WITHOUT_CUDNN} if "cuDNN" in name else {}
-        report.train(f"variant {name}", words, 400, **form, **environment)
-
-
-def ladder(report: Report) -> None:
-    """Rows that an A100 of 40 GB has room for without flash attention."""
-    of = f"{TOY} --only baseline" if report.toy else "--micro_batch_size 32"
-    flags = f"--config gpt2_small.json {of} --rounds 1 --output_dir {report.outputs}"
-    report.run("ladder", f"benchmarks/speed_ladder.py {flags}", 900)
-    for path in report.outputs.glob("speed_ladder-*.json"):
-        rungs = read_json(path, DataError)["rungs"]
-        report.note("ladder", **{name: rows[0]["seconds"] for name, rows in rungs.items()})
-
-
-def forecast(report: Report) -> None:
-    """--dry_run, to be held against what `train` measures."""
-    report.train("forecast", f"{report.data} --dry_run", 240)
-
-
-def minutes(report: Report) -> None:
-    """A run of three minutes, stopped after 40% of them and resumed: it ends in time."""
-    least = 0.3 if report.toy else 3
-    flags = f"{report.data} --minutes {least}"
-    report.train("minutes", flags, 300, code=130, stop=("First step", 0.4 * 60 * least))
-    report.train("minutes", f"{flags} --resume auto", 300)
-
-
-def compiling(report: Report) -> None:
-    """Ctrl-C while the model is compiled."""
-    stop = ("Training ", 0.2 if report.toy else 5.0)
-    report.train("compiling", f"{report.data} --compile on", 120, code=130, stop=stop, **report.nothing_compiled)
-
-
-def tests(report: Report) -> None:
-    report.run("tests", "-m pytest -rA --durations=15 -m cuda -n 0 tests/cuda", 1500)
-
-
-def peers(report: Report) -> None:
-    chosen = "--cases toy --rounds 1 --seconds 0.02 --device cpu" if report.toy else "--rounds 2"
-    report.run("peers", f"benchmarks/peers.py {chosen} --output_dir {report.outputs}", 500)
-    if not report.toy:
-        report.run("generation", f"benchmarks/generation.py --output_dir {report.outputs}", 300)
-
-
-def processes(report: Report) -> None:
-    """With two GPUs: torchrun."""
+if TYPE_CHECKING:
     import torch
 
-    if torch.cuda.device_count() < 2:
-        report.say("\nLeft out: one GPU.")
+    from benchmarks.workload import Training
+
+QUESTION = "What is the capital of France?"
+TOY = "--num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 16 --batch_size 4 --eval_interval 0"
+SHAPES = [(4, 128, 256, 16), (6, 384, 512, 8), (8, 512, 512, 16)]  # layers, width, context, sequences
+COMPILED_SHAPES = [(4, 256, 256, 8), (12, 768, 512, 8), (12, 768, 1024, 16)]
+MODERN: dict[str, Any] = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+
+
+class Bench(NamedTuple):
+    """Where a part runs, and what it notes."""
+
+    folder: Path
+    toy: bool
+    books: str | None
+    peers: Path
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.toy else "cuda"
+
+    def note(self, name: str, **figures: Any) -> None:
+        """Print figures as the line that `main` looks for."""
+        print("FIGURES", json.dumps({name: figures}), flush=True)
+
+    def run(self, command: str) -> str:
+        """Run a command of ours, print its output, and return it. Raises DataError if it fails."""
+        words = [sys.executable, "-u", *shlex.split(command)]
+        done = subprocess.run(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(done.stdout, flush=True)
+        if done.returncode:
+            raise DataError(f"{command}: exit code {done.returncode}")
+        return done.stdout
+
+    def tokens(self, vocab_size: int) -> Path:
+        folder = self.folder / f"tokens_{vocab_size}"
+        if not folder.exists():
+            write_random_tokens(folder, 20_000 if self.toy else 8_000_000, vocab_size)
+        return folder
+
+    def open(self, flags: str, vocab_size: int) -> Training:
+        from benchmarks.workload import Training
+
+        data = f"--data_dir {self.tokens(65 if self.toy else vocab_size)} --device {self.device} --resume never"
+        return Training.open(shlex.split(f"{flags} {data} {TOY if self.toy else ''}"))
+
+    def synchronize(self) -> None:
+        import torch
+
+        if not self.toy:
+            torch.cuda.synchronize()
+
+    def time(self, work: Callable[[], object], seconds: float = 0.7) -> float:
+        """Return the milliseconds of a call."""
+        from benchmarks.workload import time_steps
+
+        work()
+        return 1000 * time_steps(work, self.synchronize, 0.01 if self.toy else seconds)[0]
+
+
+def machine(bench: Bench) -> None:
+    """What the host and the card can do: the limits of everything else. Which attention is faster."""
+    import torch
+
+    bench.note("machine", **describe_machine(bench.device), cudnn=torch.backends.cudnn.version())
+    if bench.toy:
         return
-    flags = f"{report.data} --max_steps 100 --output_dir {report.folder / 'ddp'}"
-    report.run("ddp", f"-m torch.distributed.run --nproc_per_node=2 train_colab_mmap.py {flags}", 300)
-
-
-STEPS: dict[str, Callable[[Report], None]] = {
-    each.__name__: each
-    for each in (
-        machine, quickstart, train, own_text, modern, variants, ladder, forecast, minutes, compiling, tests, peers,
-        processes,
+    one = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(1000):
+            one.add_(1)
+    large, other = (torch.randn(2**30, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    bench.note(
+        "limits",
+        us_of_an_operation=1000 * bench.time(lambda: one.add_(1), 0.1),
+        us_of_a_graph_node=bench.time(graph.replay, 0.1),
+        copied_tb_per_second=4 * large.numel() / bench.time(lambda: large.copy_(other), 0.1) / 1e9,
+        product_tflops=2 * 8192**3 / bench.time(lambda: a @ b, 0.1) / 1e9,
     )
-}  # fmt: skip
+    for (heads, width), name in itertools.product(((12, 64), (6, 128)), ("cuDNN", "flash")):
+        torch.backends.cuda.enable_cudnn_sdp(name == "cuDNN")
+        shape = 64, heads, 512, width
+        q, k, v = (torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+        ms = bench.time(functools.partial(attend, q, k, v), 0.1)
+        bench.note("attention, 64 x 512 tokens, ms", **{f"{heads} x {width}, {name}": ms})
 
 
-def verdict(figures: Mapping[str, Any]) -> str:
-    """Forecasts beside what was measured."""
-    device = str(figures.get("machine", {}).get("device", ""))
-    of_card = next((ms for part, ms in STEP_MS.items() if part in device), None)
-    own, small = figures.get("own text", {}), figures.get("gpt2_small", {})
-    rows = [
-        ("gpt2_small.json, ms a step", of_card, small.get("ms_per_step")),
-        ("gpt2_small.json, GB at the peak", 13.6, small.get("peak_memory_gb")),
-        ("own text, minutes", own.get("minutes"), own.get("used")),
-        ("own text, bits per byte", own.get("expected_bits_per_byte"), own.get("val_bits_per_byte")),
-        ("own text, tokens a second", own.get("expected_tokens_per_second"), own.get("tokens_per_second")),
-    ]
-    cells = [[what, f"{said:,.4g}", f"{got:,.4g}", f"{got / said:.2f}"] for what, said, got in rows if said and got]
-    return markdown_table(["what", "forecast", "measured", "ratio"], cells)
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Causal attention, forward and backward."""
+    import torch
+
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    y.backward(q.detach())
+
+
+def tests(bench: Bench) -> None:
+    bench.run(f"-m pytest -q -rfE -m cuda -n {0 if bench.toy else 8} tests/cuda/")
+
+
+def quickstart(bench: Bench) -> None:
+    """README's two commands, recorded and not."""
+    run = bench.folder / "quickstart"
+    for name, flags in (("quickstart", ""), ("quickstart, not recorded", "--graphs off")):
+        few = f"--max_steps 3 --vocab_size 300 --data_dir {bench.folder / 'questions'}" if bench.toy else ""
+        began = time.perf_counter()
+        words = f"--config quickstart.json --device {bench.device} --resume never --output_dir {run} {flags} {few}"
+        output = bench.run(f"train_colab_mmap.py {words}")
+        seconds, ms = time.perf_counter() - began, [row.get("ms_per_step") for row in read_metrics(run)[1:]]
+        right = re.findall(r"(\d+) of (\d+) answers", output)
+        bench.note(name, seconds=seconds, right=right, ms=statistics.median(filter(None, ms)))
+        began = time.perf_counter()
+        bench.run(f"generate.py --checkpoint {run} --prompt {shlex.quote(QUESTION)}")
+        bench.note(name, answer_seconds=time.perf_counter() - began)
+
+
+def steps(bench: Bench) -> None:
+    """Steps with the dial's optimizer: plain, recorded, compiled, both."""
+    import torch
+
+    for layers, width, context, rows in SHAPES[:1] if bench.toy else SHAPES + COMPILED_SHAPES:
+        for compiles in (False, True) if (layers, width, context, rows) in COMPILED_SHAPES else (False,):
+            training = bench.open(
+                f"--config small_modern.json --num_layers {layers} --embed_dim {width} --num_heads {width // 64} "
+                f"--max_seq_len {context} --batch_size {rows} --compile {'on' if compiles else 'off'}",
+                4096,
+            )
+            form, figures = "compiled" if compiles else "plain", dict[str, float]()
+            if training.recorded is not None:
+                figures[f"{form}, recorded"] = bench.time(training.step)
+                figures["update, recorded"] = bench.time(training.recorded.replay_update)
+                training.recorded = None
+                training.optimizer.zero_grad(set_to_none=True)
+            bench.note(f"{layers} x {width}, {rows} x {context}, ms", **figures, **{form: bench.time(training.step)})
+            del training
+            torch.compiler.reset()
+            torch.cuda.empty_cache()
+
+
+def gpt2_small(bench: Bench, whole: bool = False) -> None:
+    """GPT-2 small: seconds to compile its blocks, or the `whole` model; milliseconds of a step; where they go."""
+    import torch
+
+    from common.graphs import GraphRecorder
+    from training.graphs import RecordedStep
+
+    name, began = f"gpt2_small{', compiled whole' if whole else ''}", time.perf_counter()
+    compiles = "off" if whole or bench.toy else "on"
+    training = bench.open(f"--config gpt2_small.json --compile {compiles} --graphs off", 32_000)
+    if whole and not bench.toy:
+        training.step_model = torch.compile(training.model, dynamic=False)
+    training.step()
+    bench.synchronize()
+    bench.note(name, first_step_seconds=time.perf_counter() - began)
+    ms, clock = bench.time(training.step, 5.0), clocks()
+    bench.note(name, ms=ms, peak_gb=(training.hardware.peak_memory() or 0) / 1e9, clock=clock)
+    count = 2 if bench.toy else 10
+    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as trace:
+        for _ in range(count):
+            training.step()
+        bench.synchronize()
+    spent: Counter[str] = Counter()
+    for event in trace.events():
+        if str(event.device_type).endswith("CUDA"):
+            spent[event.name[:60]] += event.time_range.elapsed_us() / 1000 / count
+    print("\n".join(f"{ms:9.4f} ms  {kernel}" for kernel, ms in spent.most_common(40)))
+    attention = {kernel: ms for kernel, ms in spent.items() if re.search("flash|fmha|cudnn|attention", kernel)}
+    bench.note(name, busy_ms=sum(spent.values()), attention_ms=attention)
+    if not bench.toy:
+        training.recorded = RecordedStep(training, GraphRecorder())
+        bench.note(name, recorded_ms=bench.time(training.step, 5.0))
+
+
+def clocks() -> str:
+    with contextlib.suppress(OSError):
+        asked = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader"]
+        return subprocess.run(asked, capture_output=True, text=True).stdout.strip()
+    return ""
+
+
+def generation(bench: Bench) -> None:
+    """Milliseconds from one token to the next, with room for 256 and for 1,024 tokens."""
+    import torch
+
+    from generation import stream
+    from generation.sampling import Sampling
+    from model import TransformerLanguageModel
+    from model_config import ModelConfig
+
+    recorder, sizes = stream.step_recorder, (80, 64, 2, 2) if bench.toy else (32_000, 768, 12, 12)
+    for name, form in (("GPT-2", dict[str, Any]()), ("modern", MODERN)):
+        torch.manual_seed(0)
+        model = TransformerLanguageModel(ModelConfig(*sizes, max_seq_len=1024, **form))
+        with torch.no_grad():
+            model.head.weight.mul_(8)  # as far apart as a trained model's logits, so that top_p cuts off most tokens
+        model.to(bench.device, torch.bfloat16).eval()
+        bias = torch.zeros(model.config.vocab_size, device=bench.device)
+        for rows, count, is_recorded in itertools.product((1, 32), (40,) if bench.toy else (240, 1000), (False, True)):
+            stream.step_recorder = recorder if is_recorded else lambda device: None
+            prompts = torch.randint(model.config.vocab_size, (rows, 16)).tolist()
+            tokens = stream.stream(model, prompts, Sampling(count, temperature=0.8, top_p=0.9), bias)
+            times = [time.perf_counter(), *(time.perf_counter() for _ in itertools.islice(tokens, 100))]
+            gaps = [1000 * (later - earlier) for earlier, later in itertools.pairwise(times)]
+            figures = {"ms": statistics.median(gaps[len(gaps) // 2 :]), "first_ms": gaps[0]}
+            bench.note(f"{name}, {rows} x {count} tokens{', recorded' * is_recorded}", **figures)
+    stream.step_recorder = recorder
+
+
+def nanogpt(bench: Bench) -> None:
+    """Its model as its train.py uses it, compiled on a GPU."""
+    from benchmarks import peers
+    from common.machine import pick_device
+
+    for name in ("toy",) if bench.toy else ("gpt2_small", "shakespeare_char"):
+        case, began = peers.cases(not bench.toy)[name], time.perf_counter()
+        tokens = str(bench.tokens(case.vocab_size))
+        step = peers.nanogpt(peers.Work(case, tokens, pick_device(bench.device), str(bench.peers / "nanogpt"))).step
+        step()
+        bench.synchronize()
+        first = time.perf_counter() - began
+        bench.note(f"nanoGPT, {name}", first_step_seconds=first, ms=bench.time(step, 3.0))
+
+
+def nanochat(bench: Bench) -> None:
+    """Its depth 12 with its optimizer, compiled; and its decoding loop."""
+    import torch
+
+    sys.path.insert(0, str(bench.peers))
+    sys.modules["nanochat.checkpoint_manager"] = types.SimpleNamespace(load_model=None)  # type: ignore[assignment]
+    gpt, engine = (importlib.import_module(f"nanochat.{part}") for part in ("gpt", "engine"))
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(512, 32_000, 12, 6, 6, 768, window_pattern="L"))
+    model.to_empty(device="cuda")
+    model.init_weights()
+    optimizer, compiled = model.setup_optimizer(), torch.compile(model, dynamic=False)
+    x, y = torch.randint(32_000, (2, 64, 512), device="cuda")
+
+    def step() -> None:
+        compiled(x, y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+
+    bench.note("nanochat, depth 12", ms=bench.time(step, 3.0), parameters=sum(p.numel() for p in model.parameters()))
+    with torch.inference_mode():
+        cache, times = engine.KVCache(1, 6, 512, 128, 12, "cuda", torch.bfloat16), list[float]()
+        generator, logits = torch.Generator("cuda").manual_seed(1), model(x[:1, :16], kv_cache=cache)[:, -1]
+        for _ in range(200):
+            token = engine.sample_next_token(logits, generator, 0.8, 50)
+            token.tolist()
+            times.append(time.perf_counter())
+            logits = model(token, kv_cache=cache)[:, -1]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
+    bench.note("nanochat, depth 12", ms_of_a_token=1000 * statistics.median(gaps[50:]))
+
+
+def own_text(bench: Bench) -> None:
+    """README's command for one's own text."""
+    run, minutes, began = bench.folder / "own_text", 0.2 if bench.toy else 2, time.perf_counter()
+    output = bench.run(
+        f"train_colab_mmap.py --input {bench.books} --minutes {minutes} --device {bench.device} --resume never "
+        f"--data_dir {bench.folder / 'books'} --output_dir {run} {'--compile off --epochs 1' if bench.toy else ''}"
+    )
+    rows = read_metrics(run)
+    told = re.findall(r"(?m)^(?:Choice|Expected|Reading|Compile) .*|First step .*", output)
+    scored = [row["val_bits_per_byte"] for row in rows if "val_bits_per_byte" in row]
+    ms = statistics.median([row["ms_per_step"] for row in rows if "ms_per_step" in row] or [0])
+    seconds, taken = time.perf_counter() - began, rows[-1]["step"]
+    bench.note("own text", minutes=minutes, used=seconds / 60, told=told, steps=taken, scored=scored, ms=ms)
+
+
+# Name: the part, and the limit of its seconds. Each has its own cache of compiled code.
+PARTS: dict[str, tuple[Callable[[Bench], None], float]] = {
+    "machine": (machine, 40),
+    "tests": (tests, 200),
+    "quickstart": (quickstart, 120),
+    "generation": (generation, 80),
+    "steps": (steps, 150),
+    "gpt2_small": (gpt2_small, 90),
+    "gpt2_small_whole": (lambda bench: gpt2_small(bench, whole=True), 120),
+    "nanogpt": (nanogpt, 120),
+    "nanochat": (nanochat, 120),
+    "own_text": (own_text, 200),
+}
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks/gpu.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--only", nargs="+", metavar="STEP", default=list(STEPS), help=f"of {', '.join(STEPS)} [all]")
-    parser.add_argument("--output", metavar="FILE", default=str(RESULTS / "gpu.md"), help="[docs/benchmarks/gpu.md]")
-    parser.add_argument("--runs_dir", metavar="DIR", default="runs/gpu", help="kept [runs/gpu]")
+    parser.add_argument("--only", nargs="+", metavar="PART", default=list(PARTS), help=f"of {', '.join(PARTS)} [all]")
+    parser.add_argument(
+        "--output", metavar="FILE", default=str(RESULTS / "gpu.json"), help="[docs/benchmarks/gpu.json]"
+    )
+    parser.add_argument("--folder", metavar="DIR", default="runs/gpu", help="for runs and outputs [runs/gpu]")
+    parser.add_argument("--books", metavar="FILE", help="a text for own_text")
+    parser.add_argument(
+        "--peers", metavar="DIR", default=".peers", help="holds nanogpt/model.py and nanochat/ [.peers]"
+    )
     parser.add_argument("--toy", action="store_true", help="tiny models on a CPU")
+    parser.add_argument("--part", help="run this part, in this process")
     add_debug(parser)
     flags = parser.parse_args(argv)
-    require_known("--only", flags.only, STEPS)
-    path = Path(flags.output)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    report = Report(path, Path(flags.runs_dir).absolute(), flags.toy)
-    report.folder.mkdir(parents=True, exist_ok=True)
-    report.say("# On a GPU" if not path.exists() else "")
+    bench = Bench(Path(flags.folder).absolute(), flags.toy, flags.books, Path(flags.peers).absolute())
+    bench.folder.mkdir(parents=True, exist_ok=True)
+    if flags.part:
+        PARTS[flags.part][0](bench)
+        return 0
+    require_known("--only", flags.only, PARTS)
+    words = ["--folder", flags.folder, "--peers", flags.peers, *(["--books", flags.books] if flags.books else [])]
+    path, failed = Path(flags.output), list[str]()
     for name in flags.only:
-        report.say(f"\n## {name}")
-        try:
-            STEPS[name](report)
-        except Exception:  # the next step may work
-            report.failed.append(name)
-            report.say(f"\n```\n{traceback.format_exc()}```")
-    report.say(f"\n{verdict(report.figures)}\n\nFailed: {', '.join(report.failed) or 'nothing'}")
-    return 1 if report.failed else 0
+        output, began = bench.folder / f"{name}.txt", time.perf_counter()
+        command = [sys.executable, "-u", __file__, *words, *["--toy"] * flags.toy, "--part", name]
+        cache = {"TORCHINDUCTOR_CACHE_DIR": str(bench.folder / f"cache_{name}")}
+        with open(output, "w", encoding="utf-8") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | cache)
+            try:
+                code = process.wait(PARTS[name][1])
+            except subprocess.TimeoutExpired:
+                process.kill()
+                code = process.wait()
+        lines = output.read_text(encoding="utf-8").splitlines()
+        figures: dict[str, Any] = read_json(path, DataError) if path.exists() else {}
+        for line in lines:
+            if line.startswith("FIGURES "):
+                print(line, flush=True)
+                ((key, values),) = json.loads(line.removeprefix("FIGURES ")).items()
+                figures[key] = figures.get(key, {}) | values
+        seconds = {name: {"seconds": round(time.perf_counter() - began, 1), "exit_code": code}}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, figures | {"parts": figures.get("parts", {}) | seconds})
+        if code:
+            failed.append(name)
+            print("\n".join([*lines[-25:], f"{name}: exit code {code}"]), flush=True)
+    print(f"Failed: {', '.join(failed) or 'nothing'}")
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -114,7 +114,7 @@ def ours(work: Work) -> Contestant:
     values = {"data_dir": work.folder, **dataclasses.asdict(work.case)}
     del values["vocab_size"]  # the trainer takes it from the tokens
     training = Training.open([*flag_words(values), "--device", work.device.type])
-    about = {"precision": training.hardware.precision, "compiled": training.step_model is not training.model}
+    about = {"precision": training.hardware.precision, "compiled": training.hardware.compiles}
     return Contestant(training.step, training.model.num_parameters(), about)
 
 

@@ -131,12 +131,12 @@ def climb(rung: Rung, steps: int, config: Config) -> dict[str, Any]:
             group["fused"] = False
     output, began = io.StringIO(), time.perf_counter()
     with contextlib.redirect_stdout(output):
-        step_model, _ = compile_model(model, hardware, data.batch(0, run.rows_at_once))
+        step_model, failure = compile_model(model, hardware, data.batch(0, run.rows_at_once))
     hardware.synchronize()
-    compile_seconds = time.perf_counter() - began if step_model is not model else None
-    if rung == Rung.COMPILE and step_model is model:
-        said = output.getvalue().strip()
-        raise UserError(said if "failed" in said else "torch.compile is switched off (TORCHDYNAMO_DISABLE)")
+    is_compiled = hardware.compiles and not failure and not torch._dynamo.config.disable
+    compile_seconds = time.perf_counter() - began if is_compiled else None
+    if rung == Rung.COMPILE and not is_compiled:
+        raise UserError(output.getvalue().strip() if failure else "torch.compile is switched off (TORCHDYNAMO_DISABLE)")
     run.step_model = step_model
     losses = []
     for step in range(WARM_UP_STEPS + steps):
@@ -153,7 +153,7 @@ def climb(rung: Rung, steps: int, config: Config) -> dict[str, Any]:
         "peak_memory": hardware.peak_memory(),
         "losses": [float(losses[0]), float(losses[-1])],
         "precision": hardware.precision,
-        "compiled": step_model is not model,
+        "compiled": is_compiled,
     }
 
 

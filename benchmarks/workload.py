@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from training.command_line import parse_config
+from training.graphs import prepare
 from training.plan import make_run
 from training.run import Run
 from training.step import train_step
@@ -27,7 +28,7 @@ class Training(Run):
         # Only the given token folder: a config with its own text would tokenize that into it.
         run = make_run(dataclasses.replace(parse_config(flags), input=None, eval_prompts=None))
         training = cls(*(getattr(run, field.name) for field in dataclasses.fields(run)))
-        training.compile()
+        prepare(training)
         return training
 
     def step(self) -> None:

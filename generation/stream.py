@@ -6,15 +6,20 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from common.graphs import GraphRecorder, Recorder
 from common.machine import exact_device, runs_ahead
+from generation.recorded import RecordedDecoder
 from generation.sampling import Penalties, Sampling, choose, draws
 from model import KVCache, TransformerLanguageModel
 from tokenizer import Tokenizer
+
+FEWEST_RECORDED = 16  # new tokens; recording takes as long as a few
 
 
 @torch.inference_mode()
@@ -36,6 +41,12 @@ def stream(
     penalties = Penalties(sampling, rows, bias)
     context, ahead = model.config.max_seq_len, runs_ahead(model.device)
     cache, following = read(model, rows, min(context, max(map(len, rows)) + sampling.max_new_tokens))
+    recorder = step_recorder(model.device)
+    if recorder is not None and sampling.max_new_tokens >= FEWEST_RECORDED and max(cache.lengths) < context:
+        with attention(model.device):
+            decoder = RecordedDecoder(model, cache, following, penalties, uniforms, sampling, recorder)
+        yield from replay(decoder, rows, sampling.max_new_tokens)
+        return
     for t in range(sampling.max_new_tokens):
         logits = following.to(exact).float()
         tokens = choose(penalties.apply(logits), uniforms[:, t], sampling)  # (B,)
@@ -54,6 +65,34 @@ def stream(
             following = step(model, cache, tokens.to(model.device))
 
 
+def replay(
+    decoder: RecordedDecoder, rows: list[list[int]], max_new_tokens: int
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """`stream` with a recorded step. Two steps are queued before the host reads the tokens of the first."""
+    queued: deque[tuple[Callable[[], list[int]], torch.Tensor]] = deque()
+    for t in range(max_new_tokens):
+        while len(queued) < 2 and t + len(queued) < max_new_tokens and decoder.has_room:
+            decoder.replay()
+            queued.append((send_to_host(decoder.tokens), decoder.logits.clone()))
+        is_full = not queued
+        if is_full:
+            decoder.choose()
+            queued.append((send_to_host(decoder.tokens), decoder.logits.clone()))
+        arrive, logits = queued.popleft()
+        values = arrive()
+        for row, token in zip(rows, values, strict=True):
+            row.append(token)
+        yield values, logits
+        if is_full and t + 1 < max_new_tokens:
+            make_room(decoder.model, decoder.cache, rows)
+            with attention(decoder.model.device):
+                decoder.read()
+
+
+def step_recorder(device: torch.device) -> Recorder | None:
+    return GraphRecorder() if device.type == "cuda" else None
+
+
 def only_text(model: TransformerLanguageModel, tokenizer: Tokenizer) -> torch.Tensor:
     """The `bias` that forbids ids without text, also those that the model has and its tokenizer does not: -inf for
     them, 0 for the others, (V,)."""
@@ -65,7 +104,8 @@ def only_text(model: TransformerLanguageModel, tokenizer: Tokenizer) -> torch.Te
 def send_to_host(tokens: torch.Tensor) -> Callable[[], list[int]]:
     """Start a copy. The returned function waits for the copy, but not for work that is queued after it."""
     if not tokens.is_cuda:
-        return tokens.tolist
+        here = tokens.tolist()
+        return lambda: here
     values = tokens.to("cpu", non_blocking=True)  # into pinned memory
     copied = torch.cuda.Event()
     copied.record()

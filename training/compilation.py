@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import signal
 import threading
 import time
@@ -16,6 +17,30 @@ from common.errors import is_out_of_memory
 from model import TransformerLanguageModel
 from training.hardware import Hardware
 from training.parallel import data_parallel, is_collective_error, no_sync
+
+
+class CompiledParts(torch.nn.Module):
+    """The model's loss, computed by its parts, each compiled: the blocks one by one, since they all share one compiled
+    function. So compiling takes as long for 24 layers as for 2."""
+
+    def __init__(self, model: TransformerLanguageModel):
+        super().__init__()
+        self.model = model
+        compiled = functools.partial(torch.compile, dynamic=False)
+        self.embed_texts, self.loss = compiled(model.embed_texts), compiled(model.loss)
+        self.blocks = [compiled(block) for block in model.blocks]  # a list: their parameters are the model's
+
+    def undo(self) -> None:
+        """Compute with the uncompiled parts from now on."""
+        self.embed_texts, self.loss, self.blocks = self.model.embed_texts, self.model.loss, list(self.model.blocks)
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the mean loss, as the model's `forward` does."""
+        x, rotation, mask = self.embed_texts(tokens, starts)
+        for block in self.blocks:
+            x = self.model.apply_block(block, x, rotation, mask)
+        loss: torch.Tensor = self.loss(x, targets)
+        return loss
 
 
 class TookTooLong(BaseException):
@@ -32,22 +57,20 @@ def compile_model(
     the reason: it is slower, with the same results. One of several processes may fail alone: they exchange nothing
     here.
     """
-    whole = data_parallel(model)
     if not hardware.compiles:
-        return whole, ""
+        return data_parallel(model), ""
     started = time.perf_counter()
+    torch.compiler.reset()  # an earlier run in this process (a notebook) counts towards PyTorch's limit
+    parts = CompiledParts(model)
+    step_model = data_parallel(parts)
     # Its products in fp32 are fp32 on purpose.
     warnings.filterwarnings("ignore", "TensorFloat32 tensor cores .* not enabled", UserWarning)
     warnings.filterwarnings("ignore", "Error detected in", UserWarning)  # of where a signal came
     try:
-        torch.compiler.reset()  # an earlier run in this process (a notebook) counts towards PyTorch's limit
-        # Splits the graph so that all-reduce overlaps the backward pass; impossible with activation checkpointing.
-        torch._dynamo.config.optimize_ddp = not model.activation_checkpointing
-        compiled = torch.compile(whole, dynamic=False)
         with time_limit(hardware.compile_limit):
-            with no_sync(whole):
+            with no_sync(step_model):
                 with hardware.autocast():
-                    loss = compiled(*example)
+                    loss = step_model(*example)
                 # This compiles the backward pass. On a GPU, autograd would do that in another thread while this one
                 # waits, and only this thread handles signals.
                 with torch.autograd.set_multithreading_enabled(False):
@@ -55,20 +78,28 @@ def compile_model(
             if evaluates:
                 model.eval()
                 with torch.no_grad(), hardware.autocast():
-                    compiled(*example)
+                    step_model(*example)
     except BaseException as error:
         forget_unfinished()
         if is_out_of_memory(error) or is_collective_error(error) or not isinstance(error, Exception | TookTooLong):
             raise
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         print(f"torch.compile failed ({first_line}); training continues uncompiled. --compile off skips the attempt.")
-        return whole, first_line
+        parts.undo()
+        return step_model, first_line
     finally:
         model.train()
         model.zero_grad(set_to_none=True)
     hardware.synchronize()
     print(f"Compiled in {time.perf_counter() - started:.0f} s, a first pass over {len(example[0])} sequences included.")
-    return compiled, ""
+    return step_model, ""
+
+
+def undo_compiling(step_model: Callable[..., torch.Tensor]) -> None:
+    """Compute with the uncompiled model from now on. `step_model`: what `compile_model` returned."""
+    parts = getattr(step_model, "module", step_model)  # inside DistributedDataParallel
+    if isinstance(parts, CompiledParts):
+        parts.undo()
 
 
 @contextlib.contextmanager

@@ -178,6 +178,9 @@ class Config(ModelConfig, DataKeys):
     use_gpu: bool = option(True, "hardware", "use a GPU if there is one")
     precision: Literal["auto", "bf16", "fp16", "fp32"] = option("auto", "hardware", "arithmetic; weights stay fp32")
     compile: Literal["auto", "on", "off"] = option("auto", "hardware", "torch.compile", switch=("on", "off"))
+    graphs: Literal["auto", "off"] = option(
+        "auto", "hardware", "auto: record steps as CUDA graphs where memory suffices, so that the GPU need not wait"
+    )
     threads: int | None = option(
         None, "hardware", "threads of a CPU [one a core, or fewer if --minutes alone finds that faster]", ge=1, le=1024
     )

@@ -23,8 +23,7 @@ from training.data import GPU_SHARE
 from training.growth import PEAK, WARMUP_SHARE, Growth, find_growth
 from training.hardware import (
     ALL_THREADS,
-    COMPILED_LEAST,
-    COMPILED_TOKEN,
+    COMPILED_PASS,
     CPU_COMPILE_SAVES,
     CPU_DROPOUT_TAKES,
     CPU_FLOPS_PER_CORE,
@@ -119,6 +118,11 @@ class Choice(NamedTuple):
     seconds: float
     loss: float
     error: float  # the interval reaches as far on both sides
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether the text is read as often as it is worth. `passes` went through divisions and is rounded."""
+        return self.passes > self.useful_passes - 0.01
 
 
 class Dial:
@@ -304,8 +308,8 @@ class Dial:
         steps, threads = min(found, key=lambda one: one[0].token * (FEWER_THREADS if one[1] < ALL_THREADS else 1.0))
         if compiles and candidate.hardware.is_cuda:
             share = self.of_forecast(candidate)
-            faster = {"least": share * COMPILED_LEAST * steps.least, "token": share * COMPILED_TOKEN * steps.token}
-            return steps._replace(**faster), threads
+            faster = share * COMPILED_PASS
+            return steps._replace(least=faster * steps.least, token=faster * steps.token), threads
         return steps.times(1 - CPU_COMPILE_SAVES if compiles else 1.0), threads
 
     def of_forecast(self, candidate: Candidate) -> float:
@@ -422,7 +426,7 @@ class Dial:
         hardware = choice.candidate.hardware
         memory = choice.candidate.memory(choice.sequences, choice.rows, choice.compiles)
         memory += 0 if hardware.is_cuda else PROCESS_BYTES
-        limit = "nothing more is gained then" if choice.passes == choice.useful_passes else "all that the time allows"
+        limit = "nothing more is gained then" if choice.reads_all else "all that the time allows"
         busy = spare = ""
         if 2 * choice.seconds <= 60 * minutes:
             spare = (

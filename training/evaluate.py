@@ -30,7 +30,7 @@ from training.data import TokenData
 from training.hardware import with_fewer_rows
 from training.parallel import on_rank_0
 from training.run import Prompt, Run
-from training.step import pad_rows
+from training.step import Batch, pad_rows
 
 ANSWER_TOKENS, SAMPLE_TOKENS = 64, 100
 SAMPLES = 3
@@ -86,7 +86,7 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
             batch = data.validation_batch(min(first, windows - 1), max(1, here), windows)
             count = (batch[1] != IGNORE_INDEX).sum() if data.layout.has_mask and here else here
             with run.hardware.autocast():
-                total += run.step_model(*pad_rows(batch, rows)).to(exact).double() * count
+                total += batch_loss(run, pad_rows(batch, rows)).to(exact).double() * count
             counted += count
         return total, counted
 
@@ -98,6 +98,14 @@ def validation_loss(run: Run, windows: int | None = None) -> float:
         model.train()
     counts = parallel.all_reduce_sum(torch.as_tensor(counted, device=data.device))
     return (parallel.all_reduce_sum(total) / counts).item()
+
+
+def batch_loss(run: Run, batch: Batch) -> torch.Tensor:
+    """Return the mean loss of a batch, (), in `eval` mode and without gradients."""
+    if run.recorded is not None and run.recorded.rows == len(batch[0]):
+        loss: torch.Tensor = run.recorded.evaluate(batch)
+        return loss
+    return run.step_model(*batch)
 
 
 def answer_prompts(run: Run) -> list[Answer]:

@@ -30,20 +30,18 @@ T = TypeVar("T")
 # faster. With AVX512-BF16 alone, 4 x 128 is 1.05 to 1.3 times faster (docs/benchmarks/what_was_tried.md).
 CPU_BF16_MIN_WIDTH = {"AMX": 256, "AVX512-BF16": 128}
 
-# Compiling on a CPU, measured at 4 and 12 layers; the share that it saves of a step with rotary positions and qk_norm;
-# and the rough speed of a core in such steps, in FLOP/s.
-CPU_COMPILE_SECONDS = 12.0
-CPU_COMPILE_SECONDS_PER_LAYER = 3.0
+# Seconds to compile on a CPU: 25 at 4 and at 12 layers on a slow one; the share that it saves of a step with rotary
+# positions and qk_norm; and the rough speed of a core in such steps, in FLOP/s.
+CPU_COMPILE_SECONDS = 20.0
 CPU_COMPILE_SAVES = 0.3
 CPU_FLOPS_PER_CORE = 1e11
 CPU_DROPOUT_TAKES = 1.2  # a compiled step, times one without, for the random numbers; uncompiled 1.1
 CPU_COMPILE_MARGIN = 3  # the estimate is rough, and a short run should start soon
-# On a GPU, where nothing was measured yet: compiling, twice as long on a host of few cores; compiled passes, a share of
-# the others, where launches take the time and where the work does.
+# On a GPU: compiling took 12 to 19 s beside an H200; on a host of few cores it is taken to be twice as long. Compiled
+# passes took 0.5 to 0.52 of the time of others, at 4 x 256 and 12 x 768 (docs/benchmarks/gpu-nvidia-h200.md).
 GPU_COMPILE_SECONDS = 15.0
-GPU_COMPILE_SECONDS_PER_LAYER = 3.0
 FEW_CORES = 4
-COMPILED_LEAST, COMPILED_TOKEN = 0.4, 0.65
+COMPILED_PASS = 0.5
 ABANDONED_AFTER = 2  # times the seconds that compiling was expected to take
 
 SPILLING_SHARE = 0.95  # of the free GPU memory, on systems whose driver spills GPU allocations into host memory
@@ -208,9 +206,6 @@ def detect_hardware(config: Config, shape: ModelConfig, was_compiled: bool | Non
     peak = peak_flops(name) if use_cuda else None
     compiles, compile_reason, limit = choose_compile(config, shape, units, was_compiled)
     if use_cuda:
-        # cuDNN 9.10, which comes with torch 2.9, reads out of bounds in its attention's backward pass (pytorch issues
-        # 169849, 171627).
-        torch.backends.cuda.enable_cudnn_sdp(tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10))
         # No TF32, whatever the process allowed before: fp32 runs, scores and answers are fp32, and in bf16 and fp16
         # a step has no product in fp32.
         with warnings.catch_warnings(action="ignore"):  # torch 2.9 and 2.10 name a newer function
@@ -227,6 +222,17 @@ def detect_hardware(config: Config, shape: ModelConfig, was_compiled: bool | Non
         memory = memory and memory // world().local_size
     peak = peak and peak * world().size
     return Hardware(device, name, precision, precision_reason, compiles, compile_reason, peak, memory, limit)
+
+
+def choose_attention(has_mask: bool) -> None:
+    """Choose whether this process may use cuDNN's attention, the fastest on a Hopper GPU. Call it before anything is
+    compiled: the compiler's cache does not know what was chosen (pytorch issue 185449).
+
+    cuDNN 9.10, which comes with torch 2.9, reads out of bounds in the backward pass (pytorch issues 169849, 171627).
+    With a mask, gradients can be not finite (pytorch issue 196678).
+    """
+    version = tuple(map(int, torch.__version__.split(".")[:2]))
+    torch.backends.cuda.enable_cudnn_sdp(version >= (2, 10) and not has_mask)
 
 
 def choose_precision(requested: str, embed_dim: int, units: Units) -> tuple[str, str]:
@@ -275,15 +281,12 @@ def limit_memory(device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, (SPILLING_SHARE * free + ours) / total), device)
 
 
-def compile_seconds(num_layers: int, cpu_share: float = 1.0) -> float:
-    """Return the seconds that compiling is expected to take on a CPU of which other programs leave this share."""
-    return (CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * num_layers) / cpu_share
-
-
-def gpu_compile_seconds(num_layers: int) -> float:
-    """Return the seconds that compiling is expected to take on a GPU, whose host does it."""
-    slower = 2 if (os.cpu_count() or 1) <= FEW_CORES else 1
-    return slower * (GPU_COMPILE_SECONDS + GPU_COMPILE_SECONDS_PER_LAYER * num_layers)
+def compile_seconds(is_gpu: bool, cpu_share: float = 1.0) -> float:
+    """Return the seconds that compiling is expected to take, by a host of whose time other programs leave this share.
+    Layers share their code, so their number does not matter."""
+    if is_gpu:
+        return GPU_COMPILE_SECONDS * (2 if (os.cpu_count() or 1) <= FEW_CORES else 1)
+    return CPU_COMPILE_SECONDS / cpu_share
 
 
 def choose_compile(
@@ -307,7 +310,7 @@ def choose_compile(
     flops = 72 * shape.num_layers * shape.embed_dim**2 * config.sequences_per_process * shape.max_seq_len
     step = flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))  # seconds
     seconds = config.max_steps * step or 60 * config.minutes
-    takes = compile_seconds(shape.num_layers, config.forecast.cpu_share if config.forecast else 1.0)
+    takes = compile_seconds(False, config.forecast.cpu_share if config.forecast else 1.0)
     limit = ABANDONED_AFTER * (takes + step)
     if not seconds:
         return True, "on a CPU it saves about a third of each step of this model", limit

@@ -14,6 +14,7 @@ from common.script import is_rank_0
 from training.clock import Clock
 from training.config import Config
 from training.evaluate import Answer, Evaluation, answer_prompts, evaluate, evaluated_windows, sample, validation_loss
+from training.graphs import prepare
 from training.hardware import frozen_garbage
 from training.memory import memory_advice
 from training.parallel import on_rank_0, process_group
@@ -56,7 +57,7 @@ def take_steps(run: Run, clock: Clock, stop: Signals, saver: Saver) -> None:
     announce(run)
     answers: list[Answer] = []
     with clock.paused(), stop.abandonable():
-        retry_smaller(run, Run.compile)
+        retry_smaller(run, prepare)
     evaluate_before_steps(run, clock, stop)
     clock.start()
     with Report(run, clock) as report, frozen_garbage():
@@ -90,7 +91,7 @@ def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
     """
     while True:
         try:
-            run.compile()  # nothing to do if it is compiled for these rows
+            prepare(run)  # nothing to do if it is prepared for these rows
             return work(run)
         except Exception as error:
             run.halve_rows(error)

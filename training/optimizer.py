@@ -32,6 +32,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def __init__(self, groups: list[Group], fused: bool = True):
         super().__init__(groups, {"fused": fused, "decays": True, "stacked": ()})
+        self.stacks: dict[Parameter, torch.Tensor] = {}  # see `momenta`
 
     @torch.no_grad()
     def step(  # type: ignore[override]  # no closure is ever given
@@ -62,6 +63,17 @@ class Optimizer(torch.optim.Optimizer):
             for name, parameter in zip(group["param_names"], group["params"], strict=True)
             for key, tensor in self.state_of(parameter, group).items()
         }
+
+    def momenta(self, parameters: list[Parameter], group: Group) -> torch.Tensor:
+        """Return the momentum buffers of N parameters of one shape as one tensor, (N, rows, columns): each is a part of
+        it, so that one operation updates all."""
+        buffers = [self.state_of(parameter, group)["momentum_buffer"] for parameter in parameters]
+        stack = self.stacks.get(parameters[0])
+        if stack is None or any(a.data_ptr() != b.data_ptr() for a, b in zip(stack, buffers, strict=True)):
+            stack = self.stacks[parameters[0]] = torch.stack(buffers)
+            for parameter, part in zip(parameters, stack, strict=True):
+                self.state[parameter]["momentum_buffer"] = part
+        return stack
 
     @torch.no_grad()
     def load_tensors(self, saved: dict[str, torch.Tensor]) -> None:
@@ -130,16 +142,18 @@ def update_muon(
             batches.append(Batch(parameters, momentum(optimizer, parameters, group, skip), group))
     for parts, orthogonal, scale, group in orthogonalized(batches):
         torch._foreach_mul_(parts, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
-        torch._foreach_add_(parts, list((orthogonal * keep).float()), alpha=-group["lr"] * scale)
+        rate = group["lr"] * scale
+        if isinstance(rate, torch.Tensor):  # while the update is recorded; alpha has to be a number
+            torch._foreach_add_(parts, list(orthogonal.float() * (-rate * keep)))
+        else:
+            torch._foreach_add_(parts, list((orthogonal * keep).float()), alpha=-rate)
 
 
 def momentum(optimizer: Optimizer, parameters: list[Parameter], group: Group, skip: torch.Tensor) -> torch.Tensor:
     """Update the momentum of N parameters of one shape, unless `skip`. Returns Nesterov's, (N, rows, columns)."""
-    buffers = [optimizer.state_of(parameter, group)["momentum_buffer"] for parameter in parameters]
-    stack = torch.stack(buffers)
+    stack = optimizer.momenta(parameters, group)
     gradients = torch.where(skip, stack, torch.stack(gradients_of([{"params": parameters}])))
     stack.lerp_(gradients, 1 - group["momentum"])
-    torch._foreach_copy_(buffers, list(stack))
     nesterov = gradients.lerp_(stack, group["momentum"])
     is_bf16 = newton_schulz_dtype(nesterov.device) == torch.bfloat16  # fp16 could not hold it before it is scaled
     return nesterov.bfloat16() if is_bf16 else nesterov
@@ -206,7 +220,7 @@ class Rule(NamedTuple):
 
     takes: Callable[[str, Parameter], bool]  # whether the rule updates this parameter; if not, AdamW does
     state: tuple[str, ...]  # tensors kept for each parameter: fp32, in its shape; "step" is a single number
-    hyperparameters: Callable[[Config, float], dict[str, Any]]  # given AdamW's learning rate of a step
+    hyperparameters: Callable[[Config, float | torch.Tensor], dict[str, Any]]  # given AdamW's learning rate of a step
     update: Callable[[Optimizer, list[Group], torch.Tensor | None, torch.Tensor | None], None]
     divides_gradients: bool = False  # by grad_scale; for other rules, gradients are clipped before the update
     splits_stacked: bool = False  # the rule updates matrices that are stored as one separately: `stacked`
@@ -281,7 +295,7 @@ def build_optimizer(model: TransformerLanguageModel, config: Config) -> Optimize
     return optimizer
 
 
-def apply_hyperparameters(optimizer: Optimizer, lr: float, config: Config) -> None:
+def apply_hyperparameters(optimizer: Optimizer, lr: float | torch.Tensor, config: Config) -> None:
     """Set the configuration's values. `lr` is AdamW's learning rate of this step; the other rules follow it."""
     for group in optimizer.param_groups:
         group |= RULES[group["rule"]].hyperparameters(config, lr)

@@ -24,7 +24,7 @@ from tokenization.token_folder import REPORT
 from training.config import Config
 from training.data import TokenData
 from training.evaluate import check_prompts, read_prompts
-from training.hardware import detect_hardware
+from training.hardware import choose_attention, detect_hardware
 from training.memory import fit_micro_batch, memory_advice, without_memory
 from training.mirror import Mirror
 from training.parallel import on_rank_0
@@ -56,8 +56,7 @@ def make_run(config: Config, lock: FolderLock | None = None) -> Run:
 
     data_dir, prompts, base, lora = on_rank_0(lambda: prepare(config, previous, shape))
     data = TokenData.open(config, data_dir, shape.max_seq_len, hardware)
-    if data.layout.has_mask:  # with a mask, cuDNN's attention can give gradients that are not finite (pytorch 196678)
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    choose_attention(data.layout.has_mask)
     print(data.describe() + repetition(data.windows, config))
     check_prompts(prompts, data)
 

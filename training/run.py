@@ -17,7 +17,7 @@ from common.output import log
 from common.script import world
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from training.compilation import compile_model
+from training.compilation import compile_model, undo_compiling
 from training.config import AUTOMATIC_SOURCES, MODEL_KEYS, Config
 from training.data import TokenData
 from training.hardware import Hardware, clear_frames, return_freed_memory
@@ -63,6 +63,7 @@ class Run:
         self.scaler = self.hardware.grad_scaler()
         self.step_model: Callable[..., torch.Tensor] = self.model  # compiled, data-parallel, or just the model
         self.compiled_rows = 0  # that `step_model` was made for
+        self.recorded: Any = None  # the step as CUDA graphs: a RecordedStep of graphs.py, or None
         self.state = TrainState(max_steps=last_step(0, 0, self.data.windows, self.config))
         self.skips = torch.zeros(3, device=self.hardware.device)  # see `count_skip` in step.py
         self.saved_step = 0  # of the newest checkpoint
@@ -124,14 +125,12 @@ class Run:
         return self.config.values() | found
 
     def compile(self) -> None:
-        """Set `step_model` for the current `rows_at_once`, if it is not; try it on the first sequences. If compiling
+        """Set `step_model` for the current `rows_at_once`, and try it on the first sequences. If compiling
         fails in one of the processes, all train uncompiled. That takes more memory, so the micro-batch is fitted again,
         unless it was given.
 
         Raises MemoryExhausted if one sequence does not fit.
         """
-        if self.compiled_rows == self.rows_at_once:
-            return
         self.optimizer.tensors()  # allocate them now: if memory runs out, then before compiling takes its time
         example = self.data.batch(0, self.rows_at_once) if self.hardware.compiles else ()
         evaluates = bool(self.config.eval_interval)
@@ -139,8 +138,7 @@ class Run:
         if any_process(bool(failure))[0]:
             if not failure:
                 print("torch.compile failed in another process; training continues uncompiled in all of them.")
-                # Back to the model inside: for another micro-batch, the first step would compile again.
-                self.step_model = getattr(self.step_model, "_orig_mod", self.step_model)
+                undo_compiling(self.step_model)  # for another micro-batch, the first step would compile again
             reason = f"torch.compile failed ({failure or 'in another process'})"
             self.hardware = dataclasses.replace(self.hardware, compiles=False, compile_reason=reason)
             if self.micro_batch_source in AUTOMATIC_SOURCES:
@@ -168,6 +166,7 @@ class Run:
         # In this order: frames hold the activations, also those of the compiler, and what it keeps of an attempt would
         # keep memory from being returned.
         clear_frames(error)
+        self.recorded = None  # its memory too
         self.optimizer.zero_grad(set_to_none=True)
         if self.hardware.compiles:
             torch.compiler.reset()  # also because PyTorch limits how often it compiles for another shape

@@ -25,7 +25,7 @@ class StepResult(NamedTuple):
     loss: torch.Tensor  # the mean over the whole effective batch
     grad_norm: torch.Tensor  # before clipping
     skipped: torch.Tensor  # 1.0 if one of them is not finite, so that the update was skipped; else 0.0
-    lr: float  # AdamW's
+    lr: float | torch.Tensor  # AdamW's; a tensor only while the update is recorded
 
 
 def train_step(run: Run, sequences: int | None = None) -> StepResult:
@@ -61,6 +61,8 @@ def accumulate(run: Run, batch: Batch, sequences: int) -> torch.Tensor:
     total = torch.zeros((), device=run.data.device)
     weights = loss_weights(batch[1], rows, run.data.layout.has_mask, sequences)
     micro_batches = zip(*(part.split(rows) for part in batch), strict=True)
+    if run.recorded is not None:
+        return run.recorded.accumulate((pad_rows(part, run.recorded.rows) for part in micro_batches), weights)
     for number, (micro_batch, weight) in enumerate(zip(micro_batches, weights, strict=True), 1):
         with parallel.no_sync(run.step_model, number * rows < own):
             with run.hardware.autocast():
@@ -98,7 +100,17 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
 
 def apply_update(run: Run, loss: torch.Tensor) -> StepResult:
     """Update the model by the gradients that it has, unless they or the loss are not finite."""
-    optimizer, scaler, lr = run.optimizer, run.scaler, run.learning_rate(run.state.step)
+    lr = run.learning_rate(run.state.step)
+    if run.recorded is not None:
+        return run.recorded.apply_update(lr)
+    result = compute_update(run, loss, lr)
+    run.optimizer.zero_grad(set_to_none=True)
+    return result
+
+
+def compute_update(run: Run, loss: torch.Tensor, lr: float | torch.Tensor) -> StepResult:
+    """`apply_update` with a learning rate that may be on the device. Keeps the gradients."""
+    optimizer, scaler = run.optimizer, run.scaler
     if scaler.is_enabled():
         scaler.unscale_(optimizer)
     apply_hyperparameters(optimizer, lr, run.config)
@@ -106,8 +118,7 @@ def apply_update(run: Run, loss: torch.Tensor) -> StepResult:
     skipped = not_finite(loss, grad_norm)
     update(optimizer, grad_norm, run.config.grad_clip, skipped)
     scaler.update()
-    optimizer.zero_grad(set_to_none=True)
-    run.skips = count_skip(run.skips, skipped)
+    run.skips.copy_(count_skip(run.skips, skipped))
     return StepResult(loss, grad_norm, skipped, lr)
 
 

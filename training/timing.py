@@ -13,16 +13,18 @@ from typing import NamedTuple
 
 import torch
 
+from common.graphs import GraphRecorder
 from common.machine import pick_device
 from model import TransformerLanguageModel
 from training.compilation import compile_model
 from training.config import Config
+from training.graphs import can_record
 from training.hardware import (
     ALL_THREADS,
     Hardware,
+    choose_attention,
     compile_seconds,
     detect_hardware,
-    gpu_compile_seconds,
     return_freed_memory,
 )
 from training.memory import estimate_memory, without_memory
@@ -87,6 +89,7 @@ class Machine:
 
     def candidate(self, config: Config, vocab_size: int, is_chat: bool) -> Candidate:
         shape = config.shape(vocab_size)
+        choose_attention(is_chat)
         return Candidate(config, detect_hardware(config, shape), without_memory(config, shape), is_chat)
 
     def thread_counts(self, config: Config) -> list[int]:
@@ -115,8 +118,7 @@ class Machine:
 
     def expected_compile(self, candidate: Candidate, cpu_share: float) -> float:
         """Return the seconds that compiling is expected to take where other programs leave this share of the CPU."""
-        layers = candidate.config.num_layers
-        return gpu_compile_seconds(layers) if candidate.hardware.is_cuda else compile_seconds(layers, cpu_share)
+        return compile_seconds(candidate.hardware.is_cuda, cpu_share)
 
     def compile(self, candidate: Candidate, rows: int, seconds: float) -> tuple[float, float]:
         """Time compiling for micro-batches of so many sequences, and then a pass over one, in seconds. The training
@@ -165,19 +167,38 @@ def timed(
     passes: list[float] = []
     updates: list[float] = []
     cpu: list[float] = []
+    skip = torch.zeros((), device=hardware.device)
+
+    def pass_over() -> None:
+        with hardware.autocast():
+            loss = step_model(*tokens)
+        scaler.scale(loss).backward()
+
+    def take_update() -> None:
+        update(optimizer, gradient_norm(optimizer), config.grad_clip, skip)
 
     def now() -> float:
         hardware.synchronize()
         return time.perf_counter()
 
+    do_pass: Callable[[], object] = pass_over
+    do_update: Callable[[], object] = take_update
+    rows = len(tokens[0])
+    records = can_record(config, hardware, candidate.memory(rows, rows, step_model is not model))
+    if records:
+        recorder = GraphRecorder()
+        recorder.warm_up(pass_over)
+        recorder.warm_up(take_update)
+        optimizer.zero_grad(set_to_none=True)
+        do_pass, _ = recorder.record(pass_over)  # which writes the gradients, at each replay
+        do_update, _ = recorder.record(take_update)
     while len(passes) < FEWEST_TIMED or (sum(passes + updates) < seconds and len(passes) < MAX_TIMED):
         began, cpu_began = now(), time.thread_time()
-        with hardware.autocast():
-            loss = step_model(*tokens)
-        scaler.scale(loss).backward()
+        do_pass()
         passed = now()
-        update(optimizer, gradient_norm(optimizer), config.grad_clip, torch.zeros((), device=hardware.device))
-        optimizer.zero_grad(set_to_none=True)
+        do_update()
+        if not records:
+            optimizer.zero_grad(set_to_none=True)
         updated = now()
         passes.append(passed - began)
         updates.append(updated - passed)

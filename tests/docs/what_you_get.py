@@ -34,8 +34,8 @@ and only more text brings more.
 
 
 def cell_of(choice: Choice, run: Trained) -> str:
-    shape, is_used_up = choice.shape, choice.passes == choice.useful_passes
-    used = f", {clock(run.seconds)}" if is_used_up else ""
+    shape = choice.shape
+    used = f", {clock(run.seconds)}" if choice.reads_all else ""
     return f"{shape.num_layers} x {shape.embed_dim}: {run.loss:.2f}{used}"
 
 

@@ -14,7 +14,7 @@ from model_config import ModelConfig
 from training.command_line import parse_config
 from training.config import Config
 from training.dial import EVALUATING_SHARE, Choice, Dial
-from training.hardware import CPU_COMPILE_SAVES, CPU_DROPOUT_TAKES, Hardware, compile_seconds
+from training.hardware import CPU_COMPILE_SAVES, CPU_DROPOUT_TAKES, GPU_COMPILE_SECONDS, Hardware, compile_seconds
 from training.law import expected_loss, useful_passes
 from training.memory import without_memory
 from training.text import TRAIN_SHARE, Text, vocabulary_for
@@ -27,7 +27,7 @@ class Specs(NamedTuple):
     memory: float  # bytes
     flops: float  # a second, in large products
     bandwidth: float  # bytes a second
-    launch: float  # seconds of an operation on a GPU, however small; 0 on a CPU
+    launch: float  # seconds of an operation in a recorded step on a GPU, however small; 0 on a CPU
     compiling: float = 1.0  # times as long as on a host of many cores
 
 
@@ -37,12 +37,13 @@ MACHINES = {
     "RTX 3060": Specs(12.6e9, 35e12, 300e9, 6e-6),
     "A100 40 GB": Specs(42.3e9, 230e12, 1.35e12, 6e-6),
     "A100 80 GB": Specs(85e9, 230e12, 1.85e12, 6e-6),
-    "H100": Specs(85e9, 600e12, 2.9e12, 4e-6),
+    "H100": Specs(85e9, 940e12, 2.9e12, 4e-6),
     "two slow cores": Specs(8e9, 6e10, 1.5e10, 0.0),
     "laptop": Specs(16e9, 4e11, 4e10, 0.0),
 }
 # Of a layer, per token and unit of width, forward and backward: bytes that are moved, bytes that are kept; operations.
-EAGER, COMPILED = (360, 54, 150), (160, 36, 43)
+# Bytes moved and operations as measured on an H200 at 12 x 768 and 4 x 256 (docs/benchmarks/gpu-nvidia-h200.md).
+EAGER, COMPILED = (900, 54, 90), (300, 36, 45)
 LOGITS = {False: 12, True: 2}  # bytes kept for each
 UPDATE_OPERATIONS = 200
 MODELS: dict[Any, Any] = {}  # their shapes, and what memory they take: many dials are asked the same
@@ -126,13 +127,11 @@ class Pretended(Machine):
 
     def compile_seconds(self, candidate: Candidate, rows: int) -> float:
         """Less when the same was compiled before."""
-        layers = candidate.model.config.num_layers
         again = 0.25 if (candidate.model.config, rows) in self.compiled else 1.0
-        return again * self.specs.compiling * (12 + 2.5 * layers) if self.is_gpu else compile_seconds(layers)
+        return again * self.specs.compiling * GPU_COMPILE_SECONDS if self.is_gpu else compile_seconds(False)
 
     def expected_compile(self, candidate: Candidate, cpu_share: float) -> float:
-        layers = candidate.config.num_layers
-        return round(self.specs.compiling) * (15 + 3 * layers) if self.is_gpu else compile_seconds(layers)
+        return round(self.specs.compiling) * GPU_COMPILE_SECONDS if self.is_gpu else compile_seconds(False)
 
     def free(self, candidate: Candidate) -> None:
         pass

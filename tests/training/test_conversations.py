@@ -31,6 +31,7 @@ from training.data import TokenData
 from training.layout import pack
 from training.plan import make_run
 from training.records import read_metrics
+from training.timing import Machine
 
 COLORS = ("red", "green", "blue", "white", "black", "grey", "brown", "pink")
 
@@ -74,6 +75,9 @@ def test_cudnns_attention_is_left_out_where_there_is_a_mask(chats: Path, tmp_pat
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
         make_run(parse_config(flags(chats, tmp_path / "run")))
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        Machine().candidate(parse_config(["--device", "cpu"]), 300, is_chat=True)  # before the dial compiles
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     finally:
         torch.backends.cuda.enable_cudnn_sdp(before)

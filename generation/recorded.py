@@ -1,0 +1,115 @@
+"""A decoding step as a CUDA graph: a token of each row is chosen and read with a single launch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from common.graphs import Recorder
+from generation.sampling import Penalties, Sampling, choose
+from model import KVCache, TransformerLanguageModel
+
+CAPACITY_MULTIPLE = 64  # the attention kernels work on blocks
+
+
+class StaticCache(KVCache):
+    """A cache whose shapes and addresses do not depend on how many tokens it holds. Takes one token of each row at a
+    time. Attention reads the whole capacity, and a mask hides what is not written yet."""
+
+    def __init__(self, cache: KVCache):
+        """Take over the texts of a cache."""
+        pad = -cache.keys.size(3) % CAPACITY_MULTIPLE
+        self.keys, self.values = (torch.nn.functional.pad(part, (0, 0, 0, pad)) for part in (cache.keys, cache.values))
+        self.lengths = list(cache.lengths)
+        self.ends = torch.tensor(self.lengths, device=self.keys.device)  # (B,)
+        self.positions = self.ends
+        self.rows = torch.arange(len(self.lengths), device=self.keys.device)
+        self.slots = torch.arange(self.keys.size(3), device=self.keys.device)
+
+    def place(self, T: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Positions (B, 1) of the next token of each row, and what attention adds to its scores, (B, 1, 1, S)."""
+        assert T == 1
+        self.positions = self.ends
+        hidden = self.slots > self.ends[:, None]  # (B, S)
+        # A boolean mask would be converted to this in every layer.
+        mask = torch.zeros(hidden.shape, dtype=self.keys.dtype, device=hidden.device).masked_fill(hidden, -torch.inf)
+        return self.positions[:, None], mask[:, None, None]
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store k and v, each (B, K, 1, D), and return all keys and values, (B, K, S, D)."""
+        keys, values = self.keys[layer], self.values[layer]
+        keys[self.rows, :, self.positions] = k.squeeze(2).to(keys.dtype)
+        values[self.rows, :, self.positions] = v.squeeze(2).to(values.dtype)
+        return keys.to(k.dtype), values.to(v.dtype)
+
+    def advance(self, T: int) -> None:
+        self.lengths = [length + T for length in self.lengths]
+        self.ends += T
+
+    def truncate(self, lengths: list[int]) -> None:
+        self.lengths = list(lengths)
+        self.ends.copy_(torch.tensor(lengths))
+
+
+class RecordedDecoder:
+    """Chooses the next token of each row and reads it, in one recording. The next replay overwrites `tokens` (B,) and
+    `logits` (B, V), from which they were chosen."""
+
+    def __init__(
+        self,
+        model: TransformerLanguageModel,
+        cache: KVCache,
+        following: torch.Tensor,
+        penalties: Penalties,
+        uniforms: torch.Tensor,
+        sampling: Sampling,
+        recorder: Recorder,
+    ):
+        """following (B, V): the logits of each row's next token; uniforms (B, tokens to come)."""
+        self.model, self.cache, self.penalties, self.sampling = model, StaticCache(cache), penalties, sampling
+        self.uniforms, self.following = uniforms, following.clone()
+        self.at = torch.zeros(1, dtype=torch.long, device=following.device)
+        self.tokens = torch.zeros(len(following), dtype=torch.long, device=following.device)
+        self.logits = following.float()
+        with self.unchanged():
+            recorder.warm_up(self.step)
+        with self.unchanged():
+            self.replay_step, _ = recorder.record(self.step)
+
+    @contextlib.contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Restore afterwards what a step changes."""
+        cache, penalties = self.cache, self.penalties
+        changed = (self.following, cache.ends, self.at, penalties.held, penalties.generated)
+        before, lengths = [tensor.clone() for tensor in changed], cache.lengths
+        yield
+        for tensor, value in zip(changed, before, strict=True):
+            tensor.copy_(value)
+        cache.lengths = lengths
+
+    @property
+    def has_room(self) -> bool:
+        return max(self.cache.lengths) < self.model.config.max_seq_len
+
+    def step(self) -> None:
+        self.choose()
+        self.read()
+
+    def choose(self) -> None:
+        """Choose the next token of each row."""
+        self.logits.copy_(self.following)
+        uniforms = self.uniforms.index_select(1, self.at).squeeze(1)
+        self.tokens.copy_(choose(self.penalties.apply(self.logits), uniforms, self.sampling))
+        self.penalties.count(self.tokens)
+        self.at += 1
+
+    def read(self) -> None:
+        """Read the tokens that were chosen. There must be room for them."""
+        self.following.copy_(self.model.next_logits(self.cache, self.tokens))
+
+    def replay(self) -> None:
+        """Do `step`."""
+        self.replay_step()
+        self.cache.lengths = [length + 1 for length in self.cache.lengths]

@@ -1,0 +1,92 @@
+"""Steps recorded as CUDA graphs: the losses of unrecorded steps, without waiting."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.workload import Training
+from tests.cuda.helpers import opened, waiting_forbidden
+from tokenize_local_bpe import tokenize
+from training.evaluate import validation_loss
+
+pytestmark = pytest.mark.cuda
+MODERN = "--position rope --qk_norm --norm rmsnorm --embed_norm --bias false --activation swiglu --zero_init"
+
+
+@pytest.fixture(scope="session")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chats")
+    rows = [
+        {"messages": [{"role": "user", "content": f"Is {i} odd?"}, {"role": "assistant", "content": f"{i % 2}."}]}
+        for i in range(300)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenize([str(folder / "chats.jsonl")], folder / "chat", format="chat", vocab_size=300, quiet=True)
+    return folder / "chat"
+
+
+def losses(training: Training, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        training.step()
+        found.append(training.loss.item())
+    return [*found, validation_loss(training)]
+
+
+@pytest.mark.parametrize("choice", ["off", "on"])
+@pytest.mark.parametrize("kind", ["text", "chat"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--dropout 0.1",
+        "--micro_batch_size 3 --dropout 0",
+        "--precision fp16",
+        f"{MODERN} --optimizer muon --dropout 0.1",
+        f"{MODERN} --optimizer muon --precision fp16 --micro_batch_size 4",
+        "--placement ram",
+    ],
+)
+def test_recorded_steps_have_the_losses_of_unrecorded_ones(
+    tokens: Path, chats: Path, kind: str, flags: str, choice: str
+) -> None:
+    """Draws of dropout included: the first loss is the same."""
+    common = [*flags.split(), "--compile", choice, "--warmup_steps", "3"]
+    folder = tokens if kind == "text" else chats
+    plain = opened(folder, *common, "--graphs", "off")
+    recorded = opened(folder, *common)
+    assert recorded.recorded is not None and plain.recorded is None
+    expected, ours = losses(plain, 20), losses(recorded, 20)
+    assert ours[0] == pytest.approx(expected[0], rel=1e-6)
+    assert ours == pytest.approx(expected, rel=5e-3)
+    assert recorded.skips.tolist() == plain.skips.tolist()
+
+
+def test_recorded_steps_wait_for_nothing_and_take_no_more_memory(tokens: Path) -> None:
+    training = opened(tokens, "--compile", "off", "--dropout", "0.1", "--gradient_accumulation_steps", "2")
+    for _ in range(3):
+        training.step()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    with waiting_forbidden():
+        for _ in range(20):
+            training.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() <= held
+
+
+def test_an_embedding_of_many_tokens_is_recorded_uncompiled(tokens: Path) -> None:
+    """Its backward pass takes another way from 3,072 tokens on."""
+    flags = ("--compile", "off", "--batch_size", "128", "--dropout", "0")
+    expected, ours = (losses(opened(tokens, *flags, *more), 5) for more in (("--graphs", "off"), ()))
+    assert ours == pytest.approx(expected, rel=2e-3)
+
+
+def test_memory_is_given_back_where_rows_are_halved(tokens: Path) -> None:
+    training = opened(tokens, "--compile", "off")
+    training.halve_rows(torch.OutOfMemoryError("CUDA out of memory"))
+    assert training.recorded is None
+    training.step()

@@ -1,0 +1,47 @@
+"""A recorded decoding step gives the text of the unrecorded stream, token for token."""
+
+from __future__ import annotations
+
+import pytest
+
+from generation import sampling as sampling_module
+from generation import stream
+from generation.completion import generate
+from generation.sampling import Sampling
+from tests.generation.helpers import CHARACTERS, CONTEXT, changed, either_way, random_model
+from tests.tape import TapeRecorder
+
+MODERN = {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "activation": "swiglu", "bias": False}
+IMPORTED = {**MODERN, "norm_gain": True, "num_kv_heads": 1}
+
+
+@pytest.fixture
+def recorders(monkeypatch: pytest.MonkeyPatch) -> list[TapeRecorder]:
+    """Decode as on a GPU, on the CPU."""
+    made: list[TapeRecorder] = []
+
+    def recorder(device: object) -> TapeRecorder:
+        made.append(TapeRecorder())
+        return made[-1]
+
+    monkeypatch.setattr(stream, "step_recorder", recorder)
+    monkeypatch.setattr(sampling_module, "runs_ahead", lambda device: True)
+    return made
+
+
+@either_way
+@pytest.mark.parametrize("form", [{}, MODERN, IMPORTED], ids=["gpt-2", "modern", "imported"])
+@pytest.mark.parametrize(
+    "penalties", [{}, {"repetition_penalty": 1.5, "frequency_penalty": 0.5}], ids=["", "penalties"]
+)
+def test_the_text_is_that_of_the_unrecorded_stream(
+    request: pytest.FixtureRequest, characters, sampling: Sampling, form: dict, penalties: dict
+) -> None:
+    """Rows of different lengths, to the end of the context and past it, more than once."""
+    model = random_model(len(CHARACTERS), **form)
+    prompts = ["a", "badge", "abcdefgh" * 2, "hh"], ["a", "badge", "hh"]
+    sampling = changed(sampling, max_new_tokens=3 * CONTEXT, **penalties)
+    expected = [generate(model, characters, rows, sampling) for rows in prompts]
+    recorders = request.getfixturevalue("recorders")
+    assert [generate(model, characters, rows, sampling) for rows in prompts] == expected
+    assert len(recorders) == 2 and [len(recorder.tapes) for recorder in recorders] == [0, 1]

@@ -1,0 +1,105 @@
+"""Recorded steps give the numbers of steps that are not recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.measure import write_random_tokens
+from benchmarks.workload import Training
+from tests.tape import TapeRecorder
+from tokenize_local_bpe import tokenize
+from training.evaluate import validation_loss
+from training.graphs import RecordedStep
+
+SHAPE = (
+    "--num_layers 2 --embed_dim 64 --num_heads 2 --max_seq_len 32 --batch_size 8 --device cpu --compile off "
+    "--max_steps 100 --learning_rate 0.003 --warmup_steps 3 --eval_interval 5 --threads 1"
+)
+MODERN = "--position rope --qk_norm --norm rmsnorm --embed_norm --bias false --activation swiglu --zero_init"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("graphs")
+    chats = [
+        {"messages": [{"role": "user", "content": f"Is {i} odd?"}, {"role": "assistant", "content": f"{i % 2}."}]}
+        for i in range(300)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    tokenize([str(folder / "chats.jsonl")], folder / "chat", format="chat", vocab_size=300, quiet=True)
+    return {"text": write_random_tokens(folder / "text", 20_000, 300), "chat": folder / "chat"}
+
+
+class Rounded(Training):
+    """A training whose learning rate is fp32, as it is in a tensor."""
+
+    def learning_rate(self, step: int) -> float:
+        return torch.tensor(super().learning_rate(step), dtype=torch.float32).item()
+
+
+def trained(folder: Path, flags: str, recorded: bool, scaled: bool) -> tuple[Training, list[float]]:
+    """Six steps and an evaluation. Returns the training and its losses."""
+    training = Rounded.open([*SHAPE.split(), "--data_dir", str(folder), *flags.split()])
+    if scaled:
+        training.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+    if recorded:
+        training.recorded = RecordedStep(training, TapeRecorder())
+    losses = []
+    for _ in range(6):
+        training.step()
+        losses.append(training.loss.item())
+    return training, [*losses, validation_loss(training)]
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(folders: dict[str, Path]) -> None:
+    training = Rounded.open([*SHAPE.split(), "--data_dir", str(folders["text"]), "--optimizer", "muon"])
+    training.recorded = recorded = RecordedStep(training, TapeRecorder())
+    training.step()
+    before, replay = [tensor.clone() for tensor in tensors(training)[:-1]], recorded.replay_first
+
+    def spoiled() -> None:
+        replay()
+        recorded.gradients[0].fill_(torch.nan)
+
+    recorded.replay_first = spoiled
+    training.step()
+    recorded.replay_first = replay
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors(training)[:-1], strict=True))
+    assert training.skips.tolist() == [1, 1, 1]
+    training.step()
+    assert training.skips.tolist() == [1, 0, 1] and torch.isfinite(training.loss)
+
+
+def tensors(training: Training) -> list[torch.Tensor]:
+    return [*training.model.parameters(), *training.optimizer.tensors().values(), training.skips]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("text", ""),
+        ("text", "--dropout 0.1"),
+        ("text", "--micro_batch_size 3 --dropout 0.1"),
+        ("text", "--precision bf16"),
+        ("text", f"{MODERN} --optimizer muon"),
+        ("text", f"{MODERN} --optimizer muon --grad_clip 0 --micro_batch_size 4"),
+        ("chat", "--micro_batch_size 3"),
+        ("chat", f"{MODERN} --optimizer muon"),
+    ],
+)
+def test_recorded_steps_have_the_numbers_of_unrecorded_ones(
+    folders: dict[str, Path], kind: str, flags: str, scaled: bool
+) -> None:
+    """To the bit with AdamW; Muon computes with the learning rate in fp32."""
+    plain, expected = trained(folders[kind], flags, False, scaled)
+    recorded, losses = trained(folders[kind], flags, True, scaled)
+    exact = "muon" not in flags
+    assert losses == (expected if exact else pytest.approx(expected, rel=1e-5))
+    assert recorded.scaler.state_dict() == plain.scaler.state_dict()
+    for ours, theirs in zip(tensors(recorded), tensors(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if exact else 1e-6)
