@@ -30,9 +30,10 @@ T = TypeVar("T")
 # faster. With AVX512-BF16 alone, 4 x 128 is 1.05 to 1.3 times faster (docs/benchmarks/what_was_tried.md).
 CPU_BF16_MIN_WIDTH = {"AMX": 256, "AVX512-BF16": 128}
 
-# Seconds to compile on a CPU: 25 at 4 and at 12 layers on a slow one; the share that it saves of a step with rotary
-# positions and qk_norm; and the rough speed of a core in such steps, in FLOP/s.
-CPU_COMPILE_SECONDS = 20.0
+# Compiling on a CPU, measured at 4 and 12 layers; the share that it saves of a step with rotary positions and qk_norm;
+# and the rough speed of a core in such steps, in FLOP/s.
+CPU_COMPILE_SECONDS = 12.0
+CPU_COMPILE_SECONDS_PER_LAYER = 3.0
 CPU_COMPILE_SAVES = 0.3
 CPU_FLOPS_PER_CORE = 1e11
 CPU_DROPOUT_TAKES = 1.2  # a compiled step, times one without, for the random numbers; uncompiled 1.1
@@ -281,12 +282,14 @@ def limit_memory(device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, (SPILLING_SHARE * free + ours) / total), device)
 
 
-def compile_seconds(is_gpu: bool, cpu_share: float = 1.0) -> float:
-    """Return the seconds that compiling is expected to take, by a host of whose time other programs leave this share.
-    Layers share their code, so their number does not matter."""
-    if is_gpu:
-        return GPU_COMPILE_SECONDS * (2 if (os.cpu_count() or 1) <= FEW_CORES else 1)
-    return CPU_COMPILE_SECONDS / cpu_share
+def compile_seconds(num_layers: int, cpu_share: float = 1.0) -> float:
+    """Return the seconds that compiling is expected to take on a CPU of which other programs leave this share."""
+    return (CPU_COMPILE_SECONDS + CPU_COMPILE_SECONDS_PER_LAYER * num_layers) / cpu_share
+
+
+def gpu_compile_seconds() -> float:
+    """Return the seconds that compiling is expected to take on a GPU, whose host does it. Layers share their code."""
+    return GPU_COMPILE_SECONDS * (2 if (os.cpu_count() or 1) <= FEW_CORES else 1)
 
 
 def choose_compile(
@@ -310,7 +313,7 @@ def choose_compile(
     flops = 72 * shape.num_layers * shape.embed_dim**2 * config.sequences_per_process * shape.max_seq_len
     step = flops / (CPU_FLOPS_PER_CORE * (os.cpu_count() or 1))  # seconds
     seconds = config.max_steps * step or 60 * config.minutes
-    takes = compile_seconds(False, config.forecast.cpu_share if config.forecast else 1.0)
+    takes = compile_seconds(shape.num_layers, config.forecast.cpu_share if config.forecast else 1.0)
     limit = ABANDONED_AFTER * (takes + step)
     if not seconds:
         return True, "on a CPU it saves about a third of each step of this model", limit

@@ -17,7 +17,7 @@ from common.output import log
 from common.script import world
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from training.compilation import compile_model, undo_compiling
+from training.compilation import compile_model, uncompiled
 from training.config import AUTOMATIC_SOURCES, MODEL_KEYS, Config
 from training.data import TokenData
 from training.hardware import Hardware, clear_frames, return_freed_memory
@@ -138,7 +138,8 @@ class Run:
         if any_process(bool(failure))[0]:
             if not failure:
                 print("torch.compile failed in another process; training continues uncompiled in all of them.")
-                undo_compiling(self.step_model)  # for another micro-batch, the first step would compile again
+                # For another micro-batch, the first step would compile again.
+                self.step_model = uncompiled(self.step_model)
             reason = f"torch.compile failed ({failure or 'in another process'})"
             self.hardware = dataclasses.replace(self.hardware, compiles=False, compile_reason=reason)
             if self.micro_batch_source in AUTOMATIC_SOURCES:

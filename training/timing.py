@@ -25,6 +25,7 @@ from training.hardware import (
     choose_attention,
     compile_seconds,
     detect_hardware,
+    gpu_compile_seconds,
     return_freed_memory,
 )
 from training.memory import estimate_memory, without_memory
@@ -118,7 +119,9 @@ class Machine:
 
     def expected_compile(self, candidate: Candidate, cpu_share: float) -> float:
         """Return the seconds that compiling is expected to take where other programs leave this share of the CPU."""
-        return compile_seconds(candidate.hardware.is_cuda, cpu_share)
+        if candidate.hardware.is_cuda:
+            return gpu_compile_seconds()
+        return compile_seconds(candidate.config.num_layers, cpu_share)
 
     def compile(self, candidate: Candidate, rows: int, seconds: float) -> tuple[float, float]:
         """Time compiling for micro-batches of so many sequences, and then a pass over one, in seconds. The training

@@ -128,10 +128,12 @@ class Pretended(Machine):
     def compile_seconds(self, candidate: Candidate, rows: int) -> float:
         """Less when the same was compiled before."""
         again = 0.25 if (candidate.model.config, rows) in self.compiled else 1.0
-        return again * self.specs.compiling * GPU_COMPILE_SECONDS if self.is_gpu else compile_seconds(False)
+        layers = candidate.model.config.num_layers
+        return again * self.specs.compiling * GPU_COMPILE_SECONDS if self.is_gpu else compile_seconds(layers)
 
     def expected_compile(self, candidate: Candidate, cpu_share: float) -> float:
-        return round(self.specs.compiling) * GPU_COMPILE_SECONDS if self.is_gpu else compile_seconds(False)
+        layers = candidate.config.num_layers
+        return round(self.specs.compiling) * GPU_COMPILE_SECONDS if self.is_gpu else compile_seconds(layers)
 
     def free(self, candidate: Candidate) -> None:
         pass

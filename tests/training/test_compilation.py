@@ -20,7 +20,7 @@ from torch._inductor.async_compile import AsyncCompile
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import CPU
-from training.compilation import compile_model, forget_unfinished
+from training.compilation import CompiledParts, compile_model, forget_unfinished, uncompiled
 from training.records import read_metrics
 from training.signals import Signals, StopRequested
 
@@ -40,19 +40,15 @@ def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
     model = TransformerLanguageModel(SHAPE)
     before = copy.deepcopy(model.state_dict())
 
-    def lazy(part: Callable, **options: object) -> Callable:
-        def compiled(*inputs: object) -> object:
-            result = part(*inputs)
-            if isinstance(result, torch.Tensor) and result.dim() == 0:  # the loss
-                result.backward()
-                raise RuntimeError("no compiler found\nand a long tail of lines")
-            return result
+    def lazy(model: torch.nn.Module, **options: object) -> Callable:
+        def compiled(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            model(tokens, targets).backward()
+            raise RuntimeError("no compiler found\nand a long tail of lines")
 
         return compiled
 
     monkeypatch.setattr(torch, "compile", lazy)
-    step_model, failure = compile_model(model, COMPILING, example())
-    assert failure == "no compiler found" and step_model(*example()).item() == model(*example()).item()
+    assert compile_model(model, COMPILING, example()) == (model, "no compiler found")
     printed = capsys.readouterr().out
     assert printed.count("torch.compile failed") == 1 and "no compiler found" in printed
     assert "long tail" not in printed and "--compile off" in printed
@@ -61,7 +57,7 @@ def test_a_failure_to_compile_is_reported_once_and_leaves_the_model_as_it_was(
 
 
 def test_running_out_of_memory_is_not_taken_for_a_failure_to_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(*inputs: object) -> object:
+    def compiled(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
@@ -72,18 +68,15 @@ def test_running_out_of_memory_is_not_taken_for_a_failure_to_compile(monkeypatch
 class Sum(torch.nn.Module):
     """As little as can be compiled, to code that is in no cache: it holds a number that was drawn."""
 
-    blocks = ()
+    activation_checkpointing = False
 
     def __init__(self) -> None:
         super().__init__()
         self.factor = random.SystemRandom().random()
         self.weight = torch.nn.Parameter(torch.ones(4))
 
-    def embed_texts(self, tokens: torch.Tensor, starts: None) -> tuple[torch.Tensor, None, None]:
-        return self.weight * tokens * self.factor, None, None
-
-    def loss(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return x.sum() * self.factor
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (self.weight * tokens).sum() * self.factor
 
 
 @torch._inductor.config.patch(compile_threads=2)
@@ -100,7 +93,7 @@ def test_a_stop_ends_compiling_at_once_and_the_next_attempt_begins_anew(
             compile_model(model, COMPILING, example())
     try:
         assert "Stopping now, " in capfd.readouterr().err
-        assert not compile_model(model, COMPILING, example())[1], capfd.readouterr().out
+        assert compile_model(model, COMPILING, example())[0] is not model, capfd.readouterr().out
         assert not any(thread.done() for thread in busy)
     finally:
         released.set()
@@ -108,9 +101,9 @@ def test_a_stop_ends_compiling_at_once_and_the_next_attempt_begins_anew(
 
 def test_compiling_that_takes_too_long_is_given_up(capsys: pytest.CaptureFixture[str]) -> None:
     model = cast(TransformerLanguageModel, Sum())
-    _, failure = compile_model(model, dataclasses.replace(COMPILING, compile_limit=0.01), example())
-    assert "longer than" in failure and "continues uncompiled" in capsys.readouterr().out
-    assert not compile_model(model, COMPILING, example())[1]  # nothing is left of it
+    made, failure = compile_model(model, dataclasses.replace(COMPILING, compile_limit=0.01), example())
+    assert made is model and "longer than" in failure and "continues uncompiled" in capsys.readouterr().out
+    assert compile_model(model, COMPILING, example())[0] is not model  # nothing is left of it
 
 
 def test_a_run_goes_on_as_it_was_compiled(tmp_path: Path, train: Callable) -> None:
@@ -132,8 +125,7 @@ def test_a_compiled_training_compiles_at_its_start_alone_and_learns_the_same(tmp
     flags = {**shape, "compile": "on", "max_steps": 6, "eval_interval": 3, "eval_prompts": prompts}
     result = train(tmp_path / "run", **flags)
     assert result.code == 0 and "Compiled in" in result.out, result
-    parts = 3  # the embeddings, a block, the loss
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2 * parts
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
     eager = {**flags, "compile": "off"}
     assert train(tmp_path / "eager", **eager).code == 0
@@ -169,3 +161,26 @@ def test_adapters_compile_to_the_same_numbers() -> None:
     assert len(results[0]) == len(results[1]) == 1 + 8
     for eager, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", [{}, {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "dropout": 0.5}])
+def test_blocks_share_one_compiled_function(form: dict) -> None:
+    """What a GPU computes with: the loss and gradients of the model, in as many graphs for four layers as for two."""
+    graphs = []
+    for layers in (2, 4):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        model = TransformerLanguageModel(dataclasses.replace(SHAPE, num_layers=layers, **form))
+        parts, results = CompiledParts(model), []
+        parts(*example()).backward()  # with dropout
+        with torch.no_grad():
+            model.eval()
+            torch.testing.assert_close(parts(*example()), model(*example()))
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        for is_compiled in (True, False):
+            model.zero_grad(set_to_none=True)
+            loss = (parts if is_compiled else uncompiled(parts))(*example())
+            loss.backward()
+            results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+        torch.testing.assert_close(*results)
+    assert graphs == [6, 6]  # embeddings, a block and the loss, to train and to evaluate
