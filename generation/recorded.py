@@ -24,24 +24,22 @@ class StaticCache(KVCache):
         self.keys, self.values = (torch.nn.functional.pad(part, (0, 0, 0, pad)) for part in (cache.keys, cache.values))
         self.lengths = list(cache.lengths)
         self.ends = torch.tensor(self.lengths, device=self.keys.device)  # (B,)
-        self.positions = self.ends
         self.rows = torch.arange(len(self.lengths), device=self.keys.device)
         self.slots = torch.arange(self.keys.size(3), device=self.keys.device)
 
     def place(self, T: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions (B, 1) of the next token of each row, and what attention adds to its scores, (B, 1, 1, S)."""
         assert T == 1
-        self.positions = self.ends
         hidden = self.slots > self.ends[:, None]  # (B, S)
         # A boolean mask would be converted to this in every layer.
         mask = torch.zeros(hidden.shape, dtype=self.keys.dtype, device=hidden.device).masked_fill(hidden, -torch.inf)
-        return self.positions[:, None], mask[:, None, None]
+        return self.ends[:, None], mask[:, None, None]
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store k and v, each (B, K, 1, D), and return all keys and values, (B, K, S, D)."""
         keys, values = self.keys[layer], self.values[layer]
-        keys[self.rows, :, self.positions] = k.squeeze(2).to(keys.dtype)
-        values[self.rows, :, self.positions] = v.squeeze(2).to(values.dtype)
+        keys[self.rows, :, self.ends] = k.squeeze(2).to(keys.dtype)
+        values[self.rows, :, self.ends] = v.squeeze(2).to(values.dtype)
         return keys.to(k.dtype), values.to(v.dtype)
 
     def advance(self, T: int) -> None:

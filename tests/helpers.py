@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.output import log
 from model import TransformerLanguageModel
+from tokenize_local_bpe import tokenize
 from tokenizer import CharacterTokenizer
 from training.config import Config
 from training.data import TokenData
@@ -64,6 +65,17 @@ def generated_text(characters: int, seed: int = 0) -> str:
         lines.append(" ".join(WORDS[(start + i) % len(WORDS)] for i in range(count)) + ".\n")
         length += len(lines[-1])
     return "".join(lines)[:characters]
+
+
+def write_chat_tokens(folder: Path, chats: int = 300) -> Path:
+    """Write the token folder of short conversations, some to a window, and return it."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"Is {i} odd?"}, {"role": "assistant", "content": f"{i % 2}."}]}
+        for i in range(chats)
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenize([str(folder / "chats.jsonl")], folder / "chat", format="chat", vocab_size=300, quiet=True)
+    return folder / "chat"
 
 
 def write_tokens(folder: Path, text: str, alphabet: str = ALPHABET) -> Path:

@@ -67,13 +67,12 @@ class Optimizer(torch.optim.Optimizer):
     def momenta(self, parameters: list[Parameter], group: Group) -> torch.Tensor:
         """Return the momentum buffers of N parameters of one shape as one tensor, (N, rows, columns): each is a part of
         it, so that one operation updates all."""
-        buffers = [self.state_of(parameter, group)["momentum_buffer"] for parameter in parameters]
-        stack = self.stacks.get(parameters[0])
-        if stack is None or any(a.data_ptr() != b.data_ptr() for a, b in zip(stack, buffers, strict=True)):
-            stack = self.stacks[parameters[0]] = torch.stack(buffers)
-            for parameter, part in zip(parameters, stack, strict=True):
+        if parameters[0] not in self.stacks:
+            buffers = [self.state_of(parameter, group)["momentum_buffer"] for parameter in parameters]
+            self.stacks[parameters[0]] = torch.stack(buffers)
+            for parameter, part in zip(parameters, self.stacks[parameters[0]], strict=True):
                 self.state[parameter]["momentum_buffer"] = part
-        return stack
+        return self.stacks[parameters[0]]
 
     @torch.no_grad()
     def load_tensors(self, saved: dict[str, torch.Tensor]) -> None:

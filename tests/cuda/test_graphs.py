@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 
 from benchmarks.workload import Training
 from tests.cuda.helpers import opened, waiting_forbidden
-from tokenize_local_bpe import tokenize
+from tests.helpers import write_chat_tokens
 from training.evaluate import validation_loss
 
 pytestmark = pytest.mark.cuda
@@ -19,14 +18,7 @@ MODERN = "--position rope --qk_norm --norm rmsnorm --embed_norm --bias false --a
 
 @pytest.fixture(scope="session")
 def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("chats")
-    rows = [
-        {"messages": [{"role": "user", "content": f"Is {i} odd?"}, {"role": "assistant", "content": f"{i % 2}."}]}
-        for i in range(300)
-    ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenize([str(folder / "chats.jsonl")], folder / "chat", format="chat", vocab_size=300, quiet=True)
-    return folder / "chat"
+    return write_chat_tokens(tmp_path_factory.mktemp("chats"))
 
 
 def losses(training: Training, steps: int) -> list[float]:

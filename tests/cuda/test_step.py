@@ -4,7 +4,6 @@ numbers that are not finite."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from benchmarks import workload
 from benchmarks.workload import Training
 from model import TransformerLanguageModel
 from tests.cuda.helpers import DEVICE, opened, waiting_forbidden
-from tokenize_local_bpe import tokenize
+from tests.helpers import write_chat_tokens
 from training.evaluate import validation_loss
 from training.step import StepResult, train_step
 
@@ -228,12 +227,8 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights_as_they_were(
 @pytest.mark.parametrize("precision", ["fp32", "auto"])
 def test_packed_conversations_have_the_gradients_of_the_cpu(tmp_path: Path, precision: str) -> None:
     """Several conversations in a row, each with a mask of its own, and grouped keys and values."""
-    rows = [{"messages": [{"role": "user", "content": f"Is {i} odd?"}, {"role": "assistant", "content": f"{i % 2}."}]}
-            for i in range(200)]  # fmt: skip
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "tokens", format="chat", vocab_size=300, quiet=True)
     flags = ["--compile", "off", "--precision", precision, "--dropout", "0", "--max_seq_len", "64"]
-    training = opened(tmp_path / "tokens", *flags, "--position", "rope", "--num_heads", "4")
+    training = opened(write_chat_tokens(tmp_path, 200), *flags, "--position", "rope", "--num_heads", "4")
     shape = dataclasses.replace(training.model.config, num_kv_heads=2)
     reference = TransformerLanguageModel(shape)
     model = TransformerLanguageModel(shape).to(DEVICE)

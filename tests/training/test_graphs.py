@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 
 from benchmarks.measure import write_random_tokens
 from benchmarks.workload import Training
+from tests.helpers import write_chat_tokens
 from tests.tape import TapeRecorder
-from tokenize_local_bpe import tokenize
 from training.evaluate import validation_loss
 from training.graphs import RecordedStep
 
@@ -25,13 +24,7 @@ MODERN = "--position rope --qk_norm --norm rmsnorm --embed_norm --bias false --a
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("graphs")
-    chats = [
-        {"messages": [{"role": "user", "content": f"Is {i} odd?"}, {"role": "assistant", "content": f"{i % 2}."}]}
-        for i in range(300)
-    ]
-    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
-    tokenize([str(folder / "chats.jsonl")], folder / "chat", format="chat", vocab_size=300, quiet=True)
-    return {"text": write_random_tokens(folder / "text", 20_000, 300), "chat": folder / "chat"}
+    return {"text": write_random_tokens(folder / "text", 20_000, 300), "chat": write_chat_tokens(folder)}
 
 
 class Rounded(Training):
