@@ -111,16 +111,19 @@ def uncompiled(step_model: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 
 @contextlib.contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Raise TookTooLong inside after so many seconds. Not on Windows, which has no such signal, nor in a thread."""
+    """Raise TookTooLong inside after so many seconds, as soon as this thread waits for the C++ compiler's processes:
+    an exception inside one of PyTorch's operations can end the process. Not on Windows, which has no such signal, nor
+    in a thread."""
     if seconds is None or not hasattr(signal, "SIGALRM") or threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def give_up(number: int, frame: FrameType | None) -> None:
-        raise TookTooLong(f"it took longer than {seconds:.0f} s, twice its forecast: this machine is slow or busy")
+        if frame is not None and frame.f_code.co_filename == threading.__file__:
+            raise TookTooLong(f"it took longer than {seconds:.0f} s, twice its forecast: this machine is slow or busy")
 
     before = signal.signal(signal.SIGALRM, give_up)
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)  # again: what is raised in a __del__ is lost
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.5)  # and again, until this thread waits
     try:
         yield
     finally:
