@@ -29,6 +29,7 @@ SAMPLES = 15  # of the speed: the last ones count
 BLOCKS = 3  # of these samples
 DECIDED_AFTER = 3  # of these samples, the first forecast, and the fall if half of its time is left
 SHORTEST_FALL = 3  # steps
+SUSPENDED = 10.0  # times the expected seconds of some steps: the process stood still meanwhile
 MARGIN = 0.01  # of the minutes: the run ends a little early rather than late
 MOVED = 0.015  # of the minutes: a last step that is further from where it should be is moved
 MOVED_OF_LEFT = 0.2  # of the time left, which must be passed too: noise averages out until then
@@ -74,6 +75,8 @@ class Clock:
         self.seconds = 60 * run.config.minutes
         self.next_check = math.inf  # steps
         self.samples: deque[tuple[int, float]] = deque(maxlen=SAMPLES)  # steps, and the seconds that they took
+        self.suspended_seconds = 0.0  # in this session, as far as it was noticed
+        self.was_suspended = False  # before the last check
         self.is_warm = False  # the first sample of a session is dropped once there is another
         self.has_planned = False  # in this session
         self.logged: set[str] = set()  # what is logged once
@@ -165,7 +168,13 @@ class Clock:
         if self.samples and not self.is_warm:  # the first step allocates memory and starts kernels
             self.samples.clear()
             self.is_warm = True
-        self.samples.append((state.step - self.sampled_step, self.training_seconds - self.sampled_seconds))
+        steps, seconds = state.step - self.sampled_step, self.training_seconds - self.sampled_seconds
+        expected = steps * self.step_seconds if self.samples else math.inf
+        self.was_suspended = seconds > SUSPENDED * expected and not self.was_suspended
+        if self.was_suspended:  # Ctrl-Z, or a laptop that slept: a slower machine stays slow
+            self.suspended_seconds += seconds - expected
+        else:
+            self.samples.append((steps, seconds))
         self.sampled_step, self.sampled_seconds = state.step, self.training_seconds
         cooldown, self.next_check, self.reached = on_rank_0(self.decide)
         if cooldown is not None:

@@ -33,7 +33,7 @@ from tokenizer_base import TokenizerError
 from training.config import MODEL_KEYS, Config
 from training.mirror import Mirror
 from training.plan import text_settings, tokenized
-from training.previous import Previous, find_previous
+from training.previous import Previous, find_previous, weights_hash
 from training.run import Run
 
 PEAK = 0.5  # of the learning rates of a run that starts from nothing (docs/benchmarks/growing.md)
@@ -140,7 +140,7 @@ def on_passages(run: Run) -> dict[str, str]:
         if run.data.metadata.chat_template is None:
             guessed = next_sentences(run.model, run.data.tokenizer, [each.text for each in spread(passages)])
             facts = {"Next sentence": str(guessed)} if guessed.of else {}
-        return facts | (learned(run, passages) if run.state.initialized_from else {})
+        return facts | (learned(run, passages) if run.config.init_from else {})
     except (DataError, TokenizerError, CheckpointError):
         return {}
     except Exception as error:
@@ -152,7 +152,9 @@ def on_passages(run: Run) -> dict[str, str]:
 def learned(run: Run, passages: list[Passage]) -> dict[str, str]:
     """Compare the weights with those that the run started from, on the held-out passages of the text that these had
     learned, and on those that they had not. Raises CheckpointError if they, or what they had learned, are gone."""
-    base = open_checkpoint(str(run.state.initialized_from))
+    base = open_checkpoint(str(run.config.init_from))
+    if weights_hash(base) != run.state.initialized_from:  # it was trained further
+        return {}
     then, now = learned_text(base), run.data.metadata
     if then is None or then.tokens_sha256 == now.tokens_sha256 or then.tokenizer_sha256 != now.tokenizer_sha256:
         return {}

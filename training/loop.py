@@ -148,7 +148,7 @@ def announce(run: Run) -> None:
     """Print what will be trained, and make the records of the run folder those of the step that it continues from."""
     config, state = run.config, run.state
     if is_rank_0():
-        write_config(run)
+        write_config(run, run.dir)
         rewind(run.dir, state.step, state.evaluated_step)
         need, free = run.disk_bytes, free_space(run.dir)
         if need > free and not state.step:

@@ -7,12 +7,14 @@ import contextlib
 import datetime
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from common.checkpoint import (
+    ADAPTERS,
     BEST,
     Checkpoint,
     clean_up,
@@ -26,7 +28,8 @@ from common.checkpoint import (
     write_manifest,
 )
 from common.errors import CheckpointError, ConfigError
-from common.files import OF_RUN, FolderLock, atomic_write, holder, read_json
+from common.files import OF_RUN, FolderLock, atomic_write, holder, read_json, sha256_file, sync_directory
+from common.tensors import weights_file
 from common.validation import build
 from training.config import Config, Forecast, is_resolved, scope_of
 from training.mirror import MARKER, Mirror, copy_files, is_better, read_best_state
@@ -55,6 +58,7 @@ def find_previous(config: Config, mirror: Mirror | None, lock: FolderLock | None
 
     Raises ConfigError or CheckpointError if a folder is not this run's, cannot be used, or holds nothing whole.
     """
+    finish_setting_aside(config)
     require_ours(config.run_dir, "--output_dir")
     if lock is not None:
         lock_folder(lock, config.run_dir)
@@ -128,13 +132,13 @@ def find_checkpoint(config: Config, mirror: Mirror | None) -> Previous:
         if newest.path.exists():
             raise
         raise FileNotFoundError(newest.path) from None
-    if config.init_from and absolute(config.init_from) != saved.state.initialized_from:
+    if config.init_from and not has_started_from(config.init_from, saved):
         raise CheckpointError(
             f"{config.run_dir} already holds a run that did not start from {config.init_from}. Choose another "
             "--output_dir for the new one, or --resume never to keep the old one aside."
         )
     # The same command again: the run has gone further than the checkpoint that it started from.
-    if config.resume_from is None or saved.state.resumed_from == absolute(config.resume_from):
+    if config.resume_from is None or saved.state.resumed_from == os.path.normpath(config.resume_from):
         return Previous(newest, saved)
     start = open_checkpoint(config.resume_from)
     if start.path.resolve() == newest.path.resolve():
@@ -145,9 +149,20 @@ def find_checkpoint(config: Config, mirror: Mirror | None) -> Previous:
     )
 
 
-def absolute(path: str) -> str:
-    """Write a path as states keep it: the same in every working directory."""
-    return str(Path(path).resolve())
+def has_started_from(path: str, saved: Saved) -> bool:
+    """Return whether a run started from the weights that `path` leads to. The same path is enough, because these
+    weights may have been trained further or deleted since; so are the same weights in another place."""
+    if saved.config.get("init_from") == path:
+        return True
+    with contextlib.suppress(CheckpointError):
+        return weights_hash(open_checkpoint(path)) == saved.state.initialized_from
+    return False
+
+
+def weights_hash(checkpoint: Checkpoint) -> str:
+    """Return the SHA-256 of a checkpoint's weights, or of its adapters: they are the same wherever they lie."""
+    adapters = checkpoint.path / ADAPTERS
+    return sha256_file(adapters if adapters.exists() else weights_file(checkpoint.path))
 
 
 def copy_here(previous: Previous, config: Config, mirror: Mirror | None) -> Previous:
@@ -209,6 +224,7 @@ def kept_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast |
     it."""
     if config.resume == "never":
         return {}, None
+    finish_setting_aside(config)
     places = [config.run_dir / CONFIG]
     if config.checkpoint_dir:
         places += Mirror(config.run_dir, config.checkpoint_dir).records(CONFIG)
@@ -255,6 +271,7 @@ def tidy(run_dir: Path) -> None:
     with contextlib.suppress(OSError):  # there is none, or it is read-only: the first save tells that
         clean_up(run_dir)
         clean_up(run_dir / "checkpoints")
+        shutil.rmtree(replacing(run_dir), ignore_errors=True)
         for path in run_dir.iterdir():
             if is_leftover(path.name) and path.is_file():
                 path.unlink(missing_ok=True)
@@ -280,22 +297,63 @@ def require_movable(run_dir: Path) -> None:
         )
 
 
-def set_aside(run_dir: Path) -> Path | None:
-    """Rename an old run, so that starting over loses nothing. Returns where it is now, if there was one. Raises
-    CheckpointError if that fails."""
-    if not is_there(run_dir):
-        return None
-    folder = Path(os.path.normpath(run_dir))  # which ends in a name: `require_movable` refuses . and ..
-    old = folder.with_name(f"{folder.name}.{datetime.datetime.now():%Y%m%d-%H%M%S-%f}")
-    try:
-        os.replace(folder, old)
-    except OSError as problem:  # a disk is mounted on the folder, or its disk is read-only
-        raise CheckpointError(
-            f"The run in {run_dir} could not be renamed to {old} ({problem.strerror}). Choose another folder for the "
-            f"new run, or leave --resume never out."
-        ) from None
-    print(f"The run that was in {run_dir} is now {old}.")
-    return old
+def set_aside(run_dir: Path, mirror: Path | None, prepare: Callable[[dict[Path, Path], Path], object]) -> None:
+    """Rename an old run and its mirror, so that starting over loses nothing, and put a new run folder in its place.
+    Before, `prepare` writes into the new folder what the same command needs to go on if this process is killed here: it
+    gets the old folders with the names that they will have, and the new folder.
+
+    Raises CheckpointError if a folder cannot be renamed.
+    """
+    new, moves = replacing(run_dir), names_aside(run_dir, mirror)
+    if not moves:
+        return
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    prepare(moves, new)
+    put_in_place(new, run_dir, moves)
+
+
+def replacing(run_dir: Path) -> Path:
+    """Return the name of a new run folder while an old one is in its place."""
+    parent, name = os.path.split(os.path.abspath(run_dir))
+    return Path(parent, f".new-{name}")
+
+
+def names_aside(*folders: Path | None) -> dict[Path, Path]:
+    """Return the names under which those of the folders that hold something will be kept."""
+    now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"
+    # Each ends in a name, because `require_movable` refuses . and .. where something is.
+    there = [Path(os.path.normpath(folder)) for folder in folders if folder is not None and is_there(folder)]
+    return {folder: folder.with_name(f"{folder.name}.{now}") for folder in there}
+
+
+def put_in_place(new: Path, run_dir: Path, moves: dict[Path, Path]) -> None:
+    """Rename the old folders, then the new one to `run_dir`. Raises CheckpointError."""
+    for folder, aside in moves.items():
+        try:
+            os.replace(folder, aside)
+        except OSError as problem:  # a disk is mounted on the folder, or its disk is read-only
+            raise CheckpointError(
+                f"The run in {folder} could not be renamed to {aside} ({problem.strerror}). Choose another folder for "
+                "the new run, or leave --resume never out."
+            ) from None
+        print(f"The run that was in {folder} is now {aside}.")
+    target = os.path.normpath(run_dir)  # where run/.. is gone
+    with contextlib.suppress(FileNotFoundError):
+        os.rmdir(target)  # it was empty
+    os.replace(new, target)
+    sync_directory(new.parent)
+
+
+def finish_setting_aside(config: Config) -> None:
+    """Put a new run in place, if an earlier session was killed when the old one had been set aside."""
+    new = replacing(config.run_dir)
+    if is_there(config.run_dir) or not (new / CONFIG).is_file() or config.resume == "never":
+        return
+    with FolderLock() as lock:
+        if lock.acquire(new):  # else another session is about to
+            mirror = Mirror(config.run_dir, config.checkpoint_dir).dir if config.checkpoint_dir else None
+            put_in_place(new, config.run_dir, names_aside(mirror))
 
 
 def is_there(run_dir: Path) -> bool:

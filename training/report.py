@@ -92,13 +92,13 @@ class Report:
     @property
     def tokens_per_second(self) -> float | None:
         """Of this session while it trained, up to the last report; None before the first."""
-        seconds = self.last.seconds - self.first.seconds
+        seconds = self.last.seconds - self.first.seconds - self.clock.suspended_seconds
         return (self.last.step - self.first.step) * self.run.tokens_per_step / seconds if seconds else None
 
     @property
     def cpu_share(self) -> float:
         """Of the time that the training took on a CPU, that it was computing: other programs had the rest."""
-        seconds = self.last.seconds - self.first.seconds
+        seconds = self.last.seconds - self.first.seconds - self.clock.suspended_seconds
         is_known = self.run.hardware.device.type == "cpu" and seconds
         return (self.last.cpu - self.first.cpu) / seconds if is_known else 1.0
 

@@ -9,6 +9,7 @@ import shlex
 import sys
 import uuid
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from common.checkpoint import BEST, Checkpoint, describe_damage, problems_of, step_folders, step_of
@@ -23,8 +24,9 @@ from training.growth import changes
 from training.mirror import read_best_state
 from training.optimizer import apply_hyperparameters
 from training.parallel import any_process, broadcast_tensors, on_rank_0
-from training.previous import absolute, lock_folder, quarantine, set_aside
+from training.previous import lock_folder, quarantine, set_aside, weights_hash
 from training.run import Run
+from training.saver import write_config
 from training.schedule import has_stopped_early, last_step
 from training.state import TrainState
 
@@ -68,12 +70,17 @@ def open_run(run: Run, lock: FolderLock) -> TrainState:
     run.state = replace(run.state, run_id=run_id)
     state = restore(run) if previous.checkpoint is not None else new_state(run)
     if run.config.resume == "never":  # last: the new weights may come from the old run
-        for folder in [run.dir] if run.mirror is None else [run.dir, run.mirror.dir]:
-            was, weights, now = folder.resolve(), run.previous.init, set_aside(folder)
-            if now and weights and weights.path.resolve().is_relative_to(was):
-                moved = now / weights.path.resolve().relative_to(was)
-                run.config = replace(run.config, init_from=str(moved))
-                state = replace(state, initialized_from=absolute(str(moved)))
+
+        def prepare(moves: dict[Path, Path], new: Path) -> None:
+            for folder, aside in moves.items():
+                weights, was = run.previous.init, folder.resolve()
+                if weights is not None and weights.path.resolve().is_relative_to(was):
+                    moved = aside / weights.path.resolve().relative_to(was)
+                    run.config = replace(run.config, init_from=str(moved))
+            lock_folder(lock, new)
+            write_config(run, new)
+
+        set_aside(run.dir, run.mirror.dir if run.mirror is not None else None, prepare)
     run.dir.mkdir(parents=True, exist_ok=True)
     lock_folder(lock, run.dir)  # again, for it may be new
     return state
@@ -97,7 +104,7 @@ def new_state(run: Run) -> TrainState:
         if lora_of(run.model) is None:  # else the model has them as its base
             init.load_weights(run.model)
         print(f"Starting from the weights of {init.path}.")
-        state = replace(state, initialized_from=absolute(str(run.config.init_from)))
+        state = replace(state, initialized_from=weights_hash(init))
     if run.mirror is not None:
         print(
             f"Copies     go to {run.mirror.dir}. There are none of this run yet: if there should be, stop and mount "
@@ -133,7 +140,7 @@ def restore(run: Run) -> TrainState:
     run.state = replace(
         saved.state,
         run_id=run.state.run_id,
-        resumed_from=absolute(requested) if requested else saved.state.resumed_from,
+        resumed_from=os.path.normpath(requested) if requested else saved.state.resumed_from,
         best_val_loss=best.best_val_loss,
         best_step=best.step,
         best_windows=best.best_windows,

@@ -175,7 +175,7 @@ class Saver:
     def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
         """Write a snapshot to each of the folders, and delete old checkpoints."""
         if self.run.micro_batch_size != self.written_rows:
-            write_config(self.run)
+            write_config(self.run, self.run.dir)
             self.written_rows = self.run.micro_batch_size
         for folder in folders:
             began = time.perf_counter()
@@ -217,13 +217,12 @@ def snapshot_of(run: Run, copy: bool) -> Snapshot:
     }
 
 
-def write_config(run: Run) -> None:
+def write_config(run: Run, folder: Path) -> None:
     """Write the resolved configuration, with the process and the device that train. It marks the folder as a run's."""
     config, values = run.config, run.resolved()
     trained = {key: str(config.init_from) for key in MODEL_KEYS if getattr(config, key) != values[key]}
     sources = config.sources | (trained if config.init_from else {}) | {"micro_batch_size": run.micro_batch_source}
-    config.run_dir.mkdir(parents=True, exist_ok=True)
     resolved = {"config": values, "sources": sources, "device": run.hardware.name, "session": session()}
     if config.forecast:
         resolved["forecast"] = asdict(config.forecast)
-    write_json(config.run_dir / CONFIG, resolved)
+    write_json(folder / CONFIG, resolved)

@@ -57,8 +57,9 @@ class Cooldown:
         if step >= self.last - 1:
             return self.first, 1.0
         since = self.first if self.moved_at is None else self.moved_at
-        share = max(0, step - since) / (self.last - 1 - since)
-        return self.first, self.progress_then + (1 - self.progress_then) * share
+        if step <= since:
+            return self.first, self.progress_then
+        return self.first, self.progress_then + (1 - self.progress_then) * (step - since) / (self.last - 1 - since)
 
     def moved_to(self, last: int, now: int) -> Cooldown:
         """Return the same fall with another last step, after `now` steps."""
@@ -90,8 +91,8 @@ class TrainState:
     elapsed_seconds: Seconds = 0.0  # in all sessions
     compiled: bool | None = None  # on a CPU; None: on a GPU, or no step was taken
     cooldown: Cooldown | None = None  # with `minutes`, once it has begun
-    resumed_from: Text | None = None
-    initialized_from: Text | None = None
+    resumed_from: Text | None = None  # --resume_from
+    initialized_from: Text | None = None  # the SHA-256 of the weights that it started from
 
     @property
     def finished(self) -> bool:

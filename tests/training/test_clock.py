@@ -251,6 +251,28 @@ def test_a_run_that_is_cut_off_while_the_rate_falls_ends_as_if_it_had_not_been(
     assert measured(tmp_path / "run") == measured(tmp_path / "unbroken")
 
 
+def test_a_run_that_is_cut_off_in_its_last_step_goes_on(machine: Machine, train: Callable, tmp_path: Path) -> None:
+    """The last move of its plan left one step, and was saved."""
+    machine.step = lambda step: 4.0 if step < 85 else 250.0
+    assert train(tmp_path / "unbroken", **LONG).code == 0
+    last = steps_of(tmp_path / "unbroken")[0]
+    killed(tmp_path / "run", last - 1, train, **LONG)
+    assert steps_of(tmp_path / "run")[0] == last - 1
+    assert train(tmp_path / "run", **LONG).code == 0
+    assert final_weights(tmp_path / "run", last) == final_weights(tmp_path / "unbroken", last)
+
+
+def test_a_process_that_stood_still_has_lost_time_and_is_not_slower(
+    machine: Machine, train: Callable, tmp_path: Path
+) -> None:
+    machine.step = lambda step: 200.0 if step in (40, 100) else 4.0
+    began = machine.now
+    result = train(tmp_path / "run", **LONG)
+    assert result.code == 0 and is_in_time(machine.now - began)
+    require_a_plan_that_was_kept(tmp_path / "run", *planned(result, tmp_path / "run"))
+    assert re.search(r"^Speed +32 tokens/s", result.out, re.M), "as at each other step"
+
+
 def test_the_plan_is_saved_as_soon_as_it_is_made(machine: Machine, train: Callable, tmp_path: Path) -> None:
     first, last = planned(train(tmp_path / "unbroken", **LONG), tmp_path / "unbroken")
     killed(tmp_path / "run", first + 1, train, **LONG)

@@ -8,11 +8,13 @@ import random
 import re
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import train_colab_mmap
+from tests.faults import KINDS, Fault
 from tests.forked import Forked
 from tests.helpers import WORDS, run_script
 from tokenization.metadata import TokenMetadata
@@ -103,7 +105,7 @@ def test_a_run_that_was_cut_off_when_it_had_just_begun_goes_on_from_the_same_wei
 def test_a_machine_that_is_lost_when_it_had_just_begun_loses_nothing(home: Path) -> None:
     write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
     process = Forked([*COMMAND, "--checkpoint_dir", "drive"])
-    while process.returncode is None and not [*Path("drive/books").glob("step_*1-*")]:
+    while process.returncode is None and not [*Path("drive/books").glob("step_00000001-*")]:
         time.sleep(0.01)
     process.kill()
     process.wait(30)
@@ -112,6 +114,51 @@ def test_a_machine_that_is_lost_when_it_had_just_begun_loses_nothing(home: Path)
     out = trained("--checkpoint_dir", "drive")
     assert "Copies     drive/books/step_00000001-" in out, "it goes on from the copy"
     assert json.loads(Path("runs/books", CONFIG).read_text())["config"]["init_from"] == str(aside / "best")
+
+
+def begin(*more: str, first: Callable[[], object] = int) -> bool:
+    """Run the command until it trains, and kill it. Returns whether it came so far."""
+    process = Forked([*COMMAND, *more], first=first)
+    for line in process.stdout:
+        if line.startswith("Training  "):
+            process.kill()
+            process.wait(30)
+            return True
+    process.wait(30)
+    return False
+
+
+def test_growth_that_is_cut_off_at_any_operation_on_a_file_goes_on_as_growth(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
+    best, mirror = (home / "runs/books/best/model.safetensors").read_bytes(), ["--checkpoint_dir", "drive"]
+    trained("--dry_run")  # tokenizes it
+    for number in range(100):
+        for kind in KINDS:
+            place = tmp_path / f"{kind}_{number}"
+            shutil.copytree(home, place)
+            monkeypatch.chdir(place)
+            has_begun = begin(*mirror, first=Fault(number, (place / "runs", place / "drive"), kind))
+            assert has_begun or begin(*mirror)
+            config = json.loads(Path("runs/books", CONFIG).read_text())["config"]
+            assert Path(config["init_from"], "model.safetensors").read_bytes() == best, (number, kind)
+        if has_begun:  # the last kind is to be killed: there was no such operation
+            break
+    assert number > 4
+
+
+def test_a_run_that_has_grown_can_be_moved_and_its_machine_lost(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
+    trained("--checkpoint_dir", "drive")
+    moved = home.rename(home.with_name("moved"))
+    monkeypatch.chdir(moved)
+    assert "This run is finished" in trained("--checkpoint_dir", "drive")
+    shutil.rmtree("runs")
+    shutil.move(moved / "drive", moved / "another" / "drive")
+    shutil.move(moved / "books", moved / "another" / "books")
+    monkeypatch.chdir(moved / "another")
+    assert "This run is finished" in trained("--checkpoint_dir", "drive")
 
 
 def test_a_dry_run_renames_nothing(home: Path) -> None:

@@ -186,6 +186,20 @@ def test_a_decay_whose_end_is_moved_goes_on_from_where_it_is(decay: str, last: i
     assert lr[-1] == pytest.approx(1e-4)
 
 
+@given(data=st.data())
+def test_a_run_can_go_on_from_each_state_of_a_plan(data: st.DataObject) -> None:
+    """It asks for the rate of the step before, too. `moved_to` plans at least one more step."""
+    first = data.draw(st.integers(0, 20))
+    plan = Cooldown(minutes=1.0, first=first, last=first + data.draw(st.integers(1, 20)), limit=10**6)
+    before, step = 0.0, 0
+    while step < plan.last:
+        if first <= step < 30 and data.draw(st.booleans()):
+            plan = plan.moved_to(step + data.draw(st.integers(1, 20)), step)
+        assert before <= plan.at(step)[1] <= 1.0 and 0.0 <= plan.at(max(0, step - 1))[1] <= 1.0
+        before, step = plan.at(step)[1], step + 1
+    assert before == 1.0
+
+
 def test_with_minutes_a_decay_over_all_steps_becomes_one_over_six_tenths() -> None:
     lr = rates(100, config_of(minutes=1.0))
     assert lr == rates(100, config_of(cooldown=0.6))
