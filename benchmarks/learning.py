@@ -34,7 +34,8 @@ from common.errors import ConfigError, UserError
 from common.flags import Parser
 from common.script import script
 from common.tensors import meta_model
-from tokenization.corpus import find_sources, read_pieces
+from tokenization.corpus import find_sources
+from tokenization.documents import read_pieces
 from training.command_line import parse_config
 from training.law import Law
 from training.plan import tokenized

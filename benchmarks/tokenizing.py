@@ -19,7 +19,8 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 from benchmarks.measure import ROOT, markdown_table
 from common.flags import Parser, add_debug
 from common.script import script
-from tokenization.corpus import find_sources, read_pieces, unpacked_blocks
+from tokenization.corpus import find_sources, unpacked_blocks
+from tokenization.documents import read_pieces
 from tokenization.encoding import encode_in_order, read_chunks
 from tokenization.metadata import token_dtype
 from tokenizer import load_tokenizer

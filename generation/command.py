@@ -25,7 +25,8 @@ from generation.scoring import Score, json_row, meaning, score_documents, table_
 from generation.settings import Request, Sampling
 from generation.terminal import interact, stream_one
 from model import TransformerLanguageModel
-from tokenization.corpus import find_sources, read_pieces
+from tokenization.corpus import find_sources
+from tokenization.documents import read_pieces
 from tokenization.encoding import encode_documents, sample_evenly
 from tokenization.extract import readable
 from tokenization.settings import Settings

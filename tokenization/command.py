@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -23,15 +24,10 @@ from common.chat import ChatTemplate, end_of_text
 from common.errors import ConfigError, DataError
 from common.files import atomic_write, sha256_file
 from common.output import LOG_LINE_SECONDS, byte_size, clock, log, progress_bar
-from tokenization.conversations import Conversation, read_conversations
-from tokenization.corpus import (
-    PIECE_CHARACTERS,
-    Piece,
-    Source,
-    left_out,
-    read_pieces,
-)
+from tokenization.conversations import read_conversations
+from tokenization.corpus import Source, left_out
 from tokenization.dedup import Repeats
+from tokenization.documents import PIECE_CHARACTERS, Piece, read_pieces
 from tokenization.encoding import Reader, encode_in_order, read_chunks, sample_evenly, split_index
 from tokenization.extract import OF_FORMAT, find, format_of, missing_packages, readable
 from tokenization.held_out import FEWEST, MOST, choose_held_out
@@ -84,10 +80,12 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
             folder.open_work(digest([fingerprint, options.chunk_size_mb, PIECE_CHARACTERS, FEWEST, MOST]))
             try:
                 if not folder.awaits_publishing:
-                    bad: list[DataError] = []
-                    read, repeats = readers(sources, options, bad)
-                    held_out = choose_held_out(read, 1 - options.train_split, total_bytes)
-                    skipped += left_out(options.input, OF_FORMAT[options.format])
+                    read, repeats = readers(sources, options)
+                    held_out, note = choose_held_out(read, 1 - options.train_split, total_bytes)
+                    if note:
+                        log.info(note)
+                    taken = {source.path for source in found}
+                    skipped += left_out(options.input, OF_FORMAT[options.format], taken)
                     report = Report(sources, skipped, repeats, held_out)
                     tokenizer = prepare_tokenizer(folder, read, options, kind, total_bytes)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_note:
@@ -98,12 +96,10 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
                     if held_out:
                         read = held_out.last(read)
                     written = encode_sources(folder, tokenizer, read, options, total_bytes)
-                    log.info(held_out.describe() if held_out else "Held out for validation: the end of the text")
+                    described = describe_tokens(folder, written, tokenizer, report, options, fingerprint)
+                    log.info(report.held_out_share(1 - described.train_tokens / described.total_tokens))
                     if found_in_it := report.brief():
                         log.info(found_in_it)
-                    if bad:
-                        log.info(f"Left out: {len(bad):,} records that are not conversations. The first: {bad[0]}")
-                    described = describe_tokens(folder, written, tokenizer, report, options, fingerprint)
                     if not may_replace:
                         require_the_same(folder, options.input, described)
                     folder.prepare_publishing(described, report.markdown(), options.compress)
@@ -144,7 +140,7 @@ def fingerprint_of(sources: Sequence[Source], options: Settings, kind: str) -> s
     """Identifies everything that the tokens depend on: the files as they are now, and the settings that matter."""
     settings = [FORMAT_VERSION, kind, options.train_split, options.text_key, options.document_separator]
     if options.format == "chat":
-        settings += ["chat", ChatTemplate().to_dict(), options.skip_bad_records]
+        settings += ["chat", ChatTemplate().to_dict()]
     if options.tokenizer_file:
         settings += [sha256_file(options.tokenizer_file), options.unknown]
     elif kind == "bpe":
@@ -210,9 +206,8 @@ def train_tokenizer(read: Reader, options: Settings, kind: str, total_bytes: int
     return trained
 
 
-def readers(sources: Sequence[Source], options: Settings, bad: list[DataError]) -> tuple[Reader, Repeats | None]:
-    """A function that reads all of the text, and what it leaves out because it is repeated, if that is asked. After
-    each reading, `bad` holds the bad records that it left out."""
+def readers(sources: Sequence[Source], options: Settings) -> tuple[Reader, Repeats | None]:
+    """A function that reads all of the text, and what it leaves out because it is repeated, if that is asked."""
     if options.format == "text":
 
         def read(on_read: Callable[[int], None]) -> Iterator[Piece]:
@@ -220,17 +215,7 @@ def readers(sources: Sequence[Source], options: Settings, bad: list[DataError]) 
 
         repeats = Repeats(read) if options.dedup else None
         return (repeats.without if repeats else read), repeats
-
-    def on_bad(problem: DataError) -> None:
-        if not options.skip_bad_records:
-            raise DataError(f"{problem} To leave such records out, add --skip_bad_records.")
-        bad.append(problem)
-
-    def read_chat(on_read: Callable[[int], None]) -> Iterator[Conversation]:
-        bad.clear()
-        return read_conversations(sources, ChatTemplate(), on_bad, on_read)
-
-    return read_chat, None
+    return functools.partial(read_conversations, sources, ChatTemplate()), None
 
 
 def in_background(function: Callable[[], Any], while_waiting: Callable[[], Any]) -> Any:
@@ -286,6 +271,8 @@ def describe_tokens(
     total = written.tokens
     ends = np.memmap(folder.document_ends, "<i8", "r") if written.documents else np.zeros(0, np.int64)
     held_out = report.held_out.documents if report.held_out else 0
+    if not 0 < held_out < len(ends):
+        report.held_out = None
     mask: dict[str, Any] = {}
     if options.format == "chat" and len(ends) < 2:
         raise DataError(f"Conversations found: {len(ends)}. At least two are needed: for training and validation.")

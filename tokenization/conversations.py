@@ -1,8 +1,8 @@
-"""Files of conversations as a stream of conversations: JSON Lines or one JSON array, in each of the usual FORMS."""
+"""Files of conversations as a stream of conversations, in each of the usual FORMS; and chats of people as text."""
 
 from __future__ import annotations
 
-import codecs
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -10,24 +10,22 @@ from typing import Any, NamedTuple
 
 from common.chat import ChatTemplate, Message, require_order
 from common.errors import DataError
-from tokenization.corpus import (
-    BLOCK_BYTES,
-    Source,
-    decoded_blocks,
-    json_lines,
-    normalized,
-    record_of_line,
-    require_unchanged,
-    unpacked_blocks,
-)
+from tokenization.corpus import BLOCK_BYTES, Source, require_unchanged, unpacked_blocks
+from tokenization.documents import BadRecord, OnBad, key_of, normalized, records, skip_space, text_of_record
 
 SUFFIXES = (".jsonl", ".json")
 FORMS = (
     '{"messages": [{"role", "content"}, ...]}, {"prompt", "completion"}, {"instruction", "input", "output"}, '
-    '{"conversations": [{"from", "value"}, ...]} or ChatGPT\'s {"mapping": ...}'
+    '{"conversations": [{"from", "value"}, ...]}, or the exports of ChatGPT and Claude'
 )
+KEYS = ("messages", "conversations", "mapping", "chat_messages", "completion", "output")  # one of them is in each form
 LONGEST_FIRST_RECORD = 8_000_000  # bytes, of a file that is looked at to see what it is
 OTHER_ROLES = {"human": "user", "gpt": "assistant", "developer": "system"}
+PEOPLE = {  # programs whose chats are {"messages": [...]}: the keys of a message's writer and of its text
+    "Telegram": ("from", "text"),
+    "Discord": ("author", "content"),
+    "Messenger and Instagram": ("sender_name", "content"),
+}
 
 
 class Conversation(NamedTuple):
@@ -35,7 +33,6 @@ class Conversation(NamedTuple):
 
     parts: list[tuple[str, bool]]  # (text, whether it is an answer), from the template
     source: Source
-    line: int  # in the file, from 1
 
     @property
     def text(self) -> str:
@@ -45,94 +42,120 @@ class Conversation(NamedTuple):
 def read_conversations(
     sources: Iterable[Source],
     template: ChatTemplate,
-    on_bad: Callable[[DataError], None],
     on_read: Callable[[int], None],
+    on_bad: OnBad = lambda bad: None,
 ) -> Iterator[Conversation]:
-    """Stream the conversations of all sources. `on_bad` gets an error for each bad record, with its file and line. It
-    may raise the error, or return to leave the record out. `on_read` is that of `read_pieces`.
+    """Stream the conversations of all sources. Other records are left out, and `on_bad` is called with each. `on_read`
+    is that of `read_pieces`.
 
     Raises DataError for a file that cannot be read to its end.
     """
     for source in sources:
-        for line, record in records(source, on_bad, on_read):
+        for record in records(source, on_bad, on_read):
             try:
-                yield Conversation(template.parts(messages_of(record)), source, line)
+                yield Conversation(template.parts(messages_of(record.value)), source)
             except ValueError as problem:
-                on_bad(DataError(f"{source.place}, line {line}: {problem}."))
+                on_bad(BadRecord(record.place, str(problem)))
         require_unchanged(source)
 
 
 def are_conversations(source: Source, text_key: str) -> bool:
-    """Whether the first record of a JSON file is a conversation, and has no text beside it."""
+    """Return whether the first usable record of a JSON file is a conversation, and has no text beside it."""
     if source.suffix not in SUFFIXES:
         return False
     try:
         blocks = itertools.islice(unpacked_blocks(source), LONGEST_FIRST_RECORD // BLOCK_BYTES)
-        text = b"".join(blocks).decode("utf-8-sig", "ignore").lstrip().removeprefix("[").lstrip()
-        record, _ = json.JSONDecoder().raw_decode(text)
-        return text_key not in record and bool(messages_of(record))
-    except (ValueError, TypeError, RecursionError, DataError):
+        text = b"".join(blocks).decode("utf-8-sig", "ignore").lstrip().removeprefix("[")
+    except DataError:
         return False
-
-
-def records(
-    source: Source, on_bad: Callable[[DataError], None], on_read: Callable[[int], None]
-) -> Iterator[tuple[int, Any]]:
-    """(line, record) of a file. Many files named .json have a record per line, and some named .jsonl have an array: the
-    first character decides. An array is read whole."""
-    first = next(unpacked_blocks(source), b"").removeprefix(codecs.BOM_UTF8).lstrip()[:1]
-    if first == b"[":
-        yield from records_of_array(source, "".join(decoded_blocks(source, on_read)))
-        return
-    for number, position, line in json_lines(source, on_read):
-        try:
-            yield number, record_of_line(source, number, position, line)
-        except DataError as problem:
-            on_bad(problem)
-
-
-def records_of_array(source: Source, text: str) -> Iterator[tuple[int, Any]]:
-    """Raises DataError with the first line that is not JSON: the records after it cannot be found."""
-    decoder, at, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
-    while True:
-        at = skip_space(text, at)
-        if text[at : at + 1] == "]":
-            break
-        line, counted = line + text.count("\n", counted, at), at
+    decoder, at = json.JSONDecoder(), skip_space(text, 0)
+    while at < len(text):
         try:
             record, at = decoder.raw_decode(text, at)
-            at = skip_space(text, at)
-            if text[at : at + 1] not in (",", "]"):
-                raise json.JSONDecodeError("a comma or the end of the array is missing", text, at)
-        except json.JSONDecodeError as problem:
-            place = f"line {problem.lineno}, column {problem.colno}"
-            raise DataError(f"{source.place}, {place}: not valid JSON ({problem.msg}).") from None
-        except (ValueError, RecursionError) as problem:  # a number of thousands of digits; thousands of open brackets
-            raise DataError(f"{source.place}, line {line}: not usable JSON ({problem}).") from None
-        yield line, record
-        at += text[at] == ","
-    if skip_space(text, at + 1) < len(text):
-        raise DataError(
-            f"{source.place} has more text after the end of its array; use one array, or one record per line."
-        )
+        except (ValueError, RecursionError):
+            at = text.find("\n", at) + 1 or len(text)
+            continue
+        if isinstance(record, dict) and text_key in record:
+            return False
+        with contextlib.suppress(ValueError):
+            return bool(messages_of(record))
+        at = skip_space(text, at)
+        at = skip_space(text, at + (text[at : at + 1] == ","))
+    return False
 
 
-def skip_space(text: str, at: int) -> int:
-    while text[at : at + 1] in (" ", "\n", "\r", "\t"):
-        at += 1
-    return at
+def texts_of(record: Any, text_key: str) -> list[str]:
+    """Return the texts of a record: its own; or those of a conversation, each ending with an answer, as in training on
+    conversations; or a chat of people. Raises ValueError that says why there is none."""
+    if not isinstance(record, dict) or key_of(record, text_key) is not None:
+        return [text_of_record(record, text_key)]
+    try:
+        messages = messages_of(record)
+    except ValueError:
+        if chats := chats_of_people(record):
+            return chats
+        if not any(key in record for key in KEYS):
+            return [text_of_record(record, text_key)]
+        raise
+    texts, before = [], ""
+    for part, is_answer in ChatTemplate().parts(messages):
+        before += part
+        if is_answer:
+            texts.append(before)
+            before = ""
+    return texts
+
+
+def chats_of_people(record: dict[str, Any]) -> list[str]:
+    """Return the chats that one of the programs in PEOPLE has exported, a message a line: `Anna: Hi`."""
+    listed = record.get("chats")  # of Telegram, if all are exported
+    if isinstance(listed, dict) and isinstance(listed.get("list"), list):
+        return [chat for each in listed["list"] if isinstance(each, dict) for chat in chats_of_people(each)]
+    messages = record.get("messages")
+    messages = [each for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+    messages.sort(key=lambda each: each["timestamp_ms"] if isinstance(each.get("timestamp_ms"), int) else 0)
+    for writer, key in PEOPLE.values():
+        said = [(name_of(each.get(writer)), said_in(each.get(key))) for each in messages]
+        if lines := [f"{name}: {text}" for name, text in said if name and text]:
+            return ["\n".join(lines)]
+    return []
+
+
+def name_of(writer: Any) -> str:
+    if isinstance(writer, dict):
+        writer = writer.get("nickname") or writer.get("name")
+    return repaired(writer) if isinstance(writer, str) else ""
+
+
+def said_in(text: Any) -> str:
+    if isinstance(text, list):  # Telegram's, with links and the like
+        text = "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in text)
+    return repaired(text).strip() if isinstance(text, str) else ""
+
+
+def repaired(text: str) -> str:
+    """Messenger writes each byte of UTF-8 as a character."""
+    with contextlib.suppress(UnicodeError):
+        return normalized(text.encode("latin-1").decode())
+    return normalized(text)
 
 
 def messages_of(record: Any) -> list[Message]:
-    """The turns of a record in any of the FORMS. Raises ValueError for a record that is not a conversation."""
+    """Return the turns of a record in any of the FORMS: neighbouring turns of one side are joined, and a last question
+    without an answer is left out. Raises ValueError for a record that is not a conversation."""
     if not isinstance(record, dict):
         raise ValueError(f"a JSON {type(record).__name__}; an object {{...}} was expected")
     if "messages" in record:
         messages = turns(record["messages"])
     elif "conversations" in record:
         messages = turns(record["conversations"])
+    elif "chat_messages" in record:
+        messages = turns(record["chat_messages"])
     elif isinstance(record.get("mapping"), dict):
-        messages = messages_of_mapping(record["mapping"], record.get("current_node"))
+        try:
+            messages = messages_of_mapping(record["mapping"], record.get("current_node"))
+        except (AttributeError, TypeError):
+            raise ValueError("its mapping is not as ChatGPT writes it") from None
     elif "instruction" in record and "output" in record:
         given = content_of(record.get("input") or "", "input")
         question = content_of(record["instruction"], "instruction")
@@ -151,13 +174,35 @@ def messages_of(record: Any) -> list[Message]:
     system = record.get("system")
     if isinstance(system, str) and system.strip() and messages[:1] and messages[0].role != "system":
         messages.insert(0, Message("system", normalized(system)))
+    messages = answered(messages)
     require_order(messages, "assistant")
     return messages
 
 
+def answered(messages: list[Message]) -> list[Message]:
+    """Join neighbouring turns of one side, and leave out what nobody said, an answer to nothing at the start, and a
+    question without an answer at the end. Raises ValueError if there is no answer."""
+    joined: list[Message] = []
+    for role, content in messages:
+        if not content.strip():
+            continue
+        if joined and joined[-1].role == role:
+            joined[-1] = Message(role, f"{joined[-1].content}\n\n{content}")
+        else:
+            joined.append(Message(role, content))
+    first = 1 if joined and joined[0].role == "system" else 0
+    if joined[first : first + 1] and joined[first].role == "assistant":
+        del joined[first]
+    if joined and joined[-1].role == "user":
+        joined.pop()
+    if not any(message.role == "assistant" for message in joined):
+        raise ValueError("it has no answer")
+    return joined
+
+
 def messages_of_mapping(nodes: dict[str, Any], last: Any) -> list[Message]:
-    """ChatGPT's export: a tree of messages, from the last one that was shown back to the root. What the user and the
-    assistant wrote, up to the assistant's last answer."""
+    """Read ChatGPT's export: a tree of messages, from the last one that was shown back to the root. What the user and
+    the assistant said to each other, without what is hidden or was said to a tool."""
     path: list[Message] = []
     seen: set[str] = set()
     while isinstance(last, str) and last in nodes and last not in seen:
@@ -165,33 +210,30 @@ def messages_of_mapping(nodes: dict[str, Any], last: Any) -> list[Message]:
         node = nodes[last] if isinstance(nodes[last], dict) else {}
         message = node.get("message") or {}
         role, parts = message.get("author", {}).get("role"), message.get("content", {}).get("parts", [])
-        text = "\n".join(part for part in parts if isinstance(part, str)).strip()
-        if role in ("user", "assistant") and text and (path or role == "assistant"):
-            text = normalized(text)
-            if path and path[-1].role == role:
-                path[-1] = Message(role, f"{text}\n\n{path[-1].content}")
-            else:
-                path.append(Message(role, text))
+        is_hidden = (message.get("metadata") or {}).get("is_visually_hidden_from_conversation")
+        if role in ("user", "assistant") and message.get("recipient", "all") == "all" and not is_hidden:
+            text = "\n".join(part for part in parts if isinstance(part, str)).strip()
+            path.append(Message(role, normalized(text)))
         last = node.get("parent")
-    if path and path[-1].role == "assistant":
-        path.pop()  # it answers no question
     return path[::-1]
 
 
 def turns(value: Any) -> list[Message]:
-    """The messages of a list of turns: {"role", "content"} or {"from", "value"}. Raises ValueError."""
+    """Return the messages of a list of turns: {"role", "content"}, {"from", "value"} or Claude's {"sender", "text"}.
+    Raises ValueError."""
     if not isinstance(value, list):
         raise ValueError(f"the turns are a JSON {type(value).__name__}; a list was expected")
     messages = []
     for number, turn in enumerate(value, 1):
         if not isinstance(turn, dict):
             raise ValueError(f"turn {number} is a JSON {type(turn).__name__}; an object {{...}} was expected")
-        role = turn.get("role", turn.get("from"))
+        role = turn.get("role", turn.get("from", turn.get("sender")))
         if not isinstance(role, str):
             raise ValueError(f"turn {number} has no role")
         if turn.get("weight", 1) != 1:  # in OpenAI's files, 0 marks an answer that must not be learned
             raise ValueError(f"turn {number} has the weight {turn['weight']!r:.50}; only 1 is supported")
-        content = content_of(turn.get("content", turn.get("value")), f"turn {number}")
+        said = next((turn[key] for key in ("text", "content", "value") if turn.get(key)), "")
+        content = content_of(said, f"turn {number}")
         messages.append(Message(OTHER_ROLES.get(role, role), content))
     return messages
 

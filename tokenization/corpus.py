@@ -8,23 +8,20 @@ import functools
 import glob
 import gzip
 import io
-import json
 import math
 import os
-import re
 import shlex
+import stat
 import zipfile
 import zlib
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NamedTuple, cast
+from typing import IO, BinaryIO, cast
 
 from common.errors import DataError
-from common.output import byte_size
-from tokenization.settings import DEFAULT_FOLDER, DOCUMENT_SEPARATOR, Settings
-from tokenizer_base import valid_unicode
+from tokenization.settings import DEFAULT_FOLDER
 
 try:
     from compression import zstd  # Python 3.14
@@ -35,17 +32,14 @@ except ImportError:
         zstd = None
 
 PLAIN = (".txt", ".md", ".jsonl")
-BOOKS = (".epub", ".docx", ".odt", ".rtf", ".html", ".htm", ".pdf", ".mbox", ".eml")
+BOOKS = (".epub", ".docx", ".odt", ".rtf", ".html", ".htm", ".pdf", ".mbox", ".eml", ".srt", ".vtt")
+MARKUP = (".tex", ".ipynb", ".fb2", ".org", ".rst")
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".json")
-SUFFIXES = (*PLAIN, *BOOKS, *TABLES, ".zip")  # of the files that are read in a folder
+SUFFIXES = (*PLAIN, *BOOKS, *MARKUP, *TABLES, ".zip")  # of the files that are read in a folder
 PACKED = (".gz", ".zst")
 SCHEME = "hf://"
 BLOCK_BYTES = 1 << 18
 PACKING_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error, *([zstd.ZstdError] if zstd else []))
-# Text without a place to cut it (no whitespace, or only whitespace) is cut at this length anyway: one token in as many
-# characters may differ. If longer text waited for such a place, it would be searched again and again.
-PIECE_CHARACTERS = 1 << 18
-LONGEST_JSON_LINE = 50_000_000  # bytes: some fifty books
 MOST_UNPACKED = 200  # bytes from a packed one; text comes to ten, and a bomb to a thousand
 SMALL = 10_000_000  # bytes: so many may come from any file
 # Documents that no library reads here, and what to do with them.
@@ -53,11 +47,12 @@ ADVICE = {
     (".doc", ".wpd", ".wps", ".pages"): "save it as .docx",
     (".ppt", ".pptx", ".odp", ".key"): "save it as .pdf",
     (".xls", ".xlsx", ".ods", ".numbers"): "save it as .csv",
-    (".mobi", ".azw", ".azw3", ".fb2", ".lit"): "convert it to .epub",
+    (".mobi", ".azw", ".azw3", ".lit"): "convert it to .epub",
     (".djvu", ".ps", ".xps"): "convert it to .pdf",
     (".zip", ".rar", ".7z", ".tar", ".tgz", ".bz2", ".xz"): "unpack it",
 }
-NOT_READ = "no text, by its name (--input 'FOLDER/*.log' would read such files as text)"
+NOT_READ = "no text, by its name"
+SNIFFED_BYTES = 4096  # of a file with an unknown name, to see whether it holds text
 # How files begin that people mistake for text, and what to do with them.
 NOT_TEXT = {
     b"%PDF-": "a PDF, not text. Take the text out of it first, for example with `pdftotext -enc UTF-8 {name}`.",
@@ -67,10 +62,6 @@ NOT_TEXT = {
     b"\x1f\x8b": "packed with gzip. Give it a name that ends in .gz.",
 }
 HOLDS_ZEROS = "It has zero bytes, which text never has. Save it as plain text (UTF-8) in the program that wrote it."
-# The cut is before the last character of a match. There every pre-tokenizer of `tokenizer_bpe.SPLITTINGS` starts a new
-# word. Llama 3's and Qwen's put line breaks into one word with the punctuation before them. (A lookbehind takes twice
-# as long.)
-CUT = re.compile(r"\S[ \t]|[^\W_][\r\n]|\S\n[^\W_]")
 
 
 @dataclass(frozen=True)
@@ -87,6 +78,7 @@ class Source:
     member: int | None = None  # its number in the zip archive at `path`
     text_bytes: int = 0  # of what is read, unpacked; 0: not known yet
     most_bytes: float = math.inf  # of its text, if a part of it is wanted
+    left_out: str = ""  # which of its records, and why
 
     @property
     def file_name(self) -> str:
@@ -146,17 +138,6 @@ class NotUTF8(DataError):
         self.sample, self.encoding = sample, encoding
 
 
-class Piece(NamedTuple):
-    """A document, or a part of a long one."""
-
-    text: str
-    begins_document: bool
-    ends_document: bool
-    line_break: str  # "\n" or ""; part of no document, but a character vocabulary keeps it between documents
-    source: Source
-    line: int  # of the piece's first character in the file, from 1
-
-
 def find_sources(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> list[Source]:
     """The files that the inputs name, each once. An input is a file, a folder (searched recursively for `suffixes`, in
     sorted order) or a glob pattern.
@@ -180,16 +161,54 @@ def unpacked_name(name: str) -> str:
     return name.lower().removesuffix(".gz").removesuffix(".zst")
 
 
-def left_out(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) -> list[tuple[str, str]]:
-    """The files in the given folders that `find_sources` does not take, with the reason."""
-    found = []
+def left_out(inputs: Sequence[str], suffixes: tuple[str, ...], taken: Container[Path]) -> list[tuple[str, str]]:
+    """Return the files and folders in the given folders that are not `taken`, with the reason."""
+    found: list[tuple[str, str]] = []
     for given in inputs:
         folder = Path(given).expanduser()
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else ():
-            name = path.relative_to(folder)
-            if reason := "hidden" if any(part.startswith(".") for part in name.parts) else why_not(path.name, suffixes):
-                found.append((name.as_posix(), reason))
+
+        def add(path: Path | str, reason: str, folder: Path = folder) -> None:
+            found.append((Path(path).relative_to(folder).as_posix(), reason))
+
+        problems: list[OSError] = []
+        for parent, folders, names in os.walk(folder, onerror=problems.append) if folder.is_dir() else ():
+            folders.sort()
+            for path in sorted(Path(parent, name) for name in names):
+                try:
+                    if not stat.S_ISREG(path.stat().st_mode) or path.resolve() in taken:
+                        continue
+                except OSError as error:
+                    problems.append(error)
+                    continue
+                if is_hidden(path.relative_to(folder).as_posix()):
+                    add(path, "hidden")
+                elif reason := why_not(path.name, suffixes):
+                    is_text = reason == NOT_READ and path.suffix and holds_text(path)
+                    add(path, reading_as_text(given, path.suffix) if is_text else reason)
+        for problem in problems:
+            add(problem.filename, f"cannot be opened: {problem.strerror}")
     return found
+
+
+def is_hidden(name: str) -> bool:
+    """Return whether a path leads through a hidden folder, or what a Mac adds to archives."""
+    parts = [part for part in name.split("/") if part not in (".", "..")]
+    return any(part.startswith(".") or part == "__MACOSX" for part in parts)
+
+
+def holds_text(path: Path) -> bool:
+    try:
+        with open(path, "rb") as file:
+            beginning = file.read(SNIFFED_BYTES)
+        text = codecs.getincrementaldecoder("utf-8")().decode(beginning)  # the last character may be cut
+    except (OSError, UnicodeDecodeError):
+        return False
+    return bool(text.strip()) and "\0" not in text
+
+
+def reading_as_text(folder: str, suffix: str) -> str:
+    """Say how to read the files of a name that is not known as text."""
+    return f"it may be text: --input {shlex.quote(f'{folder}/**/*{suffix}')} reads such files"
 
 
 def why_not(name: str, suffixes: tuple[str, ...]) -> str:
@@ -199,37 +218,6 @@ def why_not(name: str, suffixes: tuple[str, ...]) -> str:
     return next((advice for known, advice in ADVICE.items() if name.lower().endswith(known)), NOT_READ)
 
 
-def read_pieces(
-    sources: Iterable[Source],
-    separator: str = DOCUMENT_SEPARATOR,
-    text_key: str = "text",
-    on_read: Callable[[int], None] = lambda count: None,
-) -> Iterator[Piece]:
-    """Stream the documents of all sources. Long documents come in pieces, cut where it does not change the tokens.
-
-    A document is the text between two lines that are exactly `separator` ("" is a blank line); the line break before
-    the separator belongs to the separator. In JSONL a document is the value of `text_key` in a line. Every line break
-    becomes "\n". Empty documents and a byte order mark are left out. `on_read` is called with the number of unpacked
-    bytes of each block that is read.
-
-    Raises DataError that names the file and the place: not UTF-8, not JSON, no such key, a damaged `.gz`, or a file
-    that has changed since it was found.
-    """
-    for source in sources:
-        if source.is_jsonl:
-            yield from jsonl_pieces(source, text_key, on_read)
-        else:
-            line, begins_document = 1, True
-            for text, ends_document, line_break, lines_before in split_documents(
-                decoded_blocks(source, on_read), separator
-            ):
-                line += lines_before
-                yield Piece(text, begins_document, ends_document, line_break, source, line)
-                begins_document = ends_document
-                line += text.count("\n")
-        require_unchanged(source)
-
-
 def require_unchanged(source: Source) -> None:
     """Raises DataError for a file that has changed since it was found."""
     status = source.path.stat()
@@ -237,53 +225,6 @@ def require_unchanged(source: Source) -> None:
         raise DataError(
             f"{source.place} changed while it was read. Run the same command again when it no longer changes."
         )
-
-
-def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str, bool, str, int]]:
-    """Split a stream of text at its separator lines, and long documents into pieces.
-
-    Yields (text, whether it ends its document, the line break before the separator that follows, number of line breaks
-    skipped just before the text).
-    """
-    # A newline is added at the start of the stream, so that the first line is like every other: a separator stands
-    # between two newlines. The second one is also the newline before the next document (`fresh`).
-    separator_line = re.compile(r"\n" + re.escape(separator) + r"(?=\n)")
-    last_line = re.compile(r"\n" + re.escape(separator) + r"\Z")
-    rest, fresh, skipped = "\n", True, 0
-    for block in blocks:
-        unseen = max(len(rest) - len(separator) - 1, 0)  # a separator that ends in this block begins here or later
-        rest += block
-        start = 0
-        for separated in separator_line.finditer(rest, unseen):
-            text = rest[start + fresh : separated.start()]
-            if text or not fresh:
-                yield text, True, "\n", skipped
-                skipped = 0
-            skipped += 1 + (separated.start() > start or not fresh)
-            start, fresh = separated.end(), True
-        rest = rest[start:]
-        if len(rest) > PIECE_CHARACTERS:
-            newline = rest.rfind("\n")  # after it may be the beginning of a separator
-            end = newline if len(rest) - newline <= len(separator) + 1 else len(rest) - 1
-            cut = cut_point(rest, end) or min(end, PIECE_CHARACTERS)
-            if cut > fresh:
-                yield rest[fresh:cut], False, "", skipped
-                rest, fresh, skipped = rest[cut:], False, 0
-    match = last_line.search(rest)
-    text = rest[fresh : match.start()] if match else rest[fresh:]
-    if text or not fresh:
-        yield text, True, "\n" if match else "", skipped
-
-
-def cut_point(text: str, limit: int) -> int:
-    """The last place up to `limit` where a cut changes no token: the index of the character after it; 0 if none.
-
-    `limit` < len(text), so neither part is empty.
-    """
-    for window in (4096, limit):
-        if cuts := deque(CUT.finditer(text, max(limit - window - 1, 0), limit + 1), maxlen=1):
-            return cuts[0].end() - 1
-    return 0
 
 
 def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
@@ -302,10 +243,12 @@ def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
             folders[:] = [name for name in folders if not name.startswith(".")]
             named = [name for name in names if not why_not(name, suffixes)]
             visible = [Path(folder, name) for name in named if not name.startswith(".")]
-            files += [path for path in visible if path.is_file()]  # reading a pipe would wait for its writer
+            files += [path for path in visible if os.path.isfile(path)]  # reading a pipe would wait for its writer
         if not files:
             endings = f"{', '.join(suffixes)} (or these with .gz or .zst)"
-            raise DataError(f"The folder {given} has no file whose name ends in {endings}.")
+            reasons = Counter(reason for _, reason in left_out([given], suffixes, taken=()))
+            there = "".join(f" {count:,} files: {reason}." for reason, count in reasons.most_common(3))
+            raise DataError(f"The folder {given} has no file whose name ends in {endings}.{there}")
         return [(file, file.relative_to(path).as_posix()) for file in sorted(files)]
     if path.is_file():
         return [(path, path.name)]
@@ -332,6 +275,8 @@ def unpacked_blocks(source: Source) -> Iterator[bytes]:
     except DataError:
         raise
     except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(source.path)) from None
         if source.member is None and not isinstance(error, PACKING_ERRORS):
             raise
         kind = {".zst": "zstd", ".gz": "gzip"}.get(source.packing, "zip")
@@ -405,83 +350,3 @@ def not_utf8(source: Source, position: int, error: UnicodeDecodeError) -> DataEr
     if 0 in error.object:
         return DataError(f"{found} {HOLDS_ZEROS}")
     return NotUTF8(f"{found} {conversion(source, 'WINDOWS-1252')}", error.object)
-
-
-def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) -> Iterator[Piece]:
-    for number, position, line in json_lines(source, on_read):
-        text = normalized(text_of_record(source, number, record_of_line(source, number, position, line), text_key))
-        start = 0
-        while len(text) - start > PIECE_CHARACTERS:
-            piece = text[start : start + PIECE_CHARACTERS + 1]
-            end = start + (cut_point(piece, PIECE_CHARACTERS) or PIECE_CHARACTERS)
-            yield Piece(text[start:end], start == 0, False, "", source, number)
-            start = end
-        if text:
-            yield Piece(text[start:], start == 0, True, "\n", source, number)
-
-
-def normalized(text: str) -> str:
-    """Valid Unicode, in which every line break is "\n"."""
-    return valid_unicode(text).replace("\r\n", "\n").replace("\r", "\n")
-
-
-def json_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[tuple[int, int, bytes]]:
-    """(number from 1, position of the first byte, line) of each line that is not blank, without a byte order mark."""
-    position = 0
-    for number, line in enumerate(raw_lines(source, on_read), start=1):
-        content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        if content.strip():
-            yield number, position + len(line) - len(content), content
-        position += len(line)
-
-
-def raw_lines(source: Source, on_read: Callable[[int], None]) -> Iterator[bytes]:
-    """Lines with their ends. Raises DataError for one that is longer than LONGEST_JSON_LINE."""
-    rest: list[bytes] = []
-    number, length = 1, 0  # of the unfinished line
-    for block in text_blocks(source):
-        on_read(len(block))
-        *lines, last = block.split(b"\n")
-        for line in lines:
-            yield b"".join([*rest, line, b"\n"])
-            rest.clear()
-        rest.append(last)
-        number += len(lines)
-        length = len(last) + (0 if lines else length)
-        if length > LONGEST_JSON_LINE:
-            raise DataError(
-                f"{source.place}, line {number} is longer than {byte_size(LONGEST_JSON_LINE)}, and a whole line of "
-                f"JSON has to fit in memory. Write it as several lines."
-            )
-    if last_line := b"".join(rest):
-        yield last_line
-
-
-def record_of_line(source: Source, number: int, position: int, line: bytes) -> Any:
-    """The JSON of a line that begins at byte `position`. Raises DataError that names the place."""
-    try:
-        return json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise not_utf8(source, position + error.start, error) from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{source.place}, line {number}, column {error.colno}: not valid JSON ({error.msg}).") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of open brackets
-        raise DataError(f"{source.place}, line {number}: not usable JSON ({error}).") from None
-
-
-def text_of_record(source: Source, number: int, record: Any, text_key: str) -> str:
-    place = f"{source.place}, line {number}"
-    if not isinstance(record, dict):
-        raise DataError(f"{place}: a JSON {type(record).__name__}; an object {{...}} was expected.")
-    key = key_of(record, text_key)
-    if key is None:
-        keys = ", ".join(map(repr, record)) or "none"
-        raise DataError(f'{place} has no key "{text_key}"; it has {keys}. Name the key of the text with --text_key.')
-    if not isinstance(record[key], str):
-        raise DataError(f'{place}: "{key}" is not a string.')
-    return str(record[key])
-
-
-def key_of(record: Container[str], text_key: str) -> str | None:
-    """The key of its text: `text_key`, or the usual one, for files in a folder differ."""
-    return next((key for key in (text_key, Settings.text_key) if key in record), None)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from tokenization.corpus import PIECE_CHARACTERS, Piece
+from tokenization.documents import PIECE_CHARACTERS, Piece
 
 MANY = 5  # documents: a paragraph in so many is left out
 FEWEST_CHARACTERS = 60  # of such a paragraph; shorter ones, such as "Chapter I", belong to the text

@@ -14,7 +14,7 @@ import numpy as np
 from common.chat import encode_parts
 from common.errors import DataError
 from tokenization.conversations import Conversation
-from tokenization.corpus import Piece
+from tokenization.documents import Piece
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_base import UnknownCharacterError
 

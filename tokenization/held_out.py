@@ -8,17 +8,19 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from common.output import cell
+from common.output import byte_size, cell
 from tokenization.conversations import Conversation
-from tokenization.corpus import PIECE_CHARACTERS, Piece, Source, cut_point
+from tokenization.corpus import Source
+from tokenization.documents import PIECE_CHARACTERS, Piece, cut_point
 from tokenization.encoding import Reader, Text, begins_document
 
 FEWEST, MOST = 2500, 8000  # characters of a passage; the last of a document may be shorter
 FURTHER = 1500  # characters, on average, from the fewest to the line that ends a passage
 TYPICAL = 4000  # characters
 MOST_BYTES = 40_000_000  # about ten million tokens; they stay in memory until all else is encoded
-SMALL = 4_000_000  # bytes: in less text the hash may select far too little or too much
+CHECKED = 200_000_000  # characters, in which the share is checked: in a small or repetitive text it may be far off
 FURTHEST = 2.5  # times the share that is asked for, or so much less
+REPETITIVE = 0.5  # share of different passages in a text that says so
 NAMES = 5  # that are listed
 
 
@@ -84,18 +86,26 @@ class HeldOut:
         return said.encode(errors="replace").decode()  # names may be any bytes
 
 
-def choose_held_out(read: Reader, share: float, total_bytes: int) -> HeldOut | None:
-    """What holds out about `share` of the text, MOST_BYTES of it at most; `total_bytes` is its size or more.
-
-    None if chance leaves a small text with far less or more: then its end is held out.
+def choose_held_out(read: Reader, share: float, total_bytes: int) -> tuple[HeldOut | None, str]:
+    """Return what holds out about `share` of the text, MOST_BYTES of it at most; `total_bytes` is its size or more.
+    None if chance leaves a small or repetitive text with far less or more: then its end is held out. And a note on a
+    text that repeats itself.
     """
-    held_out = HeldOut(min(share, MOST_BYTES / total_bytes))
-    if total_bytes <= SMALL:
-        for _ in held_out.last(read)(lambda count: None):
-            pass
-        if not share / FURTHEST <= held_out.share <= share * FURTHEST:
-            return None
-    return held_out
+    limit = min(share, MOST_BYTES / total_bytes)
+    held_out, different, checked, hashes = HeldOut(limit), 0, 0, set[float]()
+    for passage, _ in held_out.chosen(read(lambda count: None)):
+        checked += len(passage.text)
+        name = passage_hash(passage.text)
+        different += 0 if name in hashes else len(passage.text)
+        hashes.add(name)
+        if checked >= CHECKED:
+            break
+    note = ""
+    if different < REPETITIVE * checked:
+        note = f"Much of this text is repeated: {byte_size(different)} of {byte_size(checked)} is different"
+    is_far_off = not limit / FURTHEST <= held_out.share <= limit * FURTHEST
+    is_small_share = limit < share and not note  # of a huge text, and few passages of what was checked
+    return None if is_far_off and not is_small_share else held_out, note
 
 
 def passages(texts: Iterable[Text]) -> Iterator[Text]:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.errors import DataError
+from common.errors import DataError, is_full_disk
 from common.output import byte_size
 from tokenization.corpus import MOST_UNPACKED, SMALL, Source, Unreadable
 from tokenization.settings import EXTRACTED, Settings
@@ -52,7 +52,9 @@ class Isolated:
         path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
         env = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep)}
         pipe = subprocess.PIPE
-        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env)
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, env=env, start_new_session=True
+        )
         self.answers: queue.Queue[bytes] = queue.Queue()
         threading.Thread(target=receive, args=(process, self.answers), daemon=True).start()
         return process
@@ -61,6 +63,8 @@ class Isolated:
         """Returns the exit code."""
         if self.process is None:
             return 0
+        with contextlib.suppress(AttributeError, ProcessLookupError):  # Windows has no groups
+            os.killpg(self.process.pid, signal.SIGKILL)  # and what it has started
         self.process.kill()
         code = self.process.wait()
         for unfinished in EXTRACTED.glob(f".*.{self.process.pid}.tmp"):
@@ -92,6 +96,8 @@ class Isolated:
         if not line:
             raise Unreadable(f"the library that reads it crashed (exit code {self.end()})")
         answer = json.loads(line)
+        if "full_disk" in answer:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), answer["full_disk"])
         if "reason" in answer:
             raise Unreadable(answer["reason"])
         return [source_of(fields) for fields in answer["sources"]]
@@ -139,6 +145,10 @@ def answer(work: Work, source: Source, settings: Settings) -> dict[str, object]:
     except MemoryError:
         return {"reason": f"reading it needs more than {byte_size(MEMORY_BYTES)} of memory"}
     except Exception as error:
+        if is_full_disk(error):
+            return {"full_disk": str(getattr(error, "filename", None) or EXTRACTED)}
         if isinstance(error, OSError) and error.errno == errno.EFBIG:
             return {"reason": f"it unpacks to more than {MOST_UNPACKED} times its size, as only a bomb does"}
+        if isinstance(error, OSError) and error.errno is not None:
+            return {"reason": f"it cannot be read: {error.strerror}"}
         return {"reason": f"it is damaged ({type(error).__name__}: {error})"[:500]}

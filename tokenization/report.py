@@ -55,6 +55,12 @@ class Report:
     def documents(self) -> int:
         return sum(of_file.documents for of_file in self.files.values())
 
+    def held_out_share(self, share: float) -> str:
+        """For the terminal: the share of the tokens that is held out, and that of each file's text."""
+        return (
+            self.held_out.describe() if self.held_out else f"Held out for validation: the end of the text ({share:.1%})"
+        )
+
     def held_share(self, source: Source) -> str:
         return f"{self.held_out.share_of(source):.0%}" if self.held_out else ""
 

@@ -33,7 +33,6 @@ class Settings:
     format: Literal["text", "chat"] = option(
         "text", "text", "text, or chat: conversations in .jsonl or .json; training learns their answers"
     )
-    skip_bad_records: bool = option(False, "text", "leave out and count records that are not conversations")
     text_key: str = option("text", "text", "key or column that holds the text in a .jsonl file or a table")
     encoding: Text | None = option(None, "text", "that of text files that are not UTF-8 [guessed]", metavar="NAME")
     dedup: Literal["exact"] | None = option(
@@ -82,8 +81,6 @@ class Settings:
     @model_validator(mode="after")
     def checked(self) -> Settings:
         problems = []
-        if self.skip_bad_records and self.format != "chat":
-            problems.append("--skip_bad_records is for --format chat; leave it out")
         if self.format == "chat" and self.tokenizer == "char":
             problems.append(
                 "--tokenizer char cannot express conversations: no character would end an answer. Use bpe, the default"

@@ -22,7 +22,7 @@ from generation.completion import prompt_ids
 from tests.exchange import gguf_proof
 from tests.foreign_tokenizers import FORMS, FOUND, SPECIAL, build, strings, write_folder
 from tests.models import random_model
-from tokenization.corpus import cut_point
+from tokenization.documents import cut_point
 from tokenizer import load_tokenizer
 from tokenizer_base import TokenizerError
 from tokenizer_bpe import BPETokenizer

@@ -19,7 +19,8 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.generation.helpers import CHARACTERS, CONTEXT, random_model
 from tokenization import corpus
-from tokenization.corpus import find_sources, read_pieces
+from tokenization.corpus import find_sources
+from tokenization.documents import read_pieces
 from tokenization.encoding import encode_documents
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import BPETokenizer

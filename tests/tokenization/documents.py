@@ -18,25 +18,41 @@ def archive(members: Mapping[str, str | bytes]) -> bytes:
     return target.getvalue()
 
 
-def epub(chapters: Sequence[str], spine: Sequence[int] | None = None) -> bytes:
-    """The chapters are bodies of XHTML; the spine says their order."""
+def epub(
+    chapters: Sequence[str],
+    spine: Sequence[int] | None = None,
+    parts: Mapping[str, str | bytes] | None = None,
+    without: Sequence[str] = (),
+) -> bytes:
+    """The chapters are bodies of XHTML; the spine says their order. `parts` are added, or replace others."""
     order = range(len(chapters)) if spine is None else spine
     items = "".join(f'<item id="c{i}" href="part%20{i}.xhtml"/>' for i in range(len(chapters)))
     refs = "".join(f'<itemref idref="c{i}"/>' for i in order)
     package = (
         f'<package xmlns="http://www.idpf.org/2007/opf"><manifest>{items}</manifest><spine>{refs}</spine></package>'
     )
-    parts = {
+    pages = {
         f"OEBPS/part {i}.xhtml": f"<html><head><title>no</title></head><body>{body}</body></html>"
         for i, body in enumerate(chapters)
     }
-    return archive({"META-INF/container.xml": CONTAINER, "OEBPS/book.opf": package, **parts})
+    members = {"META-INF/container.xml": CONTAINER, "OEBPS/book.opf": package, **pages, **(parts or {})}
+    return archive({name: content for name, content in members.items() if name not in without})
 
 
 def docx(paragraphs: Sequence[str]) -> bytes:
     body = "".join(f"<w:p><w:r><w:t>{text}</w:t></w:r></w:p>" for text in paragraphs)
-    space = "http://schemas.openxmlformats.org/wordprocessingml/2006/main"
-    return archive({"word/document.xml": f'<w:document xmlns:w="{space}"><w:body>{body}</w:body></w:document>'})
+    of_office = "http://schemas.openxmlformats.org"
+    kind = "application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"
+    types = f'<Override PartName="/word/document.xml" ContentType="{kind}"/>'
+    main = f'Id="a" Type="{of_office}/officeDocument/2006/relationships/officeDocument" Target="word/document.xml"'
+    packages, words = f"{of_office}/package/2006", f"{of_office}/wordprocessingml/2006/main"
+    return archive(
+        {
+            "[Content_Types].xml": f'<Types xmlns="{packages}/content-types">{types}</Types>',
+            "_rels/.rels": f'<Relationships xmlns="{packages}/relationships"><Relationship {main}/></Relationships>',
+            "word/document.xml": f'<w:document xmlns:w="{words}"><w:body>{body}</w:body></w:document>',
+        }
+    )
 
 
 def pdf(pages: Sequence[Sequence[str]]) -> bytes:

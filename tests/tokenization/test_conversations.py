@@ -18,8 +18,8 @@ from common.chat import ROLES, ChatTemplate, Message, require_order
 from common.errors import DataError
 from tests.helpers import Killed
 from tokenization import token_folder
-from tokenization.conversations import messages_of, records_of_array
-from tokenization.corpus import find_sources
+from tokenization.conversations import messages_of
+from tokenization.documents import BadRecord, records_of_text
 from tokenization.held_out import passage_hash
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import main, tokenize
@@ -67,6 +67,20 @@ def chat(turns: list[Message], role: str = "role", content: str = "content") -> 
             [Message("system", "Be brief."), *TURNS],
         ),
         ({"prompt": "a\ud800", "completion": "b"}, [Message("user", "a\ufffd"), Message("assistant", "b")]),
+        ({"messages": chat([ANSWER, *TURNS, QUESTION])}, TURNS),  # nothing asked, and nothing answered
+        (
+            {"messages": chat([QUESTION, Message("user", "Well?"), ANSWER, Message("assistant", " "), ANSWER])},
+            [Message("user", "What is it?\n\nWell?"), Message("assistant", "It is it.\n\nIt is it.")],
+        ),
+        (
+            {
+                "chat_messages": [
+                    {"sender": "human", "text": "What is it?"},
+                    {"sender": "assistant", "text": "It is it."},
+                ]
+            },
+            [QUESTION, ANSWER],
+        ),
     ],
 )
 def test_every_form_of_a_record(record: dict, messages: list[Message]) -> None:
@@ -80,21 +94,22 @@ def test_every_form_of_a_record(record: dict, messages: list[Message]) -> None:
         ({}, "not a known form of conversation"),
         ({"text": "x"}, "its keys are 'text'"),
         ({"messages": {}}, "the turns are a JSON dict"),
-        ({"messages": []}, "it has no turns"),
+        ({"messages": []}, "it has no answer"),
         ({"messages": ["x"]}, "turn 1 is a JSON str"),
         ({"messages": [{"content": "x"}]}, "turn 1 has no role"),
         (
             {"messages": [{"role": "user", "content": "x", "weight": 0}]},
             "turn 1 has the weight 0; only 1 is supported",
         ),
-        ({"messages": [{"role": "user"}]}, "turn 1 is a JSON NoneType; a text was expected"),
+        ({"messages": [{"role": "user"}]}, "it has no answer"),
+        ({"messages": [{"role": "user", "content": 5}]}, "turn 1 is a JSON int; a text was expected"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "turn 1 is a JSON list"),
         ({"messages": chat([*TURNS[:3], Message("tool", "x")])}, "turn 4 has the role 'tool'"),
-        ({"messages": chat(TURNS[:3])}, "the last turn is from the user"),
-        ({"messages": chat([ANSWER, QUESTION])}, "turn 1 is from the assistant"),
-        ({"prompt": "x", "completion": " \n"}, "turn 2, from the assistant, is empty"),
+        ({"messages": chat([ANSWER, QUESTION])}, "it has no answer"),
+        ({"prompt": "x", "completion": " \n"}, "it has no answer"),
+        ({"mapping": {"a": {"message": {"author": None}}}, "current_node": "a"}, "not as ChatGPT writes it"),
         ({"instruction": 1, "output": "x"}, "instruction is a JSON int"),
-        ({"conversations": [{"from": "human", "value": "x"}]}, "the last turn is from the user"),
+        ({"conversations": [{"from": "human", "value": "x"}]}, "it has no answer"),
     ],
 )
 def test_what_is_no_conversation_is_said(record: Any, said: str) -> None:
@@ -157,39 +172,63 @@ def test_files_of_every_kind_give_the_same_tokens(tmp_path: Path, form: str) -> 
 
 
 BAD_LINES = [
-    ('{"prompt": "a", "compl', "line 3, column 23: not valid JSON"),
-    ('{"prompt": "a", "completion": ""}', "line 3: turn 2, from the assistant, is empty"),
-    ('{"text": "x"}', "line 3: not a known form of conversation"),
-    ("17", "line 3: a JSON int"),
-    ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 3: turn 1 is from the assistant"),
-    ("[" * 100_000, "line 3: not usable JSON"),
+    ('{"prompt": "a", "compl', "not valid JSON"),
+    ('{"prompt": "a", "completion": ""}', "it has no answer"),
+    ('{"text": "x"}', "not a known form of conversation"),
+    ("17", "a JSON int"),
+    ('{"messages": [{"role": "assistant", "content": "a"}]}', "it has no answer"),
+    ("[" * 100_000, "not usable JSON"),
 ]
 
 
-@pytest.mark.parametrize(("line", "said"), BAD_LINES)
-def test_a_bad_record_is_named_or_left_out_and_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture, line: str, said: str
+@pytest.mark.parametrize(("place", "line", "said"), [(2, *bad) for bad in BAD_LINES] + [(0, *BAD_LINES[0])])
+def test_a_bad_record_is_left_out_counted_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture, place: int, line: str, said: str
 ) -> None:
     records = write_records(tmp_path / "good.jsonl")
     lines = (tmp_path / "good.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "bad.jsonl").write_text("".join([*lines[:2], line + "\n", *lines[2:]]))
+    (tmp_path / "bad.jsonl").write_text("".join([*lines[:place], line + "\n", *lines[place:]]))
     flags = ["--input", str(tmp_path / "bad.jsonl"), "--format", "chat", "--vocab_size", "300"]
-    assert main([*flags, "--output_dir", str(tmp_path / "out")]) == 3
-    error = capsys.readouterr().err
-    assert f"{tmp_path / 'bad.jsonl'}, {said}" in error and "--skip_bad_records" in error
-    assert not (tmp_path / "out").exists()
-    assert main([*flags, "--output_dir", str(tmp_path / "out"), "--skip_bad_records"]) == 0
-    assert "Left out: 1 records that are not conversations. The first: " in capsys.readouterr().out
+    assert main([*flags, "--output_dir", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert f"bad.jsonl: 1 of its 31 records; line {place + 1}: {said}" in out
     assert read_folder(tmp_path / "out")[0].documents == len(records)
+    (tmp_path / "bad.jsonl").write_text(lines[0] + f"{line}\n" * 31 + "".join(lines[1:]))
+    assert main([*flags, "--output_dir", str(tmp_path / "new")]) == 3
+    assert "31 of its 61 records; line 2: " in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_a_bad_record_of_an_array_has_its_number(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    records = write_records(tmp_path / "a.jsonl", 300)
+    records[200] = {"messages": [{"role": "user", "content": "Is anybody there?"}]}
+    (tmp_path / "a.json").write_text(json.dumps(records))
+    assert main(["--input", str(tmp_path / "a.json"), "--format", "chat", "--output_dir", str(tmp_path / "out")]) == 0
+    assert "1 of its 300 records; record 201: it has no answer" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ('[{"prompt": "a", "completion": "b"},\n {"prompt": ', "line 2, column 13: not valid JSON"),
-        ('[{"prompt": "a", "completion": "b"}\n {}]', "line 2, column 2: not valid JSON (a comma or the end"),
-        ('[{"prompt": "a", "completion": "b"}] x', "has more text after the end of its array"),
-        ("[" + "[" * 100_000, "line 1: not usable JSON"),
+        ('[{"prompt": "a", "completion": "b"},\n {"prompt": ', "1 of its 2 records; record 2: not valid JSON"),
+        ('[{"prompt": "a", "completion": "b"}\n {}]', "a comma or the end of the array is missing"),
+        ('[{"prompt": "a", "completion": "b"}] x', "there is more after the end of the array"),
+    ],
+)
+def test_an_array_is_read_as_far_as_it_can_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture, content: str, said: str
+) -> None:
+    more = ", ".join(['{"prompt": "a", "completion": "b"}'] * 9)
+    (tmp_path / "a.json").write_text(f"[{more}, {content[1:]}")
+    flags = ["--input", str(tmp_path / "a.json"), "--format", "chat", "--output_dir", str(tmp_path / "out")]
+    assert main([*flags, "--vocab_size", "300"]) == 0
+    assert said.replace("of its 2 records; record 2", "of its 11 records; record 11") in capsys.readouterr().out
+    assert read_folder(tmp_path / "out")[0].documents == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[" + "[" * 100_000, "not usable JSON"),
         ("[]", "Conversations found: 0"),
         ('[{"prompt": "a", "completion": "b"}]', "Conversations found: 1. At least two"),
         ("\n\n", "Conversations found: 0"),
@@ -198,7 +237,7 @@ def test_a_bad_record_is_named_or_left_out_and_counted(
         (b'[{"prompt": "\xff"}]', "it is not UTF-8"),
     ],
 )
-def test_a_file_that_cannot_be_read_on(
+def test_a_file_without_conversations(
     tmp_path: Path, capsys: pytest.CaptureFixture, content: str | bytes, said: str
 ) -> None:
     (tmp_path / "a.json").write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -216,10 +255,10 @@ JSON = st.recursive(
 
 @given(st.lists(JSON), st.sampled_from([None, 0, 2]))
 def test_an_array_is_read_as_json_reads_it(values: list, indent: int | None) -> None:
-    (source,) = find_sources([__file__])  # for messages alone
-    assert [record for _, record in records_of_array(source, json.dumps(values, indent=indent) + "\n")] == values
-    a_line_each = "[\n" + ",\n".join(map(json.dumps, values)) + "\n]"
-    assert list(records_of_array(source, a_line_each)) == list(enumerate(values, 2))
+    bad: list[BadRecord] = []
+    read = list(records_of_text(json.dumps(values, indent=indent) + "\n", bad.append))
+    assert [record.value for record in read] == values and not bad
+    assert [record.place for record in read] == [f"record {number}" for number in range(1, len(values) + 1)]
 
 
 KEYS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system")
@@ -287,7 +326,6 @@ def test_a_mask_that_was_lost_is_made_again(tmp_path: Path) -> None:
     ("flags", "code", "said"),
     [
         (["--format", "chats"], 2, "allowed: text, chat"),
-        (["--skip_bad_records"], 2, "--skip_bad_records is for --format chat"),
         (["--format", "chat", "--text_key", "x"], 2, "--text_key is for --format text"),
         (["--format", "chat", "--document_separator", "x"], 2, "--document_separator is for --format text"),
         (["--format", "chat", "--tokenizer", "char"], 2, "no character would end an answer"),
@@ -312,6 +350,6 @@ def test_a_vocabulary_of_characters_cannot_express_a_conversation(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unreadable_file_is_no_bad_record(tmp_path: Path) -> None:
+def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="There is no file or folder"):
-        tokenize([str(tmp_path / "none.jsonl")], tmp_path / "out", format="chat", skip_bad_records=True)
+        tokenize([str(tmp_path / "none.jsonl")], tmp_path / "out", format="chat")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 import tokenize_local_bpe
 from tests.tokenization.test_extract import documents, report
-from tokenization import corpus
-from tokenization.corpus import Piece, Source
+from tokenization.corpus import Source
 from tokenization.dedup import Repeats, whole_paragraphs
+from tokenization.documents import PIECE_CHARACTERS, Piece
 
 LICENCE = (
     "This book is for the use of anyone anywhere, at no cost and with almost no restrictions whatsoever.",
@@ -95,9 +95,9 @@ def test_pieces_are_regrouped_without_a_change(text: str, size: int) -> None:
 
 
 def test_a_paragraph_longer_than_pieces_passes_through() -> None:
-    whole = ["a" * corpus.PIECE_CHARACTERS] * 5
+    whole = ["a" * PIECE_CHARACTERS] * 5
     given = list(whole_paragraphs(reading([whole])(lambda count: None)))
-    assert max(len(piece.text) for piece in given) <= 2 * corpus.PIECE_CHARACTERS
+    assert max(len(piece.text) for piece in given) <= 2 * PIECE_CHARACTERS
     assert joined(iter(given)) == ["".join(whole)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import WORDS
-from tokenization.corpus import PIECE_CHARACTERS, Piece, Source, find_sources, read_pieces
+from tokenization.corpus import Source, find_sources
+from tokenization.documents import PIECE_CHARACTERS, Piece, read_pieces
 from tokenization.encoding import Text
 from tokenization.held_out import MOST, MOST_BYTES, HeldOut, choose_held_out, passage_hash, passages
 from tokenization.metadata import TokenMetadata
@@ -172,6 +174,17 @@ def test_of_a_text_that_chance_cannot_divide_the_end_is_held_out(
     assert "the end of the text" in capsys.readouterr().out
 
 
+def test_a_text_of_any_size_that_repeats_itself_says_so_and_keeps_its_share(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "text.txt").write_text("The old miller carried the silver lamp over the\n" * 120_000)
+    metadata, _, _ = tokens_of(tmp_path / "out", "--input", str(tmp_path / "text.txt"))
+    assert metadata.train_tokens == pytest.approx(0.9 * metadata.total_tokens, abs=20)
+    out = capsys.readouterr().out
+    assert "the end of the text (10.0%)" in out
+    assert re.search(r"Much of this text is repeated: [\d.]+ kB of 5.8 MB is different", out)
+
+
 def test_a_large_text_holds_out_no_more_than_fits_in_memory(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(SEPARATOR.join(story(number) for number in range(300)))
     sources = find_sources([str(tmp_path / "text.txt")])
@@ -179,6 +192,6 @@ def test_a_large_text_holds_out_no_more_than_fits_in_memory(tmp_path: Path) -> N
     def read(on_read: object) -> Iterator[Piece]:
         return read_pieces(sources)
 
-    of_100_gb, of_100_mb = (choose_held_out(read, 0.1, size) for size in (10**11, 10**8))
+    of_100_gb, of_100_mb = (choose_held_out(read, 0.1, size)[0] for size in (10**11, 10**8))
     assert of_100_gb and of_100_mb
     assert of_100_gb.limit == MOST_BYTES / 10**11 and of_100_mb.limit == 0.1

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import BinaryIO
 
-from tokenization.corpus import Source, Unreadable
+from tokenization.corpus import MOST_UNPACKED, SMALL, Source, Unreadable
 
 ENCRYPTED = 0x1  # a flag of a member
 
@@ -21,6 +21,8 @@ def members_of(source: Source) -> list[Source]:
         raise Unreadable("it has a password")
     if not infos:
         raise Unreadable("it holds no file")
+    if sum(info.file_size for _, info in infos) > max(SMALL, MOST_UNPACKED * source.size):
+        raise Unreadable(f"it unpacks to more than {MOST_UNPACKED} times its size, as only a bomb does")
     return [replace(source, name=f"{source.name}/{info.filename}", member=number) for number, info in infos]
 
 

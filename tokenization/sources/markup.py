@@ -1,8 +1,7 @@
-"""Text of EPUB, Word, OpenDocument, RTF and HTML files."""
+"""Text of EPUB and HTML files."""
 
 from __future__ import annotations
 
-import io
 import posixpath
 import re
 import zipfile
@@ -13,16 +12,16 @@ from urllib.parse import unquote
 from xml.etree import ElementTree
 
 from tokenization.corpus import Unreadable
+from tokenization.encodings import decoded
 from tokenization.sources.archives import opened, read_member
 
 HIDDEN = {"head", "script", "style", "nav", "svg"}  # elements whose text nobody reads
 NOTES = ("noteref", "doc-noteref", "doc-backlink")  # marks of notes, and the way back
 BLOCKS = {"p", "div", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "blockquote", "section", "table"}
 BREAK = "\x1e"  # a line break of the layout; those within <pre> belong to the text
-WORD = "{http://schemas.openxmlformats.org/wordprocessingml/2006/main}"
-FALLBACK = "{http://schemas.openxmlformats.org/markup-compatibility/2006}Fallback"  # the same text for old programs
-BREAKS = {f"{WORD}tab": "\t", f"{WORD}br": "\n", f"{WORD}cr": "\n"}
-OF_ODT = {"tab": "\t", "line-break": "\n", "s": " "}
+# What encrypts fonts so that they are of no use elsewhere. The text of such a book is not encrypted.
+OF_FONTS = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
+DECLARED = re.compile(rb"""<(?:\?xml|meta)\s[^>]*?(?:encoding|charset)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
 
 
 class TextOfHTML(HTMLParser):
@@ -83,8 +82,29 @@ def epub_documents(file: BinaryIO) -> Iterator[str]:
         if not spine:
             raise Unreadable("it has no spine, so the order of its parts is unknown")
         folder = posixpath.dirname(package_name)
-        pages = (read_member(book, posixpath.normpath(posixpath.join(folder, name))) for name in spine)
-        yield "\n\n".join(filter(None, (text_of_html(page.decode(errors="replace")) for page in pages)))
+        paths = [posixpath.normpath(posixpath.join(folder, name)) for name in spine]
+        if encrypted_parts(book) & set(paths):
+            raise Unreadable("it is copy-protected (DRM)")
+        there = set(book.namelist())  # a cover page may be missing
+        pages = (decoded_page(read_member(book, path)) for path in paths if path in there)
+        yield "\n\n".join(filter(None, map(text_of_html, pages)))
+
+
+def encrypted_parts(book: zipfile.ZipFile) -> set[str]:
+    """Return the parts that nothing but the shop's own reader can decrypt."""
+    if "META-INF/encryption.xml" not in book.namelist():
+        return set()
+    parts = set()
+    for entry in parsed(book, "META-INF/encryption.xml").iterfind(".//{*}EncryptedData"):
+        method, reference = entry.find("{*}EncryptionMethod"), entry.find(".//{*}CipherReference")
+        if reference is not None and (method is None or method.get("Algorithm") not in OF_FONTS):
+            parts.add(unquote(reference.get("URI", "")).lstrip("/"))
+    return parts
+
+
+def decoded_page(page: bytes) -> str:
+    declared = DECLARED.search(page[:2048])
+    return decoded(page, declared[1].decode("ascii") if declared else "")
 
 
 def parsed(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
@@ -92,57 +112,6 @@ def parsed(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
         return ElementTree.fromstring(read_member(archive, name))
     except ElementTree.ParseError as error:
         raise Unreadable(f"its part {name} is not XML ({error})") from None
-
-
-def docx_documents(file: BinaryIO) -> Iterator[str]:
-    """The paragraphs; those of a text box stand for themselves, once."""
-    unfinished: list[list[str]] = []
-    done: list[str] = []
-    skipped = 0
-    with opened(file) as archive, io.BytesIO(read_member(archive, "word/document.xml")) as content:
-        try:
-            for event, element in ElementTree.iterparse(content, ("start", "end")):
-                if element.tag == FALLBACK:
-                    skipped += 1 if event == "start" else -1
-                elif skipped:
-                    continue
-                elif element.tag == f"{WORD}p" and event == "start":
-                    unfinished.append([])
-                elif element.tag == f"{WORD}p":
-                    done.append("".join(unfinished.pop()))
-                elif event == "end" and unfinished:
-                    is_text = element.tag == f"{WORD}t"
-                    unfinished[-1].append(element.text or "" if is_text else BREAKS.get(element.tag, ""))
-        except ElementTree.ParseError as error:
-            raise Unreadable(f"its part word/document.xml is not XML ({error})") from None
-    yield "\n\n".join(filter(str.strip, done))
-
-
-def odt_documents(file: BinaryIO) -> Iterator[str]:
-    with opened(file) as archive:
-        body = parsed(archive, "content.xml").find(".//{*}body")
-    text = "" if body is None else "".join(text_of_odt(body))
-    yield re.sub(r"\n{3,}", "\n\n", re.sub(r" *\n *", "\n", text)).strip()
-
-
-def text_of_odt(element: ElementTree.Element) -> Iterator[str]:
-    """Without notes and comments. White space counts once, except where an element says how often."""
-    yield re.sub(r"\s+", " ", element.text or "")
-    for child in element:
-        tag = child.tag.rpartition("}")[2]
-        if tag in OF_ODT:
-            count = next((int(value) for key, value in child.attrib.items() if key.endswith("}c")), 1)
-            yield OF_ODT[tag] * count
-        elif tag not in ("note", "annotation", "tracked-changes"):
-            yield from text_of_odt(child)
-        yield ("\n\n" if tag in ("p", "h") else "") + re.sub(r"\s+", " ", child.tail or "")
-
-
-def rtf_documents(file: BinaryIO) -> Iterator[str]:
-    from striprtf.striprtf import rtf_to_text
-
-    text: str = rtf_to_text(file.read().decode("cp1252", "replace"), errors="replace")  # type: ignore[no-untyped-call]
-    yield text.strip()
 
 
 def html_documents(file: BinaryIO) -> Iterator[str]:

@@ -7,7 +7,8 @@ import io
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from tokenization.corpus import Unreadable, key_of
+from tokenization.corpus import Unreadable
+from tokenization.documents import key_of
 
 Row = dict[str, Any]
 LONGEST_CELL = 1_000_000_000  # characters
