@@ -211,7 +211,7 @@ def write_checkpoint(folder: Path, contents: dict[str, Content]) -> None:
 
 
 def publish(temporary: Path, folder: Path) -> None:
-    """Rename a complete checkpoint. One that is replaced, `best`, makes way first; if the machine dies between the two
+    """Rename a complete checkpoint. One that is replaced makes way first; if the machine dies between the two
     renames, `clean_up` puts it back."""
     sync_directory(temporary)
     replaced = folder.with_name(f".old-{folder.name}")
@@ -226,8 +226,8 @@ def clean_up(parent: Path) -> None:
     """Delete what a process left that was killed while it wrote or deleted a checkpoint in `parent`."""
     for path in [*parent.glob(".old-*"), *parent.glob(".tmp-*")]:
         folder = path.with_name(path.name[len(".old-") :])
-        if path.name == f".old-{BEST}" and not folder.exists():
-            os.replace(path, folder)
+        if path.name.startswith(".old-") and CHECKPOINT_NAME.fullmatch(folder.name) and not folder.exists():
+            os.replace(path, folder)  # killed between the two renames of `publish`
         elif CHECKPOINT_NAME.fullmatch(folder.name):
             delete_folder(path)
 

@@ -113,6 +113,6 @@ def write_file(path: Path, content: Content) -> str:
             if number is None:
                 raise
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
-    with open(path, "rb") as file:
+    with open(path, "r+b") as file:  # Windows flushes no file that is open for reading alone
         os.fsync(file.fileno())
     return sha256_file(path)

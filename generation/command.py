@@ -18,7 +18,7 @@ from common.checkpoint import newest_run, open_checkpoint
 from common.errors import ConfigError, DataError
 from common.files import read_text
 from common.output import cell, printable, table_row
-from generation.completion import ROWS_AT_ONCE, generate, prompt_ids
+from generation.completion import ROWS_AT_ONCE, ends_with_space, generate, prompt_ids
 from generation.loading import load_checkpoint
 from generation.passages import next_sentences
 from generation.scoring import Score, json_row, meaning, score_documents, table_head, table_line
@@ -63,7 +63,11 @@ def run(request: Request, sampling: Sampling) -> None:
     if request.interactive:
         print(answerer)
         return interact(opened.model, opened.tokenizer, sampling, template)
-    prompts = repeated(read_prompts(request, must_ask=template is not None), request)
+    asked = read_prompts(request, must_ask=template is not None)
+    if template is None and opened.tokenizer.kind == "bpe" and any(map(ends_with_space, asked)):
+        print("Note: the space at the end of a prompt is left out, because words begin with theirs.", file=sys.stderr)
+        asked = [prompt[:-1] if ends_with_space(prompt) else prompt for prompt in asked]
+    prompts = repeated(asked, request)
     encoded = opened.encode(prompts)
     print(answerer, file=sys.stderr)
     after_prompt = "" if template is None else "\n"
@@ -86,7 +90,7 @@ def score(request: Request) -> None:
     """Print how well the model predicts each file: a table, or one JSON object per file. Always in fp32."""
     sources, skipped = readable(find_sources(request.score), Settings())
     for name, reason in skipped:
-        print(f"{name} is left out: {reason}.", file=sys.stderr)
+        print(f"Left out: {name}: {reason}.", file=sys.stderr)
     typed = {Path(name).resolve(): name for name in request.score}
     named = [(typed.get(source.path, source.name if source.note else str(source.path)), source) for source in sources]
     checkpoint = open_checkpoint(request.checkpoint or newest_run())

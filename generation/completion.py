@@ -99,14 +99,22 @@ def generate(
     return completions
 
 
+def ends_with_space(prompt: str) -> bool:
+    """Return whether a single space follows the last word. More of them may be the indentation of code."""
+    return prompt.endswith(" ") and prompt[-2:-1].strip() != ""
+
+
 def prompt_ids(tokenizer: Tokenizer, prompt: str | list[int]) -> list[int]:
     """The ids of a prompt, after the tokenizer's own beginning of a text if it has one. A model needs at least one
-    token to continue, so an empty prompt becomes the token that begins a document, or id 0 without one.
+    token to continue, so an empty prompt becomes the token that begins a document, or id 0 without one. A space at the
+    end is left out where words begin with their space: with byte-level BPE hardly any word would fit after it.
 
     Raises TokenizerError for characters that the tokenizer does not know.
     """
     if not isinstance(prompt, str):
         return prompt
+    if ends_with_space(prompt) and tokenizer.kind == "bpe":
+        prompt = prompt[:-1]
     try:
         ids = tokenizer.encode(prompt).tolist()
     except UnknownCharacterError as error:

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import shlex
 import threading
 import time
@@ -25,7 +24,7 @@ from common.errors import ConfigError, DataError
 from common.files import atomic_write, sha256_file
 from common.output import LOG_LINE_SECONDS, byte_size, clock, log, progress_bar
 from tokenization.conversations import read_conversations
-from tokenization.corpus import Source, left_out
+from tokenization.corpus import Source, left_out, name_of
 from tokenization.dedup import Repeats
 from tokenization.documents import PIECE_CHARACTERS, Piece, read_pieces
 from tokenization.encoding import Reader, encode_in_order, read_chunks, sample_evenly, split_index
@@ -124,7 +123,7 @@ def kind_of(options: Settings) -> str:
 
 def folder_of(options: Settings) -> str:
     """The token folder for the trainer's `--input`: one for each state of the text, and for each vocabulary."""
-    name = re.sub(r"[^\w.-]+", "_", Path(options.input[0]).stem)  # without the * of a pattern
+    name = name_of(options.input[0])
     return str(Path(DEFAULT_FOLDER) / f"{name}-{fingerprint_of(find(options), options, kind_of(options))[:8]}")
 
 

@@ -10,6 +10,7 @@ import gzip
 import io
 import math
 import os
+import re
 import shlex
 import stat
 import zipfile
@@ -79,6 +80,7 @@ class Source:
     text_bytes: int = 0  # of what is read, unpacked; 0: not known yet
     most_bytes: float = math.inf  # of its text, if a part of it is wanted
     left_out: str = ""  # which of its records, and why
+    inline_marks: int = 0  # <|endoftext|> inside lines
 
     @property
     def file_name(self) -> str:
@@ -149,6 +151,16 @@ def find_sources(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) ->
         for path, name in expand(given, suffixes):
             found.setdefault(path.resolve(), source_at(path, name))
     return list(found.values())
+
+
+def name_of(given: str) -> str:
+    """Return a name for what an input names, for folders that are made from it: `my_book` for my_book.txt, and
+    `my_code` for my_code/**/*.py."""
+    path = Path(os.path.abspath(Path(given).expanduser()))
+    while glob.has_magic(path.name) and not path.exists():
+        path = path.parent
+    name = path.name if path.is_dir() else os.path.splitext(unpacked_name(path.name))[0]
+    return re.sub(r"[^\w.-]+", "_", name).strip("_.")
 
 
 def source_at(path: Path, name: str, note: str = "") -> Source:
@@ -333,11 +345,9 @@ def decoded_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[s
             text = decoder.decode(block)
         except UnicodeDecodeError as error:
             raise not_utf8(source, position - waiting + error.start, error) from None
-        if position == 0:
-            text = text.removeprefix("\ufeff")
         position += len(block)
         on_read(len(block))
-        yield text
+        yield text.replace("\ufeff", "")  # files that were put together have one inside
     try:
         yield decoder.decode(b"", final=True)  # a line break that may have had a second part
     except UnicodeDecodeError as error:

@@ -174,7 +174,7 @@ def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) 
 
 def normalized(text: str) -> str:
     """Return valid Unicode, in which every line break is "\n"."""
-    return valid_unicode(text).replace("\r\n", "\n").replace("\r", "\n")
+    return valid_unicode(text).replace("\r\n", "\n").replace("\r", "\n").replace("\ufeff", "")
 
 
 def records(source: Source, on_bad: OnBad, on_read: Callable[[int], None]) -> Iterator[Record]:

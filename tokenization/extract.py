@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -37,7 +38,7 @@ from tokenization.corpus import (
 from tokenization.documents import BadRecord, Tally, key_of, records, text_of_record
 from tokenization.encodings import TextCheck, guess, has_chardet
 from tokenization.isolation import Isolated, Work
-from tokenization.settings import EXTRACTED, Settings
+from tokenization.settings import DOCUMENT_SEPARATOR, EXTRACTED, Settings
 from tokenization.sources.archives import members_of
 from tokenization.sources.hub import HubSource, hub_problems, hub_sources
 from tokenization.sources.mail import eml_documents, mbox_documents
@@ -50,6 +51,7 @@ from tokenization.sources.tables import Row, arrow_rows, csv_rows, parquet_rows
 BEGINNING = 20_000  # characters, in which a text shows that it has to be cleaned
 LONGEST_CLEANED = 50_000_000  # bytes: a longer text stays as it is
 LONGEST_DOCUMENT = 5_000_000  # characters: a longer one becomes several
+MARK_OF_LINE = re.compile(rf"^{re.escape(DOCUMENT_SEPARATOR)}$", re.M)
 READ_IN_PARTS = (".parquet", ".arrow")  # on the hub; other files are copied first
 OF_LINES = (*PLAIN, ".csv", ".tsv")
 OF_FORMAT = {  # of the files in a folder; the last is not read in an archive
@@ -399,7 +401,7 @@ def beginning(source: Source) -> Iterator[bytes]:
 def recoded(source: Source, settings: Settings) -> Source:
     """The source if it is UTF-8, else its text in UTF-8. Raises Unreadable if its encoding cannot be guessed, or if it
     is no text."""
-    size, check = 0, TextCheck()
+    size, check, marks = 0, TextCheck(), 0
 
     def on_read(count: int) -> None:
         nonlocal size
@@ -408,13 +410,14 @@ def recoded(source: Source, settings: Settings) -> Source:
     try:
         for text in decoded_blocks(source, on_read):
             check.add(text)
+            marks += text.count(DOCUMENT_SEPARATOR) and text.count(DOCUMENT_SEPARATOR) - len(MARK_OF_LINE.findall(text))
     except NotUTF8 as problem:
         encoding = problem.encoding or settings.encoding or guessed(problem.sample)
         made = written(source, source.suffix, utf8_blocks(source, encoding), f"from {encoding}", encoding)
         return replace(made, is_converted=True)
     if check.problem:
         raise Unreadable(check.problem)
-    return replace(source, text_bytes=size)
+    return replace(source, text_bytes=size, inline_marks=marks)
 
 
 def guessed(sample: bytes) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
 from common.chat import ChatTemplate
@@ -46,13 +46,20 @@ class TokenMetadata:
     val_bytes: Count | None = None  # UTF-8 bytes of the validation text
     train_bytes: Count | None = None
     documents: Count | None = None
-    source_files: Any = ()  # name and size of each
+    source_files: tuple[dict[str, Any], ...] = ()  # name and size of each
     created: Any = None
     fingerprint: str | None = None  # hash of everything that the tokens depend on
     chat_template: ChatTemplate | None = None  # of conversations; None for text
     mask_file: str | None = None  # for conversations: one bit per token, 1 in answers
     mask_sha256: str | None = None
     path: Path = Path()  # of the JSON file
+
+    @field_validator("source_files", mode="before")
+    @classmethod
+    def usable(cls, value: Any) -> list[dict[str, Any]]:
+        """Training does without them, so what is not as the pre-tokenizer writes it is left out."""
+        files = [file for file in value if isinstance(file, dict)] if isinstance(value, list | tuple) else []
+        return [file for file in files if isinstance(file.get("name"), str) and isinstance(file.get("size"), int)]
 
     @model_validator(mode="after")
     def checked(self) -> TokenMetadata:
@@ -81,9 +88,7 @@ class TokenMetadata:
 
     @property
     def source_names(self) -> list[str]:
-        """Names of the files. Entries of another type are skipped, because training does not need them."""
-        named = (source.get("name") for source in self.source_files if isinstance(source, dict))
-        return [name for name in named if isinstance(name, str)]
+        return [file["name"] for file in self.source_files]
 
     @property
     def numpy_dtype(self) -> np.dtype:

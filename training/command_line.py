@@ -15,6 +15,7 @@ from common.files import read_json
 from common.flags import Parser, add_debug
 from common.validation import check, fields_of, suggest
 from generation.settings import FLAGS as GENERATION_FLAGS
+from tokenization.corpus import name_of
 from tokenization.settings import FLAGS as TOKENIZATION_FLAGS
 from training.config import (
     AUTOMATIC_SOURCES,
@@ -48,7 +49,7 @@ def parse_config(argv: Sequence[str] | None = None, chosen: Mapping[str, Any] | 
     name = "default"
     text = flags.get("input") or flags.get("data_dir") or flags.get("bin_file")
     if config_name is None and isinstance(text, str) and flags.get("minutes"):
-        name = Path(text.removeprefix("builtin:")).resolve().name.split(".")[0] or name
+        name = name_of(text.removeprefix("builtin:")) or name
     if config_name is not None:
         path = find_config(config_name)
         content = read_json(path, ConfigError)

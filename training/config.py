@@ -48,6 +48,7 @@ class DataKeys:
         None, "data", "text file(s) to tokenize on first use, or builtin:conversations", scope="place"
     )
     tokenizer: Literal["bpe", "char"] = option("bpe", "data", "tokenizer to train on --input", scope="place")
+    text_key: Text = option("text", "data", "key or column of --input that holds the text", scope="place")
     data_dir: Text | None = option(
         None, "data", "token folder written by tokenize_local_bpe.py [datasets_cache]", scope="place"
     )
@@ -264,7 +265,7 @@ class Config(ModelConfig, DataKeys):
         if not self.input:
             problems += [
                 f"{key} is for --input; token files have their own"
-                for key in ("tokenizer", "vocab_size")
+                for key in ("tokenizer", "vocab_size", "text_key")
                 if self.is_explicit(key)
             ]
         problems += [

@@ -17,6 +17,7 @@ import numpy as np
 from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
 from common.output import byte_size, clock
 from common.script import world
+from tokenization.held_out import FURTHEST
 from training.command_line import parse_config
 from training.config import Config, Forecast
 from training.data import GPU_SHARE
@@ -61,6 +62,8 @@ MAX_COMPILED = 2  # candidates
 ROUNDS = 4
 AGAIN = 0.25  # of the time to compile, when it is compiled again
 FEWER_THREADS = 1.1  # times as fast they have to be, to be chosen
+
+LEAST_HELD_OUT = (1 - TRAIN_SHARE) / FURTHEST  # share of a small text's tokens that are held out
 
 FEWEST_STEPS = 50  # a model that takes fewer has hardly begun to learn
 
@@ -374,9 +377,9 @@ class Dial:
     def with_context(self, candidate: Candidate, tokens: float) -> Shape:
         """Return the shape with the context for a run of so many tokens."""
         shape, length = self.shapes[candidate], candidate.config.max_seq_len
-        return shape._replace(
-            max_seq_len=length if self.requested.is_explicit("max_seq_len") else context_for(shape, tokens)
-        )
+        if not self.requested.is_explicit("max_seq_len"):
+            length = context_for(shape, tokens, LEAST_HELD_OUT * self.text.tokens)
+        return shape._replace(max_seq_len=length)
 
     def sequences(self, max_seq_len: int, tokens: float, busy: float) -> int:
         """Return the sequences of a step, as the flags allow them, in a run of so many tokens. `busy`: tokens of a step
@@ -441,7 +444,7 @@ class Dial:
             f"{text.vocab_size:,}\n"
             f"Choice     {shape.num_layers} layers x {shape.embed_dim}, context {shape.max_seq_len}: {why}\n"
             f"{busy}"
-            f"Expected   {choice.loss:.2f} bits per byte ({choice.loss - choice.error:.2f} to "
+            f"Expected   {choice.loss:.2f} bits per byte ({max(0.0, choice.loss - choice.error):.2f} to "
             f"{choice.loss + choice.error:.2f}) after {clock(choice.seconds)}, with "
             f"about {byte_size(memory)} of memory"
             f"{'; a guess, for no run like this was measured' if choice.error >= 2 * ERROR else ''}\n"

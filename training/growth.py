@@ -80,7 +80,7 @@ class Growth:
 
 def changes(then: TokenMetadata, now: TokenMetadata) -> str:
     """Say which files are new, have another size or are gone, and the share of the new ones in the text."""
-    before, after = ({str(file["name"]): int(file["size"]) for file in each.source_files} for each in (then, now))
+    before, after = ({file["name"]: file["size"] for file in each.source_files} for each in (then, now))
     kinds = {
         "new": [name for name in after if name not in before],
         "changed": [name for name in after if after[name] != before.get(name, after[name])],
@@ -93,7 +93,7 @@ def changes(then: TokenMetadata, now: TokenMetadata) -> str:
         for kind, names in kinds.items()
         if names
     ]
-    share = sum(after[name] for name in (*kinds["new"], *kinds["changed"])) / sum(after.values())
+    share = sum(after[name] for name in (*kinds["new"], *kinds["changed"])) / max(1, sum(after.values()))
     return f"{', '.join(said)}: {share:.0%} of the text is in files that are new or changed"
 
 

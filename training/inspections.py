@@ -53,7 +53,7 @@ def inspect(config: Config) -> int:
     exit code."""
     with process_group(config):
         run = make_run(config)
-        with memory_advice(config, run.shape, run.hardware, run.rows_at_once):
+        with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
             (dry_run if config.dry_run else profile)(run)
     return 0
 

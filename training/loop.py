@@ -40,7 +40,7 @@ def train(config: Config, started: float, ends_process: bool) -> int:
     """
     with process_group(config), FolderLock() as lock:
         run = make_run(config, lock)
-        with memory_advice(config, run.shape, run.hardware, run.rows_at_once):
+        with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
             start_or_resume(run, lock)
             clock = Clock(run, started)
             with Signals(ends_process) as stop, Saver(run, clock, stop) as saver:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -192,11 +192,12 @@ def held_by_others(hardware: Hardware) -> int | None:
 
 
 @contextlib.contextmanager
-def memory_advice(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> Iterator[None]:
-    """Raise MemoryExhausted with advice for an out-of-memory error that a smaller micro-batch cannot solve."""
+def memory_advice(config: Config, shape: ModelConfig, hardware: Hardware, rows: Callable[[], int]) -> Iterator[None]:
+    """Raise MemoryExhausted with advice for an out-of-memory error that a smaller micro-batch cannot solve. `rows`:
+    how many are computed at once by then."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise MemoryExhausted(no_way_out(config, shape, hardware, rows)) from error
+        raise MemoryExhausted(no_way_out(config, shape, hardware, rows())) from error

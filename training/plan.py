@@ -75,7 +75,7 @@ def make_run(config: Config, lock: FolderLock | None = None) -> Run:
             print("           adapters for peft need --lora_targets attention,feed_forward with this form of the model")
     size, source = on_rank_0(lambda: fit_micro_batch(config, sizes, hardware, data.gpu_bytes))
 
-    with memory_advice(config, shape, hardware, config.rows_at_once(size)):
+    with memory_advice(config, shape, hardware, lambda: config.rows_at_once(size)):
         torch.manual_seed(config.seed)
         model = TransformerLanguageModel(shape).to(hardware.device)
         model.activation_checkpointing = config.activation_checkpointing
@@ -137,7 +137,9 @@ def text_settings(config: Config, previous: Previous) -> Settings:
     that is continued keeps its tokenizer; one that starts from other weights takes theirs."""
     assert config.input is not None
     text = text_of(config.input)
-    settings = Settings(input=(text,), format=format_of(find_sources([text])))
+    settings = Settings(
+        input=(text,), format=format_of(find_sources([text]), config.text_key), text_key=config.text_key
+    )
     if config.init_from and previous.source is not None:
         settings = replace(settings, tokenizer_file=str(previous.source.tokenizer_path()))
     else:

@@ -231,9 +231,9 @@ def kept_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast |
     for path in filter(Path.is_file, places):
         content = read_json(path, ConfigError)
         if is_resolved(content):
-            values, sources = content["config"], content["sources"]
-            with contextlib.suppress(ValueError):
-                forecast = build(Forecast, content["forecast"]) if "forecast" in content else None
+            values, sources, forecast = content["config"], content["sources"], None
+            with contextlib.suppress(ValueError, KeyError):  # there is none, or one of another version
+                forecast = build(Forecast, content["forecast"])
             chosen = {key: value for key, value in values.items() if sources.get(key) == source}
             return {key: value for key, value in chosen.items() if scope_of(key) != "command"}, forecast
     return {}, None

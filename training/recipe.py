@@ -16,6 +16,7 @@ HEAD_WIDTH = 64
 STEP_TOKENS, RUN_TOKENS = 2048, 3e6  # the step of a run of so many tokens; it grows with the root of the run's
 GOOD_STEPS = 300  # a larger step never leaves fewer
 SHORT_CONTEXT, FEW_TOKENS = 128, 7e5  # for runs of fewer tokens
+SHORTEST_CONTEXT = 16
 PASSES_WITHOUT_DROPOUT = 4
 
 
@@ -37,9 +38,13 @@ LADDER = (
 )
 
 
-def context_for(shape: Shape, tokens: float) -> int:
-    """Return the context for a run of so many tokens; with a long one, a short run would have too few steps."""
-    return min(shape.max_seq_len, SHORT_CONTEXT) if tokens <= FEW_TOKENS else shape.max_seq_len
+def context_for(shape: Shape, tokens: float, held_out: float = math.inf) -> int:
+    """Return the context for a run of so many tokens; with a long one, a short run would have too few steps. It fits
+    into the tokens that are `held_out`."""
+    length = min(shape.max_seq_len, SHORT_CONTEXT) if tokens <= FEW_TOKENS else shape.max_seq_len
+    while length > max(held_out, SHORTEST_CONTEXT):
+        length //= 2
+    return length
 
 
 def sequences_for(tokens: float, max_seq_len: int, busy: float = 0.0) -> int:

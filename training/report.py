@@ -114,7 +114,7 @@ class Report:
             is_due = bool(interval)  # soon, also where steps take minutes
             run.hardware.synchronize()
             log.info(f"First step {self.clock.session_seconds:.1f} s after the start")
-        if is_due or not run.hardware.is_cuda:
+        if is_due or run.hardware.device.type == "cpu":
             require_stable(run)
         if is_due:
             row = self.measured(result)

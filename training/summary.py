@@ -21,6 +21,7 @@ from training.schedule import has_stopped_early
 
 LEAST_EVALUATIONS = 3  # for a verdict
 RISEN = 1.005  # times the lowest validation loss: more than two seeds differ
+FALLEN = 0.998  # times the loss of a few evaluations before
 MEMORISING = "memorising"
 SLOWER = 1.2  # times, at least, to be the reason why a forecast was missed
 BUSY = 0.8  # of the time on a CPU: what is below was taken by other programs
@@ -129,10 +130,13 @@ def verdict(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs:
     last, lowest = evaluated[-1], min(evaluated, key=lambda row: row["val_loss"])
     gap = last["val_loss"] - fmean(trained)
     apart = f"{fmean(trained):.4f}, {abs(gap):.3f} {'below' if gap > 0 else 'above'} the validation loss"
+    before = evaluated[-1 - max(1, len(evaluated) // 4)]
     if last["val_loss"] > RISEN * lowest["val_loss"]:
         meaning = f"{MEMORISING} since epoch {lowest.get('epoch', 0):.2g}: use best/"
-    else:
+    elif last["val_loss"] < FALLEN * before["val_loss"]:
         meaning = "still falling at the end: more time, or more text, helps"
+    else:
+        meaning = "level at the end: more time alone brings little; more text, or a larger model, may help"
     return {"Training loss": f"{apart}; the text was read {epochs:.2g} times", "Verdict": meaning}
 
 

@@ -71,7 +71,7 @@ def measure_text(config: Config) -> Text:
         return measure_tokens(config)
     text = text_of(config.input)
     found = find_sources([text])
-    settings = Settings(input=(text,), format=format_of(found))
+    settings = Settings(input=(text,), format=format_of(found, config.text_key), text_key=config.text_key)
     sources = readable(found, settings).sources
     size = sum(source.text_bytes for source in sources)
     if size < MIN_BYTES:
@@ -104,8 +104,9 @@ def measure_tokens(config: Config) -> Text:
     metadata = TokenMetadata.read(paths[0])
     bin_file = Path(config.bin_file) if config.bin_file else metadata.beside("bin_file")
     tokenizer = load_tokenizer(config.tokenizer_file or metadata.beside("tokenizer_file"))
-    sample = tokenizer.decode(read_tokens(bin_file, metadata, mapped=True)[: SAMPLE_BYTES // 4])
-    size = metadata.text_bytes or round(len(sample.encode()) / (SAMPLE_BYTES // 4) * metadata.total_tokens)
+    ids = read_tokens(bin_file, metadata, mapped=True)[: SAMPLE_BYTES // 4]
+    sample = tokenizer.decode(ids)
+    size = metadata.text_bytes or round(len(sample.encode()) / len(ids) * metadata.total_tokens)
     files, is_chat = max(1, len(metadata.source_files)), metadata.chat_template is not None
     return Text(
         str(paths[0].parent),

@@ -209,10 +209,11 @@ def test_a_checkpoint_is_replaced_by_the_new_one_and_nothing_is_left_over(save: 
 
 
 @pytest.mark.parametrize("renames", [0, 1])
+@pytest.mark.parametrize("name", ["best", "step_00000007"])
 def test_a_kill_at_either_rename_leaves_one_whole_checkpoint(
-    renames: int, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    name: str, renames: int, save: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = save("run/best", seed=1)
+    folder = save(f"run/{name}", seed=1)
     replace, done = os.replace, []
 
     def dying_replace(source: Path, target: Path) -> None:
@@ -225,11 +226,11 @@ def test_a_kill_at_either_rename_leaves_one_whole_checkpoint(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", dying_replace)
         with pytest.raises(Killed):
-            save("run/best", seed=2)
+            save(f"run/{name}", seed=2)
     assert len(done) == renames
-    assert os.listdir(folder.parent) != ["best"]  # there is something to clean up
+    assert os.listdir(folder.parent) != [name]  # there is something to clean up
     clean_up(folder.parent)
-    assert os.listdir(folder.parent) == ["best"]
+    assert os.listdir(folder.parent) == [name]
     assert open_checkpoint(folder).training_state() == {"step": 1}
 
 

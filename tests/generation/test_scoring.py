@@ -179,7 +179,7 @@ def renamed(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def test_a_long_document_scores_as_one_that_is_encoded_whole(bpe, tmp_path, monkeypatch) -> None:
     """Cut into pieces on the way, smaller ones than usual."""
     monkeypatch.setattr(corpus, "BLOCK_BYTES", 1 << 14)
-    monkeypatch.setattr(corpus, "PIECE_CHARACTERS", 1 << 14)
+    monkeypatch.setattr("tokenization.documents.PIECE_CHARACTERS", 1 << 14)
     model = cached_model(bpe.vocab_size)
     text = "the cat and\nthe dog and  the hat \n\n" * 1500
     path = tmp_path / "long.txt"

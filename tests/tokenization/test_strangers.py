@@ -284,6 +284,18 @@ def test_a_book_of_project_gutenberg_loses_its_licence_and_the_breaks_inside_par
     assert "without the licence of Project Gutenberg" in report()
 
 
+def test_marks_inside_lines_are_mentioned(folder: Path) -> None:
+    (folder / "a.txt").write_text("<|endoftext|>\none<|endoftext|>\n<|endoftext|>\n<|startoftext|>two<|endoftext|>x\n")
+    assert tokenize() == 0
+    assert "stands 2 times inside lines" in report()
+
+
+def test_marks_of_byte_order_inside_a_text_are_left_out(folder: Path) -> None:
+    (folder / "a.txt").write_text("\ufeffOne.\n\ufeffTwo.")
+    (folder / "b.jsonl").write_text('{"text": "\\ufeffThree."}\n')
+    assert tokenize() == 0 and documents() == ["One.\nTwo.", "Three."]
+
+
 def test_a_file_that_may_be_text_is_told_apart_from_a_picture(folder: Path, capsys: pytest.CaptureFixture) -> None:
     (folder / "tune.abc").write_text("X:1\nT:Tune\n")
     (folder / "photo.jpg").write_bytes(b"\xff\xd8\xff\xe0")

@@ -251,7 +251,11 @@ def test_the_blogs_metadata_is_enough(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "told",
-    [{"documents": None, "source_files": ["my_text.txt"]}, {"created": 1.5}],
+    [
+        {"documents": None, "source_files": ["my_text.txt"]},
+        {"created": 1.5, "source_files": 3},
+        {"source_files": [{"name": "a.txt", "size": "y"}, {"name": "b.txt"}]},
+    ],
 )
 def test_what_training_does_not_need_is_no_reason_to_refuse_metadata(tmp_path: Path, told: dict[str, Any]) -> None:
     assert open_data(edit_metadata(make_folder(tmp_path), **told)).metadata.source_names == []

@@ -13,7 +13,7 @@ import pytest
 
 import train_colab_mmap
 from common.errors import ConfigError, DataError
-from tests.helpers import WORDS
+from tests.helpers import WORDS, generated_text, run_script
 from tests.training.launching import join
 from tests.training.pretended import MACHINES, Pretended
 from tokenization.metadata import TokenMetadata
@@ -49,8 +49,49 @@ def test_it_says_what_it_chose_and_marks_it(book: Path, capsys: pytest.CaptureFi
     assert [line.split()[0] for line in said] == ["Text", "Choice", "Expected", "Reading", "Instead"]
     assert "60.0 kB of text in 1 file" in said[0] and f"{config.num_layers} layers x {config.embed_dim}" in said[1]
     assert "0.1 minutes: " in said[4] and "0.4 minutes: " in said[4]
-    assert config.run_dir == Path("runs/my") and config.vocab_size == 512 and config.optimizer == "muon"
+    assert config.run_dir == Path("runs/my.book") and config.vocab_size == 512 and config.optimizer == "muon"
     assert config.sources["num_layers"] == config.sources["epochs"] == SOURCE and config.sources["minutes"] == "flag"
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("books/*.txt", "books"),
+        ("my code/**/*.py", "my_code"),
+        ("notes.2023.txt", "notes.2023"),
+        ("notes.2024.txt.gz", "notes.2024"),
+        ("my.folder", "my.folder"),
+        ("builtin:conversations", "conversations"),
+        ("a[1].txt", "a_1"),
+    ],
+)
+def test_a_run_is_called_after_its_text(given: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my.folder").mkdir()
+    (tmp_path / "a[1].txt").write_text("text")
+    assert parse_config(["--input", given, "--minutes", "1"]).run_dir == Path("runs", name)
+
+
+def test_a_text_of_a_few_kilobytes_gets_a_context_that_fits_its_held_out_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("small.txt").write_text(generated_text(2_100))
+    result = run_script(train_colab_mmap.main, "--input", "small.txt", "--minutes", "0.1", "--device", "cpu")
+    assert result.code == 0 and "context 32" in result.out, result
+    assert "(-" not in result.out
+
+
+def test_the_key_of_the_text_is_the_one_that_the_pre_tokenizer_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = generated_text(9_000)
+    Path("a.jsonl").write_text(json.dumps({"story": text, "title": "x"}) + "\n")
+    flags = ["--input", "a.jsonl", "--minutes", "1", "--dry_run", "--device", "cpu"]
+    refused = run_script(train_colab_mmap.main, *flags)
+    assert refused.code == 3 and "--text_key names the one with the text" in refused.err
+    assert run_script(train_colab_mmap.main, *flags, "--text_key", "story").code == 0
 
 
 def pretended_dial(argv: list[str], all_threads: Timed, one_thread: Timed | None = None) -> Dial:
@@ -161,6 +202,10 @@ def test_tokens_that_are_there_keep_their_vocabulary(book: Path, capsys: pytest.
     assert config.run_dir == Path("runs/tokens") and config.sources["num_layers"] == SOURCE
     of_text = measure_text(parse_config(flags(book)))
     assert measure_text(parse_config(argv)).difficulty == pytest.approx(of_text.difficulty, rel=0.05)
+    path = Path("tokens/tokens_bpe_metadata.json")
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in content.items() if not key.endswith("_bytes")}))
+    assert measure_text(parse_config(argv)).bytes == pytest.approx(60_000, rel=0.05), "as much as the tokens hold"
 
 
 def test_conversations_are_known(book: Path) -> None:
@@ -173,7 +218,7 @@ def test_conversations_are_known(book: Path) -> None:
 def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, capsys: pytest.CaptureFixture) -> None:
     argv = flags(book, "--checkpoint_dir", str(book.with_name("drive")))
     assert train_colab_mmap.main(argv) == 0
-    run = Path("runs/my")
+    run = Path("runs/my.book")
     chosen = json.loads((run / "config.json").read_text())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert sum("val_loss" in row for row in rows) >= 3
@@ -186,6 +231,9 @@ def test_a_run_is_trained_in_its_minutes_and_its_choice_is_kept(book: Path, caps
     assert "This run is finished" in out and "Choice" not in out
 
     chosen["config"]["eval_interval"] = 7  # by hand
+    for forecast in (None, [], "x", {"loss": 1}, {"bits_per_byte": 10**400}):
+        (run / "config.json").write_text(json.dumps({**chosen, "forecast": forecast}))
+        assert choice(argv).eval_interval == 7 and choice(argv).forecast is None
     (run / "config.json").write_text(json.dumps(chosen))
     assert choice(argv).eval_interval == 7
     assert choice([*argv, "--eval_interval", "9"]).eval_interval == 9

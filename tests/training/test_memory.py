@@ -136,6 +136,15 @@ def out_of_memory_once(patch: pytest.MonkeyPatch, call: int) -> list[int]:
     return calls
 
 
+def test_memory_that_runs_out_in_an_update_is_told_with_the_rows_of_then(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out_of_memory_once(monkeypatch, 1)
+    monkeypatch.setattr("training.loop.apply_update", lambda *_: out_of_memory())
+    result = train(tmp_path / "run", micro_batch_size=4, dropout=0.0)
+    assert result.code == 5 and "Out of memory with 2 x" in result.err, result
+
+
 def test_memory_that_runs_out_later_changes_nothing_about_the_run(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
