@@ -13,7 +13,7 @@ import torch
 from common.checkpoint import Checkpoint
 from common.errors import ConfigError, DataError
 from common.files import sha256_file
-from common.output import cell, clock, si
+from common.output import cell, clock, log, si
 from generation.completion import generate
 from generation.loading import load_checkpoint
 from generation.passages import (
@@ -82,6 +82,7 @@ class Comparison:
         starts = [text[:BEGINNING].rpartition(" ")[0].strip() for text in texts[:: len(texts) // BEGINNINGS or 1]]
         beginnings = [start for start in starts if start][:BEGINNINGS]
         for contender in contenders:
+            log.info(f"Comparing  {contender.name} on {len(passages)} passages ...")
             model, tokenizer = load_checkpoint(contender.checkpoint, device, torch.float32)
             contender.parameters = model.num_parameters()
             contender.scores = score_passages(model, tokenizer, passages)

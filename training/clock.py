@@ -33,6 +33,7 @@ SUSPENDED = 10.0  # times the expected seconds of some steps: the process stood 
 MARGIN = 0.01  # of the minutes: the run ends a little early rather than late
 MOVED = 0.015  # of the minutes: a last step that is further from where it should be is moved
 MOVED_OF_LEFT = 0.2  # of the time left, which must be passed too: noise averages out until then
+MOST_MOVES = 25  # in all the minutes
 EARLY = 0.03  # of the minutes: a run that ends earlier says so
 LATE = 0.1  # of the minutes: a run that ends later, because its plan is kept, says so once
 WRITE_BYTES_PER_SECOND = 200e6  # of a checkpoint, where none was written yet
@@ -192,6 +193,8 @@ class Clock:
         steps = self.steps_left
         if not has_begun and not steps:
             return None, next_check, self.no_time()
+        if has_begun:  # not again at once, for each move is saved
+            next_check = self.step_after(self.seconds / MOST_MOVES)
         return (self.move_end if has_begun else self.begin_fall)(steps), next_check, ""
 
     def check_beginning(self) -> tuple[bool, int]:

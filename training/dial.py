@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
-from common.output import byte_size, clock
+from common.output import byte_size, clock, log
 from common.script import world
 from tokenization.held_out import FURTHEST
 from training.command_line import parse_config
@@ -56,6 +56,7 @@ EPOCHS_TO_SPARE = 3  # times those that the time is thought to hold, for it may 
 
 FIRST_BYTES = 1e7  # of text, for whose vocabulary models are timed first
 TIMED_SHARE = 0.05  # of the minutes
+ANNOUNCED_SECONDS = 5.0
 TIMED_SECONDS = 1.0  # of a candidate's steps
 TIMED_TOKENS, MAX_TIMED_TOKENS = 2048, 65_536  # of a step; on a GPU, as many as keep it busy
 MAX_COMPILED = 2  # candidates
@@ -205,6 +206,9 @@ class Dial:
     def choice(self) -> Choice:
         """Time the smallest, the best so far and the next larger, which uses the machine better; on a GPU, compile the
         best. Return the best."""
+        if TIMED_SHARE * 60 * self.requested.minutes > ANNOUNCED_SECONDS:
+            at_most = clock(TIMED_SHARE * 60 * self.requested.minutes)
+            log.info(f"Timing     this machine with models of several sizes, for about {at_most} at most ...")
         self.time(self.candidates[0])
         while True:
             choice = self.best(self.requested.minutes)
@@ -422,7 +426,9 @@ class Dial:
     def print_choice(self, choice: Choice, dropout: float) -> None:
         """Print the text, the choice and why, what to expect, and what other minutes would bring."""
         shape, text, minutes = choice.shape, self.text, self.requested.minutes
-        others = ", ".join(f"{other:g} minutes: {self.best(other).loss:.2f}" for other in (minutes / 2, minutes * 2))
+        others = ", ".join(
+            f"{other:g} minute{'s' * (other != 1)}: {self.best(other).loss:.2f}" for other in (minutes / 2, minutes * 2)
+        )
         why = f"of {len(self.shapes)} sizes the one with the lowest loss in this time, on this machine"
         if len(self.shapes) == 1:
             why = f"the only size that {'these weights have' if self.requested.init_from else 'the flags leave here'}"

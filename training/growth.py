@@ -14,6 +14,7 @@ import torch
 
 from common.checkpoint import BEST, Checkpoint, open_checkpoint, problems_of
 from common.errors import CheckpointError, DataError, is_out_of_memory
+from common.output import log
 from common.script import world
 from generation.loading import load_checkpoint
 from generation.passages import (
@@ -138,6 +139,7 @@ def on_passages(run: Run) -> dict[str, str]:
         passages = held_out_passages(run.data.metadata)
         facts = {}
         if run.data.metadata.chat_template is None:
+            log.info("Scoring    next sentences of held-out passages ...")
             guessed = next_sentences(run.model, run.data.tokenizer, [each.text for each in spread(passages)])
             facts = {"Next sentence": str(guessed)} if guessed.of else {}
         return facts | (learned(run, passages) if run.config.init_from else {})
@@ -169,6 +171,7 @@ def learned(run: Run, passages: list[Passage]) -> dict[str, str]:
         if not chosen:
             facts[name] = "no passage of it is held out from both"
             continue
+        log.info(f"Scoring    the {name.lower()}: {len(chosen)} held-out passages, now and before ...")
         pair = [score_passages(model, tokenizer, chosen) for model in (run.model, before)]
         change[name] = difference(*pair)
         after, was = (total(scores).bits_per_byte for scores in pair)

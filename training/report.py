@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 ANNOUNCED_SECONDS = 20.0  # longer silences are announced
 CURVE_SECONDS = 10.0  # between two drawings of the curve; each takes a tenth of a second
+HALF, MEASURED_STEPS = 0.5, 10  # of a CPU's time; a session says after so many steps that others take it
 SPIKE_LOSSES = range(20, 101)  # how many of the last reported losses make a mean
 SPIKE_SIGMAS = 6.0  # above it is a jump
 
@@ -63,6 +64,7 @@ class Report:
         self.is_rank_0 = is_rank_0()  # of several processes one writes
         self.warned: set[str] = set()  # files that cannot be written: one warning each, not one per row
         self.spikes = Spikes()
+        self.has_warned = False  # of other programs
         self.reported_skips = run.state.skipped_updates
         self.first = self.last = self.now()  # at the begin of the session, and at the last report
         self.bar = progress_bar(
@@ -119,6 +121,7 @@ class Report:
         if is_due:
             row = self.measured(result)
             self.progress(row)
+            self.warn_of_other_programs()
             self.warn_of_skips()
             if warning := self.spikes.warning(run.state.step, row["train_loss"]):
                 log.info(warning)
@@ -165,6 +168,18 @@ class Report:
         elif time.perf_counter() >= self.next_line or row["step"] == last_step:
             self.next_line = time.perf_counter() + LOG_LINE_SECONDS
             log.info(f"step {row['step']:,}/{last_step:,}, {', '.join(parts)}, {duration(left)} left")
+
+    def warn_of_other_programs(self) -> None:
+        """Say once, after ten steps, that other programs have taken more than half of a CPU's time."""
+        steps, share = self.last.step - self.first.step, self.cpu_share
+        if self.has_warned or steps < MEASURED_STEPS or share >= HALF:
+            return
+        self.has_warned = True
+        left = (self.clock.last_step - self.last.step) * (self.last.seconds - self.first.seconds) / steps
+        log.info(
+            f"Other programs use this CPU, and the training computes for {share:.0%} of the time: the rest takes about "
+            f"{duration(left)} like this, {duration(share * left)} if they stop. --threads 1 may be faster beside them."
+        )
 
     def warn_of_skips(self) -> None:
         """Warn if updates were skipped since the last report."""

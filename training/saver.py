@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -41,6 +42,7 @@ from training.state import Saved
 from training.step import diverged, require_stable
 
 Snapshot = dict[str, Content]  # the files of a checkpoint, in memory
+TOLD_SECONDS = 30.0  # between two lines about saves
 SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
 
 
@@ -62,6 +64,7 @@ class Saver:
         self.best_is_due = False  # the best weights so far are not saved yet
         self.saved_cooldown = run.state.cooldown
         self.written_rows = run.micro_batch_size  # as config.json has it
+        self.told = -math.inf  # time.monotonic() of the last line about a save
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
         self.under_way: Future[None] | None = None
 
@@ -145,6 +148,7 @@ class Saver:
         """Save a checkpoint of this step if there is none."""
         if self.run.state.step > self.run.saved_step:
             self.is_due = True
+            self.told = -math.inf
             self.save()
 
     def save(self) -> None:
@@ -184,7 +188,9 @@ class Saver:
             if folder.name != BEST:
                 for old in step_folders(folder.parent)[KEEP:]:
                     delete_folder(old)
-                log.info(f"Saved {folder}")
+                if time.monotonic() - self.told >= TOLD_SECONDS or self.run.state.finished:
+                    self.told = time.monotonic()
+                    log.info(f"Saved {folder}")
         if self.run.mirror is not None and not self.run.state.finished:  # a finished run is copied with its summary
             self.run.mirror.wake()
 

@@ -113,7 +113,7 @@ def compared(forecast: Forecast, came: float, tokens_per_second: float | None) -
         return f"{outcome}: the machine was {1 / slower:.2g} times faster than when it was timed"
     if came > forecast.bits_per_byte:
         return f"{outcome}: this text is harder than most of its size"
-    return f"{outcome}: easier than text of its kind, as passages are whose books the model has read"
+    return f"{outcome}: easier than most text; what is held out comes from the same books or files"
 
 
 def busy(cpu_share: float) -> str:

@@ -232,6 +232,7 @@ def test_every_key_is_a_flag_and_a_file_key_with_the_same_effect(tmp_path: Path,
     beside = {
         "tokenizer": {"input": "x"},
         "vocab_size": {"input": "x"},
+        "text_key": {"input": "x"},
         "bin_file": {"tokenizer_file": "x", "metadata_file": "x"},
         "tokenizer_file": {"bin_file": "x", "metadata_file": "x"},
         "metadata_file": {"bin_file": "x", "tokenizer_file": "x"},

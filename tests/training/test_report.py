@@ -250,9 +250,19 @@ def test_what_was_expected_is_compared_with_what_came() -> None:
         (2.48, 1000, "got 2.48: the machine was 6 times slower than when it was timed"),
         (1.90, 12_000, "got 1.90: the machine was 2 times faster"),
         (2.48, 6000, "got 2.48: this text is harder"),
-        (1.90, 1000, "got 1.90: easier than text of its kind"),
+        (1.90, 1000, "got 1.90: easier than most text"),
     ):
         assert said in compared(forecast, came, speed)
+
+
+def test_a_run_says_at_its_tenth_step_that_other_programs_take_the_cpu(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+    out = train(tmp_path / "busy", log_interval=5).out
+    assert out.count("Other programs use this CPU") == 1 and "--threads 1" in out
+    monkeypatch.setattr(time, "thread_time", time.perf_counter)
+    assert "Other programs" not in train(tmp_path / "quiet", log_interval=5).out
 
 
 def test_a_busy_machine_is_told() -> None:
