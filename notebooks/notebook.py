@@ -10,6 +10,7 @@ import html
 import json
 import shlex
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,17 @@ def run(main: Script, *words: object) -> None:
         raise Stopped("Stopped. The progress is kept: run this cell again to go on.")
     if code:
         raise Stopped(f"{name} ended with exit code {code}; its message above says what to do.")
+
+
+def time_to_read(seconds: float) -> None:
+    """Wait before something long begins, so that "Run all" leaves time to read what was said. The stop button ends it."""
+    print(
+        f"The training starts in {seconds:.0f} seconds: read the forecast above. The stop button ends it.", flush=True
+    )
+    try:
+        time.sleep(seconds)
+    except KeyboardInterrupt:
+        raise Stopped("Nothing was started. Change step 3 or 4, and run on from there.") from None
 
 
 def flags(**values: object) -> list[object]:

@@ -135,7 +135,8 @@ def steps_in_time(run: Run, costs: Costs, limit: int, elapsed: float) -> int:
     if not steps:
         fits = "Warning: no step fits; give more"
     elif steps == limit:
-        fits = f"all {config.epochs} epochs fit, and the run ends early; --epochs asks for more"
+        count = f"all {config.epochs} epochs fit" if config.epochs > 1 else "the epoch fits"
+        fits = f"{count}, and the run ends early; --epochs asks for more"
     else:
         fits = f"about {steps:,} steps, {epochs:.2g} epochs, fit"
     first = min(decay_start(limit, config), round((1 - decay_share(config)) * steps))

@@ -85,7 +85,7 @@ def take_steps(run: Run, clock: Clock, stop: Signals, saver: Saver) -> None:
 
 def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
     """Do `work(run)` with the model compiled for its micro-batch. After running out of memory, do both again with half
-    the rows: `work` changes only gradients, and the result does not depend on the rows.
+    the rows: `work` changes only gradients, and their sum does not depend on the rows (what dropout draws does).
 
     Raises MemoryExhausted if one sequence at a time does not fit.
     """

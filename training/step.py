@@ -36,7 +36,7 @@ def train_step(run: Run, sequences: int | None = None) -> StepResult:
 
 def forward_backward(run: Run, sequences: int | None = None) -> torch.Tensor:
     """Forward and backward of the next `sequences` (None: all of a step). Returns their mean loss, (). If it fails, it
-    can be done again: only gradients have changed, and it draws the same numbers."""
+    can be done again: only gradients have changed. For the same slices, dropout draws the same numbers."""
     sequences = sequences or run.config.sequences_per_step
     return accumulate(run, read_batch(run, sequences), sequences)
 

@@ -175,12 +175,13 @@ def test_from_top_to_bottom_with_a_stop_and_a_lost_machine(tmp_path: Path, drive
 def test_a_text_of_ones_own(tmp_path: Path, drive: Path) -> None:
     """Of another vocabulary, evaluated with prompts of its own; and it is not confused with a second text."""
     fields = {"source": "path", "path": "mine.txt", "minutes": 0.1, "use_drive": False}
-    fields |= {"sample_prompts": " Once | Wie heißt | ", "more_flags": f"{TINY} --compile off"}
+    fields |= {"sample_prompts": " Once | Wie heißt | ", "more_flags": f"{TINY} --compile off", "seconds_to_read": 1}
     machine = Machine(tmp_path / "first", drive, fields)
     for name, seed in (("mine", 0), ("other", 1)):
         (machine.project / f"{name}.txt").write_text(generated_text(3_000, seed))
     with machine.client.setup_kernel(env=machine.environment):
         told = "".join(machine.run(step) for step in range(1, 6))
+        assert told.index("Expected") < told.index("read the forecast above") < told.index("Training   ")
         assert "--minutes 0.1" in told and "the only size that the flags leave" in told
         assert "Wie hei" in shown(machine.steps[4])
         assert "Once upon a time" in machine.run(7)

@@ -251,6 +251,12 @@ def test_ten_runs_are_rows_and_lines_that_can_be_told_apart(browser: Any, ten_ru
         rows = page.locator("#overview tbody tr").all_inner_texts()
         assert [row.split()[:4] for row in rows] == [[name, "20", "of", "40"] for name in names]
         assert page.locator("#overview").bounding_box()["height"] < 450, "half a screen"
+        before = page.viewport_size
+        for wide in (1280, 390):
+            page.set_viewport_size({"width": wide, "height": 900})
+            overflow = "each => each.scrollWidth - each.clientWidth"
+            assert page.locator("#several").evaluate(overflow) <= 0 and page.locator("html").evaluate(overflow) <= 0
+        page.set_viewport_size(before)
         chart = page.locator("figure").first
         legend = chart.locator(".reading").inner_text()
         assert all(f"{name} training 2.8000 validation 2.9000" in " ".join(legend.split()) for name in names)

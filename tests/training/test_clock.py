@@ -342,7 +342,7 @@ def test_a_dry_run_forecasts_the_steps_in_these_minutes(
     )
     assert "about 9:54 for 1,188 steps" in result.out
     short = train(tmp_path / "run", extra=("--dry_run",), **LONG | {"epochs": 1, "max_steps_per_epoch": 9})
-    assert "all 1 epochs fit, and the run ends early" in short.out
+    assert "the epoch fits, and the run ends early" in short.out
     none = train(tmp_path / "run", extra=("--dry_run",), **LONG | {"minutes": 0.004})
     assert none.code == 0 and "Warning: no step fits" in none.out
 
