@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import glob
 import hashlib
 import json
 import os
@@ -112,6 +113,16 @@ def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise error(f"{path} holds a JSON {type(value).__name__}; an object {{...}} was expected.")
     return value
+
+
+def name_of(given: str) -> str:
+    """Return a name for what an input names, for folders that are made from it: `my_book` for my_book.txt, and
+    `my_code` for my_code/**/*.py."""
+    path = Path(os.path.abspath(Path(given).expanduser()))
+    while glob.has_magic(path.name) and not path.exists():
+        path = path.parent
+    name = path.name if path.is_dir() else os.path.splitext(re.sub(r"\.(gz|zst)$", "", path.name))[0]
+    return re.sub(r"[^\w.-]+", "_", name).strip("_.")
 
 
 def sha256_file(path: str | Path) -> str:

@@ -97,7 +97,8 @@ class Writer {
   }
 
   promptIds(text) {
-    const ids = this.tokenizer.encode(text);
+    // A space at the end is left out, as by generation/completion.py: in BPE words begin with theirs.
+    const ids = this.tokenizer.encode(this.tokenizer.letters ? text.replace(/(?<=\S) $/, "") : text);
     return ids.length ? ids : [this.end ?? 0];
   }
 

@@ -41,7 +41,7 @@ def run(main: Script, *words: object) -> None:
 
 
 def time_to_read(seconds: float) -> None:
-    """Wait before something long begins, so that "Run all" leaves time to read what was said. The stop button ends it."""
+    """Wait before something long begins, so that "Run all" leaves time to read what was said."""
     print(
         f"The training starts in {seconds:.0f} seconds: read the forecast above. The stop button ends it.", flush=True
     )

@@ -21,10 +21,10 @@ import numpy as np
 
 from common.chat import ChatTemplate, end_of_text
 from common.errors import ConfigError, DataError
-from common.files import atomic_write, sha256_file
+from common.files import atomic_write, name_of, sha256_file
 from common.output import LOG_LINE_SECONDS, byte_size, clock, log, progress_bar
 from tokenization.conversations import read_conversations
-from tokenization.corpus import Source, left_out, name_of
+from tokenization.corpus import Source, left_out
 from tokenization.dedup import Repeats
 from tokenization.documents import PIECE_CHARACTERS, Piece, read_pieces
 from tokenization.encoding import Reader, encode_in_order, read_chunks, sample_evenly, split_index

@@ -10,7 +10,6 @@ import gzip
 import io
 import math
 import os
-import re
 import shlex
 import stat
 import zipfile
@@ -151,16 +150,6 @@ def find_sources(inputs: Sequence[str], suffixes: tuple[str, ...] = SUFFIXES) ->
         for path, name in expand(given, suffixes):
             found.setdefault(path.resolve(), source_at(path, name))
     return list(found.values())
-
-
-def name_of(given: str) -> str:
-    """Return a name for what an input names, for folders that are made from it: `my_book` for my_book.txt, and
-    `my_code` for my_code/**/*.py."""
-    path = Path(os.path.abspath(Path(given).expanduser()))
-    while glob.has_magic(path.name) and not path.exists():
-        path = path.parent
-    name = path.name if path.is_dir() else os.path.splitext(unpacked_name(path.name))[0]
-    return re.sub(r"[^\w.-]+", "_", name).strip("_.")
 
 
 def source_at(path: Path, name: str, note: str = "") -> Source:

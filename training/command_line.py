@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import ConfigError
-from common.files import read_json
+from common.files import name_of, read_json
 from common.flags import Parser, add_debug
 from common.validation import check, fields_of, suggest
 from generation.settings import FLAGS as GENERATION_FLAGS
-from tokenization.corpus import name_of
 from tokenization.settings import FLAGS as TOKENIZATION_FLAGS
 from training.config import (
     AUTOMATIC_SOURCES,

@@ -226,7 +226,7 @@ def test_a_file_without_text_among_others_is_left_out(checkpoint, run):
     Path("empty.txt").write_bytes(b"")
     code, out, err = run("--score", "empty.txt", "one.txt", "--json")
     assert code == 0 and [json.loads(line)["file"] for line in out.splitlines()] == ["one.txt"]
-    assert "empty.txt is left out: it is empty" in err
+    assert "Left out: empty.txt: it is empty" in err
 
 
 def test_a_missing_file_is_told_before_another_is_scored(checkpoint, run):
