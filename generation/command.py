@@ -88,7 +88,7 @@ def run(request: Request, sampling: Sampling) -> None:
 
 def score(request: Request) -> None:
     """Print how well the model predicts each file: a table, or one JSON object per file. Always in fp32."""
-    sources, skipped = readable(find_sources(request.score), Settings())
+    sources, skipped = readable(find_sources(request.score), Settings(input=tuple(request.score)))
     for name, reason in skipped:
         print(f"Left out: {name}: {reason}.", file=sys.stderr)
     typed = {Path(name).resolve(): name for name in request.score}

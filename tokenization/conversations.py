@@ -150,7 +150,7 @@ def messages_of(record: Any) -> list[Message]:
     elif "conversations" in record:
         messages = turns(record["conversations"])
     elif "chat_messages" in record:
-        messages = turns(record["chat_messages"])
+        messages = turns(record["chat_messages"], lenient=True)
     elif isinstance(record.get("mapping"), dict):
         try:
             messages = messages_of_mapping(record["mapping"], record.get("current_node"))
@@ -218,9 +218,9 @@ def messages_of_mapping(nodes: dict[str, Any], last: Any) -> list[Message]:
     return path[::-1]
 
 
-def turns(value: Any) -> list[Message]:
-    """Return the messages of a list of turns: {"role", "content"}, {"from", "value"} or Claude's {"sender", "text"}.
-    Raises ValueError."""
+def turns(value: Any, lenient: bool = False) -> list[Message]:
+    """Return the messages of a list of turns: {"role", "content"}, {"from", "value"} or Claude's {"sender", "text"},
+    or its "content"; if `lenient`, of that only what is text. Raises ValueError."""
     if not isinstance(value, list):
         raise ValueError(f"the turns are a JSON {type(value).__name__}; a list was expected")
     messages = []
@@ -233,6 +233,8 @@ def turns(value: Any) -> list[Message]:
         if turn.get("weight", 1) != 1:  # in OpenAI's files, 0 marks an answer that must not be learned
             raise ValueError(f"turn {number} has the weight {turn['weight']!r:.50}; only 1 is supported")
         said = next((turn[key] for key in ("text", "content", "value") if turn.get(key)), "")
+        if lenient and isinstance(said, list):
+            said = [part for part in said if isinstance(part, dict) and part.get("type") == "text"]
         content = content_of(said, f"turn {number}")
         messages.append(Message(OTHER_ROLES.get(role, role), content))
     return messages

@@ -307,21 +307,8 @@ def require_text(source: Source, beginning: bytes) -> None:
         raise DataError(f"{source.place} is not text. {HOLDS_ZEROS}")
     else:
         encoding = "UTF-16BE" if high > low else "UTF-16LE"
-    is_marked = encoding == "UTF-16"
-    message = f"{source.place} is {encoding}, not UTF-8 text. {conversion(source, encoding)}"
-    raise NotUTF8(message, beginning, encoding if is_marked else None)
-
-
-def from_here(path: Path) -> str:
-    """The path as the user would type it."""
-    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
-
-
-def conversion(source: Source, encoding: str) -> str:
-    name = shlex.quote(from_here(source.path))
-    unpack = "zstd" if source.packing == ".zst" else "gzip"
-    given, file = (f"{unpack} -dc {name} | ", "") if source.is_compressed else ("", f" {name}")
-    return f"Convert it first, for example with `{given}iconv -f {encoding} -t UTF-8{file} > converted.txt`."
+    message = f"{source.place} is {encoding}, not UTF-8 text."
+    raise NotUTF8(message, beginning, encoding if encoding == "UTF-16" else None)
 
 
 def decoded_blocks(source: Source, on_read: Callable[[int], None]) -> Iterator[str]:
@@ -348,4 +335,4 @@ def not_utf8(source: Source, position: int, error: UnicodeDecodeError) -> DataEr
     found = f"{source.place} is not UTF-8 text: {error.reason} at {where} (0x{error.object[error.start]:02x})."
     if 0 in error.object:
         return DataError(f"{found} {HOLDS_ZEROS}")
-    return NotUTF8(f"{found} {conversion(source, 'WINDOWS-1252')}", error.object)
+    return NotUTF8(found, error.object)

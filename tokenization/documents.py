@@ -229,8 +229,9 @@ def records_of_text(text: str, on_bad: OnBad) -> Iterator[Record]:
             on_bad(BadRecord(f"record {number}", f"{why_no_json(problem)}; what follows was not read"))
             return
         at = skip_space(text, at + (is_array and text[at] == ","))
-    if is_array and skip_space(text, at + 1) < len(text):
-        on_bad(BadRecord("the end", "there is more after the end of the array"))
+    if is_array and skip_space(text, at + 1) != len(text):
+        is_cut = at >= len(text)
+        on_bad(BadRecord("the end", f"{'the array does not end' if is_cut else 'there is more after the array'}"))
 
 
 def skip_space(text: str, at: int) -> int:

@@ -7,6 +7,8 @@ import contextlib
 import importlib.util
 import re
 
+from tokenization.corpus import Unreadable
+
 LEAST_CONFIDENCE = 0.12  # chardet is rarely above 0.5 for the encodings of western Europe
 SAMPLE_BYTES = 1 << 18
 MOST_NO_TEXT = 0.01  # of the characters of a file that is read
@@ -51,10 +53,10 @@ class TextCheck:
         self.no_text += len(NO_TEXT.findall(text))
         return text
 
-    @property
-    def problem(self) -> str:
-        """Why the file is left out; "" if it is text."""
-        if self.no_text <= MOST_NO_TEXT * self.characters:
-            return ""
-        share = self.no_text / self.characters
-        return f"{share:.0%} of its characters are no text: it is damaged, encrypted or in an unknown encoding"
+    def require_text(self) -> None:
+        """Raise Unreadable if too many are."""
+        if self.no_text > MOST_NO_TEXT * self.characters:
+            share = f"{self.no_text / self.characters:.0%}"
+            raise Unreadable(
+                f"{share} of its characters are no text: it is damaged, encrypted or in an unknown encoding"
+            )

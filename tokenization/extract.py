@@ -48,6 +48,7 @@ from tokenization.sources.pdf import pdf_documents
 from tokenization.sources.plain import cleaner_of, subtitle_documents
 from tokenization.sources.tables import Row, arrow_rows, csv_rows, parquet_rows
 
+READERS = 2  # the version of what is read how: a file that an older one has made is not used
 BEGINNING = 20_000  # characters, in which a text shows that it has to be cleaned
 LONGEST_CLEANED = 50_000_000  # bytes: a longer text stays as it is
 LONGEST_DOCUMENT = 5_000_000  # characters: a longer one becomes several
@@ -268,7 +269,7 @@ def plain(source: Source, settings: Settings) -> Source:
 def checked(source: Source, settings: Settings) -> Source:
     """A file of JSON Lines whose records have been read to its end, with what has to be left out of it. Raises
     DataError."""
-    size, tally = 0, Tally()
+    size, tally, check = 0, Tally(), TextCheck()
 
     def on_read(count: int) -> None:
         nonlocal size
@@ -280,13 +281,14 @@ def checked(source: Source, settings: Settings) -> Source:
     else:
         for record in records(source, tally.skip, on_read):
             try:
-                text_of_record(record.value, settings.text_key)
+                check.add(text_of_record(record.value, settings.text_key))
                 tally.good += 1
             except ValueError as problem:
                 tally.skip(BadRecord(record.place, str(problem)))
     if not size:
         raise Unreadable("it is empty")
     tally.require_most()
+    check.require_text()
     return replace(source, text_bytes=size, left_out=tally.describe())
 
 
@@ -295,7 +297,15 @@ def written(
 ) -> Source:
     """A file with these blocks, which is kept, and beside it what the `tally` of its records says. What it is made
     from, and how, gives it its name."""
-    identity = [str(source.path), source.size, source.modified_ns, source.member, str(source.most_bytes), *settings]
+    identity = [
+        READERS,
+        str(source.path),
+        source.size,
+        source.modified_ns,
+        source.member,
+        str(source.most_bytes),
+        *settings,
+    ]
     path = EXTRACTED / f"{hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:16]}{suffix}"
     beside = path.with_suffix(".left_out")
     if not path.exists():
@@ -338,8 +348,7 @@ def written_lines(source: Source, note: str, settings: Settings, documents: Iter
         tally.require_most()
         if not count:
             raise Unreadable("it holds no text")
-        if check.problem:
-            raise Unreadable(check.problem)
+        check.require_text()
 
     return written(source, ".jsonl", blocks(), note, settings.text_key, settings.format, tally=tally)
 
@@ -415,8 +424,7 @@ def recoded(source: Source, settings: Settings) -> Source:
         encoding = problem.encoding or settings.encoding or guessed(problem.sample)
         made = written(source, source.suffix, utf8_blocks(source, encoding), f"from {encoding}", encoding)
         return replace(made, is_converted=True)
-    if check.problem:
-        raise Unreadable(check.problem)
+    check.require_text()
     return replace(source, text_bytes=size, inline_marks=marks)
 
 
@@ -438,5 +446,4 @@ def utf8_blocks(source: Source, encoding: str) -> Iterator[bytes]:
         yield decoder.decode(b"", final=True).encode()
     except UnicodeDecodeError as error:
         raise Unreadable(f"it is not {encoding} ({error.reason}): --encoding names another") from None
-    if check.problem:
-        raise Unreadable(check.problem)
+    check.require_text()

@@ -18,6 +18,7 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import columns, with_large_weights
 from tests.models import save_checkpoint
+from tests.tokenization.documents import epub
 from tokenizer import CharacterTokenizer
 from tokenizer_bpe import BPETokenizer
 from training.config import Config
@@ -227,6 +228,14 @@ def test_a_file_without_text_among_others_is_left_out(checkpoint, run):
     code, out, err = run("--score", "empty.txt", "one.txt", "--json")
     assert code == 0 and [json.loads(line)["file"] for line in out.splitlines()] == ["one.txt"]
     assert "Left out: empty.txt: it is empty" in err
+
+
+def test_a_book_is_scored_like_its_text(checkpoint, run):
+    text = Path("one.txt").read_text()
+    Path("one.epub").write_bytes(epub([f"<pre>{text}</pre>"]))
+    code, out, err = run("--score", "one.epub", "one.txt", "--json")
+    book, plain = map(json.loads, out.splitlines())
+    assert code == 0 and book["bytes"] == pytest.approx(plain["bytes"], abs=2), err
 
 
 def test_a_missing_file_is_told_before_another_is_scored(checkpoint, run):

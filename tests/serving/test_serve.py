@@ -497,7 +497,7 @@ def test_what_is_wrong_is_said(talker: Server, path: str, body: Any, status: int
 
 def test_a_prompt_longer_than_the_context_is_refused(talker: Server, models: Path) -> None:
     """It would see the end alone; one that fills the context is answered."""
-    create, unit = talker.client().completions.create, "a b "
+    create, unit = talker.client().completions.create, " a b"
     _, tokenizer = generate.load_model(models / "runs" / "talker", "cpu")
     fitting = next(unit * n for n in range(128, 0, -1) if len(tokenizer.encode(unit * n)) <= CONTEXT)
     tokens = len(tokenizer.encode(fitting + unit))

@@ -211,7 +211,8 @@ def test_a_bad_record_of_an_array_has_its_number(tmp_path: Path, capsys: pytest.
     [
         ('[{"prompt": "a", "completion": "b"},\n {"prompt": ', "1 of its 2 records; record 2: not valid JSON"),
         ('[{"prompt": "a", "completion": "b"}\n {}]', "a comma or the end of the array is missing"),
-        ('[{"prompt": "a", "completion": "b"}] x', "there is more after the end of the array"),
+        ('[{"prompt": "a", "completion": "b"},', "the array does not end"),
+        ('[{"prompt": "a", "completion": "b"}] x', "there is more after the array"),
     ],
 )
 def test_an_array_is_read_as_far_as_it_can_be(

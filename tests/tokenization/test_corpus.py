@@ -201,7 +201,7 @@ def test_an_input_that_is_not_there_is_an_error(tmp_path: Path, name: str, compl
 def test_bytes_that_are_not_utf8_are_located(tmp_path: Path, name: str, position: int) -> None:
     content = b"x" * position + b"\xe9 caf\xe9"
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
-    with pytest.raises(DataError, match=rf"{name} is not UTF-8 text: .* at byte {position}\b.*iconv"):
+    with pytest.raises(DataError, match=rf"{name} is not UTF-8 text: .* at byte {position}\b"):
         documents(tmp_path)
 
 
@@ -219,12 +219,7 @@ def test_utf16_is_recognised(tmp_path: Path, text: str, encoding: str, name: str
     content = text.encode(encoding)
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     named = encoding.upper().replace("-LE", "LE").replace("-BE", "BE")
-    way = (
-        r"gzip -dc .*a\.txt\.gz \| iconv -f {} -t UTF-8 >"
-        if name.endswith("gz")
-        else r"iconv -f {} -t UTF-8 .*a\.\w+ >"
-    )
-    with pytest.raises(DataError, match=rf"is {named}, not UTF-8 text.* `{way.format(named)} converted.txt`\.$"):
+    with pytest.raises(DataError, match=rf"is {named}, not UTF-8 text"):
         documents(tmp_path)
 
 
@@ -242,9 +237,8 @@ def test_utf16_is_recognised(tmp_path: Path, text: str, encoding: str, name: str
 )
 def test_other_kinds_of_file_are_not_to_be_converted(tmp_path: Path, content: bytes, complaint: str) -> None:
     (tmp_path / "a.txt").write_bytes(content)
-    with pytest.raises(DataError, match=complaint) as refused:
+    with pytest.raises(DataError, match=complaint):
         documents(tmp_path)
-    assert "iconv" not in str(refused.value)
 
 
 def test_a_stray_zero_is_a_character(tmp_path: Path) -> None:

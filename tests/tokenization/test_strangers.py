@@ -63,6 +63,7 @@ def test_a_part_that_is_missing_is_passed_over(folder: Path) -> None:
         ("a.epub", epub(["<p>" + "\ufffd\ufffd abc" * 90 + "</p>"])),
         ("a.csv", ("text\n" + "\ufffdabc\n" * 90).encode()),
         ("a.json", json.dumps([{"text": "\x02\x03 abc"}] * 90).encode()),
+        ("a.jsonl", 90 * (json.dumps({"text": "\x02\x03 abc"}) + "\n").encode()),
         ("a.mbox", b"From a\n" + mail("Hello", "\ufffd abc\n" * 90)),
     ],
 )
@@ -80,6 +81,32 @@ def test_word_files_of_other_programs(folder: Path) -> None:
     (folder / "b.docx").write_bytes(b"\xd0\xcf\x11\xe0" + bytes(600))
     assert tokenize() == 0 and documents() == ["One."]
     assert "**Left out**: b.docx: it has a password" in report()
+
+
+@pytest.mark.extras("pypandoc")
+def test_documents_in_other_encodings(folder: Path) -> None:
+    """Pandoc takes the bytes of text for UTF-8, and those of RTF for windows-1252."""
+    text = "Старый мельник пел у реки."  # noqa: RUF001
+    title = "<description><title-info><book-title>x</book-title></title-info></description>"
+    book = f"{title}<body><section><p>{text}</p></section></body>"
+    space = "http://www.gribuser.ru/xml/fictionbook/2.0"
+    (folder / "a.fb2").write_bytes(
+        f'<?xml version="1.0" encoding="windows-1251"?><FictionBook xmlns="{space}">{book}</FictionBook>'.encode(
+            "cp1251"
+        )
+    )
+    (folder / "b.org").write_bytes(text.encode("utf-16"))
+    escaped = "".join(f"\\'{byte:02x}" for byte in text.encode("cp1251"))
+    (folder / "c.rtf").write_text(rf"{{\rtf1\ansi\ansicpg1251 {escaped}\par}}")
+    fonts = r"{\fonttbl{\f0\fswiss\fcharset0 Arial;}{\f1\fswiss\fcharset204 Arial Cyr;}}"
+    (folder / "d.rtf").write_text(
+        rf"{{\rtf1\ansi\ansicpg1252{fonts}\f0 \'e9 \f1 {escaped}\par \u1057\'d1\u1058?.\par}}"
+    )
+    assert tokenize() == 0
+    assert [document.split("\n")[-1 if "x" in document else 0] for document in documents()[:3]] == [text] * 3
+    assert documents()[3] == f"é {text}\n\nСТ."  # noqa: RUF001
+    (folder / "d.rtf").write_text(r"{\rtf1\ansi\uc0 x\u233 y \'e9z}")
+    assert tokenize() == 0 and documents()[3] == "xéy éz"
 
 
 # One bad record, mail or file
@@ -173,7 +200,19 @@ def test_of_chatgpt_s_export_only_what_was_said_to_a_person_is_read(folder: Path
     assert "conversations.json: 1 of its 5 records; record 1: it has no answer" in report()
 
 
+PARTS = [{"type": "text", "text": "Hello."}, {"type": "tool_use", "name": "search"}]
 EXPORTS: dict[str, tuple[Any, str]] = {
+    "Claude, in parts": (
+        [
+            {
+                "chat_messages": [
+                    {"sender": "human", "text": "Hi?"},
+                    {"sender": "assistant", "text": "", "content": PARTS},
+                ]
+            }
+        ],
+        FIRST,
+    ),
     "Claude": (
         [
             {

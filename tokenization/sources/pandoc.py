@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from tokenization.corpus import Unreadable
+from tokenization.encodings import decoded
 
 FORMATS = {
     ".docx": "docx",
@@ -26,6 +27,14 @@ FORMATS = {
     ".rst": "rst",
 }
 FILTER = Path(__file__).with_name("plain.lua")
+XML_DECLARATION = re.compile(rb"""^\s*<\?xml[^>]*?encoding\s*=\s*["']([\w.:-]+)["'][^>]*\?>""")
+# Of RTF: the code page of a document; a font's character set, and its code page; what the bytes of text stand in.
+CODE_PAGE, FONT = re.compile(rb"\\ansicpg(\d+)"), re.compile(rb"\\f(\d+)[^;{}]*?\\fcharset(\d+)")
+CHARSETS = {128: 932, 129: 949, 134: 936, 136: 950, 161: 1253, 162: 1254, 163: 1258, 177: 1255, 178: 1256}
+CHARSETS |= {186: 1257, 204: 1251, 222: 874, 238: 1250}
+# The number of a character, with the one that stands for it in old programs (`\\uc0`: none); a font; bytes of text.
+TEXT = re.compile(rb"\\u(-?\d+) ?(?:\\'[0-9a-fA-F]{2}|[^\\{}])?|\\f(\d+)|((?:\\'[0-9a-fA-F]{2})+)")
+TEXT_UC0 = re.compile(rb"\\u(-?\d+) ?|\\f(\d+)|((?:\\'[0-9a-fA-F]{2})+)")
 OLE = b"\xd0\xcf\x11\xe0"  # how a Word file with a password begins, and one of before 2007
 
 
@@ -37,7 +46,7 @@ def pandoc_documents(form: str, file: BinaryIO) -> Iterator[str]:
     """A document, without notes, comments, pictures and the output of code; changes that were tracked are accepted."""
     import pypandoc
 
-    content = file.read()
+    content = in_unicode(file.read(), form)
     if content.startswith(OLE):
         raise Unreadable("it has a password, or is older than its name says: save it again as .docx")
     try:
@@ -51,3 +60,39 @@ def pandoc_documents(form: str, file: BinaryIO) -> Iterator[str]:
         raise Unreadable(f"pandoc cannot read it ({reason.strip() or f'exit code {done.returncode}'})"[:500])
     text = done.stdout.decode(errors="replace").replace("\u00ad", "").replace("\u2011", "-")
     yield re.sub(r"\n{3,}", "\n\n", text).strip()
+
+
+def in_unicode(content: bytes, form: str) -> bytes:
+    """Return a document of text in UTF-8. In RTF, write each character by its number: pandoc takes all bytes for
+    windows-1252, and loses a letter after `\\u233?`."""
+    if form == "rtf":
+        page = CODE_PAGE.search(content)
+        default = encoding = f"cp{int(page[1])}" if page else "cp1252"
+        fonts = {int(font): f"cp{CHARSETS[int(kind)]}" for font, kind in FONT.findall(content) if int(kind) in CHARSETS}
+        has_no_stand_ins = b"\\uc0" in content
+        stand_in = " " if has_no_stand_ins else "\\'3f"
+
+        def numbered(match: re.Match[bytes]) -> bytes:
+            nonlocal encoding
+            number, font, escaped = match.groups()
+            if number:
+                return f"\\u{int(number)}{stand_in}".encode()
+            if font:
+                encoding = fonts.get(int(font), default)
+                return match[0]
+            text = bytes.fromhex(escaped.replace(b"\\'", b"").decode())
+            return "".join(f"\\u{ord(each)}{stand_in}" for each in decoded_as(text, encoding)).encode()
+
+        return (TEXT_UC0 if has_no_stand_ins else TEXT).sub(numbered, content)
+    if form in ("docx", "odt"):
+        return content
+    declared = XML_DECLARATION.search(content[:200])
+    text = decoded(content, declared[1].decode() if declared else "")
+    return re.sub(r"^\s*<\?xml[^>]*\?>", "", text).encode()
+
+
+def decoded_as(text: bytes, encoding: str) -> str:
+    try:
+        return text.decode(encoding, "replace")
+    except LookupError:
+        return text.decode("cp1252", "replace")
