@@ -13,7 +13,6 @@ from tokenization.corpus import NOT_READ, Source, unpacked_blocks
 from tokenization.dedup import EXAMPLES, Repeats
 from tokenization.encoding import Reader, Text, begins_document
 from tokenization.held_out import HeldOut
-from tokenization.settings import DOCUMENT_SEPARATOR
 
 LISTED, LISTED_BRIEFLY = 1000, 12  # files; lines
 NAMED = 5  # of the files that are left out for the same reason, in the terminal
@@ -73,7 +72,7 @@ class Report:
         found += [("Converted", f"{source.name}: {source.note}") for source in converted]
         for source in self.files:
             if source.inline_marks:
-                times = f"{DOCUMENT_SEPARATOR} stands {source.inline_marks:,} times inside lines"
+                times = f"its mark of a document's end stands {source.inline_marks:,} times inside lines"
                 found.append(
                     ("Note", f"{source.name}: {times}, where it separates nothing: it needs a line of its own")
                 )

@@ -271,7 +271,8 @@ def tidy(run_dir: Path) -> None:
     with contextlib.suppress(OSError):  # there is none, or it is read-only: the first save tells that
         clean_up(run_dir)
         clean_up(run_dir / "checkpoints")
-        shutil.rmtree(replacing(run_dir), ignore_errors=True)
+        if is_there(run_dir):
+            shutil.rmtree(replacing(run_dir), ignore_errors=True)
         for path in run_dir.iterdir():
             if is_leftover(path.name) and path.is_file():
                 path.unlink(missing_ok=True)
@@ -346,14 +347,15 @@ def put_in_place(new: Path, run_dir: Path, moves: dict[Path, Path]) -> None:
 
 
 def finish_setting_aside(config: Config) -> None:
-    """Put a new run in place, if an earlier session was killed when the old one had been set aside."""
+    """Put a new run in place, if an earlier session was killed when the old one had been set aside. Raises
+    CheckpointError if another process is about to."""
     new = replacing(config.run_dir)
     if is_there(config.run_dir) or not (new / CONFIG).is_file() or config.resume == "never":
         return
     with FolderLock() as lock:
-        if lock.acquire(new):  # else another session is about to
-            mirror = Mirror(config.run_dir, config.checkpoint_dir).dir if config.checkpoint_dir else None
-            put_in_place(new, config.run_dir, names_aside(mirror))
+        lock_folder(lock, new)  # else another session is about to do it
+        mirror = Mirror(config.run_dir, config.checkpoint_dir).dir if config.checkpoint_dir else None
+        put_in_place(new, config.run_dir, names_aside(mirror))
 
 
 def is_there(run_dir: Path) -> bool:

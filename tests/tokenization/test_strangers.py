@@ -306,6 +306,8 @@ def test_notes_of_obsidian_give_their_text(folder: Path) -> None:
     (folder / "a.md").write_text(note)
     assert tokenize() == 0
     text = documents()[0]
+    (folder / "b.md").write_text("---\nA rule, and no front matter.\n\n---\nIt is x ^2\n")
+    assert tokenize() == 0 and (folder / "b.md").read_text() in documents()
     assert "She met Boris and his sister." in text and "if [[ -f x ]]; 5 %% 2" in text and "---\n" in text
     assert not any(word in text for word in ("tags", "private", "block-6", "map", "not", "dataview"))
 
@@ -321,6 +323,10 @@ def test_a_book_of_project_gutenberg_loses_its_licence_and_the_breaks_inside_par
     assert tokenize() == 0
     assert documents() == [f"{prose.strip().replace(chr(10), ' ')}\n\n{verse}"]
     assert "without the licence of Project Gutenberg" in report()
+    (folder / "a.txt").write_text(f"{book}\n{book}\n<|endoftext|>\nMy own text.\n")
+    assert tokenize() == 0
+    text = f"{prose.strip().replace(chr(10), ' ')}\n\n{verse}"
+    assert sorted(documents()) == sorted([text, text, "My own text.\n"]), "each book of a file, and what is no book"
 
 
 def test_marks_inside_lines_are_mentioned(folder: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 from tokenization.encodings import decoded
+from tokenization.settings import DOCUMENT_SEPARATOR
 
 # Subtitles
 
@@ -33,19 +34,20 @@ def subtitle_documents(file: BinaryIO) -> Iterator[str]:
 
 # What is taken out of .txt and .md files
 
-FRONT_MATTER = re.compile(r"\A---[ \t]*\n.*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.S)
+FRONT_MATTER = re.compile(r"\A---[ \t]*\n(?=[\w-]+[ \t]*:).*?\n(?:---|\.\.\.)[ \t]*(?:\n|\Z)", re.S)
 OF_OBSIDIAN = re.compile(
     r"^%%[ \t]*\n.*?\n%%[ \t]*$"  # a comment of several lines
     r"|%%[^%\n]+%%"
     r"|^```(?:dataview|dataviewjs|tasks|query)\b.*?^```[ \t]*$"
     r"|!\[\[[^\]\n]*\]\]"  # something that is shown here
-    r"|[ \t]+\^[\w-]+$",  # the name of a paragraph
+    r"|[ \t]+\^(?=[\w-]*[A-Za-z])[\w-]{2,}$",  # the name of a paragraph
     re.S | re.M,
 )
 LINK = re.compile(r"\[\[(?!\s)(?:[^\]|\n]*\|)?([^\]|\n]+)\]\]")
 
 GUTENBERG = re.compile(r"^\*\*\* ?START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*\*\*[ \t]*$", re.M | re.S)
 GUTENBERG_END = re.compile(r"^(?:\*\*\* ?END OF (?:THE|THIS)|End of (?:the )?)\s?PROJECT GUTENBERG", re.M | re.I)
+SEPARATOR = f"\n{DOCUMENT_SEPARATOR}\n"
 FULL = 50  # characters of a line of prose, which is broken at about 72 there
 
 DATE, TIME = r"\d{1,4}[./-]\d{1,2}[./-]\d{1,4}", r"\d{1,2}[:.]\d\d(?:[:.]\d\d)?(?:\s?[AaPp]\.?[Mm]\.?)?"
@@ -72,10 +74,19 @@ def markdown_text(text: str) -> str:
 
 
 def gutenberg_text(text: str) -> str:
-    start = GUTENBERG.search(text)
-    end = GUTENBERG_END.search(text, start.end() if start else 0)
-    own = text[start.end() if start else 0 : end.start() if end else None]
-    return "\n\n".join(map(unwrapped, re.split(r"\n(?:[ \t]*\n)+", own.strip()))) + "\n"
+    """A file may hold several books, and other documents beside them."""
+    return SEPARATOR.join(book for document in text.split(SEPARATOR) for book in books_in(document))
+
+
+def books_in(document: str) -> Iterator[str]:
+    start = GUTENBERG.search(document)
+    if start is None:
+        yield document
+    while start:
+        end = GUTENBERG_END.search(document, start.end())
+        own = document[start.end() : end.start() if end else None].strip()
+        yield "\n\n".join(map(unwrapped, re.split(r"\n(?:[ \t]*\n)+", own))) + "\n"
+        start = GUTENBERG.search(document, end.end()) if end else None
 
 
 def unwrapped(paragraph: str) -> str:
