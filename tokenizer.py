@@ -154,6 +154,18 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     )
 
 
+def character_counts(tokenizer: Tokenizer) -> np.ndarray:
+    """(vocab_size, 2) int64: how many characters begin in each id's text, and how many of them are Chinese, Japanese or
+    Korean, which stand for a syllable or a word each."""
+    lengths = tokenizer.byte_lengths
+    texts = [tokenizer.token_bytes(i) if length else b"" for i, length in enumerate(lengths)]
+    read = np.frombuffer(b"".join(texts), np.uint8)
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    begins = (read & 0xC0) != 0x80
+    is_cjk = (read >= 0xE3) & (read <= 0xED)  # the first bytes of U+3000 to U+DFFF in UTF-8
+    return np.stack([np.bincount(owners[which], minlength=len(lengths)) for which in (begins, is_cjk)], axis=1)
+
+
 def code_points(text: str) -> np.ndarray:
     """(characters,) uint32. A lone surrogate is not a character; it keeps its own code, which no vocabulary has."""
     return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import functools
+import itertools
 import json
 import os
+import sys
+import unicodedata
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +54,7 @@ class UnknownCharacterError(TokenizerError):
 class IncrementalDecoder:
     """Decodes ids as they arrive. An incomplete character waits for the ids that complete it.
 
-    The joined pieces are equal to `decode` of all ids.
+    The joined pieces are equal to `decode` of all ids, without a character that the last ones leave unfinished.
     """
 
     def __init__(self, decode_bytes: Callable[[TokenIds], bytes], encoding: str) -> None:
@@ -60,10 +64,6 @@ class IncrementalDecoder:
     def push(self, ids: TokenIds) -> str:
         return self.text_decoder.decode(self.decode_bytes(ids))
 
-    def flush(self) -> str:
-        """The rest after the last ids: "", or a replacement character for an unfinished one."""
-        return self.text_decoder.decode(b"", final=True)
-
 
 def check_ids(ids: TokenIds, vocab_size: int) -> np.ndarray:
     """The ids as an int64 array. Raises TokenizerError for one outside 0 .. vocab_size - 1."""
@@ -72,6 +72,16 @@ def check_ids(ids: TokenIds, vocab_size: int) -> np.ndarray:
         wrong = array[(array < 0) | (array >= vocab_size)][0]
         raise TokenizerError(f"Token id {wrong} is outside the vocabulary (0 to {vocab_size - 1}).")
     return array
+
+
+@functools.cache
+def joining_characters() -> str:
+    """The content of a regular expression's character class: combining marks (vowel signs, accents), and the two
+    characters of no width that join or part the letters of a word."""
+    marks = [code for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "M"]
+    ranges = itertools.groupby(enumerate(marks), lambda numbered: numbered[1] - numbered[0])
+    runs = [[code for _, code in run] for _, run in ranges]
+    return "\u200c\u200d" + "".join(f"{chr(run[0])}-{chr(run[-1])}" for run in runs)
 
 
 def valid_unicode(text: str) -> str:

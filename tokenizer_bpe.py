@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -19,6 +20,7 @@ from tokenizer_base import (
     TokenIds,
     TokenizerError,
     check_ids,
+    joining_characters,
     read_tokenizer_json,
     valid_unicode,
 )
@@ -43,6 +45,10 @@ LLAMA3_PATTERN = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+# As it stands in the files of Qwen3.5: combining marks belong to words, as most scripts of Asia need it.
+QWEN35_PATTERN = QWEN_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"
+)
 
 # The ways of cutting a text into words that are known here, under llama.cpp's names: the stages of a `tokenizers` file
 # (without "trim_offsets", which changes no id), and the pattern with which tiktoken cuts in the same way. It has none
@@ -62,6 +68,7 @@ SPLITTINGS = {
     "smollm": ([DIGITS_STAGE, GPT2_STAGE], ""),
     "llama-bpe": ([pattern_stage(LLAMA3_PATTERN), BYTES_STAGE], LLAMA3_PATTERN),
     "qwen2": ([pattern_stage(QWEN_PATTERN), BYTES_STAGE], QWEN_PATTERN),
+    "qwen35": ([pattern_stage(QWEN35_PATTERN), BYTES_STAGE], QWEN35_PATTERN),
 }
 
 # `\s+(?!\S)` backtracks by one character, with one stack entry per character: tiktoken panics if text follows a run of
@@ -72,10 +79,8 @@ SPACE = r"[\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"  # 
 LONG_WHITESPACE = re.compile(rf"(?<!{SPACE}){SPACE}{{{LONGEST_WHITESPACE},}}+")
 
 # The time to learn from a word grows with the square of its length: hours for a genome. So words that are twice as long
-# as a block are cut for training. Encoding is not quadratic, and cuts nothing. The kinds of word are the pattern's,
-# except for numbers that are not digits.
+# as a block are cut for training. Encoding is not quadratic, and cuts nothing.
 BLOCK = 500
-BLOCK_OF_A_WORD = re.compile("|".join(rf"{kind}{{{BLOCK}}}" for kind in (r"[^\W\d_]", r"\d", r"(?:[^\w\s]|_)", r"\s")))
 
 PROBE = (
     "The quick brown fox didn't jump; it's 12,345.67 o'clock -- we'll see they've I'M you'RE ''s 'sa.\n\n\n"
@@ -145,8 +150,18 @@ class BPETokenizer:
         self.encoder_note = slow if obstacle else ""
 
     @classmethod
-    def train(cls, texts: Iterable[str], vocab_size: int = 32000, min_frequency: int = 2) -> BPETokenizer:
+    def train(
+        cls,
+        texts: Iterable[str],
+        vocab_size: int = 32000,
+        min_frequency: int = 2,
+        splitting: str = "gpt-2",
+        to_nfc: bool = False,
+    ) -> BPETokenizer:
         """Learn merges from a stream of texts; only the counts of its words are kept in memory.
+
+        `splitting` is "gpt-2", or "qwen35" for scripts with combining marks. With `to_nfc`, the tokenizer brings every
+        text into Unicode's composed form first.
 
         Raises VocabularySizeError if `vocab_size` is too small for the 256 bytes and the special tokens, or far too
         large. The vocabulary is smaller than `vocab_size` if too few pairs occur `min_frequency` times. Words of many
@@ -159,10 +174,17 @@ class BPETokenizer:
             )
         if vocab_size > LARGEST_VOCABULARY:
             raise VocabularySizeError(f"A vocab_size of {vocab_size} is too large; use {LARGEST_VOCABULARY:,} at most.")
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
         tokenizer = Tokenizer(models.BPE())
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        if splitting == "gpt-2":
+            tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        else:
+            split = pre_tokenizers.Split(Regex(SPLITTINGS[splitting][1]), "isolated")
+            to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+            tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
+        if to_nfc:
+            tokenizer.normalizer = normalizers.NFC()
         tokenizer.decoder = decoders.ByteLevel()
         trainer = trainers.BpeTrainer(
             vocab_size=vocab_size,
@@ -429,9 +451,17 @@ def cut_whitespace(text: str) -> Iterator[str]:
 
 def cut_long_words(text: str) -> Iterator[str]:
     """The text in parts. Only words of BLOCK or more characters are cut, so that none has twice as many."""
-    start = 0
+    start, block_of_a_word = 0, block_pattern()
     for block in range(0, len(text), BLOCK):  # a word twice as long covers at least one whole block: a quick test
-        if BLOCK_OF_A_WORD.match(text, block):
+        if block_of_a_word.match(text, block):
             yield text[start : block + BLOCK // 2]
             start = block + BLOCK // 2
     yield text[start:]
+
+
+@functools.cache
+def block_pattern() -> re.Pattern[str]:
+    """Match BLOCK characters that may stand in one word, by the kinds of word of the splittings: letters with their
+    marks, digits, punctuation, whitespace."""
+    kinds = (rf"(?:[^\W\d_]|[{joining_characters()}])", r"\d", r"(?:[^\w\s]|_)", r"\s")
+    return re.compile("|".join(rf"{kind}{{{BLOCK}}}" for kind in kinds))

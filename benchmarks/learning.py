@@ -106,7 +106,7 @@ def law_runs(books: str, folder: Path) -> dict[str, list[str]]:
         text, share = folder / f"books_{megabytes:g}.txt", round(megabytes * 1e6) // len(texts)
         text.write_text("\n\n".join(each[len(each) // 3 :][:share] for each in texts), encoding="utf-8")
         vocabulary = vocabulary_for(megabytes * 1e6)
-        tokens = passes * TRAIN_SHARE * megabytes * 1e6 / vocabulary.bytes_per_token
+        tokens = passes * TRAIN_SHARE * megabytes * 1e6 / vocabulary.letters_per_token
         length = context_for(Shape(4, width, 256), tokens)
         sequences = sequences_for(tokens, length)
         keys = recipe() | settings_for(width, sequences * length, passes)

@@ -88,12 +88,12 @@ def require_page(config: ModelConfig, tokenizer: Tokenizer, template: AnyTemplat
     """Raises ConfigError for a model or a tokenizer that the page cannot run, and for a page that is too large."""
     if not isinstance(tokenizer, CharacterTokenizer):
         problem = obstacle_to_tiktoken(json.loads(tokenizer.to_json())) or tokenizer.encoder_note
-        if not problem and (tokenizer.splitting != "gpt-2" or tokenizer.normalizer or tokenizer.found_in_text):
+        if not problem and (tokenizer.splitting not in ("gpt-2", "qwen35") or tokenizer.found_in_text):
             problem = f"it reads text in another way ({tokenizer.splitting})"
         if not problem and tokenizer.bos_id is not None:
             problem = f"it puts {tokenizer.decode([tokenizer.bos_id])} before each text"
         if problem:
-            raise ConfigError(f"The page has only GPT-2's kind of BPE, and of this model's tokenizer, {problem}.")
+            raise ConfigError(f"The page has only the kinds of BPE that are learned here. In this one, {problem}.")
     if isinstance(template, ChatML):
         raise ConfigError("The page does not know ChatML, this model's chat template; tools/export_hf.py exports it.")
     if template:
@@ -137,15 +137,20 @@ def describe(
     }
 
 
-def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, str]:
-    """All characters; or all tokens in GPT-2's letters for bytes, of which none is a space, "" for a special token."""
+def describe_tokenizer(tokenizer: Tokenizer) -> dict[str, str | bool]:
+    """All characters; or all tokens in GPT-2's letters for bytes, of which none is a space, "" for a special token, and
+    how text is cut into words."""
     if isinstance(tokenizer, CharacterTokenizer):
         return {"characters": "".join(map(chr, tokenizer.codes))}
     tokens = [""] * tokenizer.vocab_size
     for token, i in json.loads(tokenizer.to_json())["model"]["vocab"].items():
         if token not in tokenizer.special_ids:
             tokens[i] = token
-    return {"tokens": " ".join(tokens)}
+    return {
+        "tokens": " ".join(tokens),
+        "splitting": tokenizer.splitting,
+        "nfc": tokenizer.normalizer is not None,  # `obstacle_to_tiktoken` refuses any other
+    }
 
 
 def fill_in(described: dict[str, Any], weights: bytes) -> bytes:

@@ -2,14 +2,21 @@
 "use strict";
 
 const utf8 = new TextEncoder();
-// GPT-2's pre-tokenizer, GPT2_PATTERN in tokenizer_bpe.py. JavaScript's own \s has U+FEFF and lacks U+0085.
-const WORD = new RegExp(
-  String.raw`'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`
-    .replaceAll(String.raw`^\s`, String.raw`^\p{White_Space}`)
+// The pre-tokenizers of learned vocabularies: GPT2_PATTERN and QWEN35_PATTERN in tokenizer_bpe.py.
+const WORDS = {
+  "gpt-2": String.raw`'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+`,
+  qwen35:
+    String.raw`'(?:[sSſdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}` +
+    String.raw`| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+`,
+};
+
+// JavaScript's own \s has U+FEFF and lacks U+0085.
+function wordPattern(splitting) {
+  const pattern = WORDS[splitting]
     .replaceAll(String.raw`\s`, String.raw`\p{White_Space}`)
-    .replaceAll(String.raw`\S`, String.raw`\P{White_Space}`),
-  "gu",
-);
+    .replaceAll(String.raw`\S`, String.raw`\P{White_Space}`);
+  return new RegExp(pattern, "gu");
+}
 
 // GPT-2's printable letter for each byte (`byte_alphabet`).
 function byteLetters() {
@@ -23,8 +30,10 @@ function byteLetters() {
 }
 
 class BPE {
-  // tokens: in GPT-2's letters, by id, "" for an id without text
-  constructor({ tokens }) {
+  // tokens: in GPT-2's letters, by id, "" for an id without text; nfc: whether text is composed first
+  constructor({ tokens, splitting, nfc }) {
+    this.word = wordPattern(splitting);
+    this.nfc = nfc;
     this.letters = byteLetters();
     const bytes = new Map(this.letters.map((letter, byte) => [letter, byte]));
     this.bytes = tokens.split(" ").map((token) => Uint8Array.from(token, (letter) => bytes.get(letter)));
@@ -34,7 +43,8 @@ class BPE {
 
   encode(text) {
     const ids = [];
-    for (const [word] of text.toWellFormed().matchAll(WORD)) ids.push(...this.merge(word));
+    const read = this.nfc ? text.toWellFormed().normalize("NFC") : text.toWellFormed();
+    for (const [word] of read.matchAll(this.word)) ids.push(...this.merge(word));
     return ids;
   }
 

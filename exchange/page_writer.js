@@ -156,7 +156,6 @@ class Writer {
       }
       hidden = this.model.read(token);
     }
-    if (tokens.length) tokens.at(-1).text += decoder.decode(); // a character that never became whole
     postMessage({ tokens, count, seconds: (performance.now() - started) / 1000 });
     postMessage({ done: ended ? "ended by itself" : this.stopped ? "stopped" : "length reached", left });
   }

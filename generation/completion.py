@@ -42,8 +42,8 @@ class Completion:
         return self.extend(self.decoder.push([token]))
 
     def finish(self) -> str:
-        """The rest, once no more tokens come."""
-        return self.extend(self.decoder.flush(), is_last=True)
+        """The rest, once no more tokens come. A character that was not finished is left out."""
+        return self.extend("", is_last=True)
 
     def extend(self, piece: str, is_last: bool = False) -> str:
         # A stop string may begin in text that came before this piece.
@@ -53,7 +53,6 @@ class Completion:
         if hits:  # take the one that ends first, so that the result does not depend on how tokens divide the text
             self.text = self.text[: min(hits)[1]]
             self.ended = is_last = True
-            self.decoder.flush()
         end = len(self.text) - (0 if is_last else self.held_back())
         fresh, self.shown = self.text[self.shown : end], max(end, self.shown)
         return fresh

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from common.machine import exact_device
 from common.output import cell, table_row
 from model import TransformerLanguageModel
-from tokenizer import Tokenizer
+from tokenizer import Tokenizer, character_counts
 
 TOKENS_AT_ONCE = 8192  # positions in a batch of windows: about 100 MB for the widest layer of GPT-2 small, in fp32
 LOGITS_AT_ONCE = 1 << 24  # 64 MiB in fp32; the logits of whole windows would take more than the model
@@ -33,11 +33,15 @@ class Score:
     nats: float = 0.0  # negative log-likelihood, summed in fp64
     tokens: int = 0  # predicted tokens
     bytes: int = 0  # UTF-8 bytes of their text
+    characters: int = 0
+    cjk: int = 0  # characters that are Chinese, Japanese or Korean
 
     def add(self, other: Score) -> None:
         self.nats += other.nats
         self.tokens += other.tokens
         self.bytes += other.bytes
+        self.characters += other.characters
+        self.cjk += other.cjk
 
     @property
     def loss(self) -> float:
@@ -54,6 +58,11 @@ class Score:
         """Comparable across tokenizers; nan if no byte of text was predicted."""
         return self.nats / math.log(2) / self.bytes if self.bytes else math.nan
 
+    @property
+    def bits_per_character(self) -> float:
+        """Comparable across alphabets, of which many take two or three bytes a letter; nan like `bits_per_byte`."""
+        return self.nats / math.log(2) / self.characters if self.characters else math.nan
+
 
 def score_documents(
     model: TransformerLanguageModel, tokenizer: Tokenizer, documents: Documents, stride: int
@@ -63,7 +72,7 @@ def score_documents(
     `stride` is 1 to max_seq_len: see `windows`. Use a model in fp32: bf16 changes log-probabilities by some hundredths.
     Errors of `documents` are raised.
     """
-    byte_lengths = tokenizer.byte_lengths
+    lengths = np.column_stack([tokenizer.byte_lengths, character_counts(tokenizer)])
     context = model.config.max_seq_len
     rows = max(1, TOKENS_AT_ONCE // context)
     unfinished: list[Score] = []  # in order; the last is that of the document that is being read
@@ -71,7 +80,7 @@ def score_documents(
     for document in documents:
         score = Score()
         unfinished.append(score)
-        ids = counted_ids(document, tokenizer.start_id, byte_lengths, score)
+        ids = counted_ids(document, tokenizer.start_id, lengths, score)
         for window, first in windows(ids, context, stride):
             batch.append((score, window, first))
             if len(batch) == rows:
@@ -84,15 +93,16 @@ def score_documents(
 
 
 def counted_ids(
-    document: Iterable[np.ndarray], start_id: int | None, byte_lengths: np.ndarray, score: Score
+    document: Iterable[np.ndarray], start_id: int | None, lengths: np.ndarray, score: Score
 ) -> Iterator[np.ndarray]:
-    """The ids of a document, after that which begins it if there is one. Adds the bytes of the predicted ones to
-    `score`."""
+    """The ids of a document, after that which begins it if there is one. Adds the `lengths` of the predicted ones to
+    `score`: (vocab_size, 3), bytes, characters, and those that are Chinese, Japanese or Korean."""
     is_predicted = start_id is not None
     if start_id is not None:
         yield np.array([start_id])
     for ids in document:
-        score.bytes += int(byte_lengths[ids if is_predicted else ids[1:]].sum())
+        size, characters, cjk = lengths[ids if is_predicted else ids[1:]].sum(axis=0).tolist()
+        score.add(Score(bytes=size, characters=characters, cjk=cjk))
         is_predicted = is_predicted or len(ids) > 0
         yield ids
 
@@ -156,9 +166,10 @@ def cross_entropy(model: TransformerLanguageModel, hidden: torch.Tensor, targets
 
 def json_row(score: Score) -> dict[str, int | float | None]:
     """Numbers that are not finite become None, because JSON has no such numbers."""
-    values = {"loss": score.loss, "perplexity": score.perplexity, "bits_per_byte": score.bits_per_byte}
+    names = ("loss", "perplexity", "bits_per_byte", "bits_per_character")
+    values = {name: getattr(score, name) for name in names}
     finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-    return {"tokens": score.tokens, "bytes": score.bytes} | finite
+    return {"tokens": score.tokens, "bytes": score.bytes, "characters": score.characters} | finite
 
 
 def table_head() -> list[str]:
@@ -171,7 +182,8 @@ def table_line(name: str, score: Score) -> str:
     return table_row([cell(name), *numbers, f"{score.bits_per_byte:.4f}"])
 
 
-# What a score below each of these reads like (docs/reading_losses.md); 8 bits are a byte drawn blindly.
+# What a text with fewer bits per character than each of these reads like, in alphabets (docs/reading_losses.md); 8 bits
+# are a byte drawn blindly.
 MEANINGS = (
     (0.5, "it knows this text by heart, or the text repeats itself"),
     (1.1, "as models of hundreds of millions of parameters read English"),
@@ -182,13 +194,19 @@ MEANINGS = (
     (8.0, "it has learned nothing of texts like this"),
     (math.inf, "worse than chance: a text of another kind or language, or other weights"),
 )
+MOST_CJK = 0.1  # share of the characters of a text that the meanings are for
 
 
 def meaning(score: Score) -> str:
     """One line for people about a score."""
-    bits = score.bits_per_byte
-    said = next((words for most, words in MEANINGS if bits < most), "nothing was predicted")
-    return f"{bits:.2f} bits per byte: {said} (docs/reading_losses.md)"
+    if not score.bytes:
+        return "nothing was predicted"
+    per_byte, per_character = f"{score.bits_per_byte:.2f}", f"{score.bits_per_character:.2f}"
+    numbers = f"{per_byte} bits per byte" + (f", {per_character} per character" if per_character != per_byte else "")
+    if score.cjk > MOST_CJK * score.characters:
+        return f"{numbers}: what that reads like was measured for alphabets only"
+    said = next(words for most, words in MEANINGS if score.bits_per_character < most)
+    return f"{numbers}: {said} (docs/reading_losses.md)"
 
 
 class Likelihood(NamedTuple):

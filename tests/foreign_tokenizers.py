@@ -1,4 +1,4 @@
-"""Small tokenizers in the form of GPT-2's, SmolLM2's, Llama 3's and Qwen's, and text that tries them."""
+"""Small tokenizers in the form of GPT-2's, SmolLM2's, Llama 3's, Qwen's and Qwen3.5's, and text that tries them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ QWEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 LLAMA3 = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 SPECIAL = {
     "gpt2": ["<|endoftext|>"],
@@ -24,6 +28,7 @@ SPECIAL = {
     "llama3": ["<|begin_of_text|>", "<|end_of_text|>", *[f"<|reserved_special_token_{i}|>" for i in range(254)]],
     "qwen2": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"],
     "qwen3": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"],
+    "qwen35": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>"],
 }
 FOUND = {
     "qwen2": ["<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|repo_name|>"],
@@ -31,7 +36,7 @@ FOUND = {
 }
 FORMS = tuple(SPECIAL)
 # What AutoTokenizer is told in the folders of those models. SmolLM2's says "GPT2Tokenizer": see `write_folder`.
-CLASSES = {"gpt2": "GPT2Tokenizer", "llama3": "PreTrainedTokenizerFast", "smollm2": "PreTrainedTokenizerFast"}
+CLASSES = {"gpt2": "GPT2Tokenizer"} | dict.fromkeys(("llama3", "smollm2", "qwen35"), "PreTrainedTokenizerFast")
 
 ALPHABETS = (
     "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ", "0123456789", " ", " \n\r\t", "\n", "\r\n", "  ", "'",
@@ -76,7 +81,7 @@ def build(form: str) -> Tokenizer:
             cut = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), cut])
     else:
         bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False, trim_offsets=form == "llama3")
-        pattern = Regex(LLAMA3 if form == "llama3" else QWEN)
+        pattern = Regex({"llama3": LLAMA3, "qwen35": QWEN35}.get(form, QWEN))
         cut = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), bytes_only])
     tokenizer.pre_tokenizer = cut
     tokenizer.decoder = decoders.ByteLevel()
@@ -135,7 +140,7 @@ def write_folder(folder: Path, form: str, tokenizer_class: str = "") -> Path:
     here is one that keeps it."""
     folder.mkdir(parents=True, exist_ok=True)
     build(form).save(str(folder / "tokenizer.json"))
-    kind = {"gpt2": "gpt2", "smollm2": "llama", "llama3": "llama"}.get(form, form)
+    kind = {"gpt2": "gpt2", "smollm2": "llama", "llama3": "llama", "qwen35": "qwen3"}.get(form, form)
     end = SPECIAL[form][1] if form == "llama3" else SPECIAL[form][0]
     names = {"eos_token": end} | ({"bos_token": SPECIAL[form][0]} if form == "llama3" else {})
     config = {"tokenizer_class": tokenizer_class or CLASSES.get(form, "Qwen2Tokenizer"), **names}

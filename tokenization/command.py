@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import shlex
@@ -32,6 +33,7 @@ from tokenization.extract import OF_FORMAT, find, format_of, missing_packages, r
 from tokenization.held_out import FEWEST, MOST, choose_held_out
 from tokenization.metadata import FORMAT_VERSION, TokenMetadata, metadata_files, token_dtype
 from tokenization.report import Report
+from tokenization.scripts import SAMPLE_CHARACTERS, WordForm, describe_word_form, word_form
 from tokenization.settings import DEFAULT_FOLDER, Settings
 from tokenization.token_folder import (
     TokenFolder,
@@ -40,12 +42,15 @@ from tokenization.token_folder import (
     pack,
     require_the_same,
     require_tokens_of,
+    text_length,
 )
-from tokenizer import CharacterTokenizer, Tokenizer, load_tokenizer
+from tokenizer import CharacterTokenizer, Tokenizer, character_counts, load_tokenizer
 from tokenizer_base import TokenizerError
 from tokenizer_bpe import SMALLEST_VOCABULARY, BPETokenizer
 
 LISTED = 5  # names of files
+LONGEST_LISTED = 10  # tokens
+FAR_BELOW = 0.75  # a vocabulary of less than this share of what was asked for says so
 
 
 def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = True) -> Path:
@@ -87,6 +92,8 @@ def tokenize_with(options: Settings, quiet: bool = False, may_replace: bool = Tr
                     skipped += left_out(options.input, OF_FORMAT[options.format], taken)
                     report = Report(sources, skipped, repeats, held_out)
                     tokenizer = prepare_tokenizer(folder, read, options, kind, total_bytes)
+                    if isinstance(tokenizer, BPETokenizer) and not options.tokenizer_file:
+                        report.words = describe_word_form(tokenizer)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.encoder_note:
                         log.info(tokenizer.encoder_note)
                     if isinstance(tokenizer, BPETokenizer) and tokenizer.end_of_text_id is None:
@@ -191,10 +198,11 @@ def train_tokenizer(read: Reader, options: Settings, kind: str, total_bytes: int
             return CharacterTokenizer.train(
                 piece.text + piece.line_break for piece in pieces if isinstance(piece, Piece)
             )
+        form = form_of(read, total_bytes)
         sample = sample_evenly((piece.text for piece in pieces), options.vocab_sample_mb * 1e6 / total_bytes)
         texts = progress.to_the_end_of(sample)
         trained: BPETokenizer = in_background(
-            lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency),
+            lambda: BPETokenizer.train(texts, options.vocab_size, options.min_frequency, *form),
             lambda: progress.wait("counting and merging pairs"),
         )
     if trained.vocab_size == SMALLEST_VOCABULARY < options.vocab_size:
@@ -202,7 +210,18 @@ def train_tokenizer(read: Reader, options: Settings, kind: str, total_bytes: int
             f"Warning: the vocabulary has only single bytes, because no pair of bytes occurs {options.min_frequency} "
             f"times in the text. Use more text, a larger --vocab_sample_mb or a lower --min_frequency."
         )
+    elif trained.vocab_size < FAR_BELOW * options.vocab_size:
+        log.info(
+            f"The vocabulary has {trained.vocab_size:,} tokens, not {options.vocab_size:,}: no other pair of tokens "
+            f"occurs {options.min_frequency} times in this text. More text gives more tokens."
+        )
     return trained
+
+
+def form_of(read: Reader, total_bytes: int) -> WordForm:
+    """Return how the text needs its words cut, by a sample spread over all of it."""
+    pieces = read(lambda count: None)
+    return word_form(sample_evenly((piece.text for piece in pieces), SAMPLE_CHARACTERS / total_bytes))
 
 
 def readers(sources: Sequence[Source], options: Settings) -> tuple[Reader, Repeats | None]:
@@ -266,7 +285,7 @@ def describe_tokens(
     options: Settings,
     fingerprint: str,
 ) -> TokenMetadata:
-    """The metadata of the tokens in the work folder. Does not read the token file, which may be large."""
+    """The metadata of the tokens in the work folder. Of the token file, which may be large, only the end is read."""
     total = written.tokens
     ends = np.memmap(folder.document_ends, "<i8", "r") if written.documents else np.zeros(0, np.int64)
     held_out = report.held_out.documents if report.held_out else 0
@@ -288,6 +307,7 @@ def describe_tokens(
         sha256 = hashlib.sha256(packed).hexdigest()
         mask = {"mask_file": folder.mask.name, "mask_sha256": sha256, "chat_template": ChatTemplate()}
     train_bytes = written.text_bytes_before(split, folder.in_work(folder.bin))
+    tokens = np.memmap(folder.in_work(folder.bin), written.dtype, "r")
     return TokenMetadata(
         path=folder.metadata,
         vocab_size=tokenizer.vocab_size,
@@ -300,6 +320,7 @@ def describe_tokens(
         tokens_sha256=written.sha256.hexdigest(),
         tokenizer_sha256=sha256_file(folder.in_work(folder.tokenizer)),
         val_bytes=written.text_bytes - train_bytes,
+        val_characters=text_length(tokens[split:], character_counts(tokenizer)[:, 0]),
         train_bytes=train_bytes,
         train_split=options.train_split,
         documents=report.documents,
@@ -322,10 +343,12 @@ def print_result(folder: TokenFolder, metadata: TokenMetadata, options: Settings
     )
     if tokenizer.kind == "bpe":
         lengths = tokenizer.byte_lengths
-        longest = np.argsort(-lengths, kind="stable")[:10]
-        print("Longest tokens:", ", ".join(f'"{escaped(tokenizer.decode([i]))}"' for i in longest))
+        texts = (tokenizer.decode([i]) for i in np.argsort(-lengths, kind="stable"))
+        whole = itertools.islice((text for text in texts if "\ufffd" not in text), LONGEST_LISTED)
+        print("Longest tokens:", ", ".join(f'"{escaped(text)}"' for text in whole))
     sample = np.fromfile(folder.bin, metadata.numpy_dtype, count=60)
-    print(f'The text begins: "{escaped(tokenizer.decode(sample))}"')
+    beginning = tokenizer.decode(sample).rstrip("\ufffd")  # the last token may hold a part of a character
+    print(f'The text begins: "{escaped(beginning)}"')
     print("Files:")
     for path in (folder.bin, folder.packed, folder.mask, folder.tokenizer, folder.report, folder.metadata):
         if path.exists():

@@ -14,7 +14,7 @@ from common.errors import DataError
 from common.output import byte_size
 from tokenization.corpus import Source, Unreadable, decoded_blocks, require_unchanged, text_blocks, unpacked_blocks
 from tokenization.settings import DOCUMENT_SEPARATOR, Settings
-from tokenizer_base import valid_unicode
+from tokenizer_base import joining_characters, valid_unicode
 
 # Text without a place to cut it (no whitespace, or only whitespace) is cut at this length anyway: one token in as many
 # characters may differ. If longer text waited for such a place, it would be searched again and again.
@@ -24,6 +24,8 @@ LONGEST_JSON_LINE = 50_000_000  # bytes: some fifty books
 # word. Llama 3's and Qwen's put line breaks into one word with the punctuation before them. (A lookbehind takes twice
 # as long.)
 CUT = re.compile(r"\S[ \t]|[^\W_][\r\n]|\S\n[^\W_]")
+JOINERS = "\u200c\u200d"
+MOST_MARKS = 32  # on one letter; a longer row of marks is no writing
 
 
 class Piece(NamedTuple):
@@ -94,7 +96,7 @@ def split_documents(blocks: Iterable[str], separator: str) -> Iterator[tuple[str
         if len(rest) > PIECE_CHARACTERS:
             newline = rest.rfind("\n")  # after it may be the beginning of a separator
             end = newline if len(rest) - newline <= len(separator) + 1 else len(rest) - 1
-            cut = cut_point(rest, end) or min(end, PIECE_CHARACTERS)
+            cut = cut_point(rest, end) or between_letters(rest, min(end, PIECE_CHARACTERS))
             if cut > fresh:
                 yield rest[fresh:cut], False, "", skipped
                 rest, fresh, skipped = rest[cut:], False, 0
@@ -113,6 +115,15 @@ def cut_point(text: str, limit: int) -> int:
         if cuts := deque(CUT.finditer(text, max(limit - window - 1, 0), limit + 1), maxlen=1):
             return cuts[0].end() - 1
     return 0
+
+
+def between_letters(text: str, at: int) -> int:
+    """Return the last place up to `at` that parts no letter from its marks."""
+    joining = re.compile(f"[{joining_characters()}]")
+    for place in range(at, max(0, at - MOST_MARKS), -1):
+        if not joining.match(text, place) and text[place - 1] not in JOINERS:
+            return place
+    return at
 
 
 @dataclass(frozen=True)
@@ -165,7 +176,7 @@ def jsonl_pieces(source: Source, text_key: str, on_read: Callable[[int], None]) 
         start = 0
         while len(text) - start > PIECE_CHARACTERS:
             piece = text[start : start + PIECE_CHARACTERS + 1]
-            end = start + (cut_point(piece, PIECE_CHARACTERS) or PIECE_CHARACTERS)
+            end = start + (cut_point(piece, PIECE_CHARACTERS) or between_letters(piece, PIECE_CHARACTERS))
             yield Piece(text[start:end], start == 0, False, "", source, number)
             start = end
         if text:

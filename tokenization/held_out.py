@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from common.output import byte_size, cell
 from tokenization.conversations import Conversation
 from tokenization.corpus import Source
-from tokenization.documents import PIECE_CHARACTERS, Piece, cut_point
+from tokenization.documents import PIECE_CHARACTERS, Piece, between_letters, cut_point
 from tokenization.encoding import Reader, Text, begins_document
 
 FEWEST, MOST = 2500, 8000  # characters of a passage; the last of a document may be shorter
@@ -143,7 +143,8 @@ def passage_end(text: str, start: int, is_whole: bool) -> int:
         if zlib.crc32(text[line:end].encode()) % FURTHER < end - line and end <= start + MOST:
             return end
     passage = text[start : start + MOST]
-    return start + (passage.rfind("\n", FEWEST) + 1 or passage.rfind(" ", FEWEST) + 1 or MOST)
+    end = passage.rfind("\n", FEWEST) + 1 or passage.rfind(" ", FEWEST) + 1
+    return start + end if end else between_letters(text, start + MOST)
 
 
 def joined(chosen: Iterable[tuple[Text, bool]]) -> Iterator[tuple[Text, bool]]:
@@ -169,7 +170,7 @@ def joined(chosen: Iterable[tuple[Text, bool]]) -> Iterator[tuple[Text, bool]]:
         length += len(passage.text)
         if length > PIECE_CHARACTERS + MOST:
             text = "".join(each.text for each in run)
-            cut = cut_point(text, PIECE_CHARACTERS) or PIECE_CHARACTERS
+            cut = cut_point(text, PIECE_CHARACTERS) or between_letters(text, PIECE_CHARACTERS)
             yield piece(text[:cut], False), side
             line = run[0].line + text.count("\n", 0, cut)
             run = [passage._replace(text=text[cut:], begins_document=False, line=line)]

@@ -44,6 +44,7 @@ class TokenMetadata:
     tokens_sha256: str | None = None
     tokenizer_sha256: str | None = None
     val_bytes: Count | None = None  # UTF-8 bytes of the validation text
+    val_characters: Count | None = None
     train_bytes: Count | None = None
     documents: Count | None = None
     source_files: tuple[dict[str, Any], ...] = ()  # name and size of each

@@ -38,6 +38,7 @@ class Report:
         self.files = {source: OfFile() for source in sources}
         self.skipped, self.repeats, self.held_out = skipped, repeats, held_out
         self.copies = [] if repeats else copies(sources)
+        self.words: list[str] = []  # how the vocabulary cuts words, where it is not GPT-2's way
 
     def counting(self, read: Reader) -> Reader:
         """A reader of the same text that counts it."""
@@ -67,7 +68,8 @@ class Report:
     def found(self, most: int) -> list[tuple[str, str]]:
         """What a user may want to act on, each with its kind; of the files that are left out for one reason, `most`
         names."""
-        found = [("Repeated", f"left out: {self.repeats.describe()}")] if self.repeats else []
+        found = [("Words", line) for line in self.words]
+        found += [("Repeated", f"left out: {self.repeats.describe()}")] if self.repeats else []
         converted = [source for source in self.files if source.is_converted]
         found += [("Converted", f"{source.name}: {source.note}") for source in converted]
         for source in self.files:

@@ -312,7 +312,7 @@ class TokenWriter:
         """Count a whole chunk: `content` is the bytes of its tokens."""
         self.sha256.update(content)
         tokens = np.frombuffer(content, self.dtype)
-        self.chunk_ends.append((self.tokens + len(tokens), self.text_bytes + text_bytes(tokens, self.byte_lengths)))
+        self.chunk_ends.append((self.tokens + len(tokens), self.text_bytes + text_length(tokens, self.byte_lengths)))
         self.documents += documents
 
     @property
@@ -333,16 +333,16 @@ class TokenWriter:
         whole = bisect.bisect_right(self.chunk_ends, token, key=lambda end: end[0]) - 1
         start, counted = self.chunk_ends[whole]
         rest = np.memmap(path, self.dtype, "r")[start:token]
-        return counted + text_bytes(rest, self.byte_lengths)
+        return counted + text_length(rest, self.byte_lengths)
 
 
 def checksum_of(contents: Sequence[bytes]) -> int:
     return functools.reduce(lambda checksum, content: zlib.crc32(content, checksum), contents, 0)
 
 
-def text_bytes(tokens: np.ndarray, byte_lengths: np.ndarray) -> int:
-    """UTF-8 bytes of the text of tokens. Computed in blocks, because the lengths take more memory than the tokens."""
-    return sum(int(byte_lengths[tokens[i : i + BLOCK]].sum()) for i in range(0, len(tokens), BLOCK))
+def text_length(tokens: np.ndarray, lengths: np.ndarray) -> int:
+    """Sum the bytes or characters of tokens, by those of each id: in blocks, because they take more memory than ids."""
+    return sum(int(lengths[tokens[i : i + BLOCK]].sum()) for i in range(0, len(tokens), BLOCK))
 
 
 @contextlib.contextmanager

@@ -32,7 +32,7 @@ from training.hardware import (
     choose_compile,
     clear_frames,
 )
-from training.law import ERROR, expected_error, expected_loss, useful_passes
+from training.law import expected_error, expected_loss, is_measured, useful_passes
 from training.memory import MEMORY_SHARE, PROCESS_BYTES
 from training.previous import kept_choice
 from training.recipe import (
@@ -66,6 +66,7 @@ FEWER_THREADS = 1.1  # times as fast they have to be, to be chosen
 
 LEAST_HELD_OUT = (1 - TRAIN_SHARE) / FURTHEST  # share of a small text's tokens that are held out
 
+MUCH_DOUBT = 0.3  # bits per letter; what differs so much from an English book was not measured
 FEWEST_STEPS = 50  # a model that takes fewer has hardly begun to learn
 
 
@@ -345,9 +346,9 @@ class Dial:
         text, (speed, threads) = self.text, self.speed(candidate, compiles)
         before = self.machine.now() - self.started + compiles * self.compile_time(candidate, speed.cpu_share)
         seconds = max(1.0, 60 * minutes - before) * (1 - EVALUATING_SHARE)
-        text_bytes = TRAIN_SHARE * text.bytes
+        letters, of_a_byte = TRAIN_SHARE * text.letters, text.letters / text.bytes
         earlier = self.read / text.train_tokens  # passes
-        limit = max(1, useful_passes(candidate.block_parameters, text_bytes) - round(earlier))
+        limit = max(1, useful_passes(candidate.block_parameters, letters) - round(earlier))
         without_dropout = PASSES_WITHOUT_DROPOUT * text.train_tokens
         timed_so = candidate.hardware.is_cuda or self.requested.is_explicit("dropout")
         dropout_takes = 1.0 if timed_so else CPU_DROPOUT_TAKES
@@ -363,8 +364,8 @@ class Dial:
             tokens = max(1.0, min(in_time, limit * text.train_tokens))
         step *= dropout_takes if tokens > without_dropout else 1.0
         passes = tokens / text.train_tokens
-        loss = text.difficulty * expected_loss(candidate.block_parameters, text_bytes, earlier + passes)
-        error = expected_error(candidate.block_parameters, text_bytes, text.difficulty)
+        loss = of_a_byte * text.difficulty * expected_loss(candidate.block_parameters, letters, earlier + passes)
+        error = of_a_byte * expected_error(candidate.block_parameters, letters, text.doubt)
         if slower == 1 and speed.scatter:
             error += self.outcome(candidate, minutes, compiles, 1 + speed.scatter).loss - loss
         took = before + tokens * step / of_step / (1 - EVALUATING_SHARE)
@@ -436,6 +437,7 @@ class Dial:
         memory = choice.candidate.memory(choice.sequences, choice.rows, choice.compiles)
         memory += 0 if hardware.is_cuda else PROCESS_BYTES
         limit = "nothing more is gained then" if choice.reads_all else "all that the time allows"
+        likely = is_measured(choice.candidate.block_parameters, TRAIN_SHARE * text.letters) and text.doubt < MUCH_DOUBT
         busy = spare = ""
         if 2 * choice.seconds <= 60 * minutes:
             spare = (
@@ -453,7 +455,7 @@ class Dial:
             f"Expected   {choice.loss:.2f} bits per byte ({max(0.0, choice.loss - choice.error):.2f} to "
             f"{choice.loss + choice.error:.2f}) after {clock(choice.seconds)}, with "
             f"about {byte_size(memory)} of memory"
-            f"{'; a guess, for no run like this was measured' if choice.error >= 2 * ERROR else ''}\n"
+            f"{'' if likely else '; a guess, for no run like this was measured'}\n"
             f"Reading    the text {choice.passes:.2g} times, {limit}"
             f"{f', with dropout {dropout:g}' if dropout else ''}\n"
             f"{spare}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,8 @@ from common.script import world
 from generation.completion import ROWS_AT_ONCE, generate
 from generation.sampling import Sampling
 from model import IGNORE_INDEX
-from tokenizer_base import UnknownCharacterError
+from tokenizer import Tokenizer
+from tokenizer_base import UnknownCharacterError, joining_characters
 from training import parallel
 from training.config import Config
 from training.data import TokenData
@@ -229,6 +231,18 @@ def beginnings(data: TokenData) -> list[list[int]]:
     def text_at(start: int) -> list[int]:
         ids = held_out[start : start + PROMPT_TOKENS].tolist()
         first = next((i for i, token in enumerate(ids) if token not in special), len(ids))
-        return list(itertools.takewhile(lambda token: token not in special, ids[first:])) or [ids[-1]]
+        text = list(itertools.takewhile(lambda token: token not in special, ids[first:]))
+        return whole_characters(text, data.tokenizer) or [ids[-1]]
 
     return [text_at(start) for start in chosen]
+
+
+def whole_characters(ids: list[int], tokenizer: Tokenizer) -> list[int]:
+    """Return the ids without those at the beginning and the end that hold a part of a character, or only the marks of a
+    letter."""
+    mark, first, last = re.compile(f"[\ufffd{joining_characters()}]"), 0, len(ids)
+    while first < last and mark.match(tokenizer.decode(ids[first:last])):
+        first += 1
+    while first < last and tokenizer.decode(ids[first:last]).endswith("\ufffd"):
+        last -= 1
+    return ids[first:last]

@@ -23,6 +23,7 @@ LEAST_EVALUATIONS = 3  # for a verdict
 RISEN = 1.005  # times the lowest validation loss: more than two seeds differ
 FALLEN = 0.998  # times the loss of a few evaluations before
 MEMORISING = "memorising"
+ONE_BYTE_EACH = 1.05  # bytes of a character, up to which bits per character would say the same
 SLOWER = 1.2  # times, at least, to be the reason why a forecast was missed
 BUSY = 0.8  # of the time on a CPU: what is below was taken by other programs
 LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
@@ -51,6 +52,9 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     if evaluated:
         last = evaluated[-1]
         per_byte = f", {last['val_bits_per_byte']:.3f} bits per byte" if "val_bits_per_byte" in last else ""
+        size, characters = data.metadata.val_bytes, data.metadata.val_characters
+        if per_byte and size and characters and size > ONE_BYTE_EACH * characters:
+            per_byte += f" or {last['val_bits_per_byte'] * size / characters:.3f} per character"
         facts["Validation loss"] = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
     if state.best_val_loss is not None:  # which is of best/; rows may be over other windows
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"

@@ -14,19 +14,21 @@ from tokenization.metadata import TokenMetadata, metadata_files, read_tokens
 from tokenization.settings import Settings
 from tokenizer import load_tokenizer
 from training.config import REPOSITORY, Config
-from training.law import difficulty
+from training.difficulty import count_letters, difficulty
 
 EXAMPLE = "builtin:conversations"  # the quickstart's text, and questions that it does not ask in these words
 EXAMPLES = REPOSITORY / "examples"
 MIN_BYTES = 2_000  # of a text
 TRAIN_SHARE = 0.9  # of the text
 SAMPLE_BYTES = 1_000_000
+ONE_BYTE_EACH = 1.1  # bytes a letter, up to which a text is mostly in Latin letters
+OTHER_ALPHABET = 0.15  # bits per letter by which the loss may be off in others
 
 
 class Vocabulary(NamedTuple):
-    max_bytes: float  # of a text that it is for
+    max_bytes: float  # of a text that it is for: letters of three bytes take more of its ids than those of one
     size: int
-    bytes_per_token: float  # of English books
+    letters_per_token: float  # of English books
 
 
 VOCABULARIES = (
@@ -43,17 +45,25 @@ class Text(NamedTuple):
     name: str
     files: int
     bytes: int
+    letters: float  # as `count_letters` counts them
     tokens: float
     vocab_size: int
     is_chat: bool
     difficulty: float  # how much harder it is to predict than English books
 
     @property
+    def doubt(self) -> float:
+        """How far the loss may be off because this is no English book, in bits per letter: by what 17 texts of 15
+        languages show (docs/benchmarks/scripts.md)."""
+        is_other_alphabet = self.bytes > ONE_BYTE_EACH * self.letters
+        return max(abs(1 - self.difficulty), OTHER_ALPHABET if is_other_alphabet else 0.0)
+
+    @property
     def train_tokens(self) -> float:
         return TRAIN_SHARE * self.tokens
 
     def with_vocabulary(self, vocabulary: Vocabulary) -> Text:
-        return self._replace(tokens=self.bytes / vocabulary.bytes_per_token, vocab_size=vocabulary.size)
+        return self._replace(tokens=self.letters / vocabulary.letters_per_token, vocab_size=vocabulary.size)
 
 
 def text_of(name: str) -> str:
@@ -78,17 +88,21 @@ def measure_text(config: Config) -> Text:
         raise DataError(f"{config.input} holds {size:,} bytes of text: too few to learn from and to hold some out.")
     share = max(1, SAMPLE_BYTES // len(sources))
     blocks = [islice(unpacked_blocks(source), math.ceil(share / BLOCK_BYTES)) for source in sources]
-    sample = b"".join(b"".join(beginning)[:share] for beginning in blocks)
+    sample = b"".join(b"".join(beginning)[:share] for beginning in blocks).decode(errors="ignore")
+    of_a_byte = 1 / max(1, len(sample.encode()))
+    letters = size * count_letters(sample) * of_a_byte
     vocabulary = vocabulary_for(size)
+    tokens = letters / vocabulary.letters_per_token
     if config.is_explicit("vocab_size"):
         vocabulary = vocabulary._replace(size=config.vocab_size)
     elif config.tokenizer == "char":
-        vocabulary = Vocabulary(size, len(set(sample.decode(errors="ignore"))), 1.0)
+        vocabulary, tokens = Vocabulary(size, len(set(sample)), 1.0), size * len(sample) * of_a_byte
     return Text(
         config.input,
         len(sources),
         size,
-        size / vocabulary.bytes_per_token,
+        letters,
+        tokens,
         vocabulary.size,
         settings.format == "chat",
         difficulty(sample),
@@ -112,8 +126,9 @@ def measure_tokens(config: Config) -> Text:
         str(paths[0].parent),
         files,
         size,
+        size * count_letters(sample) / max(1, len(sample.encode())),
         metadata.total_tokens,
         metadata.vocab_size,
         is_chat,
-        difficulty(sample.encode()),
+        difficulty(sample),
     )

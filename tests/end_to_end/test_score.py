@@ -25,7 +25,8 @@ from training.config import Config
 from training.optimizer import build_optimizer
 
 CONTEXT = 32
-KEYS = ["file", "tokens", "bytes", "loss", "perplexity", "bits_per_byte", "stride", "checkpoint"]
+KEYS = ["file", "tokens", "bytes", "characters", "loss", "perplexity", "bits_per_byte", "bits_per_character", "stride"]
+KEYS += ["checkpoint"]
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ def test_an_object_a_file_with_the_keys_that_are_promised(checkpoint, rows):
     assert [row["file"] for row in made] == ["one.txt", "two.txt"]
     assert [row["tokens"] for row in made] == [179, 2 + 12]  # the first character of a document is not predicted
     for row in made:
-        assert row["bytes"] == row["tokens"]
+        assert row["bytes"] == row["characters"] == row["tokens"]
         assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
         assert row["bits_per_byte"] == pytest.approx(row["loss"] / math.log(2))
         assert (row["stride"], row["checkpoint"]) == (CONTEXT // 2, str(checkpoint))

@@ -89,7 +89,16 @@ def test_bpe_gives_every_document_and_its_end(tmp_path: Path, capsys: pytest.Cap
     assert metadata["train_bytes"] + metadata["val_bytes"] == len("".join(texts).encode())
     assert set(metadata) == {
         *("format_version", "tokenizer_type", "vocab_size", "dtype", "bytes_per_token", "total_tokens", "train_split"),
-        *("train_split_index", "train_tokens", "val_tokens", "train_bytes", "val_bytes", "documents", "source_files"),
+        *(
+            "train_split_index",
+            "train_tokens",
+            "val_tokens",
+            "train_bytes",
+            "val_bytes",
+            "val_characters",
+            "documents",
+            "source_files",
+        ),
         *("bin_file", "tokenizer_file", "tokens_sha256", "tokenizer_sha256", "created", "fingerprint"),
     }
     assert metadata["tokenizer_type"] == "bpe" and metadata["vocab_size"] == tokenizer.vocab_size <= 400

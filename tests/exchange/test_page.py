@@ -25,7 +25,9 @@ from model import ACTIVATIONS, TransformerLanguageModel
 from serving.demo_model import CONSIDERED, token_label
 from tests.foreign_tokenizers import QWEN
 from tests.helpers import ROOT, flip, full_disk, generated_text, run_script
+from tests.languages import HINDI
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_adapters, write_model
+from tokenization.scripts import WordForm
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import PROBE, BPETokenizer
 from tools import export_page
@@ -261,13 +263,17 @@ def test_adapters_are_merged(browser: Any, tmp_path: Path) -> None:
 
 
 @in_browser
-def test_ids_are_the_tokenizers(browser: Any, tmp_path: Path) -> None:
-    tokenizer = BPETokenizer.train([PROBE * 3, generated_text(2_000)], vocab_size=500)
+@pytest.mark.parametrize("form", [WordForm(), WordForm("qwen35", to_nfc=True)], ids=["gpt-2", "qwen35"])
+def test_ids_are_the_tokenizers(browser: Any, tmp_path: Path, form: WordForm) -> None:
+    """Of both ways in which a vocabulary is learned here."""
+    tokenizer = BPETokenizer.train([PROBE * 3, generated_text(2_000), HINDI * 3], 600, 2, *form)
     write_model(tmp_path / "mine", tokenizer)
     random = np.random.RandomState(0)
     planes = [
         *range(0x20, 0x250),
-        *range(0x370, 0x400),
+        *range(0x300, 0x400),
+        *range(0x900, 0x980),
+        *range(0xE01, 0xE5B),
         *range(0x2000, 0x2070),
         *range(0x4E00, 0x4E40),
         0x1F600,
@@ -279,6 +285,8 @@ def test_ids_are_the_tokenizers(browser: Any, tmp_path: Path) -> None:
         " " * 300,
         "a" * 3000,
         "'LL 'll''s \u0085x",
+        HINDI,
+        "it'\u017f IT'S we'Re 1234 e\u0301 \u1112\u1161\u11ab !!\n\n\u200cx\u200dy",
         *("".join(map(chr, random.choice(planes, 40))) for _ in range(300)),
     ]
     with Visitor(browser, written(tmp_path / "mine")) as visitor:

@@ -90,6 +90,7 @@ def test_an_end_of_text_token_predicts_the_first_one(bpe: BPETokenizer) -> None:
     (score,) = score_documents(model, bpe, [parts(bpe, text)], stride=5)
     ids = [bpe.end_of_text_id, *bpe.encode(text).tolist()]
     assert (score.tokens, score.bytes) == (len(ids) - 1, len(text.encode()))
+    assert (score.characters, score.cjk) == (len(text), 0)
     assert score.nats == pytest.approx(one_by_one(model, ids, CONTEXT, 5), abs=1e-9)
     assert score.bits_per_byte == pytest.approx(score.loss * score.tokens / math.log(2) / score.bytes)
 
@@ -97,10 +98,11 @@ def test_an_end_of_text_token_predicts_the_first_one(bpe: BPETokenizer) -> None:
 def test_the_first_character_is_not_predicted_and_its_bytes_do_not_count() -> None:
     tokenizer = CharacterTokenizer.train("aé中😀")
     model = cached_model(tokenizer.vocab_size)
-    texts = ["中aé", "aé😀", "é", ""]
+    texts = ["中aé", "aé😀", "é中", "é", ""]
     scores = list(score_documents(model, tokenizer, [parts(tokenizer, text) for text in texts], stride=1))
-    assert [(score.tokens, score.bytes) for score in scores] == [(2, 3), (2, 6), (0, 0), (0, 0)]
-    assert math.isnan(scores[2].loss) and math.isnan(scores[2].bits_per_byte)
+    assert [(score.tokens, score.bytes) for score in scores] == [(2, 3), (2, 6), (1, 3), (0, 0), (0, 0)]
+    assert [(score.characters, score.cjk) for score in scores[:3]] == [(2, 0), (2, 0), (1, 1)]
+    assert math.isnan(scores[3].loss) and math.isnan(scores[3].bits_per_byte)
 
 
 @pytest.mark.parametrize("tokens_at_once", [1, 3 * CONTEXT, 1 << 20])
@@ -209,7 +211,8 @@ def test_a_loss_beyond_all_floats_is_infinite_and_json_says_null() -> None:
     score = Score(nats=1e6, tokens=10, bytes=10)
     assert (score.loss, score.perplexity) == (1e5, math.inf)
     row = json_row(score)
-    assert list(row) == ["tokens", "bytes", "loss", "perplexity", "bits_per_byte"]
+    names = ["tokens", "bytes", "characters", "loss", "perplexity", "bits_per_byte", "bits_per_character"]
+    assert list(row) == names
     assert row["perplexity"] is None and row["loss"] == 1e5
     assert "inf" in table_line("a.txt", score)
 
@@ -218,5 +221,13 @@ def test_a_loss_beyond_all_floats_is_infinite_and_json_says_null() -> None:
     ("bits", "said"), [(0.2, "by heart"), (1.9, "real words"), (7.9, "nothing"), (8.04, "worse than chance")]
 )
 def test_a_score_in_words(bits: float, said: str) -> None:
-    assert said in meaning(Score(nats=bits * 100 * math.log(2), tokens=30, bytes=100))
+    assert said in meaning(Score(nats=bits * 100 * math.log(2), tokens=30, bytes=100, characters=100))
     assert "nothing was predicted" in meaning(Score())
+
+
+def test_a_score_is_read_by_the_character() -> None:
+    nats = 2.3 * 100 * math.log(2)
+    hindi = meaning(Score(nats, tokens=30, bytes=253, characters=100))
+    assert "0.91 bits per byte, 2.30 per character" in hindi and "pieces of words" in hindi
+    chinese = meaning(Score(nats, tokens=60, bytes=260, characters=100, cjk=80))
+    assert "alphabets only" in chinese

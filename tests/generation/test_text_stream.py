@@ -24,9 +24,6 @@ class Pieces:
     def push(self, ids: Sequence[int]) -> str:
         return "".join(self.pieces[i] for i in ids)
 
-    def flush(self) -> str:
-        return ""
-
 
 def until_stop(text: str, stop: Sequence[str]) -> tuple[str, bool]:
     """Read character by character; where a stop string has just been completed, the text ends before it."""

@@ -154,7 +154,7 @@ MINUTES = (2, 10, 60, 600)
 
 def text_of(size: float) -> Text:
     vocabulary = vocabulary_for(size)
-    return Text("a text", 1, int(size), size / vocabulary.bytes_per_token, vocabulary.size, False, 1.0)
+    return Text("a text", 1, int(size), size, size / vocabulary.letters_per_token, vocabulary.size, False, 1.0)
 
 
 def dial_of(machine: Pretended, size: float, minutes: float, *flags: str) -> Dial:
@@ -182,7 +182,7 @@ def trained(dial: Dial, choice: Choice, spent: float) -> Trained:
     seconds = max(1.0, 60 * dial.requested.minutes - spent) * (1 - EVALUATING_SHARE)
     of_step, in_pass = choice.sequences * config.max_seq_len, dial.text.train_tokens
     steps = min(seconds / step, config.epochs * in_pass / of_step)
-    text_bytes = TRAIN_SHARE * dial.text.bytes
-    loss = expected_loss(final.block_parameters, text_bytes, steps * of_step / in_pass)
-    all_read = config.epochs >= useful_passes(final.block_parameters, text_bytes)
+    letters = TRAIN_SHARE * dial.text.letters
+    loss = expected_loss(final.block_parameters, letters, steps * of_step / in_pass)
+    all_read = config.epochs >= useful_passes(final.block_parameters, letters)
     return Trained(config, steps, loss, spent + steps * step / (1 - EVALUATING_SHARE), all_read)

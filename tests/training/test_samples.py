@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +11,9 @@ import pytest
 
 import train_colab_mmap
 from tests.helpers import run_script
+from tests.languages import MARKED
+from tokenizer_bpe import BPETokenizer
+from training.evaluate import whole_characters
 from training.records import read_samples
 from training.summary import verdict
 
@@ -31,6 +36,34 @@ def test_short_documents_and_a_vocabulary_without_a_space(kind: str, tmp_path: P
     assert result.code == 0, result.err
     prompts = read_samples(tmp_path / "run")[-1].prompts
     assert len(prompts) == 3 and not any("<|" in prompt or " " in prompt for prompt in prompts)
+
+
+def test_a_script_of_several_bytes_a_letter(tmp_path: Path) -> None:
+    """A vocabulary of single bytes cuts the tokens of a sample anywhere; what is shown has whole letters with their
+    marks. The summary gives the loss per character, too."""
+    sentences = [word for sentence in MARKED.values() for word in sentence.split()]
+    draw = random.Random(1)
+    (tmp_path / "a.txt").write_text(" ".join(draw.choices(sentences, k=4000)), encoding="utf-8")
+    shape = "--num_layers 1 --embed_dim 16 --num_heads 2 --max_seq_len 16 --max_steps 3 --eval_interval 1 --device cpu"
+    words = ["--input", tmp_path / "a.txt", "--vocab_size", 262, *shape.split(), "--data_dir", tmp_path / "tokens"]
+    result = run_script(train_colab_mmap.main, *words, "--output_dir", tmp_path / "run")
+    assert result.code == 0, result.err
+    prompts = read_samples(tmp_path / "run")[-1].prompts
+    assert len(prompts) == 3 and all(prompts)
+    for prompt in prompts:
+        assert "\ufffd" not in prompt and unicodedata.category(prompt[0])[0] != "M"
+    assert " bits per byte or " in (tmp_path / "run" / "summary.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("language", MARKED)
+def test_a_prompt_has_whole_letters_wherever_it_begins_and_ends(language: str) -> None:
+    text = MARKED[language]
+    tokenizer = BPETokenizer.train([text], 262)
+    ids = tokenizer.encode(text).tolist()
+    for start in range(0, len(ids) - 12, 5):
+        shown = tokenizer.decode(whole_characters(ids[start : start + 12], tokenizer))
+        assert "\ufffd" not in shown and shown in text
+        assert not shown or unicodedata.category(shown[0])[0] != "M"
 
 
 def test_what_the_losses_mean() -> None:
