@@ -128,7 +128,8 @@ class Answer:
     def fresh_tokens(self, index: int, all_of_it: bool = False) -> list[PlacedToken]:
         """The tokens that begin in the text sent so far (or in all of it) and were not sent themselves."""
         end = len(self.question.asked[index]) + len(self.completions[index].text) if all_of_it else self.sent[index]
-        fresh = [token for token in self.tokens[index] if token.offset < end]
+        is_cut = all_of_it and not self.completions[index].ended  # its last tokens may be a part of a character
+        fresh = [token for token in self.tokens[index] if is_cut or token.offset < end]
         del self.tokens[index][: len(fresh)]
         return fresh
 
