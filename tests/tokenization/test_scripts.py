@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import tokenize_local_bpe
-from common.output import byte_size
 from tests.helpers import run_script
 from tests.languages import COMPOSED, MARKED, PLAIN
 from tokenization.corpus import find_sources
@@ -75,7 +74,7 @@ def test_a_text_without_spaces_is_cut_between_letters(language: str, tmp_path: P
     while end := passage_end(text, start, is_whole=True):
         passages.append(text[start:end])
         start = end
-    assert not any(unicodedata.combining(part[0]) or is_mark(part[0]) for part in [*pieces, *passages])
+    assert not any(is_mark(part[0]) for part in [*pieces, *passages])
 
 
 def is_mark(character: str) -> bool:
@@ -84,12 +83,12 @@ def is_mark(character: str) -> bool:
 
 def test_a_row_of_marks_alone_is_cut_somewhere() -> None:
     assert between_letters("a" + "\u0301" * 100, 90) == 90
-    assert between_letters("क्\u200dष", 3) == 0 or between_letters("xक्\u200dष", 4) == 1
+    assert between_letters("xक्\u200dष", 4) == 1, "the joiner belongs to both letters"
 
 
 @pytest.mark.parametrize("language", ["Thai", "Burmese", "Chinese"])
 def test_learning_from_endless_words_stays_fast(language: str) -> None:
-    """The time to learn from a word grows with the square of its length: a minute for this one if it were not cut."""
+    """The time to learn from a word grows with the square of its length: over a minute for this one if it were not cut."""
     letters = "".join((MARKED | PLAIN)[language].split())
     draw = np.random.RandomState(1)
     text = "".join(letters[i] for i in draw.randint(0, len(letters), 400_000))
@@ -121,7 +120,7 @@ def test_the_metadata_counts_characters_and_what_is_printed_has_whole_ones(tmp_p
     text = tokenizer.decode(tokens[tokenizer.byte_lengths[tokens] > 0])
     assert (metadata["val_characters"], metadata["val_bytes"]) == (len(text), len(text.encode()))
     assert character_counts(tokenizer)[tokens, 0].sum() == len(text)
-    assert "\ufffd" not in done.out and "Longest tokens" in done.out, byte_size(len(done.out))
+    assert "\ufffd" not in done.out and "Longest tokens" in done.out
 
 
 def test_a_vocabulary_far_below_what_was_asked_says_why(tmp_path: Path) -> None:
