@@ -88,7 +88,7 @@ def test_a_row_of_marks_alone_is_cut_somewhere() -> None:
 
 @pytest.mark.parametrize("language", ["Thai", "Burmese", "Chinese"])
 def test_learning_from_endless_words_stays_fast(language: str) -> None:
-    """The time to learn from a word grows with the square of its length: over a minute for this one if it were not cut."""
+    """The time to learn from a word grows with the square of its length: over a minute here, were it not cut."""
     letters = "".join((MARKED | PLAIN)[language].split())
     draw = np.random.RandomState(1)
     text = "".join(letters[i] for i in draw.randint(0, len(letters), 400_000))
