@@ -53,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         groups: dict[str, argparse._ArgumentGroup] = {}
         for key, f in options.items():
             if word := about(f).get("word"):
-                count = "*" if is_tuple(f) else None
+                count = "*" if is_tuple(f) else None if f.is_required() else "?"
                 self.add_argument(key, nargs=count, default=argparse.SUPPRESS, metavar=word, help=f.description)
                 continue
             heading = about(f).get("group", "model")
@@ -118,7 +118,11 @@ class Parser(argparse.ArgumentParser):
         """Read the words and flags as `model`, a pydantic dataclass whose fields are options, and whose docstring says
         what the script does. Raises ConfigError that lists what is wrong with them."""
         options = fields_of(model)
-        words = [f"[{word} ...]" if is_tuple(f) else word for f in options.values() if (word := about(f).get("word"))]
+        words = [
+            f"[{word} ...]" if is_tuple(f) else word if f.is_required() else f"[{word}]"
+            for f in options.values()
+            if (word := about(f).get("word"))
+        ]
         self.usage = " ".join(["%(prog)s", *words, *(["[--FLAG VALUE ...]"] if len(words) < len(options) else [])])
         self.description = self.description or model.__doc__
         self.add_options(options)

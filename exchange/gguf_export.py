@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from common.chat import CHATML_TOKENS, AnyTemplate, ChatML, end_of_text
-from common.checkpoint import open_checkpoint
+from common.checkpoint import Checkpoint, open_checkpoint
 from common.errors import ConfigError
 from common.files import atomic_write
 from common.output import si
@@ -16,6 +16,7 @@ from exchange.folders import load_in_fp32
 from exchange.gguf_file import require_gguf, write_gguf
 from exchange.hf_tokenizer import chat_jinja, tokens_to_generate
 from generation.settings import Sampling
+from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -30,14 +31,22 @@ def require_file(path: str | Path, file: Path, ollama: bool = False) -> None:
     require_gguf(checkpoint.model_config(), load_tokenizer(checkpoint.tokenizer_path()))
 
 
+def gguf_beside(checkpoint: Checkpoint, name: str) -> Path:
+    """Return model.gguf in the checkpoint's folder, in f16; write it if it is not there or older than the weights.
+    Raises what `write_gguf` raises."""
+    file = checkpoint.path / "model.gguf"
+    weights = max(path.stat().st_mtime_ns for path in checkpoint.path.iterdir() if path != file)
+    if not file.exists() or file.stat().st_mtime_ns < weights:
+        write_file(checkpoint, file, name, "f16")
+    return file
+
+
 def export_file(path: str | Path, file: Path, gguf_type: str = "f16", ollama: bool = False) -> None:
     """Write the file with weights of `gguf_type`, and print what to type; with `ollama`, write a Modelfile
     beside it. Raises what `write_gguf` raises."""
     checkpoint = open_checkpoint(path)
-    model, tokenizer = load_in_fp32(checkpoint)
+    model, tokenizer = write_file(checkpoint, file, file.stem, gguf_type)
     template = checkpoint.chat_template()
-    jinja = chat_jinja(template, tokenizer, marks_answers=False) if template else None
-    write_gguf(file, model, tokenizer, file.stem, gguf_type, jinja)
     print(f"\n{file} ({gguf_type}, {si(file.stat().st_size)}B) is for llama.cpp and Ollama.")
     if model.config.activation == "gelu":
         print("llama.cpp's GPT-2 approximates GELU by tanh, this model has the exact GELU: logits differ a little.")
@@ -48,6 +57,17 @@ def export_file(path: str | Path, file: Path, gguf_type: str = "f16", ollama: bo
         print_commands("With Ollama", ollama_commands(file, template))
     else:
         print("\n--ollama would write a Modelfile for Ollama beside it.")
+
+
+def write_file(
+    checkpoint: Checkpoint, file: Path, name: str, gguf_type: str
+) -> tuple[TransformerLanguageModel, Tokenizer]:
+    """Write the model and the chat template, if it has one. Returns what was written."""
+    model, tokenizer = load_in_fp32(checkpoint)
+    template = checkpoint.chat_template()
+    jinja = chat_jinja(template, tokenizer, marks_answers=False) if template else None
+    write_gguf(file, model, tokenizer, name, gguf_type, jinja)
+    return model, tokenizer
 
 
 def print_commands(title: str, lines: str) -> None:

@@ -17,23 +17,25 @@ from __future__ import annotations
 import math
 import random
 import time
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from common.chat import Message
+from common.errors import ConfigError, is_out_of_memory
 from common.validation import build
-from generation.completion import Completion
+from generation.completion import Completion, prompt_ids
 from generation.sampling import Sampling
 from generation.scoring import Likelihood, likelihoods
 from generation.stream import only_text, stream
-from serving.models import MOST_COMPARED, Library, Served, progress_of
-from serving.openai_request import RequestError, chat_ids, explain, text_ids
+from generation.terminal import room_for_prompt
+from serving.models import Library, Served, progress_of
 from tokenizer import Tokenizer
 from tokenizer_base import valid_unicode
 
 CONSIDERED = 8  # likeliest tokens that are listed
-LONGEST_PROMPT = 20_000  # characters; several times what these models read
+MOST_TOKENS = 4_096  # of a text, while others wait
 SHOW_EVERY = 0.05  # seconds between two batches of events
 END = "end of text"
 
@@ -72,9 +74,14 @@ class Card:
         return fresh
 
     def fail(self, problem: Exception) -> None:
-        is_users = getattr(problem, "exit_code", None) is not None
+        said = str(problem)
+        if is_out_of_memory(problem):
+            said = "The text does not fit in memory; choose fewer checkpoints or a shorter text."
+        elif getattr(problem, "exit_code", None) is None:  # a bug of ours, for whoever runs the page
+            traceback.print_exception(problem)
+            said = f"The program failed: {type(problem).__name__}; its terminal says where."
         self.end("")
-        self.tell(problem=str(problem if is_users else explain(problem)))
+        self.tell(problem=said)
 
     def end(self, note: str) -> None:
         self.writing = None
@@ -139,16 +146,14 @@ def token_label(token: int, tokenizer: Tokenizer) -> str:
         return data.hex(" ").upper()
 
 
-def complete(
-    library: Library, names: Sequence[str], prompt: str, given: Mapping[str, Any], seconds: float
-) -> Iterator[list[Event]]:
+def complete(library: Library, names: Sequence[str], prompt: str, given: Mapping[str, Any]) -> Iterator[list[Event]]:
     """Each checkpoint continues one prompt, one token of each in turn.
 
     `given` are the values of a Sampling. A model of conversations gets the prompt as a question. A
     problem is shown in its card. To stop the models, stop iterating.
     """
-    if why := refusal(names, prompt):
-        yield [{"cards": [{}]}, {"card": 0, "problem": why}]
+    if not names:
+        yield [{"cards": [{}]}, {"card": 0, "problem": "Choose a checkpoint."}]
         return
     yield [opening(library, names)]
     given = with_seed(given)
@@ -158,20 +163,21 @@ def complete(
         yield card.take()
         try:
             served = library.open(name)
-            sampling = sampling_of(given, served)
+            sampling = sampling_of(given)
             if served.chat is None:
                 card.remark = "" if prompt else ". Without a prompt, the model begins a text of its own."
-                card.begin(Turn("prompt", prompt), served, text_ids(valid_unicode(prompt), served), sampling)
+                ids = prompt_ids(served.tokenizer, valid_unicode(prompt))
+                card.begin(Turn("prompt", prompt), served, ids, sampling)
             else:
                 ids = chat_ids([Message("user", asked(prompt))], sampling, served)
                 card.begin(Turn("user", prompt), served, ids, sampling)
         except Exception as problem:
             card.fail(problem)
-    yield from write_in_turn(cards, seconds)
+    yield from write_in_turn(cards)
 
 
 def converse(
-    library: Library, name: str | None, history: list[Turn], question: str, given: Mapping[str, Any], seconds: float
+    library: Library, name: str | None, history: list[Turn], question: str, given: Mapping[str, Any]
 ) -> Iterator[tuple[list[Event], list[Turn]]]:
     """The answer to a question after the `history`, streamed: events, and the turns that are the next history.
 
@@ -184,10 +190,10 @@ def converse(
     card.tell(note="Reading the checkpoint")
     yield card.take(), card.turns
     try:
-        if why := refusal([name] if name else [], question):
-            raise RequestError(why)
-        served = library.open(str(name))
-        sampling = sampling_of(with_seed(given), served)
+        if not name:
+            raise ConfigError("Choose a checkpoint.")
+        served = library.open(name)
+        sampling = sampling_of(with_seed(given))
         messages = [Message("assistant" if turn.who == "model" else "user", turn.text) for turn in card.turns]
         messages.append(Message("user", asked(question)))
         ids = chat_ids(messages, sampling, served)
@@ -197,22 +203,18 @@ def converse(
         card.begin(Turn("user", question), served, ids, sampling)
     except Exception as problem:
         card.fail(problem)
-    for events in write_in_turn([card], seconds):
+    for events in write_in_turn([card]):
         yield events, card.turns
 
 
-def write_in_turn(cards: list[Card], seconds: float) -> Iterator[list[Event]]:
-    """Events while the cards write in turn, for at most `seconds`."""
-    started = shown = time.monotonic()
+def write_in_turn(cards: list[Card]) -> Iterator[list[Event]]:
+    """Events while the cards write in turn."""
+    shown = time.monotonic()
     while any(card.writing for card in cards):
         for card in cards:
             card.go_on()
         running = [card for card in cards if card.writing is not None]  # a finished card keeps its last note
-        now = time.monotonic()
-        if now - started >= seconds:
-            for card in running:
-                card.end(f"{card.note}, ended after {seconds:g} s")
-        elif now - shown >= SHOW_EVERY:
+        if time.monotonic() - shown >= SHOW_EVERY:
             for card in running:
                 card.tell(note=card.note)
             yield [event for card in cards for event in card.take()]
@@ -228,22 +230,22 @@ def opening(library: Library, names: Sequence[str]) -> Event:
     return {"cards": cards}
 
 
-def refusal(names: Sequence[str], prompt: str) -> str:
-    """Why the request is refused; "" if it is not."""
-    if not names:
-        return "Choose a checkpoint."
-    if len(names) > MOST_COMPARED:
-        return f"{len(names)} checkpoints are chosen; {MOST_COMPARED} at most."
-    if len(prompt) > LONGEST_PROMPT:
-        return f"The text has {len(prompt):,} characters; {LONGEST_PROMPT:,} at most."
-    return ""
-
-
 def asked(question: str) -> str:
-    """Raises RequestError for an empty question."""
+    """Raises ConfigError for an empty question."""
     if not question.strip():
-        raise RequestError("This model answers: type a question.")
+        raise ConfigError("This model answers: type a question.")
     return valid_unicode(question)
+
+
+def chat_ids(messages: list[Message], sampling: Sampling, served: Served) -> list[int]:
+    """The ids of a conversation up to its answer, without the oldest turns if they leave no room for it. Raises
+    ConfigError for a model without conversations, or a last question that is longer than the context."""
+    if served.chat is None:
+        raise ConfigError(f"{served.name} was not trained on conversations.")
+    ids = served.chat.prompt_ids(served.tokenizer, messages, room_for_prompt(served.model, sampling))
+    if len(ids) > (context := served.model.config.max_seq_len):
+        raise ConfigError(f"The last question makes {len(ids):,} tokens, and {served.name} reads {context:,}.")
+    return ids
 
 
 def with_seed(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,12 +254,9 @@ def with_seed(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**given, "seed": int(seed) if seed.isdecimal() else seed or random.randrange(2**31)}
 
 
-def sampling_of(given: Mapping[str, Any], served: Served) -> Sampling:
-    """Raises RequestError for a value that the page's own sliders do not allow."""
+def sampling_of(given: Mapping[str, Any]) -> Sampling:
+    """Raises ConfigError for a value that no text can have."""
     try:
-        sampling = build(Sampling, dict(given))
+        return build(Sampling, dict(given))
     except ValueError as problem:
-        raise RequestError(f"{problem}.") from None
-    if sampling.max_new_tokens > served.max_tokens:
-        raise RequestError(f"max_new_tokens is {sampling.max_new_tokens:,}; {served.max_tokens:,} at most.")
-    return sampling
+        raise ConfigError(f"{problem}.") from None

@@ -54,11 +54,9 @@ function update() {
   const value = props.value || "";
   if (!value.startsWith(told)) told = "";
   if (!told) cards.replaceChildren();
-  cards.classList.remove("waiting");
   for (const line of value.slice(told.length).split("\n")) if (line) apply(JSON.parse(line));
   told = value;
   legend.hidden = !cards.querySelector(".token");
-  canStop(cards.querySelector(".running"));
   if (active && !active.isConnected) close();
 }
 
@@ -140,41 +138,6 @@ element.addEventListener("keydown", (event) => {
   event.preventDefault();
   event.stopPropagation();
 });
-
-// What was wrong with the checkpoints that were chosen before; a card that says nothing else goes with it.
-function forgetProblems() {
-  for (const card of cards.children) {
-    const problem = card.querySelector(".problem");
-    if (problem.textContent && !card.querySelector(".turn")) card.hidden = true;
-    problem.textContent = "";
-  }
-}
-
-// What becomes of a request before its first event, or in place of its last; "chosen": other checkpoints were.
-const WAITING = "Waiting for its turn";
-const REFUSED = "This was not taken. Try again in a moment.";
-element.addEventListener("request", ({ detail }) => {
-  if (detail === "chosen") return forgetProblems();
-  if (!element.offsetParent) return; // the texts of another tab
-  if (detail === "waiting" && !cards.children.length) cards.append(cardNode({}));
-  cards.classList.toggle("waiting", detail === "waiting");
-  canStop(detail === "waiting");
-  for (const card of cards.children) {
-    const note = card.querySelector(".note");
-    if (detail === "waiting") {
-      note.textContent = WAITING;
-      card.querySelector(".problem").textContent = "";
-    } else {
-      if (card.classList.replace("running", "stopped")) continue; // a note may be on its way still
-      if (note.textContent === WAITING) note.textContent = detail === "refused" ? REFUSED : "";
-    }
-  }
-});
-
-function canStop(isAtWork) {
-  const button = element.closest(".tabitem")?.querySelector("button.halt");
-  if (button) button.disabled = !isAtWork;
-}
 
 colours.addEventListener("change", () => element.classList.toggle("plain", !colours.checked));
 watch("value", update);

@@ -1,4 +1,4 @@
-"""The checkpoints that a server finds, and the models used last."""
+"""The checkpoints that the demo finds, and the models used last."""
 
 from __future__ import annotations
 
@@ -36,14 +36,13 @@ class Served(NamedTuple):
     model: TransformerLanguageModel
     tokenizer: Tokenizer
     chat: AnyTemplate | None
-    max_tokens: int  # that a request may ask for
 
 
 class Library:
     """The checkpoints below some folders, and the models used last."""
 
-    def __init__(self, places: Sequence[Path], device: str, max_tokens: int) -> None:
-        self.places, self.device, self.max_tokens = places, device, max_tokens
+    def __init__(self, places: Sequence[Path], device: str) -> None:
+        self.places, self.device = places, device
         self.loaded: OrderedDict[Path, tuple[tuple[int, int], Served]] = OrderedDict()
 
     def find(self) -> list[Found]:
@@ -55,29 +54,19 @@ class Library:
         newest_first = sorted(runs.values(), key=lambda paths: max(map(written, paths)), reverse=True)
         return [Found(path, name_of(path), is_chat(path)) for paths in newest_first for path in paths]
 
-    def first(self) -> Served:
-        """The model that the page begins with and that programs ask: the first that is not damaged.
-
-        Raises CheckpointError if there is none, else what is wrong with the newest.
-        """
-        problem: UserError | None = None
-        for found in self.find():
-            try:
-                return self.open(str(found.path))
-            except UserError as error:
-                problem = problem or error
-        if problem:
-            raise problem
-        named = ", ".join(f"{place}/" for place in self.places)
-        raise CheckpointError(
-            f"There is no trained model in {named}. Train one first, for instance: python train_colab_mmap.py --config "
-            "quickstart.json; or name a checkpoint or run folder."
-        )
+    def require_any(self) -> None:
+        """Raises CheckpointError if there is no checkpoint."""
+        if not self.find():
+            named = ", ".join(f"{place}/" for place in self.places)
+            raise CheckpointError(
+                f"There is no trained model in {named}. Train one first, for instance: python train_colab_mmap.py "
+                "--config quickstart.json; or name a checkpoint or run folder."
+            )
 
     def open(self, name: str) -> Served:
         """The model of the checkpoint folder `name`, from memory if the folder has not changed.
 
-        Raises CheckpointError for any folder that `find` does not return, and what `load_served` raises.
+        Raises CheckpointError for any folder that `find` does not return, and what `load_checkpoint` raises.
         """
         found = {str(found.path): found.path for found in self.find()}
         if name not in found:
@@ -90,16 +79,11 @@ class Library:
             before = None  # free its memory before the next model takes some
             while len(self.loaded) >= MOST_COMPARED:
                 self.loaded.popitem(last=False)
-            before = identity, load_served(path, self.device, self.max_tokens)
+            checkpoint = open_checkpoint(path)
+            model, tokenizer = load_checkpoint(checkpoint, self.device)
+            before = identity, Served(run_folder(path).name or "model", model, tokenizer, checkpoint.chat_template())
         self.loaded[path] = before
         return before[1]
-
-
-def load_served(path: Path, device: str, max_tokens: int) -> Served:
-    """Raises what `open_checkpoint` and `load_checkpoint` raise."""
-    checkpoint = open_checkpoint(path)
-    chat = checkpoint.chat_template()
-    return Served(run_folder(path).name or "model", *load_checkpoint(checkpoint, device), chat, max_tokens)
 
 
 def run_folder(checkpoint: Path) -> Path:

@@ -14,7 +14,18 @@ from common.errors import ConfigError, DataError
 from common.files import read_json, require_regular
 from common.validation import about
 from training.config import MODEL_KEYS, SCHEMA, counts
-from training.records import CONFIG, METRICS, SAMPLES, SUMMARY, Sample, read_samples, records_in, score
+from training.records import (
+    CONFIG,
+    METRICS,
+    RECORDS,
+    SAMPLES,
+    SUMMARY,
+    Sample,
+    read_metrics,
+    read_samples,
+    records_in,
+    score,
+)
 
 FIELDS = (
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
@@ -30,72 +41,44 @@ TRAINED = (*MODEL_KEYS, "vocab_size", "tokenizer_type")  # of a checkpoint's con
 
 
 class RunReader:
-    """Reads a run folder, or a mirror, again and again. What is gone or cannot be read stays as it was before."""
+    """Reads a run folder, or a mirror, again and again."""
 
     def __init__(self, folder: Path, name: str):
-        self.folder = self.records = folder
-        self.name = name
-        self.rows: list[dict[str, float]] = []
-        self.offset = 0  # bytes of metrics.jsonl that are read
-        self.last_line = b""  # the one before the offset
-        self.seen: dict[str, Any] = {"modified": None, "finished": False, "samples": [], "config": {}, "device": ""}
+        self.folder, self.name = folder, name
+        self.seen: dict[str, Any] = {"modified": None, "finished": False, "samples": [], "columns": {}}
+        self.seen |= {"config": {}, "device": ""}
+        self.states: list[Any] = []  # of the files, as they were read last
 
     def read(self) -> dict[str, Any]:
-        """The run as the page takes it; `problem` says why it is not up to date, if it is not."""
-        problem = "" if self.folder.is_dir() else "the folder is gone"
-        self.records = records_in(self.folder)
+        """The run as the page takes it. What cannot be read stays as it was, and `problem` says why."""
+        problem = ""
         try:
-            if not problem:
-                self.read_rows()
-                self.read_others()
+            self.read_records(records_in(self.folder))
         except OSError as error:
-            problem = error.strerror or str(error)
+            problem = "the folder is gone" if not self.folder.is_dir() else error.strerror or str(error)
         except (ConfigError, DataError) as error:
             problem = str(error)
-        rows = thinned(self.rows)
-        columns = {key: [row.get(key) for row in rows] for key in FIELDS if any(key in row for row in rows)}
-        return {"name": self.name, "folder": str(self.folder), "problem": problem, **self.seen, "columns": columns}
+        return {"name": self.name, "folder": str(self.folder), "problem": problem, **self.seen}
 
-    def read_rows(self) -> None:
-        """Read what was appended to metrics.jsonl; or all of it, if it was rewritten: a run that continues forgets the
-        rows after its checkpoint, and one that starts over begins a new file. A line without its end is still being
-        written."""
-        path = self.records / METRICS
-        require_regular(path, DataError)
-        try:
-            with open(path, "rb") as file:
-                file.seek(self.offset - len(self.last_line))
-                new = file.read()
-                if new.startswith(self.last_line) and self.last_line:
-                    new = new[len(self.last_line) :]
-                else:
-                    self.rows, self.offset, self.last_line = [], 0, b""
-                    file.seek(0)
-                    new = file.read()
-            self.seen["modified"] = path.stat().st_mtime
-        except FileNotFoundError:  # a run that has not reported yet, or that has just been started over
-            self.rows, self.offset, self.last_line, new = [], 0, b"", b""
-        whole = new[: new.rfind(b"\n") + 1]
-        lines = whole.splitlines(keepends=True)
-        for row in filter(None, map(row_of, lines)):
-            while self.rows and self.rows[-1]["step"] > row["step"]:  # of a session that was cut off
-                self.rows.pop()
-            if self.rows and self.rows[-1]["step"] == row["step"]:  # a step and its evaluation have a row each
-                self.rows[-1] |= row
-            else:
-                self.rows.append(row)
-        self.offset += len(whole)
-        self.last_line = lines[-1] if lines else self.last_line
-
-    def read_others(self) -> None:
-        self.seen["finished"] = (self.records / SUMMARY).exists()
-        require_regular(self.records / SAMPLES, DataError)
-        self.seen["samples"] = shown_tables(read_samples(self.records))
-        path = self.records / CONFIG
-        resolved = read_json(path, ConfigError) if path.exists() else {}
+    def read_records(self, records: Path) -> None:
+        names = [path.name for path in records.iterdir()]  # raises OSError if the folder is gone
+        states = [(name, (records / name).stat().st_mtime_ns) for name in RECORDS if name in names]
+        if states == self.states:
+            return
+        for name in (METRICS, SAMPLES):
+            require_regular(records / name, DataError)
+        rows = thinned([row for line in read_metrics(records) if "step" in (row := numbers(line))])
+        self.seen |= {
+            "modified": (records / METRICS).stat().st_mtime if METRICS in names else None,
+            "finished": SUMMARY in names,
+            "samples": shown_tables(read_samples(records)),
+            "columns": {key: [row.get(key) for row in rows] for key in FIELDS if any(key in row for row in rows)},
+        }
+        resolved = read_json(records / CONFIG, ConfigError) if CONFIG in names else {}
         config = resolved.get("config")
         self.seen["config"] = self.settings(config) if isinstance(config, dict) else {}
         self.seen["device"] = str(resolved.get("device") or "")
+        self.states = states
 
     def settings(self, config: dict[str, Any]) -> dict[str, Any]:
         """The settings of the training. The vocabulary and the shape of the model come from its newest checkpoint."""
@@ -115,16 +98,8 @@ def displayed(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def row_of(line: bytes) -> dict[str, float] | None:
-    """The measured numbers of a line of metrics.jsonl; None for a line that was torn."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict):
-        return None
-    row = {key: value[key] for key in FIELDS if is_number(value.get(key))}
-    return row if "step" in row else None
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    return {key: row[key] for key in FIELDS if is_number(row.get(key))}
 
 
 def is_number(value: Any) -> bool:

@@ -10,30 +10,59 @@ In a notebook the page appears below the cell: %run tools/web_demo.py
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from common.errors import require_packages
+from pydantic.dataclasses import dataclass
+
+from common.errors import ConfigError, require_packages
 from common.flags import Parser
 from common.script import script
-from serving.server import Settings
+from common.validation import STRICT, Text, option
+from serving.server import free_port, key_for
+
+USER = "guest"  # where the page asks for a password
+
+
+@dataclass(frozen=True, config=STRICT)
+class Options:
+    """A page to try trained models on. By default only this machine can open it. With --host or --share, others need a
+    password, which is printed; the environment variable SERVE_API_KEY chooses it."""
+
+    places: tuple[str, ...] = option(("runs",), "", "checkpoints, run folders, folders of runs", word="PATH")
+    host: Text = option("127.0.0.1", "address", "address to listen on; 0.0.0.0: all of them")
+    port: int = option(8000, "address", "0: any free one", ge=0, le=65535)
+    share: bool = option(False, "address", "an address on the internet, through Gradio's servers")
+    device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "address", "where to compute")
 
 
 @script
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        "tools/web_demo.py",
-        description="A page to try trained models on. By default only this machine can open it. With --host or "
-        "--share, others need a password, which is printed.",
-    )
-    settings = parser.settings(argv, Settings)
-    require_packages("fastapi", "uvicorn", "gradio")
-    from serving.serve import serve  # here, because --help must not import torch
+    options = Parser("tools/web_demo.py").settings(argv, Options)
+    require_packages("gradio")
+    port, key = free_port(options.host, options.port), key_for(options.host, options.share)
+    import gradio  # here, because --help must not import it and torch
 
-    serve(settings, for_programs=False)
+    from serving.demo_page import launch, make_page
+    from serving.models import Library
+
+    library = Library([Path(place) for place in options.places], options.device)
+    library.require_any()
+    gradio.close_all(verbose=False)  # the page that this cell of a notebook opened before
+    page = make_page(library)
+    launch(page, options.host, port, (USER, key) if key else None, options.share)
+    if options.share and not page.share_url:
+        raise ConfigError("--share got no address: is this machine on the internet? Without --share it stays local.")
+    who = f"user {USER}, password {key}" if key else "this machine only"
+    print(f"Listening  {page.share_url or page.local_url}, for {who}; Ctrl-C ends it", flush=True)
+    shell = sys.modules.get("IPython")
+    if not shell or not shell.get_ipython():  # in a notebook, the cell ends and the page stays
+        threading.Event().wait()
     return 0
 
 

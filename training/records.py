@@ -115,7 +115,7 @@ def step_of(line: str) -> float:
     """Return the step of a line; infinity if the line was cut short."""
     try:
         step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return math.inf
     return step if isinstance(step, int) else math.inf
 

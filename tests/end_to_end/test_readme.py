@@ -91,7 +91,7 @@ def test_a_model_goes_elsewhere_and_another_comes_in(tmp_path, monkeypatch, caps
     assert Path("exported/gpt2_small/README.md").exists() and Path("runs/finetuned/best/manifest.json").exists()
 
 
-@pytest.mark.extras("fastapi", "uvicorn", "openai")
+@pytest.mark.extras("gguf", "xllamacpp", "openai")
 def test_a_program_talks_to_a_model(tmp_path, capsys):
     """The example is run as it stands but for the port, which may be taken here."""
     write_model(tmp_path / "runs/gpt2_small/checkpoints/step_00000001")

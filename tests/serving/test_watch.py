@@ -81,7 +81,7 @@ def test_a_run_is_read_as_it_stands(run: Path) -> None:
     assert read(run)["finished"]
 
 
-def test_only_what_is_new_is_read_and_half_a_line_waits(run: Path) -> None:
+def test_half_a_line_waits(run: Path) -> None:
     reader = RunReader(run, "plain")
     reader.read()
     line = metrics_line(row(21))
@@ -90,9 +90,7 @@ def test_only_what_is_new_is_read_and_half_a_line_waits(run: Path) -> None:
         file.flush()
         assert reader.read()["columns"]["step"][-1] == 20
         file.write(line[20:])
-    before = reader.offset
     assert reader.read()["columns"]["step"] == list(range(1, 22))
-    assert reader.offset == before + len(line)
 
 
 def test_a_run_that_goes_on_forgets_the_steps_after_its_checkpoint(run: Path) -> None:
@@ -103,12 +101,6 @@ def test_a_run_that_goes_on_forgets_the_steps_after_its_checkpoint(run: Path) ->
     assert reader.read()["columns"]["step"] == list(range(1, 8))
     write_rows(run, *(row(step, train_loss=1.5) for step in range(1, 40)))
     assert reader.read()["columns"]["train_loss"] == [1.5] * 39
-
-
-def test_rows_of_a_session_that_was_cut_off_give_way(run: Path) -> None:
-    write_rows(run, *(row(step, train_loss=1.0) for step in (15, 16)), mode="a")
-    columns = read(run)["columns"]
-    assert columns["step"] == list(range(1, 17)) and columns["train_loss"][-2:] == [1.0, 1.0]
 
 
 def test_a_run_that_is_started_over_or_gone(run: Path) -> None:

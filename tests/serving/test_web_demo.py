@@ -18,9 +18,8 @@ from tests.models import CHARACTERS, write_model
 from tests.serving.demos import Demo, Visitor, started
 from tools import web_demo
 
-pytestmark = pytest.mark.extras("fastapi", "uvicorn", "gradio")
-ENDLESS = 100_000  # tokens, which take minutes; a model of characters never ends by itself
-WAITING = 4
+pytestmark = pytest.mark.extras("gradio")
+LONGEST = 4_096  # tokens; a model of characters never ends by itself
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory, train: Callable[..., Any]) 
 
 @pytest.fixture(scope="module")
 def demo(models: Path) -> Iterator[Demo]:
-    limits = ("--queue", str(WAITING), "--max_tokens", str(ENDLESS), "--timeout", "60")
-    with started(models / "server", str(models / "runs"), *limits) as demo:
+    with started(models / "server", str(models / "runs")) as demo:
         yield demo
 
 
@@ -84,7 +82,7 @@ def test_the_page_loads_alone_and_fits_a_phone(demo: Demo, browser: Any) -> None
 
 
 def test_text_streams_and_stops(visitor: Visitor, models: Path) -> None:
-    visitor.fill(Prompt="the", Length=str(ENDLESS), Seed="3")
+    visitor.fill(Prompt="the", Length=str(LONGEST), Seed="3")
     visitor.button("Generate").click()
     visitor.wait_for_tokens(5)
     visitor.page.locator(".turn .token").nth(2).click()  # its table stays open while more comes
@@ -154,29 +152,6 @@ def test_everything_can_be_done_by_keyboard(visitor: Visitor) -> None:
     assert page.evaluate(colours) > 1
 
 
-def test_the_server_has_limits_of_its_own(visitor: Visitor) -> None:
-    """What the page would not send is refused all the same."""
-    visitor.fill(Prompt="the", Length="5")
-    visitor.button("Generate").click()
-    visitor.finished()
-    (join,) = [request for request in visitor.requests if "queue/join" in request.url]
-    ask = """async ([url, body]) => {
-        await fetch(url, {method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body)});
-        return (await fetch(url.replace(/join.*/, `data?session_hash=${body.session_hash}`))).text();
-    }"""
-    body = json.loads(join.post_data)
-    for place, value, said in (
-        (1, "the cat " * 50_000, "The text has 400,000 characters; 20,000 at most."),
-        (2, 10**9, "1000000000"),
-        (3, -1, "-1"),
-        (0, ["/etc"], "not in the list of choices"),
-        (0, ["/etc"] * 5, "4"),
-    ):
-        changed = [value if i == place else kept for i, kept in enumerate(body["data"])]
-        answer = visitor.page.evaluate(ask, [join.url, body | {"data": changed, "session_hash": f"hostile{place}"}])
-        assert said in answer and '\\"token\\"' not in answer, answer[:2_000]
-
-
 def test_text_is_never_html(visitor: Visitor) -> None:
     tag = "<img src=x onerror=alert(1)><b>bold</b><script>alert(2)</script> ${1+1} {{value}}"
     visitor.choose("talker, step 1")
@@ -187,46 +162,9 @@ def test_text_is_never_html(visitor: Visitor) -> None:
     assert visitor.page.locator(".turn b, .turn img, .turn script").count() == 0
 
 
-def test_who_comes_to_a_full_queue_is_told_and_the_others_go_on(demo: Demo, context: Any) -> None:
-    with Visitor(context, demo) as first, Visitor(context, demo) as waiting, Visitor(context, demo) as late:
-        waiting.fill(Prompt="the", Length="4")
-        waiting.button("Generate").click()
-        waiting.finished()
-        for visitor in (first, waiting, late):
-            visitor.fill(Prompt="the", Length=str(ENDLESS))
-        first.button("Generate").click()
-        first.wait_for_tokens(3)
-        waiting.fill(Length="3")
-        with waiting.page.expect_response("**/queue/join**"):  # it has its place
-            waiting.button("Generate").click()
-        (join,) = [request for request in first.requests if "queue/join" in request.url]
-        ask = """([url, body, places]) => Promise.all([...Array(places).keys()].map((i) => fetch(url, {
-            method: "POST", headers: {"Content-Type": "application/json"}, credentials: "include",
-            body: JSON.stringify({...body, session_hash: `other${i}`}),
-        }).then((answer) => answer.status)))"""
-        waiting.page.get_by_text("Waiting for its turn").wait_for()
-        ink = "getComputedStyle(document.querySelector('.turn .token')).color"
-        black = waiting.page.evaluate("getComputedStyle(document.querySelector('.legend .token')).color")
-        assert waiting.page.evaluate(ink) != black, "the text that was there is grey"
-        body = json.loads(join.post_data)
-        body["data"] = [value if value != ENDLESS else 2 for value in body["data"]]
-        statuses = late.page.evaluate(ask, [join.url, body, WAITING + 2])
-        assert sorted(set(statuses)) == [200, 503] and statuses.count(200) == WAITING - 1
-        late.button("Generate").click()
-        late.page.get_by_text("currently busy").wait_for()
-        late.page.get_by_text("This was not taken. Try again in a moment.").wait_for()
-        assert late.count() == 0 and waiting.count() == 4
-        first.button("Stop").click()
-        waiting.page.wait_for_function("document.querySelectorAll('.turn .token').length === 3")
-        assert len(waiting.finished("length reached")[0]) == 3 and waiting.page.evaluate(ink) == black
-        late.fill(Length="4")
-        late.button("Generate").click()
-        assert len(late.finished("length reached")[0]) == 4
-
-
 def test_a_visitor_who_leaves_makes_room(demo: Demo, context: Any, visitor: Visitor) -> None:
     with Visitor(context, demo) as other:
-        other.fill(Prompt="the", Length=str(ENDLESS))
+        other.fill(Prompt="the", Length=str(LONGEST))
         other.button("Generate").click()
         other.wait_for_tokens(3)
     visitor.fill(Prompt="the", Length="4")
@@ -264,31 +202,16 @@ def test_nothing_but_the_page_is_given_away(demo: Demo, models: Path) -> None:
         assert demo.ask(f"/gradio_api/file={path}")[0] in (403, 404), path
     part = b'--x\r\nContent-Disposition: form-data; name="files"; filename="a.txt"\r\n\r\nmore than a byte\r\n--x--\r\n'
     kind = {"Content-Type": "multipart/form-data; boundary=x"}
-    for body in (part, part.replace(b"more than a byte", b"")):
-        assert demo.ask("/gradio_api/upload", "POST", body, **kind)[0] == 404
+    assert demo.ask("/gradio_api/upload", "POST", part, **kind)[0] >= 400
     for path in ("/monitoring/summary", "/gradio_api/runs", "/docs"):
         assert demo.ask(path)[0] >= 400 or "gradio-app" in demo.ask(path)[2], path
     assert json.loads(demo.ask("/gradio_api/info")[2]) == {"named_endpoints": {}, "unnamed_endpoints": {}}
 
 
-def test_a_large_request_is_refused(demo: Demo) -> None:
-    kind = {"Content-Type": "application/json"}
-    for size, status in ((900_000, 422), (1_100_000, 413)):
-        assert demo.ask("/gradio_api/queue/join", "POST", json.dumps("x" * size).encode(), **kind)[0] == status
-
-
-def test_only_names_of_this_machine_are_answered(demo: Demo) -> None:
-    for host, status in (("localhost:8000", 200), ("127.0.0.1", 200), ("evil.example", 400), ("127.0.0.1.evil", 400)):
-        assert demo.ask("/", Host=host)[0] == status
-
-
 def test_other_machines_need_a_password(models: Path, tmp_path: Path, browser: Any) -> None:
     with started(tmp_path / "server", str(models / "runs"), "--host", "0.0.0.0") as demo:
         assert demo.port
-        (password,) = re.findall(r"^Key        ([0-9a-f]{16}), new each time", demo.printed, re.MULTILINE)
-        (name,) = re.findall(r"^Page       user (\w+); the key is the password", demo.printed, re.MULTILINE)
-        (other,) = re.findall(rf"^Network    http://([\w.-]+):{demo.port}/,", demo.printed, re.MULTILINE)
-        assert other not in ("127.0.0.1", "localhost", "0.0.0.0")
+        ((name, password),) = re.findall(r"for user (\w+), password ([0-9a-f]{16});", demo.printed)
         assert demo.ask("/config")[0] == 401 and demo.ask("/gradio_api/queue/join", "POST", b"{}")[0] == 401
         assert "letters" not in demo.ask("/")[2]
         for scheme in ("light", "dark"):
@@ -311,15 +234,13 @@ def test_what_is_wrong_with_a_command_is_said(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         for words, code, said in (
-            (["--port", str(port)], 2, f"Port {port} is in use by another program; choose another with --port."),
-            (["--host", "no.such.host.invalid"], 2, "--host no.such.host.invalid is no address"),
-            (["--queue", "0", "--max_tokens", "0"], 2, "--max_tokens is 0; allowed: at least 1"),
+            (["--port", str(port)], 2, f"--port {port} cannot be used (Address already in use)"),
             (["--shar"], 2, "unknown flag --shar. Did you mean --share?"),
             (["--port", "0"], 4, "There is no trained model in runs/. Train one first"),
             (["nowhere", "--port", "0"], 4, "There is no trained model in nowhere/."),
         ):
             assert web_demo.main(words) == code
             assert said in capsys.readouterr().err
-    with without_packages("fastapi", "uvicorn", "gradio"):
+    with without_packages("gradio"):
         assert web_demo.main([]) == 2
-    assert "This needs fastapi and uvicorn and gradio: pip install -r" in capsys.readouterr().err
+    assert "This needs gradio: pip install -r" in capsys.readouterr().err
