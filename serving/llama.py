@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from common.checkpoint import Checkpoint
-from common.errors import CheckpointError, ConfigError
-from exchange.gguf_export import gguf_beside
+from common.errors import CheckpointError
 from generation.settings import Sampling
 
 AT_ONCE = 4  # requests; each has the whole context
@@ -14,20 +14,12 @@ AT_ONCE = 4  # requests; each has the whole context
 CONTINUE = "{{ messages[-1].content }}"
 
 
-def start(checkpoint: Checkpoint, name: str, host: str, port: int, key: str) -> Any:
-    """An `xllamacpp.Server` that listens, with the defaults of generate.py. Its `listening_address` is a URL.
-
-    Raises ConfigError for a model that llama.cpp cannot run, CheckpointError if it cannot load the file.
-    """
+def start(checkpoint: Checkpoint, file: Path, name: str, host: str, port: int, key: str) -> Any:
+    """An `xllamacpp.Server` that listens, with the defaults of generate.py. `file`: the checkpoint as GGUF. Its
+    `listening_address` is a URL. Raises CheckpointError if llama.cpp cannot load the file."""
     import xllamacpp
 
     config, sampling = checkpoint.model_config(), Sampling()
-    try:
-        file = gguf_beside(checkpoint, name)
-    except ConfigError as problem:
-        raise ConfigError(
-            f"{problem} `transformers serve FOLDER` serves what tools/export_hf.py writes of it into FOLDER."
-        ) from None
     params = xllamacpp.CommonParams()
     params.model.path = str(file)
     params.model_alias = {name}

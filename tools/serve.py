@@ -19,7 +19,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from pydantic.dataclasses import dataclass
 
-from common.errors import require_packages
+from common.errors import ConfigError, require_packages
 from common.flags import Parser
 from common.script import script
 from common.validation import STRICT, Text, option
@@ -42,12 +42,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_packages("gguf", "xllamacpp")
     port, key = free_port(options.host, options.port), key_for(options.host)
     from common.checkpoint import newest_run, open_checkpoint  # here, because --help must not import torch
+    from exchange.gguf_export import gguf_beside
     from serving.llama import start
     from serving.models import run_folder
 
     checkpoint = open_checkpoint(options.run or newest_run())
     name = run_folder(checkpoint.path).name or "model"
-    server = start(checkpoint, name, options.host, port, key)
+    try:
+        file = gguf_beside(checkpoint, name)
+    except ConfigError as problem:
+        raise ConfigError(
+            f"{problem} `transformers serve FOLDER` serves what tools/export_hf.py writes of it into FOLDER."
+        ) from None
+    server = start(checkpoint, file, name, options.host, port, key)
     url, header = f"{server.listening_address}/v1", f' -H "Authorization: Bearer {key}"' if key else ""
     if checkpoint.chat_template():
         chat, path, body = "yes", "chat/completions", '{"messages": [{"role": "user", "content": "Who are you?"}]}'

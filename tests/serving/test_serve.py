@@ -87,7 +87,7 @@ def test_a_chat_is_that_of_generate_whole_and_as_a_stream(talker: Server, models
 
 
 def test_a_model_of_text_continues_the_last_message(letters: Server, models: Path) -> None:
-    assert "Chat       no: it continues the last message" in letters.printed
+    assert letters.port and "Chat       no: it continues the last message" in letters.printed
     asked = [{"role": "user", "content": "the cat"}]
     said = letters.client().chat.completions.create(model="letters", messages=asked, **GREEDY)
     assert said.choices[0].message.content == expected(models / "letters", "the cat", 30)
