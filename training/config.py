@@ -155,7 +155,9 @@ class Config(ModelConfig, DataKeys):
         0, "evaluation", "stop after this many evaluations in a row without a better validation loss, 0 is off"
     )
     log_interval: Count = option(10, "evaluation", "steps between reports, 0 is off")
-    tensorboard: bool = option(False, "evaluation", "also write TensorBoard's event files into the run folder")
+    tracker: Literal["tensorboard", "trackio", "wandb"] | None = option(
+        None, "evaluation", "also show the losses there, each with its own package"
+    )
     units_per_hour: float | None = option(
         None, "evaluation", "Colab compute units the machine costs an hour, 0 is off [8 on an A100]", ge=0
     )

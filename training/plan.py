@@ -29,10 +29,10 @@ from training.memory import fit_micro_batch, memory_advice, without_memory
 from training.mirror import Mirror
 from training.parallel import on_rank_0
 from training.previous import Previous, find_previous
-from training.records import require_tensorboard
 from training.run import Prompt, Run
 from training.schedule import repetition
 from training.text import EXAMPLE, EXAMPLES, text_of
+from training.tracker import require_tracker
 
 
 def make_run(config: Config, lock: FolderLock | None = None) -> Run:
@@ -43,7 +43,7 @@ def make_run(config: Config, lock: FolderLock | None = None) -> Run:
     Raises ConfigError, DataError or CheckpointError for what cannot be done, MemoryExhausted if one sequence does not
     fit.
     """
-    require_tensorboard(config)
+    require_tracker(config)
     mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
 
     def find() -> tuple[Previous, ModelConfig]:

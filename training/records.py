@@ -1,5 +1,5 @@
 """The records of a run, in its folder: metrics.jsonl, loss_curve.png, samples.jsonl with the answers to
-`--eval_prompts`, samples.md drawn from it, and TensorBoard's events. summary.py has the rest.
+`--eval_prompts`, and samples.md drawn from it. summary.py has the rest.
 
 This module needs no torch: tools that only show a run read it too.
 """
@@ -7,25 +7,19 @@ This module needs no torch: tools that only show a run read it too.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from common.errors import ConfigError
 from common.files import OF_RUN, atomic_write
 from common.output import cell, shortened, table_row
 from common.validation import STRICT, build
-from training.config import Config
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -207,33 +201,3 @@ def answer_table(
         earlier = [text_cell(before[i])] if before else []
         lines.append(table_row([text_cell(prompt), *earlier, text_cell(answer), verdict]))
     return lines
-
-
-def require_tensorboard(config: Config) -> None:
-    """Raise ConfigError if event files are asked for and cannot be written here."""
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise ConfigError(
-            "--tensorboard needs the package tensorboard: pip install tensorboard, or leave --tensorboard out "
-            "(tools/watch.py shows a run without it)."
-        )
-
-
-def open_events(run_dir: Path) -> SummaryWriter:
-    """Open the writer of this session's event file. Call it after metrics.jsonl was rewound to where the run continues:
-    events of later steps, from an earlier session, are hidden. If there is no event file yet, it gets all rows."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    rows = read_metrics(run_dir)
-    is_new = not any(run_dir.glob("events.out.tfevents.*"))
-    writer = SummaryWriter(str(run_dir), purge_step=rows[-1]["step"] + 1 if rows else 0)
-    for row in rows if is_new else []:
-        write_event(writer, row)
-    return writer
-
-
-def write_event(writer: SummaryWriter, row: dict[str, Any]) -> None:
-    """Write a row of metrics, each of its numbers under its own name; of an evaluation those that its step does not
-    have."""
-    for key, value in finite(row).items():
-        if key.startswith("val_") or ("train_loss" in row and key != "step"):
-            writer.add_scalar(key, value, row["step"])

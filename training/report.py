@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from common.output import LOG_LINE_SECONDS, is_interactive, log, progress_bar, si
 from common.output import clock as duration
@@ -25,17 +24,13 @@ from training.records import (
     draw_curve,
     drawn,
     metrics_line,
-    open_events,
     read_metrics,
     sample_line,
     unwritable,
-    write_event,
 )
 from training.run import Run
 from training.step import StepResult, require_stable
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from training.tracker import Tracker
 
 ANNOUNCED_SECONDS = 20.0  # longer silences are announced
 CURVE_SECONDS = 10.0  # between two drawings of the curve; each takes a tenth of a second
@@ -72,10 +67,8 @@ class Report:
             initial=run.state.step,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
         )
-        self.events: SummaryWriter | None = None
-        if run.config.tensorboard and self.is_rank_0:
-            with self.events_aside():
-                self.events = open_events(run.dir)
+        tracked = run.config if self.is_rank_0 else replace(run.config, tracker=None)
+        self.tracker = Tracker(tracked, run.dir, run.state.run_id, run.state.step)
 
     def __enter__(self) -> Report:
         return self
@@ -84,9 +77,7 @@ class Report:
         self.bar.close()
         if self.has_new_point:
             self.curve()
-        if self.events is not None:
-            with self.events_aside():
-                self.events.close()
+        self.tracker.close()
 
     def now(self) -> Moment:
         return Moment(self.run.state.step, self.clock.training_seconds, self.clock.training_cpu)
@@ -217,9 +208,7 @@ class Report:
     def write(self, row: dict[str, Any]) -> None:
         """Append a row to metrics.jsonl. Redraw the curve now and then, if there is a new validation loss."""
         self.append(self.run.dir / METRICS, metrics_line(row))
-        if self.events is not None:
-            with self.events_aside():
-                write_event(self.events, row)
+        self.tracker.log(row)
         self.has_new_point |= "val_loss" in row and self.is_rank_0
         if self.has_new_point and time.perf_counter() >= self.next_curve:
             self.curve()
@@ -238,6 +227,7 @@ class Report:
         )
         self.append(self.run.dir / SAMPLES, sample_line(sample))
         self.append(self.run.dir / SAMPLES_TABLE, drawn([sample]))
+        self.tracker.samples(sample)
 
     def append(self, path: Path, text: str) -> None:
         if not self.is_rank_0:
@@ -263,15 +253,6 @@ class Report:
         if path.name not in self.warned:
             self.warned.add(path.name)
             log.info(unwritable(path, problem))
-
-    @contextlib.contextmanager
-    def events_aside(self) -> Iterator[None]:
-        """Turn an error with TensorBoard's events inside into one warning; the training goes on without them."""
-        try:
-            yield
-        except Exception as problem:  # a full disk, say, or another version of the package
-            self.events = None
-            log.info(f"Warning: TensorBoard's events cannot be written ({problem}); the training goes on without them.")
 
 
 class Spikes:
