@@ -12,14 +12,13 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from common.errors import UserError
+import filelock
 
-with contextlib.suppress(ImportError):  # Windows has none, and there is no lock there
-    import fcntl
+from common.errors import UserError
 
 # Of checkpoints. In a mirror (`--checkpoint_dir`), the session that made the copy is part of the name.
 STEP_NAME = re.compile(r"step_(\d{8})(-[0-9a-f]{8})?")
@@ -140,39 +139,27 @@ def nearest_existing(folder: Path) -> Path:
     return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
 
 
-class FolderLock:
-    """Locks folders against other processes. The system releases the locks when the process ends, even if it is
-    killed."""
-
-    def __init__(self) -> None:
-        self.held: dict[tuple[int, int], int] = {}  # (device, inode) -> descriptor
-
-    def __enter__(self) -> FolderLock:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for descriptor in self.held.values():
-            os.close(descriptor)
-
-    def acquire(self, folder: Path) -> bool:
-        """Lock a folder, if there is one. Returns False if another process holds it."""
-        if os.name == "nt" or not folder.is_dir():
-            return True
-        descriptor = os.open(folder, os.O_RDONLY)
-        status = os.fstat(descriptor)
-        if (status.st_dev, status.st_ino) in self.held:
-            os.close(descriptor)
-            return True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return False
-        except OSError:  # a file system without locks
-            os.close(descriptor)
-            return True
-        self.held[status.st_dev, status.st_ino] = descriptor
-        return True
+@contextlib.contextmanager
+def locked(folder: Path, busy: Callable[[], UserError]) -> Iterator[None]:
+    """Keep other processes out of a folder, which may not exist yet, by a lock file beside it. The system releases the
+    lock when the process ends, even if it is killed. Raises `busy()` if another process holds it."""
+    place = folder.resolve()  # the same for a link to it
+    # A soft lock, filelock's answer where a file system has none, would outlive a process that is killed.
+    lock = filelock.FileLock(place.with_name(f".{place.name}.lock"), timeout=0, fallback_to_soft=False)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except filelock.Timeout:
+        raise busy() from None
+    except (OSError, NotImplementedError) as problem:
+        print(f"Note: {place.parent} has no locks ({problem}); do not start a second process for {folder}.")
+    try:
+        yield
+    finally:
+        if lock.is_locked:
+            with contextlib.suppress(OSError):  # Windows deletes it itself
+                os.unlink(lock.lock_file)  # while it is held: whoever waits for this file finds it gone
+            lock.release()
 
 
 @functools.cache

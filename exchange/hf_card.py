@@ -18,30 +18,29 @@ from tokenizer_base import valid_unicode
 from training.state import Saved, read_state
 
 CARD = """---
-library_name: {library}
-pipeline_tag: text-generation
+{{ card_data }}
 ---
 
-# {name}
+# {{ name }}
 
-{about}
+{{ about }}
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-path = {path}  # this folder, or its name on the hub
-{load}
+path = {{ path }}  # this folder, or its name on the hub
+{{ load }}
 tokenizer = AutoTokenizer.from_pretrained(path)
-{ask}
+{{ ask }}
 outputs = model.generate(**inputs)
 print(tokenizer.decode(outputs[0]))
 ```
 
-{note}
+{{ note }}
 
 | | |
 |---|---|
-{facts}
+{{ facts }}
 
 The training code is under the MIT licence. The licence of these weights also depends on the text that they were trained
 on: state it here before you publish them.
@@ -68,8 +67,12 @@ def model_card(
     """The card of a model that is exported as the folder `name`; or of its adapters `lora`, for a base in the folder
     `base`."""
     config, is_chat = model.config, checkpoint.chat_template() is not None
-    return CARD.format(
-        library="peft" if lora else "transformers",
+    from huggingface_hub import ModelCard, ModelCardData
+
+    data = ModelCardData(library_name="peft" if lora else "transformers", pipeline_tag="text-generation")
+    card = ModelCard.from_template(
+        data,
+        template_str=CARD,
         name=cell(name),
         about=f"LoRA adapters for {cell(base)}." if lora else f"A {FORMS[hf_kind(config)].model_class}.",
         path=json.dumps(name),
@@ -78,6 +81,7 @@ def model_card(
         note=note(config.tie_embeddings, tokenizer, is_chat, lora),
         facts="\n".join(f"| {key} | {cell(valid_unicode(value))} |" for key, value in facts(checkpoint, model, lora)),
     )
+    return str(card) + "\n"
 
 
 def note(is_tied: bool, tokenizer: Tokenizer, is_chat: bool, lora: LoRA | None) -> str:

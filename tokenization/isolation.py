@@ -122,13 +122,15 @@ def serve() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # its own reserves memory that it may never use
-    importlib.import_module("tokenization.extract")
-    with contextlib.suppress(NameError, OSError, ValueError):
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
+    is_limited = False
     for line in sys.stdin.buffer:
         module, name, source, settings = json.loads(line)
         work = getattr(importlib.import_module(module), name)
+        if not is_limited:  # the limit is for the file, not for the code that reads it
+            is_limited = True
+            with contextlib.suppress(NameError, OSError, ValueError):
+                used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, resource.RLIM_INFINITY))
         made = answer(work, source_of(source), Settings(**{**settings, "input": tuple(settings["input"])}))
         out.write(json.dumps(made, default=str).encode() + b"\n")
         out.flush()

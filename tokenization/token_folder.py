@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO
 import numpy as np
 
 from common.errors import DataError
-from common.files import FolderLock, atomic_write, holder, read_json, session, sha256_file, sync_directory, write_json
+from common.files import atomic_write, holder, locked, read_json, session, sha256_file, sync_directory, write_json
 from common.output import log
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenization.settings import DEFAULT_FOLDER as DEFAULT_FOLDER
@@ -119,9 +119,7 @@ class TokenFolder:
             self.folder.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
             raise DataError(f"{self.folder} is a file, or a part of its path is; choose another folder.") from None
-        with FolderLock() as lock:
-            if not lock.acquire(self.folder):
-                raise being_written(self.folder)
+        with locked(self.folder, lambda: being_written(self.folder)):
             yield
 
     def open_work(self, fingerprint: str) -> None:

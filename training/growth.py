@@ -108,7 +108,7 @@ def find_growth(config: Config) -> Growth | None:
     if not config.input or config.resume == "never" or world().size > 1:
         return None
     mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir else None
-    previous = find_previous(config, mirror, None)
+    previous = find_previous(config, mirror, is_trained=False)
     if previous.checkpoint is None or previous.saved is None or previous.saved.config.get("input") != config.input:
         return None
     sha256 = str(previous.saved.data.get("tokens_sha256"))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import TypeVar
 
 from common.errors import INTERRUPTED
-from common.files import FolderLock, free_space
+from common.files import free_space
 from common.output import byte_size, log
 from common.output import clock as duration
 from common.script import is_rank_0
@@ -19,6 +20,7 @@ from training.hardware import frozen_garbage
 from training.memory import memory_advice
 from training.parallel import on_rank_0, process_group
 from training.plan import make_run
+from training.previous import locked_run
 from training.records import SUMMARY, read_samples, rewind
 from training.report import Report
 from training.resume import start_or_resume
@@ -38,10 +40,11 @@ def train(config: Config, started: float, ends_process: bool) -> int:
 
     `started`: the time.perf_counter() at which the command began; `ends_process`: the process ends after this call.
     """
-    with process_group(config), FolderLock() as lock:
-        run = make_run(config, lock)
+    with process_group(config), contextlib.ExitStack() as stack:
+        on_rank_0(lambda: stack.enter_context(locked_run(config)))
+        run = make_run(config, is_trained=True)
         with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
-            start_or_resume(run, lock)
+            start_or_resume(run)
             clock = Clock(run, started)
             with Signals(ends_process) as stop, Saver(run, clock, stop) as saver:
                 if on_rank_0(lambda: run.state.finished and (run.dir / SUMMARY).is_file()):

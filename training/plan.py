@@ -9,7 +9,7 @@ import torch
 
 from common.checkpoint import Checkpoint
 from common.errors import CheckpointError, ConfigError
-from common.files import CHECKPOINT_NAME, FolderLock, sha256_file
+from common.files import CHECKPOINT_NAME, sha256_file
 from common.lora import LoRA, add_adapters, find_base
 from common.script import is_rank_0
 from common.tensors import meta_model, weights_file
@@ -35,10 +35,10 @@ from training.text import EXAMPLE, EXAMPLES, text_of
 from training.tracker import require_tracker
 
 
-def make_run(config: Config, lock: FolderLock | None = None) -> Run:
+def make_run(config: Config, is_trained: bool = False) -> Run:
     """Decide what to do about `config`, after what earlier sessions left, and build it: the model has its first
-    weights, and nothing of the run folder is loaded. Tokenizes `input` on first use. With a `lock`, the run will be
-    trained.
+    weights, and nothing of the run folder is loaded. Tokenizes `input` on first use. `is_trained`: the run will be
+    trained, and its folder is locked.
 
     Raises ConfigError, DataError or CheckpointError for what cannot be done, MemoryExhausted if one sequence does not
     fit.
@@ -47,7 +47,7 @@ def make_run(config: Config, lock: FolderLock | None = None) -> Run:
     mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
 
     def find() -> tuple[Previous, ModelConfig]:
-        previous = find_previous(config, mirror, lock)
+        previous = find_previous(config, mirror, is_trained)
         return previous, shape_of(config, previous)
 
     previous, shape = on_rank_0(find)

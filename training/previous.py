@@ -28,7 +28,7 @@ from common.checkpoint import (
     write_manifest,
 )
 from common.errors import CheckpointError, ConfigError
-from common.files import OF_RUN, FolderLock, atomic_write, holder, read_json, sha256_file, sync_directory
+from common.files import OF_RUN, atomic_write, holder, locked, read_json, sha256_file, sync_directory
 from common.tensors import weights_file
 from common.validation import build
 from training.config import Config, Forecast, is_resolved, scope_of
@@ -52,16 +52,15 @@ class Previous:
         return self.checkpoint or self.init
 
 
-def find_previous(config: Config, mirror: Mirror | None, lock: FolderLock | None) -> Previous:
-    """Find what the run folder and its mirror hold. With a `lock`, this session will train: it locks the folder, cleans
-    up after a session that was killed, and copies into it what only the mirror has.
+def find_previous(config: Config, mirror: Mirror | None, is_trained: bool) -> Previous:
+    """Find what the run folder and its mirror hold. If the run `is_trained` then, its folder is locked: clean up after
+    a session that was killed, and copy into it what only the mirror has.
 
     Raises ConfigError or CheckpointError if a folder is not this run's, cannot be used, or holds nothing whole.
     """
-    finish_setting_aside(config)
+    if is_trained:
+        finish_setting_aside(config)
     require_ours(config.run_dir, "--output_dir")
-    if lock is not None:
-        lock_folder(lock, config.run_dir)
     if config.resume == "never":
         require_movable(config.run_dir)
     if mirror is not None:
@@ -72,13 +71,13 @@ def find_previous(config: Config, mirror: Mirror | None, lock: FolderLock | None
                 f"--checkpoint_dir {mirror.root} cannot be read ({problem.strerror}). Mount the Drive again, or leave "
                 f"--checkpoint_dir out to train without copies."
             ) from None
-    if lock is not None:
+    if is_trained:
         tidy(config.run_dir)
     previous: Previous | None = None
     while previous is None:
         with contextlib.suppress(FileNotFoundError):  # another machine has just replaced the copy by a newer one
             previous = find_checkpoint(config, mirror)
-            if lock is not None and previous.checkpoint is not None:
+            if is_trained and previous.checkpoint is not None:
                 previous = copy_here(previous, config, mirror)
     if mirror is not None:
         mirror.require_usable()  # again: a mirror that was unmounted meanwhile looks empty
@@ -278,13 +277,17 @@ def tidy(run_dir: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def lock_folder(lock: FolderLock, folder: Path) -> None:
-    """Lock the folder, if there is one. Raises CheckpointError if another process trains in it."""
-    if not lock.acquire(folder):
-        raise CheckpointError(
+def locked_run(config: Config) -> contextlib.AbstractContextManager[None]:
+    """Lock the run folder. Raises CheckpointError if another process trains in it."""
+    folder = config.run_dir
+
+    def busy() -> CheckpointError:
+        return CheckpointError(
             f"{folder} is being trained by another process{holder(folder / CONFIG)}. Wait for it, stop it, or choose "
             f"another --output_dir."
         )
+
+    return locked(folder, busy)
 
 
 def require_movable(run_dir: Path) -> None:
@@ -347,15 +350,12 @@ def put_in_place(new: Path, run_dir: Path, moves: dict[Path, Path]) -> None:
 
 
 def finish_setting_aside(config: Config) -> None:
-    """Put a new run in place, if an earlier session was killed when the old one had been set aside. Raises
-    CheckpointError if another process is about to."""
+    """Put a new run in place, if an earlier session was killed when the old one had been set aside."""
     new = replacing(config.run_dir)
     if is_there(config.run_dir) or not (new / CONFIG).is_file() or config.resume == "never":
         return
-    with FolderLock() as lock:
-        lock_folder(lock, new)  # else another session is about to do it
-        mirror = Mirror(config.run_dir, config.checkpoint_dir).dir if config.checkpoint_dir else None
-        put_in_place(new, config.run_dir, names_aside(mirror))
+    mirror = Mirror(config.run_dir, config.checkpoint_dir).dir if config.checkpoint_dir else None
+    put_in_place(new, config.run_dir, names_aside(mirror))
 
 
 def is_there(run_dir: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from common.checkpoint import BEST, Checkpoint, describe_damage, problems_of, step_folders, step_of
 from common.errors import CheckpointError
-from common.files import FolderLock, sha256_file
+from common.files import sha256_file
 from common.lora import LoRA, find_base, lora_of
 from common.script import world
 from model_config import ModelConfig
@@ -24,7 +24,7 @@ from training.growth import changes
 from training.mirror import read_best_state
 from training.optimizer import apply_hyperparameters
 from training.parallel import any_process, broadcast_tensors, on_rank_0
-from training.previous import lock_folder, quarantine, set_aside, weights_hash
+from training.previous import quarantine, set_aside, weights_hash
 from training.run import Run
 from training.saver import write_config
 from training.schedule import has_stopped_early, last_step
@@ -33,12 +33,12 @@ from training.state import TrainState
 TOKENS = "tokens_sha256 of the data"  # as `identity` calls it
 
 
-def start_or_resume(run: Run, lock: FolderLock) -> None:
-    """Continue the run of `run.previous` if there is one, else start it. `lock` holds the run folder from then on.
+def start_or_resume(run: Run) -> None:
+    """Continue the run of `run.previous` if there is one, else start it.
 
-    Raises CheckpointError if what is there belongs to another model or other data, or is trained by another process.
+    Raises CheckpointError if what is there belongs to another model or other data.
     """
-    run.state, scaler = on_rank_0(lambda: (open_run(run, lock), run.scaler.state_dict()))
+    run.state, scaler = on_rank_0(lambda: (open_run(run), run.scaler.state_dict()))
     state, latest = run.state, last_step(run.state.step, run.state.sequences_seen, run.data.windows, run.config)
     if state.cooldown is not None and not state.cooldown.is_for(run.config.minutes, latest):
         state.cooldown = None  # the length that was requested has changed
@@ -62,7 +62,7 @@ def planned_steps(run: Run) -> int:
     return last_step(state.step, state.sequences_seen, run.data.windows, run.config)
 
 
-def open_run(run: Run, lock: FolderLock) -> TrainState:
+def open_run(run: Run) -> TrainState:
     """Continue the run that the folders hold, or set it aside and start a new one. Returns where the run stands."""
     previous = run.previous
     is_own = previous.saved is not None and previous.is_own
@@ -77,12 +77,10 @@ def open_run(run: Run, lock: FolderLock) -> TrainState:
                 if weights is not None and weights.path.resolve().is_relative_to(was):
                     moved = aside / weights.path.resolve().relative_to(was)
                     run.config = replace(run.config, init_from=str(moved))
-            lock_folder(lock, new)
             write_config(run, new)
 
         set_aside(run.dir, run.mirror.dir if run.mirror is not None else None, prepare)
     run.dir.mkdir(parents=True, exist_ok=True)
-    lock_folder(lock, run.dir)  # again, for it may be new
     return state
 
 

