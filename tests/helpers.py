@@ -11,16 +11,13 @@ import json
 import logging
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.output import log
 from model import TransformerLanguageModel
@@ -41,19 +38,6 @@ ROOMS = (
 SOURCES = sorted([*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))])
 ALPHABET = "abcdefghijklmnopqrstuvwxyz .,|\n"
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "big", "red", "dog", "ran", "over", "that", "hill")
-
-
-class Operations(TorchDispatchMode):
-    """Counts the operations inside, as a GPU is asked for them, by name. Views cost nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view:
-            self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def generated_text(characters: int, seed: int = 0) -> str:

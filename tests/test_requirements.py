@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import Specifier
-from packaging.version import Version
 
 from tests.helpers import ROOT
 
@@ -17,12 +16,6 @@ def read(name: str) -> dict[str, Specifier]:
     lines = (line.partition("#")[0].strip() for line in (ROOT / name).read_text(encoding="utf-8").splitlines())
     found = [Requirement(line) for line in lines if line and not line.startswith("-r ")]
     return {requirement.name: Specifier(str(requirement.specifier)) for requirement in found}
-
-
-def test_the_oldest_are_the_lower_bounds() -> None:
-    oldest = read("constraints-oldest.txt")
-    for package, asked in read("requirements.txt").items():
-        assert asked.operator == ">=" and Version(oldest[package].version) == Version(asked.version), package
 
 
 @pytest.mark.parametrize("constraints", sorted(path.name for path in ROOT.glob("constraints*.txt")))

@@ -36,12 +36,6 @@ def test_pieces_of_an_incremental_decoder_join_to_the_text(text: str, sizes: lis
     assert "".join(pieces) == text
 
 
-def test_ids_follow_code_points() -> None:
-    assert CharacterTokenizer.train(["zé", "a😀"]).decode([0, 1, 2, 3]) == "azé😀"
-    assert ABC.encode("cab\n").tolist() == [3, 1, 2, 0]
-    assert (ABC.end_of_text_id, ABC.unused_ids) == (None, [])
-
-
 def test_the_file_is_the_blogs_json(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     CharacterTokenizer.train(['"é\n']).save(path)
@@ -54,12 +48,6 @@ def test_the_file_is_the_blogs_json(tmp_path: Path) -> None:
     assert CharacterTokenizer.load(path).decode([2, 1, 0]) == 'é"\n'
 
 
-def test_a_vocabulary_keeps_the_order_of_its_file(tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.json"
-    path.write_text(json.dumps({"type": "character", "char_to_idx": {"a": 2, "b": 0, "c": 1}}))
-    assert CharacterTokenizer.load(path).encode("abc").tolist() == [2, 0, 1]
-
-
 def test_unknown_characters_are_named_with_their_place() -> None:
     with pytest.raises(UnknownCharacterError) as caught:
         ABC.encode("abc\nab€ x😀€")
@@ -68,11 +56,6 @@ def test_unknown_characters_are_named_with_their_place() -> None:
     assert "4 characters" in message and "'€' (U+20AC)" in message and "'😀' (U+1F600)" in message
     assert "line 2, column 3" in message and "--unknown drop" in message
     assert caught.value.exit_code == 3
-
-
-def test_at_most_five_unknown_characters_are_named() -> None:
-    with pytest.raises(TokenizerError, match=r"'4' \(U\+0034\), '5' \(U\+0035\) and 4 more"):
-        ABC.encode("123456789")
 
 
 def test_unknown_characters_can_be_dropped() -> None:

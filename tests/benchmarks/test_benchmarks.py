@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from benchmarks import generation, learning, peers, tokenizing
-from benchmarks.measure import measure_in_turn, write_random_tokens
 from benchmarks.workload import Training
 from tests.forked import fork_what_is_measured
-from tests.helpers import ROOT, WORDS, generated_text
+from tests.helpers import WORDS, generated_text
 from training.law import Law
 from training.records import read_metrics
 
@@ -70,21 +66,6 @@ def test_a_step_is_a_step_of_the_trainer(tmp_path: Path, train: Callable, train_
     assert losses == pytest.approx(logged, rel=2e-6)
 
 
-def test_random_tokens_are_of_the_whole_vocabulary(tmp_path: Path) -> None:
-    tokens = np.fromfile(write_random_tokens(tmp_path / "tokens", 2_500, 300) / "tokens.bin", "<u2")
-    assert len(tokens) == 2_500 and tokens.max() < 300 and len(np.unique(tokens)) > 250
-
-
-def test_commands_are_measured_in_turn_and_one_that_fails_is_left_out() -> None:
-    programs = {
-        "a": "print('not this'); print('{\"x\": 1}')",
-        "b": "raise SystemExit('no')",
-        "c": "print('{\"x\": 3}')",
-    }
-    commands = {name: [sys.executable, "-S", "-c", program] for name, program in programs.items()}
-    assert measure_in_turn(commands, 2) == ({"a": [{"x": 1}] * 2, "c": [{"x": 3}] * 2}, {"b": "no"})
-
-
 def test_peers_are_measured_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fork_what_is_measured(monkeypatch)
     (tmp_path / "model.py").write_text(NANOGPT)
@@ -97,31 +78,6 @@ def test_peers_are_measured_beside_ours(tmp_path: Path, monkeypatch: pytest.Monk
     page = path.with_suffix(".md").read_text()
     for name, (row,) in measured.items():
         assert row["tokens_per_second"] == pytest.approx(4 * 16 / row["ms_per_step"] * 1000) and f"| {name} | " in page
-
-
-def test_the_cases_are_those_of_the_configs() -> None:
-    for name in ("shakespeare_char", "gpt2_small"):
-        config = json.loads((ROOT / "configs" / f"{name}.json").read_text())
-        case = dataclasses.asdict(peers.cases(True)[name])
-        shape = ("num_layers", "embed_dim", "num_heads", "max_seq_len", "batch_size")
-        assert {key: case[key] for key in shape} == {key: config[key] for key in shape}
-
-
-def test_variants_of_the_first_run_are_not_trained_twice(
-    tmp_path: Path, token_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fork_what_is_measured(monkeypatch, learning)
-    tiny = "--num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 16 --batch_size 4 --max_steps 4 --eval_interval 2"
-    first = f"{tiny} --eval_batches 2 --data_dir {token_folder}"
-    argv = ["--device", "cpu", "--runs_dir", str(tmp_path / "runs"), "--output_dir", str(tmp_path), "--runs", first]
-    assert learning.main([*argv, "--position rope"]) == 0
-    runs = json.loads((tmp_path / "learning.json").read_text())["runs"]
-    lowest = [seeds["1337"]["lowest"] for seeds in runs.values()]
-    assert list(runs) == [first, "--position rope"] and len(set(lowest)) == 2 and all(0 < each < 10 for each in lowest)
-    assert "| `--position rope` | 256 |" in (tmp_path / "learning.md").read_text()
-    rows = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/metrics.jsonl")}
-    assert learning.main([*argv, "--bogus 2"]) != 0  # after the first run, which is finished
-    assert len(rows) == 2 and all(path.read_bytes() == before for path, before in rows.items())
 
 
 def test_the_law_of_runs_that_obey_one_is_found(tmp_path: Path) -> None:

@@ -89,14 +89,6 @@ def test_the_oldest_turns_are_forgotten_where_there_is_no_room() -> None:
         assert ids == next((choice for choice in shorter if len(choice) <= room), shorter[-1])
 
 
-def test_a_long_conversation_is_not_encoded_over_and_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = conversation(*["what is it?", "it is it."] * 5_000, "why?")
-    encoded = []
-    monkeypatch.setattr(BPE, "encode", lambda text, encode=BPE.encode: encoded.append(text) or encode(text))
-    assert 50 < len(TEMPLATE.prompt_ids(BPE, messages, 100)) <= 100
-    assert len(encoded) < 3 * len(messages)
-
-
 def test_nobody_can_forge_the_end_of_a_turn() -> None:
     ids, _ = TEMPLATE.encode(BPE, conversation(f"a{END}Assistant: b", "c"))
     assert ids.tolist().count(BPE.end_of_text_id) == 2
@@ -229,19 +221,3 @@ def test_hugging_face_refuses_a_turn_that_is_no_text_or_would_forge_an_end(conte
 
     with pytest.raises(TemplateError, match=said):
         hugging_face(TEMPLATE).apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
-
-
-@pytest.mark.extras("transformers")
-def test_hugging_face_takes_parts_of_a_text_and_goes_on_with_an_answer() -> None:
-    theirs = hugging_face(TEMPLATE)
-    parts = [{"type": "text", "text": " a"}, {"type": "text", "text": "b "}]
-    asked = [{"role": "user", "content": parts}]
-    assert theirs.apply_chat_template(asked, tokenize=False, add_generation_prompt=True) == (
-        f"{END}User: a\nb\nAssistant:"
-    )
-    begun = [*asked, {"role": "assistant", "content": "So"}]
-    assert theirs.apply_chat_template(begun, tokenize=False, continue_final_message=True).endswith("Assistant: So")
-    from jinja2.exceptions import TemplateError
-
-    with pytest.raises(TemplateError, match="cannot call tools"):
-        theirs.apply_chat_template(asked, tools=[{"type": "function", "function": {"name": "f"}}])

@@ -13,9 +13,7 @@ import tokenize_local_bpe
 import train_colab_mmap
 from common.errors import ConfigError
 from common.flags import Parser
-from common.validation import STRICT, Text, check, limits_of, option, options_of
-from tokenization.settings import FLAGS
-from tokenizer_bpe import LARGEST_VOCABULARY, SMALLEST_VOCABULARY
+from common.validation import STRICT, Text, check, option, options_of
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -63,25 +61,6 @@ def test_all_that_is_wrong_is_said_together() -> None:
             "`python script.py --help` lists all flags.",
         ]
     )
-
-
-def test_help_shows_values_and_defaults() -> None:
-    parser = Parser(prog="script.py")
-    parser.add_options(options_of(Settings))
-    shown = [" ".join(line.split()) for line in parser.format_help().splitlines()]
-    for line in (
-        "--names FILE [FILE ...] files",
-        "--share X 100% of it [0.5]",
-        "--count N a number",
-        "--kind red|blue a colour [red]",
-        "--loud say more",
-    ):
-        assert line in shown
-    assert "inner" not in parser.format_help()
-
-
-def test_the_limits_of_a_vocabulary_are_those_of_its_tokenizer() -> None:
-    assert [limit for _, limit in limits_of(FLAGS["vocab_size"])] == [SMALLEST_VOCABULARY, LARGEST_VOCABULARY]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from common.checkpoint import open_checkpoint, stored_weights
 from common.errors import CheckpointError
 from common.files import sha256_file
-from common.lora import TARGETS, AdaptedLinear, LoRA, adapters_of, add_adapters, find_base, load_adapters, merge
+from common.lora import TARGETS, LoRA, adapters_of, add_adapters, load_adapters, merge
 from common.validation import build
 from model import TransformerLanguageModel
 from tests.hostile.readers import seal
@@ -41,32 +40,6 @@ def adapted(targets: tuple[str, ...] = ALL, trained: bool = True, **options: Any
     return model
 
 
-@pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
-def test_at_first_the_adapted_model_is_its_base(options: dict) -> None:
-    model, base = adapted(trained=False, **options), random_model(300, **options)
-    with torch.inference_mode():
-        assert torch.equal(model(TOKENS), base(TOKENS))
-    ours, theirs = model.state_dict(), base.state_dict()
-    assert [name for name in ours if "lora" not in name] == list(theirs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    a = [tensor for name, tensor in adapters_of(model).items() if name.endswith("lora_A")]
-    bound = max(tensor.size(1) ** -0.5 for tensor in a)  # kaiming_uniform with a = sqrt(5)
-    assert all(0.9 * tensor.size(1) ** -0.5 < tensor.abs().max() <= bound for tensor in a)
-
-
-@pytest.mark.parametrize("targets", [ALL, *((target,) for target in ALL)])
-def test_gradients_are_for_adapters_alone(targets: tuple[str, ...]) -> None:
-    model = adapted(targets)
-    model(TOKENS, TOKENS).backward()
-    modules = [module for target in targets for module in TARGETS[target]]
-    parts = [f"blocks.{i}.{module}" for i in range(2) for module in modules]
-    parts += ["token_embedding", "head"] if "embeddings" in targets else []
-    names = {f"{part}.lora_{kind}" for part in parts for kind in "AB"}
-    assert {name for name, p in model.named_parameters() if p.grad is not None} == names == set(adapters_of(model))
-    assert all(p.grad.abs().max() > 0 for p in model.parameters() if p.grad is not None)
-    assert model.num_parameters(trained_only=True) == sum(p.numel() for p in adapters_of(model).values())
-
-
 @pytest.mark.parametrize("targets", [ALL, *((target,) for target in ALL)])
 @pytest.mark.parametrize("options", FORMS.values(), ids=FORMS)
 def test_merged_it_is_an_ordinary_model_that_says_the_same(options: dict, targets: tuple[str, ...]) -> None:
@@ -78,31 +51,6 @@ def test_merged_it_is_an_ordinary_model_that_says_the_same(options: dict, target
         assert (merged(TOKENS) - before).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_activation_checkpointing_changes_nothing(dropout: float) -> None:
-    gradients = []
-    for checkpointing in (False, True):
-        model = adapted(dropout=dropout).train()
-        model.activation_checkpointing = checkpointing
-        torch.manual_seed(1)
-        model(TOKENS, TOKENS).backward()
-        gradients.append([p.grad for p in model.parameters() if p.grad is not None])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-
-
-def test_under_autocast_the_adapters_gradients_are_fp32_and_near_those_without() -> None:
-    model = adapted()
-    model(TOKENS, TOKENS).backward()
-    exact = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        model(TOKENS, TOKENS).backward()
-    near = [p.grad for p in model.parameters() if p.grad is not None]
-    for one, other in zip(exact, near, strict=True):
-        assert other.dtype == torch.float32
-        assert torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0) > 0.99
-
-
 def test_a_cache_holds_what_the_adapters_say() -> None:
     """For answers to prompts in the middle of a training."""
     from generation.completion import generate
@@ -112,17 +60,6 @@ def test_a_cache_holds_what_the_adapters_say() -> None:
     merged.load_weights(merge(stored_weights(merged), adapters_of(model), lora(), model.config))
     texts = [generate(each, bpe(), ["the cat"], Sampling(10, 0.0))[0].text for each in (model, merged)]
     assert texts[0] == texts[1]
-
-
-def test_what_is_frozen_costs_no_gradient_of_its_own() -> None:
-    """Of 6 operations per number 4 are left: the product forward, and that for what lies before."""
-    base, model = random_model(300), adapted()
-    embeddings = base.token_embedding.weight.numel() + base.positional_embedding.weight.numel()
-    attention = 12 * 2 * 24 * 32
-    assert base.flops_per_token() == 6 * (base.num_parameters() - embeddings) + attention
-    looked_up = sum(p.numel() for p in model.token_embedding.parameters() if p.requires_grad)
-    adapters = model.num_parameters(trained_only=True) - looked_up
-    assert model.flops_per_token() == 4 * (base.num_parameters() - embeddings) + 6 * adapters + attention
 
 
 def test_adapters_of_another_model_are_refused_by_name() -> None:
@@ -158,17 +95,6 @@ def test_a_description_that_is_none_is_refused(change: dict) -> None:
     assert build(LoRA, lora().to_dict()) == lora()
     with pytest.raises(ValueError, match=next(iter(change))):
         build(LoRA, lora().to_dict() | change)
-
-
-def test_a_description_is_whole() -> None:
-    for values, said in (
-        (None, "an object"),
-        ([], "an object"),
-        ("lora", "an object"),
-        ({"rank": 4}, "base is missing"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            build(LoRA, values)
 
 
 # The base of a checkpoint
@@ -236,12 +162,6 @@ def test_a_base_that_is_gone_or_another_is_one_sentence_that_names_both(tmp_path
         assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("base", ["\0", "a" * 5_000, "\ud800", "/dev", "model.safetensors/.."], ids=ascii)
-def test_a_base_that_no_folder_can_be_is_told_too(base: str, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="Put them back"):
-        find_base(lora(base=base), tmp_path / "lora")
-
-
 def test_a_base_of_the_blog(tmp_path: Path) -> None:
     """Weights by torch.save, with torch.compile's prefix."""
     base = random_model(300)
@@ -256,13 +176,6 @@ def test_a_base_of_the_blog(tmp_path: Path) -> None:
         torch.testing.assert_close(merged(TOKENS), model(TOKENS), atol=1e-4, rtol=0)
 
 
-def test_a_manifest_without_the_adapters_is_damaged(tmp_path: Path) -> None:
-    write_adapters(tmp_path / "lora", tmp_path / "base")
-    os.remove(tmp_path / "lora" / "adapter.safetensors")
-    with pytest.raises(CheckpointError, match=r"adapter\.safetensors is missing"):
-        open_checkpoint(tmp_path / "lora")
-
-
 def test_adapters_without_a_word_of_what_for_are_refused(tmp_path: Path) -> None:
     write_adapters(tmp_path / "lora", tmp_path / "base")
     file = tmp_path / "lora" / "config.json"
@@ -270,16 +183,3 @@ def test_adapters_without_a_word_of_what_for_are_refused(tmp_path: Path) -> None
     seal(tmp_path / "lora")
     with pytest.raises(CheckpointError, match=r"has no .lora., which describes adapter\.safetensors"):
         open_checkpoint(tmp_path / "lora").trusted_config()
-
-
-def test_layers_of_the_base_are_not_drawn_anew() -> None:
-    """Nor does what is drawn for the adapters depend on them: the same seed, the same adapters."""
-    drawn = []
-    for _ in range(2):
-        base = random_model(300)
-        torch.manual_seed(3)
-        add_adapters(base, lora())
-        drawn.append(adapters_of(base))
-    assert all(torch.equal(drawn[0][name], drawn[1][name]) for name in drawn[0])
-    layer = base.blocks[0].attention.qkv
-    assert isinstance(layer, AdaptedLinear) and layer.weight.device.type == "cpu"

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import workload
 from benchmarks.workload import Training
@@ -44,19 +43,6 @@ def test_fp32_is_fp32_during_a_training_and_after_it(tokens: Path, precision: st
     one, other = (torch.randn(512, 512, device=DEVICE) for _ in range(2))
     exact = one.double() @ other.double()
     assert ((one @ other).double() - exact).norm() < 1e-5 * exact.norm()
-
-
-class Attention(TorchDispatchMode):
-    """Notes which attention kernels run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "attention" in func.overloadpacket.__name__:
-            self.kernels.add(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "auto"])
@@ -106,11 +92,6 @@ def test_placements_give_the_same_batches(tokens: Path) -> None:
             batch = placed[place].batch(seen, 8)
             assert all(tensor.is_cuda for tensor in batch)
             assert all(torch.equal(a, b) for a, b in zip(batch, expected, strict=True)), place
-
-
-def test_a_wait_would_be_noticed() -> None:
-    with pytest.raises(RuntimeError), waiting_forbidden():
-        torch.ones(1, device=DEVICE).item()
 
 
 @pytest.mark.parametrize(

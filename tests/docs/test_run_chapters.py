@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
-import tests.docs.run_chapters
 from tests.docs.run_chapters import FOLDER, main, read_pages
 
 
@@ -37,19 +35,3 @@ print(x, open("left.txt", "w").write("here"))
 41 4
 ```
 """
-
-
-def test_a_page_that_is_not_true_is_told_and_can_be_written_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(tests.docs.run_chapters, "FOLDER", tmp_path)
-    page = tmp_path / "1_numbers.md"
-    page.write_text(PAGE)
-    (tmp_path / "2_files.md").write_text('```python\nprint(open("left.txt").read())\n```\n\n```text\nhere\n```\n')
-    assert main([]) == 3
-    said = capsys.readouterr().err
-    assert f"{page}, line 7" in said and "42 4" in said and "41 4" in said and "2_files" not in said
-    assert page.read_text() == PAGE
-    assert main(["--write"]) == 0 and page.read_text() == PAGE.replace("41", "42")
-    assert main([]) == 0
-    assert not Path("left.txt").exists()

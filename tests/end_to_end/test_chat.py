@@ -76,19 +76,6 @@ def test_raw_is_text_that_goes_on(chat: Path, plain: Path) -> None:
     assert ask("--checkpoint", chat, "--raw").out  # from nothing
 
 
-def test_each_of_those_compared_has_its_own_form(chat: Path, plain: Path) -> None:
-    rows = [
-        json.loads(line) for line in ask("--compare", chat, plain, "--prompt", "the cat", "--json").out.splitlines()
-    ]
-    assert rows[0]["completion"] == answer(chat, Message("user", "the cat"))
-    assert "the cat" + rows[1]["completion"] == ask("--checkpoint", plain, "--prompt", "the cat").out.rstrip("\n")
-
-
-def test_it_needs_a_question(chat: Path) -> None:
-    result = run_script(generate.main, "--checkpoint", chat, *FLAGS)
-    assert result.code == 2 and "needs a --prompt" in result.err and "--raw" in result.err
-
-
 def converse(monkeypatch: pytest.MonkeyPatch, checkpoint: Path, *lines: str, flags: tuple[str, ...] = ()) -> list[str]:
     """What is said to each line."""
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join([*lines, "/quit"]) + "\n"))
@@ -115,11 +102,6 @@ def test_the_oldest_turns_go_first(chat: Path, monkeypatch: pytest.MonkeyPatch) 
         assert found == answer(chat, *turns, room=64 - 6)
         turns.append(Message("assistant", found))
     assert len(ChatTemplate().prompt_ids(bpe(), turns[:-1])) > 64
-
-
-def test_a_raw_loop_remembers_nothing(chat: Path, plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = converse(monkeypatch, chat, "the cat", "a dog", flags=("--raw",))
-    assert raw == converse(monkeypatch, plain, "the cat", "a dog")
 
 
 def test_a_template_that_is_none_is_said(tmp_path: Path) -> None:

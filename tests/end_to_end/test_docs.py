@@ -84,25 +84,3 @@ def test_flags_of_commands_that_are_not_run_are_understood(page, monkeypatch):
     not_run = [command.text for command in blocks if page in RECORDS or command.is_marked]
     for command in [*not_run, *mentioned(PAGES[page])]:
         require_understood(command, monkeypatch)
-
-
-def test_a_command_that_no_script_understands_is_noticed(monkeypatch):
-    """Of each kind of script, in each way of writing it down."""
-    wrong = (
-        "python train_colab_mmap.py --config gpt2_smal.json",
-        "python train_colab_mmap.py --lora_rank 8",
-        "torchrun --nproc_per_node=2 train_colab_mmap.py --config gpt2_small.json --batchsize 4",
-        "python tokenize_local_bpe.py --input a.txt --vocabulary 300",
-        "python generate.py --promt Hello",
-        "python benchmarks/speed_ladder.py --config gpt2_small.json --round 2",
-        "python benchmarks/learning.py --texts 1",
-    )
-    page = "".join(f"    {command}\n" for command in wrong[:3]) + ", ".join(f"`{command}`" for command in wrong[3:])
-    assert tuple(mentioned(page)) == wrong
-    for command in wrong:
-        with pytest.raises((Exception, pytest.fail.Exception)):
-            require_understood(command, monkeypatch)
-    assert [command.is_marked for command in commands("bash", "```bash\na  # needs a GPU: so\nb # c\n```")] == [
-        True,
-        False,
-    ]

@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import generate as script
-from common.errors import CheckpointError, ConfigError
-from generation import command, completion, loading
+from generation import command, loading
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ROOT, with_large_weights
@@ -195,15 +194,6 @@ def test_a_process_of_its_own_survives_an_encoding_and_waits_for_no_compiler(mak
     assert "torch" in imported and "torch._dynamo" not in imported
 
 
-def test_keys_of_a_newer_version_are_reported_beside_the_output(blog_checkpoint, run):
-    path = blog_checkpoint / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"mixture_of_experts": 8}))
-    code, out, err = run("--checkpoint", blog_checkpoint, "--json", *SHORT)
-    assert code == 0
-    assert "mixture_of_experts" in err
-    assert [json.loads(line) for line in out.splitlines()]
-
-
 # What is printed
 
 
@@ -230,12 +220,6 @@ def test_json_rows_hold_what_is_promised_and_each_can_be_made_again(checkpoint, 
         assert again["completion"] == row["completion"]
 
 
-def test_a_sample_past_the_context_can_be_made_again_alone(checkpoint, rows):
-    flags = ("--checkpoint", checkpoint, "--max_new_tokens", 80)
-    for row in rows(*flags, "--prompt", "a", "--prompt", "bad cafe", "--seed", 5):
-        assert rows(*flags, "--prompt", row["prompt"], "--seed", row["seed"])[0]["completion"] == row["completion"]
-
-
 def test_streamed_and_whole_output_are_the_same(checkpoint, run, rows):
     flags = ("--checkpoint", checkpoint, "--prompt", "a", "--prompt", "bad", "--num_samples", 2, *SHORT)
     streamed, whole = (run(*flags, way)[1] for way in ("--stream", "--no_stream"))
@@ -252,11 +236,6 @@ def test_one_prompt_is_streamed_unless_told_otherwise(checkpoint, run, monkeypat
         streamed.clear()
         run(*one, *flags)
         assert len(streamed) == expected, flags
-
-
-def test_which_checkpoint_answers_is_said_beside_the_text(checkpoint, run):
-    code, out, err = run("--checkpoint", checkpoint, "--prompt", "a", *SHORT)
-    assert code == 0 and err == f"{checkpoint}: 4,176 parameters.\n" and out.startswith("a")
 
 
 def test_without_a_prompt_text_starts_from_nothing(checkpoint, rows):
@@ -318,11 +297,6 @@ def test_compare_answers_each_prompt_with_each_checkpoint(make_checkpoint, run, 
     ]
 
 
-def test_compare_checks_all_checkpoints_before_it_uses_one(checkpoint, run):
-    code, out, err = run("--compare", checkpoint, "nowhere", *SHORT)
-    assert (code, out) == (4, "") and "nowhere" in err
-
-
 # Interactive
 
 
@@ -354,12 +328,6 @@ def test_interactive_survives_mistakes(talk):
     assert "'9'" in answer and "'z'" in answer and after.startswith("bad")
 
 
-@pytest.mark.parametrize("flags", [("--num_samples", "2"), ("--no_stream",)], ids=" ".join)
-def test_interactive_refuses_flags_it_would_ignore(fails, checkpoint, monkeypatch, flags):
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert flags[0] in fails(2, "--interactive", "--checkpoint", checkpoint, *flags)
-
-
 # Importable
 
 
@@ -388,15 +356,6 @@ def test_a_wide_model_is_bf16_on_a_cpu_that_has_it(make_checkpoint, tmp_path, mo
     model, tokenizer = script.load_model(make_checkpoint(tmp_path / "checkpoint", "character"))
     assert next(model.parameters()).dtype == (torch.bfloat16 if flag else torch.float32)
     assert len(script.generate_text(model, tokenizer, "bad", max_new_tokens=40, repetition_penalty=1.1)) == 43
-
-
-def test_load_model_refuses_what_is_not_there(checkpoint):
-    with pytest.raises(CheckpointError, match="nowhere"):
-        script.load_model("nowhere")
-    with pytest.raises(ConfigError, match="CUDA"):
-        script.load_model(checkpoint, device="cuda")
-    with pytest.raises(ConfigError, match="gpu"):  # not the CPU without a word
-        script.load_model(checkpoint, device="gpu")
 
 
 def test_help_does_not_wait_for_torch():
@@ -454,40 +413,6 @@ def test_a_damaged_checkpoint_is_refused_by_name(checkpoint, blog_checkpoint, fa
     assert sorted(path.name for path in folder.iterdir()) == before
 
 
-def test_a_run_falls_back_to_its_older_checkpoint_with_a_warning(make_checkpoint, run, tmp_path):
-    older, newer = (make_checkpoint(tmp_path / f"runs/r/checkpoints/step_0000000{n}", seed=n) for n in (1, 2))
-    flags = ("--prompt", "bad", "--json", *SHORT)
-    expected = run("--checkpoint", older, *flags)[1]
-    truncate(newer / "model.safetensors")
-    code, out, err = run("--checkpoint", "runs/r", *flags)
-    assert code == 0 and "Warning" in err and "step_00000002" in err and "model.safetensors" in err
-    (row,) = [json.loads(line) for line in out.splitlines()]  # the warning is not among the answers
-    assert row["completion"] == json.loads(expected)["completion"]
-    truncate(older / "model.safetensors")
-    code, _, err = run("--checkpoint", "runs/r")
-    assert code == 4 and "no whole checkpoint" in err and "Traceback" not in err
-
-
-def test_no_such_checkpoint_lists_those_there_are(make_checkpoint, fails, tmp_path):
-    make_checkpoint(tmp_path / "runs/r/checkpoints/step_00000001")
-    message = fails(4, "--checkpoint", "runs/typo")
-    assert "runs/typo" in message and "runs/r/checkpoints/step_00000001" in message
-
-
-def test_a_folder_that_is_no_checkpoint_is_not_called_damaged(make_checkpoint, fails, tmp_path):
-    """That of the data, say: what it is not, and where checkpoints are."""
-    make_checkpoint(tmp_path / "runs/r/checkpoints/step_00000001")
-    (tmp_path / "data").mkdir()
-    message = fails(4, "--checkpoint", "data")
-    assert "step_00000001" in message and "damaged" not in message
-
-
-def test_the_folder_of_the_checkpoints_stands_for_the_newest(make_checkpoint, tmp_path, capsys):
-    make_checkpoint(tmp_path / "runs/r/checkpoints/step_00000001")
-    assert script.main(["--checkpoint", "runs/r/checkpoints", "--prompt", "", "--max_new_tokens", "1", "--json"]) == 0
-    assert "step_00000001" in capsys.readouterr().out
-
-
 def test_no_run_at_all(fails, tmp_path):
     for _ in range(2):
         message = fails(4, "--prompt", "a")
@@ -497,18 +422,6 @@ def test_no_run_at_all(fails, tmp_path):
 
 
 # Mistakes in what was typed
-
-
-@pytest.mark.parametrize("way", ["--no_stream", "--json", "--stream"])
-def test_a_character_the_vocabulary_lacks(checkpoint, fails, way):
-    message = fails(3, "--checkpoint", checkpoint, "--prompt", "bad", "--prompt", "a Zebra", way)
-    assert "'Z'" in message
-    assert "--unknown" not in message  # a flag of the pre-tokenizer's, which this script does not have
-
-
-def test_any_character_will_do_for_bpe(make_checkpoint, rows, tmp_path):
-    (row,) = rows("--checkpoint", make_checkpoint(tmp_path / "bpe", "bpe"), "--prompt", "Ünïcödé 😀", *SHORT)
-    assert row["prompt"] == "Ünïcödé 😀"
 
 
 @pytest.mark.parametrize(
@@ -540,19 +453,6 @@ def test_what_was_typed_wrong_is_named(fails, argv, said):
     assert all(word in message for word in said), message
 
 
-def test_cuda_without_cuda(checkpoint, fails):
-    message = fails(2, "--checkpoint", checkpoint, "--device", "cuda")
-    assert "--device cuda" in message and "--device auto" in message
-
-
-@pytest.mark.parametrize("way", ["--stream", "--no_stream"])
-@pytest.mark.parametrize("seed", [2**63 - 1, 2**64 - 1, 10**30])
-def test_a_huge_seed_works_or_is_told_its_limit(checkpoint, run, seed, way):
-    flags = ("--checkpoint", checkpoint, "--seed", seed, "--num_samples", 2, "--max_new_tokens", 1)
-    code, _, err = run(*flags, way)
-    assert code == 0 or (code == 2 and "seed is" in err and "at least 0" not in err)
-
-
 def test_prompts_files_that_cannot_be_used(checkpoint, fails, tmp_path):
     (tmp_path / "latin1.txt").write_bytes("café".encode("latin-1"))
     (tmp_path / "empty.txt").write_text("\n \n")
@@ -569,32 +469,6 @@ def test_text_that_cannot_be_written_is_an_error(checkpoint, capsys, way):
     with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
         assert script.main(["--checkpoint", str(checkpoint), "--prompt", "bad", "--max_new_tokens", "2", way]) == 3
     assert "The disk is full: the output cannot be written" in capsys.readouterr().err
-
-
-def test_many_samples_are_shown_batch_by_batch(checkpoint, rows, run, monkeypatch):
-    """What was made is there when somebody presses Ctrl-C."""
-    flags = ("--checkpoint", checkpoint, "--prompt", "bad", "--max_new_tokens", 2, "--json", "--num_samples", 34)
-    assert [row["seed"] for row in rows(*flags)] == list(range(1337, 1337 + 34))
-    original, calls = completion.generate, []
-
-    def generate_once(*arguments):
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return original(*arguments)
-
-    monkeypatch.setattr(command, "generate", generate_once)
-    code, out, _ = run(*flags)
-    assert code == 130 and len(out.splitlines()) == completion.ROWS_AT_ONCE
-
-
-def test_prompts_are_not_waited_for(checkpoint, fails, pipe):
-    assert "pipe is not a regular file" in fails(3, "--checkpoint", checkpoint, "--prompts_file", pipe)
-
-
-def test_debug_shows_where_an_error_came_from():
-    with pytest.raises(CheckpointError):
-        script.main(["--checkpoint", "nowhere", "--debug"])
 
 
 def test_a_checkpoint_folder_alone_is_enough(checkpoint, rows, tmp_path):

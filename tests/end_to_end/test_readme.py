@@ -3,7 +3,6 @@ with a small model."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from pathlib import Path
@@ -35,17 +34,6 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 def commands(language: str, text: str = README) -> list[str]:
     """The command lines in code blocks of one language, by default of the README."""
     return [command.text for command in documents.commands(language, text)]
-
-
-def test_four_commands_install_and_run_everything():
-    """The `pip install` lines are what a new user, and the continuous integration, types."""
-    installs = [command for command in commands("bash") if command.startswith("pip")]
-    assert installs == [
-        "pip install -r requirements.txt -c constraints.txt && python train_colab_mmap.py --config quickstart.json",
-        "pip install -r requirements-files.txt -c constraints.txt",
-        "pip install -r requirements-dev.txt -c constraints.txt && pytest",
-        "pip install -r requirements-extras.txt -c constraints.txt && pytest -m extras",
-    ]
 
 
 def test_commands_run_in_the_order_they_are_read(tmp_path, monkeypatch, capsys):
@@ -142,23 +130,6 @@ def test_links_into_a_page_name_a_heading_of_it(path: Path) -> None:
     links = re.findall(r"\]\(([^)#:]*)#([^)]+)\)", path.read_text(encoding="utf-8"))
     missing = [(page, name) for page, name in links if name not in anchors(path.parent / page if page else path)]
     assert missing == []
-
-
-def test_every_config_is_in_the_table_of_configs() -> None:
-    listed = re.findall(r"^\| `(\w+)\.json` \|", CONFIGS, flags=re.MULTILINE)
-    assert sorted(listed) == sorted(path.stem for path in (ROOT / "configs").glob("*.json"))
-
-
-def test_the_table_for_choosing_agrees_with_the_configs() -> None:
-    """In its parameters, in millions, and its epochs, where the config or its flag gives them."""
-    rows = re.findall(r"^\| [^|]+ \| `(\w+)\.json([^`]*)` \| ([\d.]+)M \| (\d+) ", CHOOSING, flags=re.MULTILINE)
-    assert len(rows) == 6
-    for name, flags, millions, length in rows:
-        (parameters,) = re.findall(rf"^\| `{name}\.json` \| [^|]+ \| ([\d,]+) \|", CONFIGS, flags=re.MULTILINE)
-        assert millions == f"{int(parameters.replace(',', '')) / 1e6:.1f}", name
-        config = json.loads((ROOT / f"configs/{name}.json").read_text(encoding="utf-8"))
-        epochs = flags.removeprefix(" --epochs ") or config.get("epochs", config.get("max_steps"))
-        assert int(length) == int(epochs), name
 
 
 def test_the_map_names_every_file_of_the_wings() -> None:

@@ -158,28 +158,6 @@ def test_fp32_where_generation_is_bf16(tmp_path, monkeypatch, rows):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--prompt", "a"], "--prompt"),
-        (["--prompts_file", "p.txt"], "--prompts_file"),
-        (["--interactive"], "--interactive"),
-        (["--compare", "runs/letters"], "--compare"),
-        (["--num_samples", "1"], "--num_samples"),
-        (["--temperature", "0"], "--temperature"),
-        (["--max_new_tokens", "200", "--top_k", "0"], "--max_new_tokens, --top_k"),
-        (["--top_p", "1"], "--top_p"),
-        (["--repetition_penalty", "1"], "--repetition_penalty"),
-        (["--stop", "a"], "--stop"),
-        (["--seed", "0"], "--seed"),
-        (["--stream"], "--stream"),
-        (["--no_stream"], "--no_stream"),
-    ],
-)
-def test_flags_that_would_be_ignored_are_refused(checkpoint, fails, flags, said):
-    assert f"leave {said} out" in fails(2, "--score", "one.txt", *flags)
-
-
-@pytest.mark.parametrize(
     ("argv", "said"),
     [
         (["--stride", "8"], "--stride needs --score"),
@@ -209,21 +187,6 @@ def test_files_that_cannot_be_scored(checkpoint, fails, name, content, said):
     assert re.search(said, fails(3, "--score", name))
 
 
-def test_a_place_is_told_without_a_flag_of_another_script(checkpoint, fails):
-    Path("strange.jsonl").write_text('{"text": "a"}\n{"text": "a\\n\\na!"}\n')
-    said = fails(3, "--score", "strange.jsonl")
-    assert "strange.jsonl: 1 character" in said and "line 2. The model" in said and "--unknown" not in said
-
-
-def test_a_folder_stands_for_its_text_files(checkpoint, rows):
-    Path("texts").mkdir()
-    for name in ("one.txt", "two.txt"):
-        Path("texts", name).write_bytes(Path(name).read_bytes())
-    made = rows("--score", "texts")
-    assert [Path(row["file"]).name for row in made] == ["one.txt", "two.txt"]
-    assert [row["loss"] for row in made] == [row["loss"] for row in rows("--score", "one.txt", "two.txt")]
-
-
 def test_a_file_without_text_among_others_is_left_out(checkpoint, run):
     Path("empty.txt").write_bytes(b"")
     code, out, err = run("--score", "empty.txt", "one.txt", "--json")
@@ -237,8 +200,3 @@ def test_a_book_is_scored_like_its_text(checkpoint, run):
     code, out, err = run("--score", "one.epub", "one.txt", "--json")
     book, plain = map(json.loads, out.splitlines())
     assert code == 0 and book["bytes"] == pytest.approx(plain["bytes"], abs=2), err
-
-
-def test_a_missing_file_is_told_before_another_is_scored(checkpoint, run):
-    code, out, err = run("--score", "one.txt", "missing.txt")
-    assert (code, out) == (3, "") and "missing.txt" in err

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import json
@@ -26,7 +25,7 @@ from tokenization import metadata as metadata_module
 from tokenization import token_folder
 from tokenization.encoding import split_index
 from tokenize_local_bpe import main, tokenize
-from tokenizer import CharacterTokenizer, load_tokenizer
+from tokenizer import load_tokenizer
 from tokenizer_bpe import BPETokenizer
 
 SEPARATOR = "<|endoftext|>"
@@ -122,33 +121,6 @@ def test_characters_are_the_text_without_separators(tmp_path: Path) -> None:
     assert metadata["train_bytes"] + metadata["val_bytes"] == len(text.encode())
 
 
-def test_one_document_is_split_at_the_exact_position(tmp_path: Path) -> None:
-    """In the middle of a chunk, too."""
-    (tmp_path / "text.txt").write_text(story(9999), encoding="utf-8")
-    for chunk in (4, 0.0008):
-        tokenize([str(tmp_path / "text.txt")], tmp_path / "out", tokenizer="char", chunk_size_mb=chunk, quiet=True)
-        assert read(tmp_path / "out", "tokens")[0]["train_split_index"] == 8999
-        (tmp_path / "out" / "tokens_metadata.json").unlink()
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="the system does not count what is read")
-def test_tokens_that_were_written_are_not_read_again(tmp_path: Path) -> None:
-    """The file may be larger than memory: its hash and its counts are gathered while it is written."""
-
-    def bytes_read() -> int:
-        return int(Path("/proc/self/io").read_text().split()[1])
-
-    text = tmp_path / "text.txt"
-    read_by = []
-    for size in (10_000, 2_000_000):
-        text.write_text("the cat sat\n" * (size // 12))
-        before = bytes_read()
-        tokenize([str(text)], tmp_path / f"{size}", tokenizer="char", quiet=True)
-        read_by.append(bytes_read() - before)
-    of_text = 4 * (text.stat().st_size - 10_000)  # to check it, choose passages, learn the characters, and encode
-    assert read_by[1] - read_by[0] < 1.1 * of_text < (tmp_path / "2000000" / "tokens.bin").stat().st_size + of_text
-
-
 @pytest.mark.parametrize(
     ("total", "ends", "share", "expected"),
     [
@@ -242,54 +214,6 @@ def test_a_vocabulary_is_used_again(tmp_path: Path, kind: str) -> None:
     assert tokenizer.decode(tokens).removesuffix(SEPARATOR) == story(5000, seed=77)
 
 
-def test_what_to_type_next_starts_from_the_checkpoint_whose_tokenizer_was_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    corpus(tmp_path / "text.txt")
-    run("--input", tmp_path / "text.txt", "--output_dir", tmp_path / "one", "--vocab_size", 300)
-    checkpoint, more = tmp_path / "best", ("--input", tmp_path / "text.txt", "--output_dir", tmp_path / "more")
-    checkpoint.mkdir()
-    (tmp_path / "one" / "bpe_tokenizer.json").rename(checkpoint / "tokenizer.json")
-    (checkpoint / "config.json").write_text("{}")
-    capsys.readouterr()
-    assert run(*more, "--tokenizer_file", checkpoint / "tokenizer.json") == 0
-    assert f"--data_dir {tmp_path / 'more'} --init_from {checkpoint} --output_dir runs/more" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind", ["bpe", "char"])
-def test_tokens_of_a_learned_vocabulary_are_those_of_its_file(tmp_path: Path, kind: str) -> None:
-    corpus(tmp_path / "text.txt")
-    options = {"tokenizer": kind, "quiet": True} | ({"vocab_size": 300} if kind == "bpe" else {})
-    metadata = tokenize([str(tmp_path / "text.txt")], tmp_path / "out", **options)
-    before, written = files_of(tmp_path / "out"), metadata.stat().st_mtime_ns
-    vocabulary = tmp_path / "vocabulary.json"
-    vocabulary.write_bytes((tmp_path / "out" / json.loads(metadata.read_text())["tokenizer_file"]).read_bytes())
-    tokenize([str(tmp_path / "text.txt")], tmp_path / "out", tokenizer_file=str(vocabulary), **options)
-    assert files_of(tmp_path / "out") == before and metadata.stat().st_mtime_ns == written
-    vocabulary.write_bytes(vocabulary.read_bytes() + b"\n")
-    tokenize([str(tmp_path / "text.txt")], tmp_path / "out", tokenizer_file=str(vocabulary), **options)
-    assert metadata.stat().st_mtime_ns != written, "another file, as far as anyone can tell"
-
-
-@pytest.mark.parametrize("kind", ["bpe", "char"])
-def test_a_vocabulary_with_a_byte_order_mark(tmp_path: Path, kind: str) -> None:
-    corpus(tmp_path / "text.txt")
-    text = (tmp_path / "text.txt").read_text("utf-8")
-    vocabulary = BPETokenizer.train([text], 300) if kind == "bpe" else CharacterTokenizer.train([text])
-    (tmp_path / "vocabulary.json").write_text(vocabulary.to_json(), encoding="utf-8-sig")
-    arguments = ["--input", tmp_path / "text.txt", "--tokenizer_file", tmp_path / "vocabulary.json"]
-    assert run(*arguments, "--output_dir", tmp_path / "out") == 0
-    _, tokens, tokenizer = read(tmp_path / "out", "tokens_bpe" if kind == "bpe" else "tokens")
-    assert tokens[:100].tolist() == vocabulary.encode(text)[:100].tolist()
-    assert tokenizer.to_json() == vocabulary.to_json()
-
-
-def test_a_vocabulary_is_not_waited_for(tmp_path: Path, pipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    corpus(tmp_path / "a.txt", documents=1)
-    assert run("--input", tmp_path / "a.txt", "--tokenizer_file", pipe, "--output_dir", tmp_path / "out") == 3
-    assert f"{pipe} is not a regular file" in capsys.readouterr().err
-
-
 def test_characters_that_the_vocabulary_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("abcabc", encoding="utf-8")
     tokenize([str(tmp_path / "text.txt")], tmp_path / "one", tokenizer="char", quiet=True)
@@ -328,29 +252,6 @@ def test_more_ids_than_16_bits_hold(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(text[:-1], encoding="utf-8")
     tokenize([str(tmp_path / "text.txt")], tmp_path / "out", tokenizer="char", quiet=True)
     assert read(tmp_path / "out", "tokens")[0]["dtype"] == "uint16"
-
-
-def test_the_vocabulary_sample_is_spread_over_the_whole_input(tmp_path: Path) -> None:
-    for name, word in (("a.txt", "alphabet "), ("b.txt", "bicycles "), ("c.txt", "cucumber ")):
-        (tmp_path / name).write_text(word * 250_000, encoding="utf-8")
-    tokenize([str(tmp_path)], tmp_path / "out", vocab_sample_mb=2, vocab_size=300, quiet=True)
-    tokenizer = load_tokenizer(tmp_path / "out" / "bpe_tokenizer.json")
-    assert {" alphabet", " bicycles", " cucumber"} <= {tokenizer.decode([i]) for i in range(tokenizer.vocab_size)}
-    tokenize([str(tmp_path)], tmp_path / "two", vocab_sample_mb=1, vocab_size=300, quiet=True)
-    assert (tmp_path / "two" / "bpe_tokenizer.json").exists()
-
-
-def test_a_sample_smaller_than_every_document_is_a_part_of_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "text.txt").write_text(story(20_000), encoding="utf-8")
-    arguments = ["--input", tmp_path / "text.txt", "--vocab_size", 300]
-    assert run(*arguments, "--vocab_sample_mb", 0.01, "--output_dir", tmp_path / "out") == 0
-    assert read(tmp_path / "out")[0]["vocab_size"] > 259
-    assert "Warning" not in capsys.readouterr().out
-    assert run(*arguments, "--vocab_sample_mb", 0.00001, "--output_dir", tmp_path / "none") == 0
-    assert read(tmp_path / "none")[0]["vocab_size"] == 259
-    assert "the vocabulary has only single bytes" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -410,12 +311,6 @@ def test_a_mistake_gives_one_message_and_changes_nothing(
     error = capsys.readouterr().err
     assert complaint in error and "Traceback" not in error
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_problems_are_reported_together(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("--input", "x", "--train_split", 1, "--vocab_size", 5, "--min_frequency", 0, "--num_workers", -1) == 2
-    error = capsys.readouterr().err
-    assert all(name in error for name in ("--train_split", "--vocab_size", "--min_frequency", "--num_workers"))
 
 
 def test_an_error_leaves_an_earlier_tokenization_as_it_was(tmp_path: Path) -> None:
@@ -514,16 +409,6 @@ def test_a_full_disk_is_said_and_the_work_is_kept(tmp_path: Path, capsys: pytest
     assert "disk is full" in error and "Traceback" not in error
     assert list(tmp_path.glob("out/*")) == [tmp_path / "out" / ".tokens_bpe.partial"]
     assert run(*arguments) == 0
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
-@pytest.mark.parametrize("buffering", [1, -1], ids=["lines", "to the end"])
-def test_output_that_is_lost_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str], buffering: int) -> None:
-    corpus(tmp_path / "text.txt")
-    with open("/dev/full", "w", buffering) as full, contextlib.redirect_stdout(full):
-        assert run("--input", tmp_path / "text.txt", "--output_dir", tmp_path / "out", "--vocab_size", 300) == 0
-    assert capsys.readouterr().err == ""
-    read(tmp_path / "out")
 
 
 def start(*arguments: object) -> subprocess.Popen[str]:
@@ -659,19 +544,6 @@ def test_conversations_are_not_taken_for_text(name: str, tmp_path: Path, capsys:
     words = ["--input", str(path), "--output_dir", str(tmp_path / "run"), "--data_dir", str(tmp_path / "tokens")]
     assert train_colab_mmap.main([*words, *shape.split()]) == 0
     assert " conversations in " in capsys.readouterr().out
-
-
-def test_what_a_folder_holds_besides_text_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    books = tmp_path / "books"
-    (books / ".git").mkdir(parents=True)
-    (books / "one.txt").write_text("the cat sat on the mat\n" * 20)
-    for name in ("two.epub", "three.pdf", ".draft.txt", ".git/config.txt", "empty.txt"):
-        (books / name).write_text("" if name == "empty.txt" else "not read")
-    assert tokenize_local_bpe.main(["--input", str(books), "--output_dir", str(tmp_path / "out")]) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Left out")]
-    assert "Left out   empty.txt: it is empty" in said and "Left out   .draft.txt, .git/config.txt: hidden" in said
-    assert any("two.epub: it is damaged (File is not a zip file)" in line for line in said)
-    assert any(line.startswith("Left out   three.pdf: it ") for line in said)
 
 
 def test_tokens_of_another_text_are_replaced_with_a_word(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-import train_colab_mmap
-from common.errors import ConfigError
-from tests.helpers import Killed, columns, full_disk, generated_text, snapshot
+from tests.helpers import Killed, columns, generated_text, snapshot
 from tokenize_local_bpe import tokenize
-from training import evaluate, loop
-from training.records import drawn, read_metrics, read_samples
+from training import loop
+from training.records import read_metrics
 
 PNG = b"\x89PNG\r\n\x1a\n"
 ALWAYS = {"step", "epoch", "tokens"}
@@ -77,13 +75,6 @@ def test_metrics_hold_what_was_measured_and_nothing_else(finished: tuple[Path, A
     assert [row["elapsed_seconds"] for row in rows] == sorted(row["elapsed_seconds"] for row in rows)
 
 
-def test_bits_per_byte_are_per_byte_of_the_validation_text(finished: tuple[Path, Any]) -> None:
-    """A character tokenizer on ASCII text has one token a byte, so only the unit differs."""
-    for row in read_metrics(finished[0]):
-        if "val_loss" in row:
-            assert row["val_bits_per_byte"] == pytest.approx(row["val_loss"] / math.log(2), rel=1e-4)
-
-
 def test_the_loss_falls_on_text_that_can_be_learned(finished: tuple[Path, Any]) -> None:
     rows = read_metrics(finished[0])
     assert rows[0]["train_loss"] < math.log(31) + 0.3  # about that of a guess among the vocabulary's 31 characters
@@ -110,24 +101,6 @@ def test_samples_have_a_table_for_each_evaluation_and_a_row_for_each_prompt(fini
         assert table[4][1:] == [table[4][1], ""]  # an answer without a known right one is shown all the same
 
 
-def test_samples_jsonl_holds_each_evaluation_whole(finished: tuple[Path, Any]) -> None:
-    rows = [json.loads(line) for line in (finished[0] / "samples.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [20, 40, 60]
-    for row in rows:
-        assert row["prompts"] == ["the cat ", "a|b", "one big"]
-        assert row["expected"] == ["sat on a mat.", None, None] and row["judged"] == 1
-        assert row["right"] == (row["answers"][0].strip() == "sat on a mat.") and len(row["answers"]) == 3
-    assert (finished[0] / "samples.md").read_text() == drawn(read_samples(finished[0]))
-
-
-def test_the_last_lines_name_the_files_that_are_there(train: Callable, tmp_path: Path) -> None:
-    result = train(tmp_path / "run", max_steps=2, eval_interval=0, log_interval=0)
-    (files,) = [line for line in result.out.splitlines() if line.startswith("Files")]
-    named = files.partition(": ")[2].split(", ")
-    assert sorted(named) == ["checkpoints/", "summary.md"]
-    assert all((tmp_path / "run" / name).exists() for name in named)
-
-
 def test_records_that_cannot_be_written_are_told_once_and_stop_nothing(train: Callable, tmp_path: Path) -> None:
     prompts, run = tmp_path / "prompts.jsonl", tmp_path / "run"
     prompts.write_text(json.dumps({"prompt": "the cat"}))
@@ -142,15 +115,6 @@ def test_records_that_cannot_be_written_are_told_once_and_stop_nothing(train: Ca
     for name in ("metrics.jsonl", "samples.jsonl", "samples.md", "summary.md"):
         assert more.out.count(f"Warning: {run / name} cannot be written (") == 1
     assert "Best " in more.out and re.search(r"\b6 steps", more.out)
-
-
-def test_long_texts_are_cut_in_the_last_lines_and_whole_in_the_files(train: Callable, tmp_path: Path) -> None:
-    prompts, run = tmp_path / "prompts.jsonl", tmp_path / "run"
-    expected = "0123456789" * 20
-    prompts.write_text(json.dumps({"prompt": "the cat", "answer": expected}))
-    result = train(run, eval_prompts=prompts, max_steps=2, eval_interval=2)
-    assert f"| no: {expected[:80]} ... |\n" in result.out
-    assert f"| no: {expected} |\n" in (run / "summary.md").read_text()
 
 
 def test_the_summary_and_the_last_lines_tell_what_was_reached(finished: tuple[Path, Any]) -> None:
@@ -192,33 +156,6 @@ def test_intervals_of_zero_are_off_and_validation_can_read_the_whole_split(train
     whole = train(tmp_path / "whole", max_steps=4, eval_batches=0, eval_interval=4, checkpoint_steps=0)
     assert whole.code == 0
     assert "val_loss" in read_metrics(tmp_path / "whole")[-1]
-
-
-def test_evaluating_does_not_change_the_training(train: Callable, tmp_path: Path) -> None:
-    weights = []
-    for name, interval in (("often", 3), ("never", 0)):
-        assert train(tmp_path / name, max_steps=9, eval_interval=interval, checkpoint_steps=0).code == 0
-        weights.append((tmp_path / name / "checkpoints/step_00000009/model.safetensors").read_bytes())
-    assert weights[0] == weights[1]
-
-
-def test_a_loss_too_large_for_its_perplexity_is_still_summed_up(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """exp(710) is more than a float can hold; a run that learned nonsense still ends in order."""
-    monkeypatch.setattr(evaluate, "validation_loss", lambda *_: 1234.5)
-    result = train(tmp_path / "run", max_steps=2, eval_interval=2, checkpoint_steps=0)
-    assert result.code == 0, result.err
-    assert "1234.5" in (tmp_path / "run" / "summary.md").read_text()
-
-
-def test_dry_run_writes_nothing_and_trains_nothing(train: Callable, token_folder: Path, tmp_path: Path) -> None:
-    before = snapshot(token_folder)
-    result = train(tmp_path / "run", extra=("--dry_run",), units_per_hour=8)
-    assert result.code == 0
-    assert not (tmp_path / "run").exists() and list(tmp_path.iterdir()) == []
-    assert snapshot(token_folder) == before
-    assert "24 of 128 tokens" in result.out and "compute units" in result.out
 
 
 # Mistakes
@@ -366,43 +303,6 @@ def test_a_pipe_is_refused_where_a_file_is_needed(
     assert_refused(train(tmp_path / "run", **{**files, flag: pipe}), 3, f"{pipe}.* {said}")
 
 
-def test_an_expected_answer_may_hold_characters_the_tokenizer_does_not_know(train: Callable, tmp_path: Path) -> None:
-    """It is only compared, never encoded: such an answer is wrong, not an error."""
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "the cat", "answer": "The cat: 7"}\n')
-    result = train(tmp_path / "run", eval_prompts=tmp_path / "prompts.jsonl", max_steps=2, eval_interval=2)
-    assert result.code == 0 and "0 of 1" in result.out
-
-
-def test_debug_shows_the_traceback(train: Callable, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="num_heads"):
-        train(tmp_path / "run", num_heads=5, extra=("--debug",))
-
-
-def test_running_out_of_memory_is_exit_code_5(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(loop, "forward_backward", full)
-    assert_refused(train(tmp_path / "run"), 5, "1 x 16 tokens", "--max_seq_len 8")
-
-
-def test_a_disk_that_is_full_from_the_start(train: Callable, tmp_path: Path) -> None:
-    with full_disk():
-        assert_refused(train(tmp_path / "run"), 4, "The disk is full", "Free some space and run the same command again")
-    assert train(tmp_path / "run", max_steps=2).code == 0
-
-
-@pytest.mark.parametrize("sequences", [167, 334])
-def test_a_step_that_takes_more_than_the_text_is_told(
-    train: Callable, short_token_folder: Path, tmp_path: Path, sequences: int
-) -> None:
-    flags = {"gradient_accumulation_steps": 1, "eval_interval": 0, "max_steps": None}
-    result = train(tmp_path, data_dir=short_token_folder, batch_size=sequences, epochs=1, **flags)
-    assert "steps 0 to 1 " in result.out
-    note = "a step takes 334 sequences and the text has 167: each step is 2.0 epochs"
-    assert (note in result.out) == (sequences == 334)
-
-
 def test_a_bug_of_ours_keeps_its_traceback(train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def bug(*_: Any) -> None:
         raise ZeroDivisionError
@@ -410,10 +310,6 @@ def test_a_bug_of_ours_keeps_its_traceback(train: Callable, tmp_path: Path, monk
     monkeypatch.setattr(loop, "forward_backward", bug)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "run")
-
-
-def test_the_script_stays_short_enough_to_read_in_one_sitting() -> None:
-    assert len(Path(train_colab_mmap.__file__).read_text(encoding="utf-8").splitlines()) < 300
 
 
 def test_inputs_of_one_name_do_not_share_a_folder(
@@ -557,36 +453,3 @@ def test_tokens_of_another_text_are_not_replaced(train: Callable, tmp_path: Path
     assert result.code == 3 and f"{precious} holds bpe tokens of my.txt" in result.err
     assert str(flags["input"]) in result.err and "another --data_dir" in result.err
     assert snapshot(precious) == before
-
-
-def test_the_same_tokens_in_a_named_folder_are_continued_with(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Again, from another working directory, and with a copy of the text as a new machine has it."""
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "my.txt").write_text(generated_text(20_000))
-    (tmp_path / "elsewhere" / "my.txt").write_text(generated_text(20_000))
-    flags = {"vocab_size": 280, "eval_interval": 0}
-    for steps, folder, text, tokens in (
-        (6, tmp_path, "my.txt", "tokens"),
-        (8, tmp_path, "my.txt", "tokens"),
-        (10, tmp_path / "elsewhere", "../my.txt", "../tokens"),
-        (12, tmp_path / "elsewhere", "my.txt", "../tokens"),
-    ):
-        monkeypatch.chdir(folder)
-        result = train(tmp_path / "run", max_steps=steps, data_dir=tokens, input=text, **flags)
-        assert result.code == 0 and f"to {steps}" in result.out, result.err
-
-
-def test_tokens_of_another_name_are_those_of_the_same_text(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second token file beside them would stop every later run in the folder."""
-    monkeypatch.chdir(tmp_path)
-    Path("my.txt").write_text(generated_text(20_000))
-    tokenize(["my.txt"], "tokens", output_name="mine", vocab_size=280, quiet=True)
-    before = snapshot(Path("tokens"))
-    flags = {"data_dir": "tokens", "input": "my.txt", "vocab_size": 280, "eval_interval": 0}
-    for steps in (2, 4):
-        result = train(tmp_path / "run", max_steps=steps, **flags)
-        assert result.code == 0 and snapshot(Path("tokens")) == before, result.err

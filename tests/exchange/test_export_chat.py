@@ -122,12 +122,6 @@ def with_chatml_tokens() -> BPETokenizer:
     return BPETokenizer(backend)
 
 
-def test_a_model_of_text_has_no_template(tmp_path: Path) -> None:
-    write_model(tmp_path / "ours")
-    assert tools.export_hf.main([str(tmp_path / "ours"), str(tmp_path / "theirs")]) == 0
-    assert not (tmp_path / "theirs" / "chat_template.jinja").exists()
-
-
 @pytest.mark.extras("gguf", "xllamacpp")
 def test_llama_cpp_reads_the_same_conversation(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from tests.exchange.llama_server import LlamaServer

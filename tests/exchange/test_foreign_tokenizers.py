@@ -15,10 +15,10 @@ import pytest
 from tokenizers import Tokenizer, normalizers
 
 import tokenize_local_bpe
-from common.chat import ChatML, ChatTemplate, Message
+from common.chat import ChatTemplate, Message
 from common.errors import CheckpointError
 from exchange import gguf_file
-from exchange.hf_tokenizer import import_tokenizer, special_tokens
+from exchange.hf_tokenizer import import_tokenizer
 from generation.completion import prompt_ids
 from tests import models
 from tests.exchange import gguf_proof
@@ -88,28 +88,6 @@ def test_ids_do_not_depend_on_where_a_long_text_is_cut(form: str) -> None:
         assert parts[0] + parts[1] == tokenizer.encode(text).tolist(), (text[:cut], text[cut:])
         cut_inside += cut > 0
     assert cut_inside > 300
-
-
-@pytest.mark.parametrize(
-    ("form", "note"),
-    [
-        ("gpt2", ""),
-        ("qwen2", ""),
-        ("qwen3", ""),
-        ("qwen35", ""),
-        ("llama3", "order of its merges"),
-        ("smollm2", "each digit stands alone"),
-    ],
-)
-def test_which_encoder_is_used_is_known(form: str, note: str) -> None:
-    tokenizer = ours(form)
-    assert (tokenizer.fast is None) == bool(note) and note in tokenizer.encoder_note
-
-
-@pytest.mark.parametrize("text", [" " * 300_000 + "x", "x" + "\n" * 300_000, "\n " * 100_000 + "!", "e\u0301" * 99_999])
-def test_very_long_runs(text: str) -> None:
-    tokenizer = ours("qwen35")
-    assert tokenizer.encode(text).tolist() == tokenizer.backend.encode(text, add_special_tokens=False).ids
 
 
 def test_an_added_token_that_is_not_special_is_found_in_text_and_counts_its_letters() -> None:
@@ -229,17 +207,6 @@ def test_what_the_tool_refuses_leaves_nothing(tmp_path: Path, capsys: pytest.Cap
     assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
-@needs_transformers
-def test_the_two_files_of_another_vocabulary_are_not_taken_for_gpt2s(tmp_path: Path) -> None:
-    """They say nothing of Qwen's splitting; the class that its folder names does."""
-    folder = write_model(tmp_path / "theirs", "qwen2", 2_048)
-    (folder / "tokenizer.json").unlink()
-    build("qwen2").model.save(str(folder))
-    assert import_hf.main([str(folder), str(tmp_path / "ours")]) == 0
-    found = load_tokenizer(tmp_path / "ours" / "tokenizer.json")
-    assert all(found.encode(text).tolist() == ours("qwen2").encode(text).tolist() for text in strings(300, seed=7))
-
-
 # llama.cpp
 
 
@@ -317,13 +284,6 @@ def test_a_model_keeps_its_own_beginning_everywhere(tmp_path: Path) -> None:
     assert (again.bos_token_id, again.eos_token_id, again.pad_token_id) == (begin, end, end)
     conversation = ChatTemplate().encode(ours("llama3"), [Message("user", "a"), Message("assistant", "b")])[0]
     assert conversation[0] == begin and conversation[-1] == end
-
-
-def test_an_imported_model_keeps_its_ends_and_its_padding() -> None:
-    """Without padding, transformers makes no batches; a chat model's answer has an end of its own."""
-    end, pad = "<|im_end|>", "<|endoftext|>"
-    assert special_tokens(ours("qwen3"), ChatML()) == {"bos_token": pad, "eos_token": end, "pad_token": pad}
-    assert special_tokens(ours("qwen3"), None) == {"bos_token": pad, "eos_token": pad, "pad_token": pad}
 
 
 def test_a_beginning_that_only_tokenizer_config_names_is_kept(tmp_path: Path) -> None:

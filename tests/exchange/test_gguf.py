@@ -16,7 +16,7 @@ from exchange import gguf_export, gguf_file
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.exchange import gguf_proof
-from tests.helpers import generated_text, with_large_weights, without_packages
+from tests.helpers import generated_text, with_large_weights
 from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import PROBE, BPETokenizer
 
@@ -154,14 +154,6 @@ def test_another_model_or_tokenizer_is_noticed(tmp_path: Path, bpe: BPETokenizer
         gguf_proof.verify_gguf(path, model, bpe)
 
 
-def test_the_twin_shares_its_weights(bpe: BPETokenizer) -> None:
-    model = build(bpe, tie_embeddings=True)
-    twin = gguf_proof.with_tanh(model)
-    assert twin.config == dataclasses.replace(model.config, activation="gelu_tanh")
-    assert twin.token_embedding.weight.data_ptr() == model.token_embedding.weight.data_ptr()
-    assert gguf_proof.tanh_difference(build(bpe, **TANH), bpe, [TEXT]) == 0.0
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -215,31 +207,6 @@ def test_other_tokenizers_are_refused(tmp_path: Path, bpe: BPETokenizer) -> None
     with pytest.raises(ConfigError, match="is a folder"):
         gguf_file.write_gguf(tmp_path, model, bpe, "a")
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_full_disk_leaves_the_file_that_was_there(
-    tmp_path: Path, bpe: BPETokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gguf = pytest.importorskip("gguf")
-    path = tmp_path / "a.gguf"
-    path.write_bytes(b"before")
-
-    def full(writer: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(gguf.GGUFWriter, "write_tensors_to_file", full)
-    with pytest.raises(OSError, match="No space left"):
-        gguf_file.write_gguf(path, build(bpe), bpe, "a")
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"a.gguf": b"before"}
-
-
-def test_missing_packages_are_said(tmp_path: Path, bpe: BPETokenizer) -> None:
-    model = build(bpe)
-    with (
-        without_packages("gguf"),
-        pytest.raises(ConfigError, match=r"needs gguf: pip install -r requirements-extras\.txt"),
-    ):
-        gguf_file.write_gguf(tmp_path / "a.gguf", model, bpe, "a")
 
 
 def test_what_to_type(bpe: BPETokenizer) -> None:

@@ -15,7 +15,6 @@ import torch
 import exchange.hf_adapter
 from common.chat import ChatTemplate, Message
 from common.checkpoint import open_checkpoint
-from common.lora import LoRA
 from tests.exchange.test_export_hf import left_behind
 from tests.helpers import full_disk, snapshot, without_packages
 from tests.models import CHARACTERS, MODERN, bpe, write_adapters, write_model
@@ -85,23 +84,6 @@ def test_peft_opens_them_and_computes_the_same(
     assert ("merge_and_unload" in card) == model.config.tie_embeddings
     ids = AutoTokenizer.from_pretrained(out)("the cat sat")["input_ids"]
     assert ids == tokenizer.encode("the cat sat").tolist()
-
-
-@needs_peft
-@pytest.mark.parametrize("targets", ["attention", "feed_forward", "embeddings"])
-@pytest.mark.parametrize("options", [{}, QWEN3], ids=["gpt2", "modern"])
-def test_some_layers_alone(targets: str, options: dict, tmp_path: Path) -> None:
-    from common.files import sha256_file
-
-    write_model(tmp_path / "base", **options)
-    hashed = sha256_file(tmp_path / "base" / "model.safetensors")
-    write_adapters(tmp_path / "lora", lora=LoRA(3, 1.5, (targets,), str(tmp_path / "base"), hashed), **options)
-    assert main([str(tmp_path / "base"), str(tmp_path / "b")]) == 0
-    assert main([str(tmp_path / "lora"), str(tmp_path / "l"), "--base", str(tmp_path / "b")]) == 0
-    described = json.loads((tmp_path / "l" / "adapter_config.json").read_text())
-    part = {"attention": "attn.", "feed_forward": "mlp.", "embeddings": r"wte|embed|head"}[targets]
-    assert described["target_modules"] == [name for name in MODULES[bool(options)] if re.search(part, name)]
-    assert described["lora_alpha"] == 1.5
 
 
 @needs_peft

@@ -19,7 +19,7 @@ import tools.export_hf
 from common.checkpoint import open_checkpoint
 from exchange.hf_model import ConversionError, from_hf
 from tests.exchange.test_export_hf import left_behind
-from tests.helpers import flags_of_a_tiny_run, full_disk, generated_text
+from tests.helpers import flags_of_a_tiny_run, generated_text
 from tests.models import CHARACTERS, bpe
 from tokenizer import load_tokenizer
 from tokenizer_bpe import PROBE, BPETokenizer
@@ -115,11 +115,6 @@ def test_every_way_in_which_the_same_weights_lie_in_files(tmp_path: Path) -> Non
         assert other.keys() == first.keys()
         assert all(torch.allclose(first[name], other[name], atol=1e-3) for name in first)
     assert all(torch.equal(first[name], imported[2][name]) for name in first)
-
-
-def test_a_head_of_its_own_is_kept(tmp_path: Path) -> None:
-    assert main([str(write_theirs(tmp_path / "a", their_model(tie_word_embeddings=False))), str(tmp_path / "b")]) == 0
-    assert not open_checkpoint(tmp_path / "b").model_config().tie_embeddings
 
 
 def test_the_two_files_of_gpt2s_vocabulary(tmp_path: Path) -> None:
@@ -288,32 +283,6 @@ def test_code_in_a_pickle_is_not_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     torch.save({"wte.weight": Evil()}, folder / "pytorch_model.bin")
     assert main([str(folder), str(tmp_path / "ours")]) == 4
     assert not (tmp_path / "ran").exists() and "cannot be read" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_pipe_for_weights_is_not_waited_for(
-    sharded: bool, tmp_path: Path, pipe: Path, capsys: pytest.CaptureFixture
-) -> None:
-    folder = tmp_path / "theirs"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "gpt2"}')
-    name = "model-00001-of-00001.safetensors" if sharded else "model.safetensors"
-    pipe.rename(folder / name)
-    if sharded:
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
-    assert main([str(folder), str(tmp_path / "ours")]) == 4
-    assert f"{name} is not a regular file" in capsys.readouterr().err
-
-
-def test_a_full_disk_and_a_name_that_is_taken(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder, place = write_theirs(tmp_path / "theirs"), tmp_path / "place"
-    (place / "taken").mkdir(parents=True)
-    (place / "taken" / "mine").write_text("mine")
-    assert main([str(folder), str(place / "taken")]) == 2
-    with full_disk():
-        assert main([str(folder), str(place / "ours")]) == 4
-    assert "could not be written: No space left" in capsys.readouterr().err
-    assert left_behind(place) == ["taken"]
 
 
 def test_a_name_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -22,7 +22,7 @@ from exchange.hf_model import from_hf, hf_kind, to_hf
 from generate import load_model
 from generation.completion import generate
 from generation.sampling import Sampling
-from model import KVCache, TransformerLanguageModel, rotations
+from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.exchange import gguf_proof
 from tests.helpers import generated_text
@@ -157,16 +157,6 @@ def test_qwens_architectures_have_no_scaled_rotation_in_llama_cpp() -> None:
     assert gguf_file.obstacle_to_gguf(config, bpe()) == "its qwen3 has no rope_scaling"
 
 
-@pytest.mark.parametrize("name", FORMS)
-def test_a_cache_gives_the_logits_of_the_whole_text(name: str) -> None:
-    model = random_model(40, **FORMS[name]).double()
-    tokens = torch.randint(40, (2, 20))
-    cache = KVCache(model.config, 2, torch.device("cpu"), torch.float64)
-    with torch.inference_mode():
-        parts = [model(tokens[:, :7], cache=cache), *(model(tokens[:, i : i + 1], cache=cache) for i in range(7, 20))]
-        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens))
-
-
 def test_groups_of_queries_share_keys_and_values() -> None:
     """With the keys and values of each group repeated for each of its queries, it is ordinary attention."""
     grouped = random_model(40, **FORMS["llama"])
@@ -181,14 +171,6 @@ def test_groups_of_queries_share_keys_and_values() -> None:
     tokens = torch.randint(40, (2, 24))
     with torch.inference_mode():
         torch.testing.assert_close(grouped(tokens), whole(tokens))
-
-
-def test_scaled_frequencies_leave_short_distances_as_they_are() -> None:
-    """A high frequency turns as before, a low one `factor` times more slowly."""
-    at = torch.tensor([9])
-    plain, scaled, slower = rotations(at, 64), rotations(at, 64, scaling=(8.0, 1.0, 4.0, 1000.0)), rotations(at / 8, 64)
-    torch.testing.assert_close(scaled[:, [0, 32]], plain[:, [0, 32]])  # the first cosine and sine
-    torch.testing.assert_close(scaled[:, [31, 63]], slower[:, [31, 63]])
 
 
 def write_qwens_tokenizer(path: Path) -> None:

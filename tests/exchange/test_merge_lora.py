@@ -14,7 +14,6 @@ import torch
 
 import exchange.folders
 import generate
-from common.chat import ChatTemplate
 from common.checkpoint import open_checkpoint
 from tests.exchange.test_export_hf import left_behind
 from tests.helpers import full_disk
@@ -53,13 +52,6 @@ def test_a_run_is_merged_and_trained_further(train: Callable, tmp_path: Path) ->
     assert main([str(tmp_path / "lora"), str(tmp_path / "merged")]) == 0
     result = train(tmp_path / "second", max_steps=6, init_from=tmp_path / "merged", lora_rank=4)
     assert result.code == 0 and "those of " + str(tmp_path / "merged") in result.out
-
-
-def test_a_chat_template_goes_along(tmp_path: Path) -> None:
-    template = ChatTemplate()
-    write_adapters(tmp_path / "lora", tmp_path / "base", chat=template)
-    assert main([str(tmp_path / "lora"), str(tmp_path / "merged")]) == 0
-    assert open_checkpoint(tmp_path / "merged").chat_template() == template
 
 
 @pytest.mark.parametrize(

@@ -21,10 +21,10 @@ from generation.sampling import choose
 from generation.scoring import likelihoods
 from generation.settings import Sampling
 from generation.stream import only_text, stream
-from model import ACTIVATIONS, TransformerLanguageModel
+from model import TransformerLanguageModel
 from serving.demo_model import CONSIDERED, token_label
 from tests.foreign_tokenizers import QWEN
-from tests.helpers import ROOT, flip, full_disk, generated_text, run_script
+from tests.helpers import ROOT, generated_text, run_script
 from tests.languages import HINDI
 from tests.models import CHARACTERS, MODERN, bpe, random_model, write_adapters, write_model
 from tokenization.scripts import WordForm
@@ -69,23 +69,6 @@ def test_it_says_how_large_it_is_how_exact_and_how_to_open_it(tmp_path: Path) ->
     size = (tmp_path / "new" / "page.html").stat().st_size / 1e6
     assert done.code == 0 and f"page.html, {size:.1f} MB. Rounded to int8, the likeliest token stays" in done.out
     assert (tmp_path / "new" / "page.html").as_uri() in done.out
-
-
-@pytest.mark.parametrize("kind, least", [("int8", 0.9), ("f16", 0.99)])
-def test_the_proof_is_that_of_the_rounded_weights(tmp_path: Path, kind: str, least: float) -> None:
-    write_model(tmp_path / "mine")
-    done = run_script(export_page.main, tmp_path / "mine", tmp_path / "page.html", "--type", kind)
-    share, cost = re.findall(r"same at ([\d.]+)% of 192 places .* costs ([+-][\d.]+) bits", done.out)[0]
-    assert least <= float(share) / 100 <= 1 and abs(float(cost)) < 0.1
-
-
-def test_f16_takes_two_bytes_a_weight_and_int8_one(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "mine", embed_dim=128, ff_dim=2048)
-    small = written(tmp_path / "mine").stat().st_size
-    (tmp_path / "mine.html").unlink()
-    large = written(tmp_path / "mine", "--type", "f16").stat().st_size
-    matrices = sum(weights.numel() for weights in model.parameters() if weights.dim() == 2)
-    assert large - small == pytest.approx(4 / 3 * matrices * (2 - (1 + 2 / 64)), rel=0.001)
 
 
 def test_rounding_is_to_the_nearest_step_of_its_block() -> None:
@@ -173,21 +156,6 @@ def test_chatml_is_refused_by_name(tmp_path: Path) -> None:
     assert "The page does not know ChatML" in refused(tmp_path / "mine")
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
-    write_model(tmp_path / "mine")
-    flip(tmp_path / "mine" / "model.safetensors")
-    done = run_script(export_page.main, tmp_path / "mine", tmp_path / "page.html")
-    assert done.code == 4 and "model.safetensors was altered" in done.err and not (tmp_path / "page.html").exists()
-
-
-def test_a_disk_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
-    write_model(tmp_path / "mine")
-    with full_disk():
-        done = run_script(export_page.main, tmp_path / "mine", tmp_path / "page.html")
-    assert done.code == 3 and "The disk is full" in done.err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine"]
-
-
 # In a browser
 
 
@@ -234,10 +202,6 @@ class Visitor:
 
 def greedy(model: TransformerLanguageModel, tokenizer: Tokenizer, prompt: str | list[int], length: int) -> str:
     return generate(model, tokenizer, [prompt], Sampling(max_new_tokens=length, temperature=0))[0].text
-
-
-def test_every_activation_is_among_the_forms() -> None:
-    assert {form.get("activation", "gelu") for form in FORMS.values()} == set(ACTIVATIONS)
 
 
 @in_browser

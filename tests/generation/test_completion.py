@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from common.validation import build
 from generation import completion, stream
 from generation.completion import Completion, generate, prompt_ids
 from generation.sampling import Sampling
@@ -109,21 +108,11 @@ def test_a_batch_gives_each_prompt_the_text_it_gets_alone(characters, sampling, 
         assert together[i] == alone[0], f"{prompt!r} alone and with others"
 
 
-def test_a_prompt_longer_than_the_context_does_not_disturb_the_others(model, characters):
-    sampling = changed(SAMPLED, max_new_tokens=8)
-    together = generate(model, characters, ["abcdefgh" * 4, "abba"], sampling)
-    assert together[1] == generate(model, characters, ["abba"], changed(sampling, seed=sampling.seed + 1))[0]
-
-
 def test_more_prompts_than_fit_at_once(model, characters, monkeypatch):
     prompts = [CHARACTERS[i % 8] * (1 + i % 3) for i in range(11)]
     expected = generate(model, characters, prompts, SAMPLED)
     monkeypatch.setattr(completion, "ROWS_AT_ONCE", 4)
     assert generate(model, characters, prompts, SAMPLED) == expected
-
-
-def test_no_prompts_give_no_completions(model, characters):
-    assert generate(model, characters, [], SAMPLED) == []
 
 
 def test_the_model_is_left_in_the_mode_it_was_in(model, characters):
@@ -149,10 +138,6 @@ def test_a_seed_gives_the_same_text_and_another_seed_another(model, characters):
     assert first == again != other
 
 
-def test_the_samples_of_one_prompt_differ(model, characters):
-    assert len(set(texts(generate(model, characters, ["ab"] * 4, changed(SAMPLED, max_new_tokens=30))))) == 4
-
-
 def test_generation_neither_reads_nor_moves_the_global_random_state(model, characters):
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -160,16 +145,6 @@ def test_generation_neither_reads_nor_moves_the_global_random_state(model, chara
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
     assert generate(model, characters, ["ab"], SAMPLED) == expected
-
-
-def test_fewer_tokens_are_the_beginning_of_more(model, characters):
-    few, many = (generate(model, characters, ["ab"], changed(SAMPLED, max_new_tokens=n))[0].text for n in (5, 30))
-    assert many.startswith(few) and len(few) == 5
-
-
-def test_no_new_tokens(model, characters):
-    (made,) = generate(model, characters, ["ab"], changed(SAMPLED, max_new_tokens=0))
-    assert (made.text, made.tokens, made.ended) == ("", 0, False)
 
 
 def test_an_empty_prompt_starts_a_document(bpe):
@@ -193,18 +168,6 @@ def test_temperature_zero_top_k_one_and_a_tiny_top_p_are_greedy(model, character
     for setting in ({"temperature": 1.0, "top_k": 1}, {"temperature": 1.0, "top_p": 1e-9}, {"temperature": 1e-6}):
         sampling = Sampling(seed=3, **FAR, **{"top_p": 1.0, **setting})
         assert generate(model, characters, ["abc"], sampling)[0].text == expected, setting
-
-
-def test_repetition_penalty_counts_the_prompt_and_what_was_generated(characters):
-    """With all scores negative and a high penalty, every other character comes before one comes back."""
-    model = favour(random_model(len(CHARACTERS)), [])
-    with torch.no_grad():
-        model.head.weight.copy_(-torch.arange(1.0, 9.0)[:, None].expand(-1, 16))
-    plain, penalized = (
-        generate(model, characters, ["cab"], Sampling(max_new_tokens=5, temperature=0, repetition_penalty=penalty))
-        for penalty in (1.0, 100.0)
-    )
-    assert (texts(plain), texts(penalized)) == (["aaaaa"], ["defgh"])
 
 
 def test_frequency_and_presence_penalty_count_what_was_generated_alone(characters):
@@ -284,19 +247,6 @@ def test_a_stop_string_ends_the_text_wherever_the_tokens_are_cut(bpe, stop, expe
     assert made.tokens == needed  # not one more than it takes to know
 
 
-def test_a_stop_string_in_the_prompt_does_not_count(bpe):
-    model = scripted(bpe, " cat", prompt="the dog")
-    sampling = Sampling(max_new_tokens=len(bpe.encode(" cat")), temperature=0, stop=("dog", "g c"))
-    assert generate(model, bpe, ["the dog"], sampling)[0].text == " cat"
-
-
-def test_a_single_stop_string_may_be_given_as_it_is(bpe):
-    """`stop="dog"` in a notebook means what `stop=("dog",)` does, not any of its letters."""
-    model = scripted(bpe, " cat and the dog")
-    sampling = build(Sampling, {"max_new_tokens": 30, "temperature": 0, "stop": "dog"})
-    assert generate(model, bpe, ["the"], sampling)[0].text == " cat and the "
-
-
 def test_characters_of_several_tokens_are_shown_whole(bpe):
     whole = " naïve 😀👩‍👧 日本 end"
     script = bpe.encode(whole).tolist()
@@ -305,12 +255,6 @@ def test_characters_of_several_tokens_are_shown_whole(bpe):
     assert made.text == "".join(pieces) == whole
     assert "\ufffd" not in "".join(pieces)
     assert len([piece for piece in pieces if piece]) > 5  # shown as it came
-
-
-def test_a_character_cut_off_by_the_limit_is_left_out(bpe):
-    script = bpe.encode(" 😀").tolist()
-    made, pieces = streamed(scripted(bpe, script), bpe, Sampling(max_new_tokens=len(script) - 1, temperature=0))
-    assert made.text == "".join(pieces) == " "
 
 
 def test_end_of_text_ends_the_text_and_is_not_in_it(bpe):
@@ -336,20 +280,3 @@ def test_a_text_that_has_ended_stays_as_it_is_while_others_go_on(characters):
     expected = [text.split("a")[0] for text in free]
     assert len({len(text) for text in expected}) > 1
     assert texts(stopped) == expected
-
-
-def test_who_asked_may_have_enough(model, characters):
-    """A caller that stops reading costs no further pass."""
-    passes = []
-    hook = model.ln_f.register_forward_hook(lambda *_: passes.append(1))
-    steps = stream.stream(model, [[1]], changed(SAMPLED, max_new_tokens=1_000), only_text(model, characters))
-    for _, _ in zip(range(3), steps, strict=False):
-        pass
-    hook.remove()
-    assert len(passes) == 3
-
-
-def test_what_ended_a_text_is_told(model, characters):
-    whole = generate(model, characters, ["a"], SAMPLED)[0]
-    assert not whole.ended
-    assert generate(model, characters, ["a"], changed(SAMPLED, stop=(whole.text[4:6],)))[0].ended

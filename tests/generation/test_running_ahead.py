@@ -11,7 +11,7 @@ import torch
 from generation import sampling, stream
 from generation.completion import generate
 from generation.sampling import Sampling
-from tests.generation.helpers import CHARACTERS, CONTEXT, GREEDY, SAMPLED, changed, either_way, random_model, texts
+from tests.generation.helpers import CHARACTERS, CONTEXT, GREEDY, changed, either_way, random_model, texts
 
 
 @contextlib.contextmanager
@@ -44,22 +44,6 @@ def test_running_ahead_stops_the_same(bpe):
     with as_on_a_gpu():
         assert generate(model, bpe, prompts, sampling) == expected
     assert all(completion.tokens < 120 for completion in expected)
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 3])
-def test_running_ahead_with_few_tokens(model, characters, count):
-    sampling = changed(SAMPLED, max_new_tokens=count)
-    expected = generate(model, characters, ["abc"], sampling)
-    with as_on_a_gpu():
-        assert generate(model, characters, ["abc"], sampling) == expected
-
-
-@pytest.mark.parametrize("context", [1, 2, 3])
-def test_running_ahead_in_the_smallest_contexts(characters, context):
-    model = random_model(len(CHARACTERS), max_seq_len=context)
-    expected = generate(model, characters, ["abc"], GREEDY)
-    with as_on_a_gpu():
-        assert generate(model, characters, ["abc"], GREEDY) == expected
 
 
 def test_on_a_gpu_the_next_step_is_queued_before_a_token_is_read(model, characters):

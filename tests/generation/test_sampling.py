@@ -105,21 +105,6 @@ def test_choose_is_what_the_papers_describe(seed, top_k, top_p, monkeypatch):
     assert choose(logits, uniforms, sampling).tolist() == expected
 
 
-def test_only_a_row_that_needs_it_is_sorted_as_a_whole(monkeypatch):
-    logits = torch.zeros(3, 2000)
-    logits[[0, 2], 7] = 20.0
-    sorted_rows = []
-    real = sampling_module.choose_among
-    monkeypatch.setattr(
-        sampling_module,
-        "choose_among",
-        lambda count, logits, *given: sorted_rows.append((count, len(logits))) or real(count, logits, *given),
-    )
-    tokens = choose(logits, torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64), Sampling(top_p=0.9))
-    assert tokens.tolist() == [7, 900, 7]  # halfway through nine tenths of 2000 equal ones
-    assert sorted_rows == [(sampling_module.SORTED_FIRST, 3), (2000, 1)]
-
-
 @pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e300])
 def test_choose_bears_extreme_temperatures(temperature):
     """Neither overflow nor -inf divided by it may let a forbidden token through."""
@@ -186,9 +171,3 @@ def test_settings_out_of_range_are_refused(wrong, said):
     with pytest.raises(ValueError) as caught:
         build(Sampling, wrong)
     assert said in str(caught.value)
-
-
-def test_all_settings_out_of_range_are_reported_at_once():
-    with pytest.raises(ValueError) as caught:
-        build(Sampling, {"temperature": -1, "top_k": -1, "top_p": 2})
-    assert all(name in str(caught.value) for name in ("temperature", "top_k", "top_p"))

@@ -118,16 +118,6 @@ def test_batches_change_nothing(bpe, monkeypatch, tokens_at_once: int, logits_at
     ] == pytest.approx(expected)
 
 
-def test_dropout_is_off_while_scoring_and_on_again_after(characters) -> None:
-    model = random_model(len(CHARACTERS), dropout=0.5)
-    (expected,) = score_documents(model, characters, [parts(characters, "abcdefgh" * 5)], 4)
-    model.train()
-    state = torch.get_rng_state()
-    (score,) = score_documents(model, characters, [parts(characters, "abcdefgh" * 5)], 4)
-    assert score == expected and model.training
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_more_overlap_costs_windows_and_never_skips(characters) -> None:
     """stride == context is what training does: windows beside each other, each token once in the loss."""
     model = cached_model(len(CHARACTERS))
@@ -192,19 +182,6 @@ def test_a_long_document_scores_as_one_that_is_encoded_whole(bpe, tmp_path, monk
     (whole,) = score_documents(model, bpe, [parts(bpe, text)], CONTEXT)
     assert (scored.tokens, scored.bytes) == (whole.tokens, whole.bytes)
     assert scored.nats == pytest.approx(whole.nats)
-
-
-@pytest.mark.parametrize("text", ["", "\n<|endoftext|>\n", "a", "a\n<|endoftext|>\nb"])
-def test_a_file_with_nothing_to_score(characters, tmp_path, text: str) -> None:
-    path = tmp_path / "little.txt"
-    path.write_text(text)
-    assert {each.tokens for each in score_path(cached_model(len(CHARACTERS)), characters, path, 4)} <= {0}
-
-
-def test_one_token_is_enough_after_an_end_of_text_token(bpe, tmp_path) -> None:
-    path = tmp_path / "little.txt"
-    path.write_text("x")
-    assert score_path(cached_model(bpe.vocab_size), bpe, path, 4)[0].tokens == 1
 
 
 def test_a_loss_beyond_all_floats_is_infinite_and_json_says_null() -> None:

@@ -51,17 +51,3 @@ def test_streamed_text_ends_before_the_first_stop_string(pieces, stop):
             break
     shown += stream.finish()
     assert (shown, stream.text, stream.ended) == (expected, expected, stops)
-
-
-@settings(max_examples=200)
-@given(st.lists(words, max_size=8), st.lists(words.filter(bool), max_size=3))
-def test_text_is_held_back_no_longer_than_needed(pieces, stop):
-    """What waits is the beginning of a stop string; without stop strings, nothing does."""
-    stream = Completion(Pieces(pieces), tuple(stop))
-    shown = ""
-    for i in range(len(pieces)):
-        shown += stream.push(i)
-        if stream.ended:
-            break
-        waiting = "".join(pieces[: i + 1])[len(shown) :]
-        assert not waiting or any(word.startswith(waiting) for word in stop)

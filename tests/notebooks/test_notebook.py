@@ -193,18 +193,6 @@ def test_a_text_of_ones_own(tmp_path: Path, drive: Path) -> None:
             machine.run(5)
 
 
-def test_a_wrong_address_ends_in_a_sentence(tmp_path: Path, drive: Path) -> None:
-    machine = Machine(tmp_path / "first", drive, {"REPOSITORY": str(tmp_path / "nothing")})
-    shutil.rmtree(machine.project)
-    machine.project.mkdir()
-    with (
-        machine.client.setup_kernel(env=machine.environment),
-        pytest.raises(nbclient.exceptions.CellExecutionError, match="Put the address of your copy into REPOSITORY"),
-    ):
-        machine.run(1)
-    assert "requirements.txt" not in shown(machine.steps[0])
-
-
 def test_the_committed_notebook_has_not_been_run() -> None:
     """Outputs that nobody can check again would be believed. Forms have to be such, for Colab to show them."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)

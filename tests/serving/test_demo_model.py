@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,10 @@ from common.errors import CheckpointError
 from generation.completion import generate as complete_rows
 from generation.sampling import Sampling
 from generation.terminal import room_for_prompt
-from serving import demo_model, models
+from serving import demo_model
 from serving.demo_model import END, Turn, complete, converse
-from serving.models import Library, progress_of
-from tests.models import CHARACTERS, write_adapters, write_model
+from serving.models import Library
+from tests.models import CHARACTERS, write_model
 
 USUAL = {"max_new_tokens": 12, "temperature": 0.8, "top_k": 0, "top_p": 0.9, "repetition_penalty": 1.0, "seed": "7"}
 
@@ -93,37 +93,11 @@ def test_a_model_is_read_once_and_again_when_its_folder_is_another(runs: Path, l
     assert library.open(best).model.config.max_seq_len == 64
 
 
-def test_few_models_are_kept(runs: Path, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "MOST_COMPARED", 2)
-    paths = list(names(library).values())
-    first, second = library.open(paths[0]), library.open(paths[1])
-    assert library.open(paths[0]) is first
-    library.open(paths[2])
-    assert library.open(paths[0]) is first and library.open(paths[1]) is not second
-
-
 def test_nothing_is_opened_that_is_not_found(runs: Path, library: Library, tmp_path: Path) -> None:
     write_model(tmp_path / "elsewhere", CHARACTERS)
     for name in (str(tmp_path / "elsewhere"), str(runs / "letters"), f"{runs}/../elsewhere", "", "\0", "x" * 9999):
         with pytest.raises(CheckpointError, match="no longer there; choose another"):
             library.open(name)
-
-
-def test_adapters_are_shown_as_the_models_that_they_make(tmp_path: Path) -> None:
-    write_adapters(tmp_path / "runs" / "lora" / "checkpoints" / "step_00000001", tmp_path / "base", CHARACTERS)
-    library = Library([tmp_path / "runs"], "cpu")
-    (card,) = page_of(complete(library, list(names(library).values()), "the cat", USUAL))
-    assert len(card["turns"][1]["tokens"]) == 12 and card["title"] == "lora, step 1"
-
-
-def test_what_is_said_of_a_checkpoint(train: Callable[..., Any], tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "tiny"
-    assert train(run).code == 0
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    told = progress_of(run / "checkpoints" / "step_00000024")
-    assert told == f"{rows[-1]['val_bits_per_byte']:.3f} bits per byte"
-    assert progress_of(run / "best").startswith("step ")
-    assert progress_of(tmp_path) == ""
 
 
 # Texts
@@ -193,24 +167,6 @@ def test_a_text_may_begin_with_nothing_and_the_end_is_a_token(library: Library) 
     assert card["turns"][1]["text"] == ""
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"max_new_tokens": 10**9}, "max_new_tokens is 1000000000"),
-        ({"temperature": -1}, "temperature is -1; allowed: at least 0"),
-        ({"temperature": "hot"}, 'temperature is "hot"; a number is needed'),
-        ({"top_k": 0.5}, "top_k is 0.5; a whole number"),
-        ({"seed": "seven"}, 'seed is "seven"; a whole number is needed'),
-        ({"seed": "-1"}, 'seed is "-1"'),
-    ],
-)
-def test_what_is_out_of_range_is_said_whatever_the_page_allows(
-    library: Library, changes: dict[str, Any], said: str
-) -> None:
-    (card,) = page_of(complete(library, [names(library)["letters, step 9"]], "the", USUAL | changes))
-    assert said in card["problem"] and card["turns"] == [] and not card["running"] and card["note"] == ""
-
-
 def test_what_is_wrong_with_one_checkpoint_leaves_the_others(runs: Path, library: Library) -> None:
     paths = names(library)
     chosen = [paths[name] for name in ("letters, step 8", "talker, best", "letters, step 9")]
@@ -224,20 +180,6 @@ def test_what_is_wrong_with_one_checkpoint_leaves_the_others(runs: Path, library
     assert len(whole["turns"][1]["tokens"]) == 12
     (card,) = page_of(complete(library, chosen[2:], "ÄÖ", USUAL))
     assert "2 characters are not in the vocabulary: 'Ä'" in card["problem"]
-
-
-def test_a_text_that_ends_before_the_others_keeps_its_last_note(
-    library: Library, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo_model, "SHOW_EVERY", 0.0)  # in the batch in which it ends, too
-    paths = names(library)
-    talker = library.open(paths["talker, best"])
-    talker.model.head.register_forward_hook(
-        lambda module, inputs, logits: logits.index_fill_(-1, torch.tensor([talker.tokenizer.end_of_text_id]), 1e6)
-    )
-    ended, whole = page_of(complete(library, [paths["talker, best"], paths["letters, step 9"]], "the", USUAL))
-    assert ended["note"].startswith("1 token, ") and ended["note"].endswith("ended by itself") and not ended["running"]
-    assert whole["note"].startswith("12 tokens, ") and whole["note"].endswith("length reached")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("a bug")])
@@ -300,12 +242,6 @@ def test_a_conversation_is_the_template_and_what_follows(library: Library) -> No
     ids = ChatTemplate().prompt_ids(served.tokenizer, said, room_for_prompt(served.model, sampling))
     (expected,) = complete_rows(served.model, served.tokenizer, [ids], sampling)
     assert second["turns"][3]["text"] == expected.text.lstrip()
-
-
-def test_what_was_not_answered_is_no_part_of_a_conversation(library: Library) -> None:
-    history = [Turn("user", "What?"), Turn("model", "A cat."), Turn("user", "Why?"), Turn("model", " ")]
-    card, _ = talk(library, history, "Who?")
-    assert [turn["text"] for turn in card["turns"]][:3] == ["What?", "A cat.", "Who?"]
 
 
 def test_a_question_that_cannot_be_asked_leaves_the_conversation_as_it_was(library: Library) -> None:

@@ -15,11 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.chat import ROLES, ChatTemplate, Message, require_order
-from common.errors import DataError
 from tests.helpers import Killed
 from tokenization import token_folder
 from tokenization.conversations import messages_of
-from tokenization.documents import BadRecord, records_of_text
 from tokenization.held_out import passage_hash
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import main, tokenize
@@ -198,14 +196,6 @@ def test_a_bad_record_is_left_out_counted_and_named(
     assert "31 of its 61 records; line 2: " in capsys.readouterr().err and not (tmp_path / "new").exists()
 
 
-def test_a_bad_record_of_an_array_has_its_number(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    records = write_records(tmp_path / "a.jsonl", 300)
-    records[200] = {"messages": [{"role": "user", "content": "Is anybody there?"}]}
-    (tmp_path / "a.json").write_text(json.dumps(records))
-    assert main(["--input", str(tmp_path / "a.json"), "--format", "chat", "--output_dir", str(tmp_path / "out")]) == 0
-    assert "1 of its 300 records; record 201: it has no answer" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -252,14 +242,6 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
 )
-
-
-@given(st.lists(JSON), st.sampled_from([None, 0, 2]))
-def test_an_array_is_read_as_json_reads_it(values: list, indent: int | None) -> None:
-    bad: list[BadRecord] = []
-    read = list(records_of_text(json.dumps(values, indent=indent) + "\n", bad.append))
-    assert [record.value for record in read] == values and not bad
-    assert [record.place for record in read] == [f"record {number}" for number in range(1, len(values) + 1)]
 
 
 KEYS = ("messages", "conversations", "prompt", "completion", "instruction", "input", "output", "system")
@@ -313,16 +295,6 @@ def test_text_in_the_place_of_conversations_leaves_no_mask_behind(tmp_path: Path
     assert TokenMetadata.read(tmp_path / "out" / "tokens_bpe_metadata.json").chat_template is None
 
 
-def test_a_mask_that_was_lost_is_made_again(tmp_path: Path) -> None:
-    write_records(tmp_path / "chats.jsonl")
-    mask = tmp_path / "out" / "tokens_bpe_mask.bin"
-    for _ in range(2):
-        tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "out", format="chat", vocab_size=300, quiet=True)
-        mask.unlink()
-    tokenize([str(tmp_path / "chats.jsonl")], tmp_path / "out", format="chat", vocab_size=300, quiet=True)
-    assert mask.exists()
-
-
 @pytest.mark.parametrize(
     ("flags", "code", "said"),
     [
@@ -349,8 +321,3 @@ def test_a_vocabulary_of_characters_cannot_express_a_conversation(
     assert main(["--input", str(tmp_path / "chats.jsonl"), *flags, "--output_dir", str(tmp_path / "out")]) == 3
     assert "nothing would end an answer. Use a BPE tokenizer." in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-
-
-def test_a_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="There is no file or folder"):
-        tokenize([str(tmp_path / "none.jsonl")], tmp_path / "out", format="chat")

@@ -78,14 +78,6 @@ def test_long_documents_come_in_pieces(text: str, block: int, separator: str, si
     assert max((len(piece) for piece, *_ in pieces), default=0) <= size + 2 * block + len(separator) + 1
 
 
-@pytest.mark.parametrize("unit", ["x", " ", "\n"])
-def test_text_does_not_wait_for_a_place_to_cut_it(unit: str) -> None:
-    """What waits is searched again with each block: 160 MB of line breaks took minutes."""
-    block = (unit * corpus.BLOCK_BYTES)[: corpus.BLOCK_BYTES]
-    lengths = [len(piece) for piece, *_ in split_documents([block] * 8, SEPARATOR)]
-    assert sum(lengths) == 8 * corpus.BLOCK_BYTES and max(lengths) <= PIECE_CHARACTERS + corpus.BLOCK_BYTES
-
-
 BPE = BPETokenizer.train(
     ["it's a test  of\n\nwords 12 345 -- don't, we'll; they're\t\tés  日本 \n x"] * 5, vocab_size=320
 )
@@ -99,13 +91,6 @@ def test_a_cut_changes_no_token(text: str, data: st.DataObject) -> None:
     assert [i for piece in pieces for i in BPE.encode(piece).tolist()] == BPE.encode(text).tolist()
 
 
-def test_a_cut_is_found_far_back() -> None:
-    text = "word " + "x" * 100_000
-    assert cut_point(text, len(text) - 1) == 4
-    assert cut_point("x" * 100_000, 99_999) == 0
-    assert cut_point("\n" * 100_000 + "x", 100_000) == 0
-
-
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
 @given(text=st.lists(st.sampled_from(["a", "é", " ", "\n", "\r", "\r\n"])).map("".join), block=st.integers(1, 5))
 def test_every_line_break_is_the_same(name: str, text: str, block: int) -> None:
@@ -116,22 +101,9 @@ def test_every_line_break_is_the_same(name: str, text: str, block: int) -> None:
         assert "".join(documents(path)) == text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def test_text_comes_as_it_stands_in_the_file(tmp_path: Path) -> None:
-    path = write(
-        tmp_path / "a.txt", f"\ufeffone\r\ntwo\n{SEPARATOR}\r\n three{SEPARATOR}\n{SEPARATOR} \n\n{SEPARATOR}\nend"
-    )
-    assert documents(path) == ["one\ntwo", f" three{SEPARATOR}\n{SEPARATOR} \n", "end"]
-
-
 def test_blank_lines_can_separate(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", "\n\none\nline\n\n\ntwo\r\n\r\nthree\n\n")
     assert documents(path, separator="") == ["one\nline", "two", "three"]
-
-
-def test_a_document_ends_with_its_file(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt", "one")
-    write(tmp_path / "b.txt", "two\n")
-    assert documents(tmp_path) == ["one", "two\n"]
 
 
 def test_every_form_of_file_is_read(tmp_path: Path) -> None:
@@ -151,36 +123,8 @@ def test_every_form_of_file_is_read(tmp_path: Path) -> None:
     assert documents(tmp_path / "skipped.log") == ["not me"]
 
 
-def test_a_file_given_twice_is_read_once(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.txt", "one")
-    assert documents(path, tmp_path, f"{tmp_path}/*") == ["one"]
-
-
-def test_names_do_not_tell_where_the_files_stand(tmp_path: Path) -> None:
-    write(tmp_path / "sub" / "a.txt", "one")
-    assert [source.name for source in find_sources([str(tmp_path)])] == ["sub/a.txt"]
-    assert [source.name for source in find_sources([str(tmp_path / "sub" / "a.txt")])] == ["a.txt"]
-
-
 def test_a_file_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
     assert documents(write(tmp_path / "a[1].txt", "one")) == ["one"]
-
-
-def test_unpacked_bytes_and_progress_agree(tmp_path: Path) -> None:
-    write(tmp_path / "a.txt.gz", "é" * 1000)
-    write(tmp_path / "b.jsonl", '{"text": "x"}\n\n')
-    read: list[int] = []
-    assert len(list(read_pieces(find_sources([str(tmp_path)]), on_read=read.append))) == 2
-    assert sum(read) == sum(source.text_bytes for source in readable(find_sources([str(tmp_path)]), Settings()).sources)
-    assert sum(read) == 2015
-
-
-def test_pieces_know_their_line(tmp_path: Path) -> None:
-    words = "some words\n" * 60_000
-    path = write(tmp_path / "a.txt", f"one\n{SEPARATOR}\n{SEPARATOR}\nfour\n{words}{SEPARATOR}\nlast")
-    lines = [piece.line for piece in read_pieces(find_sources([str(path)]))]
-    assert len(lines) > 3
-    assert (lines[:2], lines[-1]) == ([1, 4], 60_006)
 
 
 @pytest.mark.parametrize(
@@ -241,11 +185,6 @@ def test_other_kinds_of_file_are_not_to_be_converted(tmp_path: Path, content: by
         documents(tmp_path)
 
 
-def test_a_stray_zero_is_a_character(tmp_path: Path) -> None:
-    text = "a word \0" + " and more" * 100
-    assert documents(write(tmp_path / "a.txt", text)) == [text]
-
-
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
 def test_a_line_of_json_has_a_longest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     lines = [json.dumps({"text": "x" * 700_000})] * 2
@@ -285,11 +224,6 @@ def test_a_pipe_in_a_folder_is_passed_over(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "one")
     os.mkfifo(tmp_path / "b.txt")
     assert documents(tmp_path) == ["one"]
-
-
-def test_another_key_of_jsonl(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", '{"body": "one", "text": "no"}\n{"body": "\\ud800", "n": 1}')
-    assert documents(path, text_key="body") == ["one", "\ufffd"]
 
 
 def test_a_long_text_of_jsonl_comes_in_pieces(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import tokenize_local_bpe
 from tests.tokenization.test_extract import documents, report
 from tokenization.corpus import Source
-from tokenization.dedup import Repeats, whole_paragraphs
-from tokenization.documents import PIECE_CHARACTERS, Piece
+from tokenization.dedup import Repeats
+from tokenization.documents import Piece
 
 LICENCE = (
     "This book is for the use of anyone anywhere, at no cost and with almost no restrictions whatsoever.",
@@ -84,21 +84,6 @@ def test_hashes_that_share_a_cell_are_told_apart() -> None:
     texts = [f"{LICENCE[0]}\n\nParagraph {i} stands in this document alone, as its own number shows." for i in range(9)]
     left = joined(Repeats(reading([[text] for text in [*texts, texts[3]]]), cells=2).without(lambda count: None))
     assert [text.split()[1] for text in left] == [str(i) for i in range(9)]
-
-
-@given(st.text(alphabet="ab \n", max_size=300), st.integers(1, 40))
-def test_pieces_are_regrouped_without_a_change(text: str, size: int) -> None:
-    if not text:
-        return
-    pieces = [text[start : start + size] for start in range(0, len(text), size)]
-    assert joined(whole_paragraphs(reading([pieces, pieces])(lambda count: None))) == [text, text]
-
-
-def test_a_paragraph_longer_than_pieces_passes_through() -> None:
-    whole = ["a" * PIECE_CHARACTERS] * 5
-    given = list(whole_paragraphs(reading([whole])(lambda count: None)))
-    assert max(len(piece.text) for piece in given) <= 2 * PIECE_CHARACTERS
-    assert joined(iter(given)) == ["".join(whole)]
 
 
 def test_a_licence_in_ten_books_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import signal
 import time
-import zipfile
 from collections.abc import Sequence
 from email.message import EmailMessage
 from pathlib import Path
@@ -86,16 +84,6 @@ def test_a_document_gives_its_text_without_what_stands_beside_it(folder: Path, s
         "A well-known mill \u00e9.",
         "Quoted.",
     ]
-
-
-@pytest.mark.extras("pypandoc")
-def test_rows_of_a_document_s_table_are_lines(folder: Path) -> None:
-    import pypandoc
-
-    table = "Before.\n\n| name | age |\n|---|---|\n| Swede | 40 |\n"
-    pypandoc.convert_text(table, "docx", "markdown", outputfile=folder / "a.docx")
-    assert tokenize() == 0
-    assert documents() == ["Before.\n\nname\tage\nSwede\t40"]
 
 
 @pytest.mark.extras("pypandoc")
@@ -223,20 +211,6 @@ def test_a_table_gives_the_texts_of_a_column(folder: Path, separator: str) -> No
     assert documents() == ["1", "2", "3", "4"]
 
 
-def test_files_of_a_folder_may_call_the_text_by_the_name_or_by_the_usual_one(folder: Path) -> None:
-    (folder / "a.csv").write_text("text\nOne.\n")
-    (folder / "b.csv").write_text("nr;Beitrag\n1;Zwei.\n")
-    (folder / "c.jsonl").write_text('{"text": "Three."}\n{"Beitrag": "Vier."}\n')
-    assert tokenize("--text_key", "Beitrag") == 0
-    assert documents() == ["One.", "Zwei.", "Three.", "Vier."]
-
-
-@pytest.mark.parametrize("table", ["joke\nA duck.\n", "id,joke\n1,A duck.\n"])
-def test_the_only_column_of_texts_need_not_be_named(folder: Path, table: str) -> None:
-    (folder / "a.csv").write_text(table)
-    assert tokenize() == 0 and documents() == ["A duck."]
-
-
 def test_a_table_without_the_column_names_those_that_it_has(folder: Path, capsys: pytest.CaptureFixture) -> None:
     (folder / "a.csv").write_text("id,title,body\n1,One,one\n")
     assert tokenize() == 3
@@ -343,14 +317,6 @@ def test_an_encoding_that_is_given_decides(folder: Path, capsys: pytest.CaptureF
     assert "it is not ascii" in capsys.readouterr().err
 
 
-def test_members_of_one_name_are_both_read(folder: Path) -> None:
-    with zipfile.ZipFile(folder / "a.zip", "w") as file, pytest.warns(UserWarning, match="Duplicate name"):
-        file.writestr("a.txt", "first")
-        file.writestr("a.txt", "second")
-    assert tokenize() == 0
-    assert sorted(documents()) == ["first", "second"]
-
-
 def test_a_document_longer_than_a_line_may_be_is_cut(folder: Path) -> None:
     text = "A line of some words, as books have them.\n" * 125_000
     (folder / "a.epub").write_bytes(epub([f"<pre>{text}</pre>"]))
@@ -359,32 +325,6 @@ def test_a_document_longer_than_a_line_may_be_is_cut(folder: Path) -> None:
 
     parts = [record["text"] for record in records_of("\u00e9" * 6_000_000, Settings(input=("x.csv",)))]
     assert len(parts) == 2 and "".join(parts) == "\u00e9" * 6_000_000
-
-
-def damaged_zip(compression: int) -> bytes:
-    target = io.BytesIO()
-    with zipfile.ZipFile(target, "w", compression) as file:
-        file.writestr("bad.txt", "bad words " * 1000)
-        file.writestr("good.txt", "Good text.")
-    content = bytearray(target.getvalue())
-    content[50:70] = bytes(20)
-    return bytes(content)
-
-
-@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_a_damaged_member_of_an_archive_leaves_the_others(folder: Path, compression: int) -> None:
-    (folder / "a.zip").write_bytes(damaged_zip(compression))
-    assert tokenize() == 0
-    assert documents() == ["Good text."] and "**Left out**: a.zip/bad.txt: " in report()
-
-
-def test_archives_that_are_cut_or_have_odd_names_leave_the_rest(folder: Path) -> None:
-    whole = archive({"a.txt": "Some text.", "b.epub": epub(["<p>x</p>"])})
-    (folder / "cut.zip").write_bytes(whole[:-50])
-    (folder / "name.zip").write_bytes(whole.replace(b"a.txt", b"\xff\xfe.tx"))
-    (folder / "z.txt").write_text("Some text.")
-    assert tokenize() == 0
-    assert "Some text." in documents() and "**Left out**: cut.zip: it is damaged" in report()
 
 
 def crash(source: Source, settings: Settings) -> list[Source]:

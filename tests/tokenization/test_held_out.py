@@ -78,14 +78,6 @@ def test_both_splits_together_are_the_text_however_it_is_read(shapes: dict[int, 
     assert all(piece.text not in kept or piece.text in WORDS for piece in held if len(piece.text) > 1000)
 
 
-def test_passages_are_of_a_few_thousand_characters_and_end_with_lines() -> None:
-    cut = cut_up(story(1, 1_000_000))
-    assert all(part.endswith("\n") for part in cut[:-1]) and 3000 < np.mean([len(part) for part in cut]) < 5000
-    long_lines = cut_up(story(1, 100_000).replace("\n", " "))  # without a line end, at spaces
-    assert all(part.endswith(" ") for part in long_lines[:-1]) and 3000 < np.mean([*map(len, long_lines)]) <= MOST
-    assert [len(part) for part in cut_up("x" * 20_000)] == [MOST, MOST, 20_000 - 2 * MOST]
-
-
 @given(st.integers(0, 100), st.integers(1, 3000), st.integers(0, 200_000))
 def test_an_insertion_moves_the_next_few_passages_alone(seed: int, added: int, place: int) -> None:
     text = story(seed, 200_000)
@@ -108,13 +100,6 @@ def test_a_book_gives_its_share_whatever_chance_does(sizes: list[int], seed: int
     for text, others in zip(texts, itertools.permutations(texts), strict=False):
         held = sum(len(piece.text) for piece in split([text, *others])[1] if piece.text in text)
         assert held > 1000 or (held and len(text) < 50_000)
-
-
-def test_a_conversation_or_a_short_document_is_one_passage() -> None:
-    texts = [story(number, 5000) for number in range(200)]
-    trained, held = split(texts)
-    assert [piece.text for piece in held] == [text for text in texts if passage_hash(text) < 0.1]
-    assert {piece.text for piece in trained} == {*texts} - {piece.text for piece in held}
 
 
 def test_copies_are_on_one_side_in_other_line_ends_and_beside_other_text() -> None:

@@ -116,16 +116,6 @@ def test_the_files_of_a_dataset_are_read_at_one_commit(hub: Hub) -> None:
     assert documents() == ["A text."] and f"@{COMMITS[1]}/data/b.txt" in report()
 
 
-def test_a_part_is_spread_over_the_files(hub: Hub) -> None:
-    line = json.dumps({"text": "a text " * 10_000}).encode() + b"\n"
-    hub.files = {f"data/{i}.jsonl": line * 100 for i in range(4)}
-    done = tokenize(hub, "hf://datasets/o/d/data", "--max_mb", "11")
-    assert done.returncode == 0, done.stderr
-    rows = re.findall(r"/data/(\d).jsonl \| text \| [\d,]+ \| ([\d,]+) \|", report())
-    assert [name for name, _ in rows] == ["0", "2"]
-    assert all(5e6 < int(size.replace(",", "")) < 5.5e6 for _, size in rows)
-
-
 def test_a_download_that_breaks_goes_on_with_the_other_files(hub: Hub) -> None:
     hub.files["data/z.txt"] = b"The last."
     hub.broken = "data/z.txt"

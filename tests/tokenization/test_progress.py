@@ -37,32 +37,6 @@ def test_a_log_gets_a_line_now_and_then(pass_time: Callable[[float], None], caps
     assert lines[0] == "Encoding: 50% of 100.0 MB, 1.0 MB/s, 0:50 left"
 
 
-def test_what_is_done_before_ten_seconds_are_over_needs_no_line(capsys: pytest.CaptureFixture[str]) -> None:
-    with BytesRead("Encoding", 100) as read:
-        read.reach(100)
-        read.wait("merging pairs")
-    assert capsys.readouterr().out == ""
-
-
-def test_a_log_is_told_what_goes_on_after_the_last_byte(
-    pass_time: Callable[[float], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with BytesRead("Learning", 4) as read:
-        texts = read.to_the_end_of(["text"])
-        assert next(texts) == "text"
-        read.add(4)
-        for _ in range(15):
-            pass_time(1.0)
-            read.wait("merging pairs")
-        assert capsys.readouterr().out == ""  # another text may follow
-        assert list(texts) == []
-        for _ in range(15):
-            pass_time(1.0)
-            read.wait("merging pairs")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines == ["Learning: all read, merging pairs, 0:16 so far", "Learning: all read, merging pairs, 0:26 so far"]
-
-
 def test_a_terminal_has_a_bar_that_says_what_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from collections.abc import Callable
@@ -15,13 +14,11 @@ import torch
 
 import generate
 from common.checkpoint import open_checkpoint
-from common.lora import LoRA, adapters_of, add_adapters
+from common.lora import add_adapters
 from model import TransformerLanguageModel
 from tests.helpers import CPU, estimated, snapshot
 from tests.training.helpers import checkpoint_of, measured, steps_of
-from training.command_line import parse_config
 from training.config import Config
-from training.optimizer import build_optimizer
 from training.records import CONFIG, read_metrics
 
 FILES = {"adapter.safetensors", "config.json", "tokenizer.json", "manifest.json"}
@@ -81,14 +78,6 @@ def test_the_base_stays_to_the_bit_and_what_is_kept_is_small(finished: Path, unb
     assert changed == {*(f"blocks.0.{module}.weight" for module in modules), "token_embedding.weight", "head.weight"}
 
 
-def test_the_first_step_is_that_of_the_base(train: Callable, unbroken: Path, tmp_path: Path) -> None:
-    """B is zero: the loss before the first update is the one of a full training from there, to the bit."""
-    flags: dict[str, Any] = {"init_from": unbroken, "max_steps": 1, "dropout": 0.0, "eval_interval": 0}
-    assert train(tmp_path / "full", **flags).code == train(tmp_path / "lora", **flags, lora_rank=4).code == 0
-    first = [read_metrics(tmp_path / name)[0]["train_loss"] for name in ("full", "lora")]
-    assert first[0] == first[1]
-
-
 @pytest.mark.parametrize("after", [3, 13])
 def test_an_interrupted_run_ends_as_if_it_had_not_been(
     after: int, interrupt: Callable, train: Callable, unbroken: Path, finished: Path, tmp_path: Path
@@ -101,29 +90,6 @@ def test_an_interrupted_run_ends_as_if_it_had_not_been(
     folders = [folder / "checkpoints" / "step_00000024" for folder in (tmp_path / "run", finished)]
     one, other = ((folder / "optimizer.safetensors").read_bytes() for folder in folders)
     assert one == other
-
-
-def test_a_run_keeps_its_base_when_that_goes_on(
-    interrupt: Callable, train: Callable, copy_of: Path, finished: Path, tmp_path: Path
-) -> None:
-    """`init_from` names a run folder, whose newest checkpoint is another one by then."""
-    flags = {"init_from": copy_of, "lora_rank": 4}
-    interrupt(tmp_path / "lora", 13, **flags)
-    assert train(copy_of, max_steps=30).code == 0 and steps_of(copy_of) == [30, 24]
-    assert train(tmp_path / "lora", **flags).code == 0
-    assert adapters(tmp_path / "lora") == adapters(finished)
-    shutil.rmtree(copy_of / "checkpoints" / "step_00000024")
-    result = train(tmp_path / "lora", **flags, max_steps=30)
-    assert result.code == 4 and "step_00000024, which do not exist. Put them back" in result.err
-    assert "Traceback" not in result.err
-
-
-def test_the_micro_batch_is_a_matter_of_memory(train: Callable, unbroken: Path, tmp_path: Path) -> None:
-    flags = {"init_from": unbroken, "lora_rank": 4, "dropout": 0.0, "max_steps": 6}
-    for rows in (1, 3, 8):
-        assert train(tmp_path / str(rows), **flags, micro_batch_size=rows).code == 0
-    losses = [[row["train_loss"] for row in read_metrics(tmp_path / str(rows))] for rows in (1, 3, 8)]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0] == pytest.approx(losses[2], rel=1e-5)
 
 
 def test_in_bf16_and_with_activation_checkpointing(train: Callable, unbroken: Path, tmp_path: Path) -> None:
@@ -158,13 +124,6 @@ def test_flags_that_would_do_nothing_are_refused(
 ) -> None:
     result = train(tmp_path / "run", **flags)
     assert result.code == 2 and said in result.err and not (tmp_path / "run").exists()
-
-
-def test_a_rank_of_zero_as_a_flag_turns_a_configs_adapters_off(tmp_path: Path) -> None:
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps({"lora_rank": 8, "lora_alpha": 32, "init_from": "a"}))
-    assert parse_config(["--config", str(config)]).lora_alpha == 32
-    assert parse_config(["--config", str(config), "--lora_rank", "0"]).lora_rank == 0
 
 
 def test_a_rank_beyond_the_models_width_is_refused(train: Callable, unbroken: Path, tmp_path: Path) -> None:
@@ -227,15 +186,6 @@ def test_a_base_in_the_run_that_makes_way_is_refused(train: Callable, copy_of: P
     assert (tmp_path / "own" / "checkpoints").exists()
 
 
-def test_resume_from_brings_shape_and_base(train: Callable, finished: Path, tmp_path: Path) -> None:
-    shape = dict.fromkeys(("num_layers", "embed_dim", "num_heads", "max_seq_len"))
-    result = train(tmp_path / "new", resume_from=finished, lora_rank=4, max_steps=30, **shape)
-    assert result.code == 0 and "Continuing from" in result.out, result.err
-    assert steps_of(tmp_path / "new") == [30]
-    assert train(tmp_path / "new", resume_from=finished, lora_rank=4, max_steps=36, **shape).code == 0
-    assert steps_of(tmp_path / "new") == [36, 30]
-
-
 def test_the_runs_own_config_continues_it(train: Callable, copy: Path) -> None:
     import train_colab_mmap
 
@@ -267,50 +217,7 @@ def test_a_look_writes_no_run(look: str, train: Callable, unbroken: Path, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_every_way_to_generate_takes_them(finished: Path, unbroken: Path, tmp_path: Path, capsys: Any) -> None:
-    arguments = ["--prompt", "the cat", "--temperature", "0", "--max_new_tokens", "8", "--device", "cpu", "--json"]
-    assert generate.main([*arguments, "--compare", str(unbroken), str(finished)]) == 0
-    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [Path(row["checkpoint"]) for row in rows] == [
-        folder / "checkpoints" / "step_00000024" for folder in (unbroken, finished)
-    ]
-    model, tokenizer = generate.load_model(finished, "cpu")
-    assert generate.generate_text(model, tokenizer, "the cat", 8, 0.0) == "the cat" + rows[1]["completion"]
-    assert not adapters_of(model) and model.num_parameters() == 15_264, "merged: a token costs no more than before"
-    text = tmp_path / "text.txt"
-    text.write_text("the cat sat on a mat.\n" * 20)
-    scores = []
-    for checkpoint in (unbroken, finished):
-        assert generate.main(["--score", str(text), "--checkpoint", str(checkpoint), "--json"]) == 0
-        scores.append(json.loads(capsys.readouterr().out)["loss"])
-    assert scores[0] != scores[1]
-
-
 # What it takes
-
-
-def shaped(config: Config) -> TransformerLanguageModel:
-    with torch.device("meta"):
-        model = TransformerLanguageModel(config.shape(32_000))
-        if config.lora_rank:
-            add_adapters(model, config.lora())
-    return model
-
-
-def test_gradients_and_moments_are_of_adapters_alone() -> None:
-    full = Config(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=4, init_from="base")
-    lora = dataclasses.replace(full, lora_rank=8)
-    whole, model = shaped(full), shaped(lora)
-    frozen, trained = whole.num_parameters(), model.num_parameters(trained_only=True)
-    assert trained == 12 * 8 * (768 * (1 + 1 + 1 + 4) + 768 * (3 + 1 + 4 + 1)) + 2 * 8 * (32_000 + 768)
-    optimizer = build_optimizer(model, lora)
-    assert sum(p.numel() for group in optimizer.param_groups for p in group["params"]) == trained
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [lora.weight_decay]
-    taken = [estimated(config, each, CPU) for config, each in ((full, whole), (lora, model))]
-    assert 8 * frozen - 20 * trained < taken[0] - taken[1] <= 12 * frozen  # moments; gradients, after the activations
-    for targets in ("attention", "feed_forward"):
-        one = dataclasses.replace(lora, lora_targets=targets)
-        assert estimated(one, shaped(one), CPU) < taken[1]
 
 
 @pytest.mark.parametrize(
@@ -336,8 +243,3 @@ def test_the_estimate_counts_what_autograd_keeps(targets: str) -> None:
     state = 4 * model.num_parameters() + 8 * model.num_parameters(trained_only=True)
     forecast = estimated(config, model, CPU) - state
     assert held < forecast < 1.35 * held
-
-
-def test_sizes_alone_need_no_base() -> None:
-    config = Config(lora_rank=8, lora_targets="attention", init_from="base")
-    assert config.lora() == LoRA(8, 16.0, ("attention",), "any", "0" * 64)

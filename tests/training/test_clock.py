@@ -103,23 +103,6 @@ def test_the_rate_has_fallen_when_the_minutes_are_over(
     assert "Forecast" in result.out
 
 
-def test_noise_of_the_speed_moves_the_end_by_less_than_three_percent(
-    machine: Machine, train: Callable, tmp_path: Path
-) -> None:
-    """Each fifth step takes four times as long as the others."""
-    machine.step = lambda step: 8.0 if step % 5 == 0 else 2.0
-    began = machine.now
-    assert train(tmp_path / "run", **LONG, log_interval=10).code == 0
-    assert is_in_time(machine.now - began)
-
-
-def test_without_a_cooldown_the_last_six_tenths_fall(machine: Machine, train: Callable, tmp_path: Path) -> None:
-    result = train(tmp_path / "run", **LONG | {"cooldown": None, "use_lr_scheduler": None})
-    first, last = planned(result, tmp_path / "run")
-    require_a_plan_that_was_kept(tmp_path / "run", first, last)
-    assert read_metrics(tmp_path / "run")[first]["elapsed_seconds"] == pytest.approx(24 * MINUTES, abs=12)
-
-
 def test_a_first_step_that_takes_long_is_no_measure(machine: Machine, train: Callable, tmp_path: Path) -> None:
     machine.step = lambda step: 4.0 if step else 60.0
     began = machine.now
@@ -135,12 +118,6 @@ def test_a_first_step_that_takes_long_does_not_decide_a_plan_that_is_made_at_onc
     began = machine.now
     assert train(tmp_path / "run", **LONG | {"cooldown": 0.99}).code == 0
     assert is_in_time(machine.now - began)
-
-
-def test_a_small_cooldown_falls_too(machine: Machine, train: Callable, tmp_path: Path) -> None:
-    began = machine.now
-    assert train(tmp_path / "run", **LONG | {"cooldown": 1e-4}).code == 0
-    assert is_in_time(machine.now - began) and rates(tmp_path / "run")[-1] == pytest.approx(1e-4)
 
 
 def test_a_machine_that_changes_before_the_fall_changes_the_plan(
@@ -167,16 +144,6 @@ def test_a_machine_that_changes_in_the_fall_moves_its_end(
     require_a_plan_that_was_kept(tmp_path / "run", first, last)
 
 
-def test_a_speed_that_comes_and_goes_does_not_move_the_end_each_time(
-    machine: Machine, train: Callable, tmp_path: Path
-) -> None:
-    machine.step = lambda step: 4.0 + 0.6 * (-1) ** (step // 12)
-    began = machine.now
-    result = train(tmp_path / "run", **LONG)
-    assert result.code == 0 and is_in_time(machine.now - began)
-    assert result.out.count("speed has changed") <= 1
-
-
 def test_a_plan_that_was_moved_is_kept_by_who_continues(machine: Machine, train: Callable, tmp_path: Path) -> None:
     machine.step = lambda step: 4.0 if step < 85 else 8.0
     assert train(tmp_path / "unbroken", **LONG).code == 0
@@ -201,13 +168,6 @@ def test_a_text_that_is_read_before_the_time_is_over_ends_early_and_says_so(
     assert "This run is finished" in again.out and "--epochs 4" in again.out
     more = train(tmp_path / "run", **flags | {"epochs": 4})
     assert more.code == 0 and steps_of(tmp_path / "run")[0] == 120
-
-
-def test_the_shortest_texts_have_a_length_too(machine: Machine, train: Callable, tmp_path: Path) -> None:
-    for steps in (1, 2, 3):
-        flags = LONG | {"epochs": 1, "max_steps_per_epoch": steps}
-        assert train(tmp_path / f"{steps}", **flags).code == 0
-        assert steps_of(tmp_path / f"{steps}")[0] == steps
 
 
 def test_minutes_that_leave_no_step_to_fall_stop_saved_and_more_of_them_continue(

@@ -138,31 +138,6 @@ def test_a_compiled_training_compiles_at_its_start_alone_and_learns_the_same(tmp
     assert train(tmp_path / "run", **{**eager, "max_steps": 7}).code == 0
 
 
-def test_adapters_compile_to_the_same_numbers() -> None:
-    """Forward and backward, with as much as the compiler leaves out for what is frozen."""
-    from common.lora import LoRA, adapters_of, add_adapters
-
-    lora = LoRA(2, 16.0, ("attention", "feed_forward"), "base", "0" * 64)
-    model = TransformerLanguageModel(SHAPE)
-    add_adapters(model, lora)
-    with torch.no_grad():
-        for adapter in adapters_of(model).values():
-            adapter.normal_(std=0.3)
-    compiled, _ = compile_model(model, COMPILING, example())
-    assert compiled is not model
-    assert all(parameter.grad is None for parameter in model.parameters())
-    tokens = torch.arange(8).view(2, 4)
-    results = []
-    for step_model in (model, compiled):
-        loss = step_model(tokens, tokens.flip(1))
-        loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-        model.zero_grad(set_to_none=True)
-    assert len(results[0]) == len(results[1]) == 1 + 8
-    for eager, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, eager, atol=1e-5, rtol=1e-4)
-
-
 @pytest.mark.parametrize("form", [{}, {"position": "rope", "qk_norm": True, "norm": "rmsnorm", "dropout": 0.5}])
 def test_blocks_share_one_compiled_function(form: dict) -> None:
     """What a GPU computes with: the loss and gradients of the model, in as many graphs for four layers as for two."""

@@ -26,7 +26,6 @@ from tokenize_local_bpe import tokenize
 from tokenizer import load_tokenizer
 from training.command_line import parse_config
 from training.compilation import compile_model
-from training.config import Config
 from training.data import TokenData
 from training.layout import pack
 from training.plan import make_run
@@ -241,13 +240,6 @@ def test_the_tokenizer_and_template_come_from_the_checkpoint_alone(chats: Path, 
 # What is told
 
 
-def test_what_it_says_of_the_data(chats: Path, tmp_path: Path) -> None:
-    told = train(chats, tmp_path / "run", max_seq_len=30, max_steps=1)
-    assert told.code == 0, told.err
-    assert "conversations in" in told.out and "tokens of answers to learn" in told.out
-    assert "longer than the context, without their end" in told.out
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -305,33 +297,6 @@ def base(chats: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def test_base_and_tuned_stand_side_by_side(chats: Path, base: Path, tmp_path: Path) -> None:
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Is red a color?", "answer": "red is a color."}\n{"prompt": "And blue?"}\n')
-    options = {"init_from": base, "eval_prompts": prompts, "max_steps": 60, "eval_interval": 30}
-    half = train(chats, tmp_path / "run", **(options | {"max_steps": 30}))
-    assert half.code == 0, half.err
-    result = train(chats, tmp_path / "run", **options)  # what was before is known after a restart, too
-    summary = (tmp_path / "run" / "summary.md").read_text()
-    assert "| prompt | before | answer | exactly right |" in summary and "| Before |" in summary
-    losses = [row["val_loss"] for row in read_metrics(tmp_path / "run") if "val_loss" in row]
-    before = float(result.out.partition("Before           validation loss ")[2].split(",")[0])
-    assert before > losses[-1] and f"{before:.4f}" in half.out
-    model, tokenizer = load_checkpoint(open_checkpoint(base), "cpu", torch.float32)
-    from generation.completion import generate
-    from generation.sampling import Sampling
-    from training.evaluate import ANSWER_TOKENS
-
-    template = open_checkpoint(base).chat_template()
-    assert template
-    from common.chat import Message
-
-    prompt = template.prompt_ids(tokenizer, [Message("user", "Is red a color?")])
-    answer = generate(model, tokenizer, [prompt], Sampling(max_new_tokens=ANSWER_TOKENS, temperature=0))[0].text
-    state = open_checkpoint(tmp_path / "run").training_state()
-    assert state["base"]["answers"][0] == answer and len(state["base"]["answers"]) == 2
-
-
 def test_it_stops_where_the_validation_loss_gets_no_better(chats: Path, tmp_path: Path) -> None:
     options = {"max_steps": 400, "eval_interval": 5, "learning_rate": 0.2, "stop_after_worse": 3}
     result = train(chats, tmp_path / "run", **options)
@@ -345,36 +310,3 @@ def test_it_stops_where_the_validation_loss_gets_no_better(chats: Path, tmp_path
     assert again.code == 0 and "This run is finished" in again.out and "--stop_after_worse 6" in again.out
     longer = train(chats, tmp_path / "run", **(options | {"stop_after_worse": 0, "max_steps": rows[-1]["step"] + 2}))
     assert longer.code == 0 and "Continuing from" in longer.out, longer.err
-
-
-def test_without_it_a_run_goes_on(chats: Path, tmp_path: Path) -> None:
-    assert train(chats, tmp_path / "run", max_steps=20, eval_interval=5, learning_rate=0.2).code == 0
-    assert (
-        read_metrics(tmp_path / "run")[-1]["step"]
-        == 20
-        == parse_config(flags(tmp_path, tmp_path, max_steps=20)).max_steps
-    )
-    assert Config().stop_after_worse == 0
-
-
-def test_what_is_repeated_after_a_kill_is_no_worse_than_it_was(chats: Path, tmp_path: Path) -> None:
-    """best/ is newer than the checkpoint then: evaluations up to its step are not held against it."""
-    import shutil
-
-    options = {
-        "max_steps": 60,
-        "eval_interval": 5,
-        "checkpoint_steps": 20,
-        "checkpoint_interval": 0,
-        "stop_after_worse": 2,
-        "learning_rate": 0.003,
-    }
-    assert train(chats, tmp_path / "whole", **options).code == 0
-    cut = tmp_path / "cut"
-    assert train(chats, cut, **options).code == 0
-    assert open_checkpoint(cut / "best").training_state()["step"] == 60, "it got better all the way"
-    shutil.rmtree(cut / "checkpoints" / "step_00000060")
-    again = train(chats, cut, **options)
-    assert again.code == 0 and "step_00000040" in again.out and "early" not in again.out, again.out
-    whole, repeated = (open_checkpoint(tmp_path / name).training_state() for name in ("whole", "cut"))
-    assert (whole["step"], whole["worse"], whole["lowest_val_loss"]) == (60, 0, repeated["lowest_val_loss"])

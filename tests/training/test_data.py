@@ -143,19 +143,6 @@ def test_epochs_differ_in_order_and_in_phase() -> None:
     assert all(list(order) != sorted(order) for order in orders)
 
 
-def test_another_seed_gives_another_order() -> None:
-    first, second = (counting_data(1000, 10, seed).batch(0, 50)[0] for seed in (1, 2))
-    assert not torch.equal(first, second)
-
-
-def test_the_order_does_not_depend_on_numpys_global_state() -> None:
-    before = counting_data(1000, 10, seed=1).batch(0, 50)[0]
-    training.data.epoch_order.cache_clear()
-    state = np.random.get_state()[1].copy()
-    assert torch.equal(counting_data(1000, 10, seed=1).batch(0, 50)[0], before)
-    assert np.array_equal(np.random.get_state()[1], state)
-
-
 @settings(max_examples=60)
 @given(data=st.data(), seq_len=st.integers(1, 12), val_tokens=st.integers(13, 200))
 def test_validation_windows_are_fixed_evenly_spread_and_inside_the_split(
@@ -249,18 +236,6 @@ def test_the_blogs_metadata_is_enough(tmp_path: Path) -> None:
     assert "--bin_file" in refusal(folder)  # data_dir alone: the metadata does not name the file
 
 
-@pytest.mark.parametrize(
-    "told",
-    [
-        {"documents": None, "source_files": ["my_text.txt"]},
-        {"created": 1.5, "source_files": 3},
-        {"source_files": [{"name": "a.txt", "size": "y"}, {"name": "b.txt"}]},
-    ],
-)
-def test_what_training_does_not_need_is_no_reason_to_refuse_metadata(tmp_path: Path, told: dict[str, Any]) -> None:
-    assert open_data(edit_metadata(make_folder(tmp_path), **told)).metadata.source_names == []
-
-
 def test_packed_tokens_are_unpacked_where_the_bin_is_missing(tmp_path: Path) -> None:
     folder = make_folder(tmp_path)
     content = (folder / "tokens.bin").read_bytes()
@@ -303,18 +278,6 @@ def test_damaged_packed_tokens_are_refused_and_leave_no_bin(tmp_path: Path, dama
 # What is refused
 
 
-def test_a_missing_token_file_is_named(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path)
-    (folder / "tokens.bin").unlink()
-    assert str(folder / "tokens.bin") in refusal(folder)
-
-
-def test_a_missing_tokenizer_file_is_named(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path)
-    (folder / "tokenizer.json").unlink()
-    assert str(folder / "tokenizer.json") in refusal(folder)
-
-
 def test_a_missing_metadata_file_is_named(tmp_path: Path) -> None:
     named = {"bin_file": "a", "tokenizer_file": "b", "metadata_file": str(tmp_path / "no_metadata.json")}
     assert str(tmp_path / "no_metadata.json") in refusal(tmp_path, data_dir=None, **named)
@@ -337,13 +300,6 @@ def test_metadata_that_is_no_json_object_is_refused_with_the_place(tmp_path: Pat
     (folder / "tokens_metadata.json").write_text(text)
     message = refusal(folder)
     assert "tokens_metadata.json" in message and said in message
-
-
-def test_all_missing_fields_are_named_together(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path)
-    (folder / "tokens_metadata.json").write_text("{}")
-    message = refusal(folder)
-    assert all(key in message for key in ("tokens_metadata.json", "vocab_size", "total_tokens"))
 
 
 @pytest.mark.parametrize(
@@ -372,11 +328,6 @@ def test_metadata_fields_that_cannot_be_are_refused_with_their_value(tmp_path: P
         and field in message
         and (str(value) in message or json.dumps(value) in message)
     )
-
-
-def test_a_count_that_disagrees_with_the_file_is_refused(tmp_path: Path) -> None:
-    message = refusal(make_folder(tmp_path, total_tokens=TOKENS + 1))
-    assert f"{TOKENS + 1:,} tokens" in message and f"{2 * TOKENS:,} bytes" in message
 
 
 def test_a_dtype_of_another_width_is_refused(tmp_path: Path) -> None:
@@ -414,13 +365,6 @@ def test_a_tokenizer_with_other_bytes_is_refused(tmp_path: Path) -> None:
     assert str(folder / "tokenizer.json") in message and expected[:16] in message
 
 
-def test_without_a_hash_a_tokenizer_of_another_size_is_refused(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path, tokenizer_sha256=None)
-    CharacterTokenizer([chr(0x200 + i) for i in range(VOCAB_SIZE + 1)]).save(folder / "tokenizer.json")
-    message = refusal(folder)
-    assert f"{VOCAB_SIZE + 1}" in message and f"{VOCAB_SIZE}" in message and "tokenizer.json" in message
-
-
 def test_without_a_hash_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     message = refusal(make_folder(tmp_path, tokenizer_type="bpe", tokenizer_sha256=None))
     assert "character" in message and "bpe" in message
@@ -438,13 +382,6 @@ def test_metadata_cannot_point_outside_through_a_link(tmp_path: Path) -> None:
     (folder / "tokens.bin").rename(tmp_path / "tokens.bin")
     (folder / "tokens.bin").symlink_to(tmp_path / "tokens.bin")
     assert "bin_file" in refusal(folder)
-
-
-def test_several_metadata_files_are_named(tmp_path: Path) -> None:
-    folder = make_folder(tmp_path)
-    (folder / "other_metadata.json").write_text("{}")
-    message = refusal(folder)
-    assert "other_metadata.json" in message and "tokens_metadata.json" in message and "--metadata_file" in message
 
 
 def test_an_empty_folder_gets_the_command_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -493,16 +430,6 @@ def test_placement_takes_the_gpu_while_the_tokens_leave_room_for_training(monkey
     assert choose_placement(100, Config(placement="mmap"), gpu) == "mmap"
 
 
-def test_placement_on_a_gpu_that_is_not_there_is_a_config_error() -> None:
-    with pytest.raises(ConfigError, match="--placement gpu"):
-        choose_placement(100, Config(placement="gpu"), CPU)
-
-
-def test_the_description_counts_tokens_and_windows(tmp_path: Path) -> None:
-    data = open_data(make_folder(tmp_path))
-    assert all(part in data.describe() for part in ("400 tokens", "300 training", f"{data.windows:,} windows", "100 v"))
-
-
 def reading(read: Callable) -> Any:
     """Data whose windows `read` reads."""
     return SimpleNamespace(device=torch.device("cpu"), train_windows=read)
@@ -547,13 +474,6 @@ def test_a_read_that_fails_is_told_where_the_batch_is_asked_for() -> None:
 
     with pytest.raises(OSError, match="the disk is gone"):
         ReadAhead(reading(read)).windows(0, 4)
-
-
-def test_batches_have_the_strides_of_a_padded_one() -> None:
-    """torch.compile compiles again for other strides."""
-    data = counting_data(500, 16, 0, 100)
-    for tensors in (data.batch(0, 3), data.validation_batch(0, 2, 4)):
-        assert all(tensor.is_contiguous() for tensor in tensors)
 
 
 def instructions(action: Callable[[], object]) -> int:

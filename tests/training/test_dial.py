@@ -122,12 +122,6 @@ def test_fewer_threads_are_chosen_where_they_are_clearly_faster(book: Path, of_o
     assert (dial.choice().tokens_per_second == pytest.approx(1 / of_one)) == is_chosen
 
 
-def test_steps_that_scatter_widen_the_interval(book: Path) -> None:
-    dials = [pretended_dial(flags(book, minutes="0.1"), Timed(0.0, 0.0, 1e-4, scatter)) for scatter in (0.0, 1.0)]
-    steady, unsteady = (dial.choice() for dial in dials)
-    assert steady.loss == pytest.approx(unsteady.loss, abs=0.01) and steady.error + 0.01 < unsteady.error
-
-
 def test_timing_a_huge_context_takes_no_longer(book: Path) -> None:
     book.write_text(" ".join(WORDS) * 20_000)
     began = time.perf_counter()
@@ -181,18 +175,6 @@ def test_flags_win_and_the_rest_is_chosen_around_them(book: Path) -> None:
     config = choice(flags(book, "--embed_dim", "32", "--num_heads", "2", "--num_layers", "2", "--epochs", "3"))
     assert (config.embed_dim, config.num_layers, config.epochs) == (32, 2, 3)
     assert config.max_seq_len in (128, 256) and config.sources["max_seq_len"] == SOURCE
-
-
-def test_flags_may_leave_nothing_to_choose(book: Path, capsys: pytest.CaptureFixture) -> None:
-    shape = ["--num_layers", "1", "--embed_dim", "32", "--num_heads", "2", "--max_seq_len", "32", "--batch_size", "4"]
-    config = choice(flags(book, *shape))
-    assert (config.num_layers, config.embed_dim, config.max_seq_len, config.batch_size) == (1, 32, 32, 4)
-    assert "the only size" in capsys.readouterr().out
-
-
-def test_characters_have_no_vocabulary_to_choose(book: Path) -> None:
-    config = choice(flags(book, "--tokenizer", "char"))
-    assert config.sources["vocab_size"] == "default"
 
 
 def test_tokens_that_are_there_keep_their_vocabulary(book: Path, capsys: pytest.CaptureFixture) -> None:
@@ -267,13 +249,6 @@ def test_a_text_that_is_too_short(book: Path, content: str, said: str) -> None:
     book.write_text(content)
     with pytest.raises(DataError, match=said):
         choice(flags(book))
-
-
-def test_a_folder_without_text(book: Path) -> None:
-    folder = book.with_name("empty")
-    folder.mkdir()
-    with pytest.raises(DataError, match="no file"):
-        choice(flags(folder))
 
 
 def test_too_few_minutes_for_a_step(book: Path, capsys: pytest.CaptureFixture) -> None:

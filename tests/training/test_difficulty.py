@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import ROOT
 from training.command_line import parse_config
-from training.difficulty import count_letters, difficulty, predicted_bits
+from training.difficulty import difficulty, predicted_bits
 from training.text import Text, measure_text, vocabulary_for
 
 
@@ -75,11 +75,3 @@ def test_the_script_of_a_text_makes_it_neither_easier_nor_longer(tmp_path: Path)
     assert other.bytes > 2 * one.bytes and other.letters == pytest.approx(one.letters, rel=1e-3)
     assert one.tokens == one.letters / vocabulary_for(one.bytes).letters_per_token
     assert other.tokens == other.letters / vocabulary_for(other.bytes).letters_per_token
-
-
-def test_a_chinese_character_says_more_than_a_letter() -> None:
-    assert count_letters("abc") == count_letters("हिन") == 3 < count_letters("中文字") == 1.75 * 3
-
-
-def test_a_few_characters_have_no_difficulty() -> None:
-    assert difficulty("") == difficulty("abc") == 1.0 and 0 < difficulty("abcde " * 4) < 10

@@ -59,21 +59,6 @@ def test_the_estimate_grows_with_all_that_takes_memory() -> None:
         assert estimate(**more) > base, more
 
 
-def test_the_estimate_is_of_what_goes_through_the_model_at_once() -> None:
-    """And of the gradients of the slices before it."""
-    whole = estimate(batch_size=32)
-    assert whole < estimate(batch_size=64, micro_batch_size=32) < estimate(batch_size=64)
-    assert estimate(batch_size=64, micro_batch_size=32) == estimate(gradient_accumulation_steps=8)
-
-
-def test_weights_gradients_and_moments_take_16_bytes_a_parameter() -> None:
-    config = config_of(num_layers=1, batch_size=1, max_seq_len=1)
-    with torch.device("meta"):
-        model = TransformerLanguageModel(config.shape(200_000))
-    least = 16 * model.num_parameters()
-    assert least <= estimated(config, model, with_memory(None)) < 1.2 * least
-
-
 def test_what_dropout_keeps_is_counted() -> None:
     """What is kept for the backward pass is measured."""
     config, kept = config_of(max_seq_len=256, batch_size=2, dropout=0.1), []
@@ -172,10 +157,6 @@ def test_what_compiled_code_keeps_is_what_is_counted(
     assert counted == pytest.approx(gb * 1e9, rel=0.02)
 
 
-def test_half_precision_saves_activations() -> None:
-    assert estimate(precision="bf16", batch_size=512) < estimate(precision="fp32", batch_size=512)
-
-
 def test_what_lies_in_the_same_memory_is_counted_too() -> None:
     def held(is_cuda: bool, place: str) -> int:
         tokens = SimpleNamespace(nbytes=1000, device=torch.device("cuda" if place == "gpu" else "cpu"))
@@ -205,26 +186,12 @@ def test_the_micro_batch_is_halved_until_it_fits(rows_that_fit: int, capsys: pyt
     assert f"micro_batch_size {rows_that_fit}" in printed and "32 sequences" in printed
 
 
-def test_tokens_on_the_gpu_take_their_part_of_the_memory() -> None:
-    config = config_of()
-    model = TransformerLanguageModel(config.shape(1000))
-    memory = int(estimated(config, model, with_memory(None)) / MEMORY_SHARE) + 10
-    assert fit_micro_batch(config, model, with_memory(memory))[0] == 32
-    assert fit_micro_batch(config, model, with_memory(memory), held=1000)[0] == 16
-
-
 def test_a_step_that_fits_is_left_as_it_is(capsys: pytest.CaptureFixture) -> None:
     config = config_of()
     model = TransformerLanguageModel(config.shape(1000))
     assert fit_micro_batch(config, model, with_memory(10**12)) == (32, "default")
     assert fit_micro_batch(config, model, with_memory(None)) == (32, "default")  # a machine that does not tell
     assert not capsys.readouterr().out
-
-
-def test_a_micro_batch_that_was_given_is_respected() -> None:
-    config = config_of(micro_batch_size=32)
-    model = TransformerLanguageModel(config.shape(1000))
-    assert fit_micro_batch(config, model, with_memory(1))[0] == 32
 
 
 def test_a_model_that_cannot_fit_ends_with_exit_code_5() -> None:
@@ -298,15 +265,6 @@ def test_a_dry_run_forecasts_what_is_left(train: Callable, tmp_path: Path) -> No
     for max_steps in (4, 2):  # as many as were taken, and fewer
         done = train(tmp_path / "run", extra=dry, max_steps=max_steps)
         assert done.code == 0 and "This run is finished: step 4" in done.out and "Time " not in done.out
-
-
-def test_a_dry_run_times_no_compiling_as_an_evaluation(train: Callable, tmp_path: Path) -> None:
-    """Two graphs, of training and of evaluation, are compiled before anything is timed."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    result = train(tmp_path / "run", extra=("--dry_run",), compile="on", eval_interval=3)
-    assert result.code == 0 and "Compiled in" in result.out
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
 def test_a_dry_run_leaves_a_run_that_is_there_alone(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import Config
 from training.data import TokenData
-from training.evaluate import Answer, accuracy, answer_prompts, bits_per_byte, read_prompts, validation_loss
+from training.evaluate import Answer, answer_prompts, bits_per_byte, read_prompts, validation_loss
 from training.layout import layout_of_text
 from training.run import Prompt
 
@@ -75,20 +74,6 @@ def test_the_loss_is_the_mean_over_every_window(model, data: TokenData, rows: in
     """Also where the last batch is only partly filled (6, 7) or the only one (64)."""
     config = dataclasses.replace(CONFIG, batch_size=rows)
     assert validation_loss(run_of(model, data, config)) == pytest.approx(plain_loss(model, data, range(20)))
-
-
-def test_every_batch_has_one_shape(model, data: TokenData) -> None:
-    """Or a compiled model would be compiled again for the last one."""
-    shapes = []
-
-    def watched(inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        shapes.append((inputs.shape, targets.shape))
-        return model(inputs, targets)
-
-    run = run_of(model, data, CONFIG)
-    run.step_model = watched
-    validation_loss(run)
-    assert len(shapes) == 4 and set(shapes) == {((6, 8), (6, 8))}
 
 
 def test_eval_batches_limits_the_windows(model, data: TokenData) -> None:
@@ -174,19 +159,6 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
     assert str(path) in str(caught.value) and "line 3" in str(caught.value)
 
 
-def test_only_newlines_end_a_line(tmp_path: Path) -> None:
-    """JSON allows U+2028 and U+0085 inside a string, and json.dumps(ensure_ascii=False) writes them."""
-    texts = ["a\u2028b", "a\u0085b"]
-    path = write(tmp_path / "p.jsonl", *(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts))
-    assert [prompt.text for prompt in read_prompts(path)] == texts
-
-
-def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b"}\r\n')  # as Windows editors save it
-    assert read_prompts(path) == [Prompt("a"), Prompt("b")]
-
-
 def test_a_prompts_file_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}')
     write(tmp_path / "empty.jsonl")
@@ -202,12 +174,6 @@ def test_an_answer_is_right_when_it_matches_but_for_white_space_around_it() -> N
     assert Answer(Prompt("a", "Paris."), "Paris. And").right is False
     assert Answer(Prompt("a"), "anything").right is None
     assert Answer(Prompt("a", ""), "").right is True
-
-
-def test_accuracy_counts_only_answers_that_are_known() -> None:
-    answers = [Answer(Prompt("a", "x"), "x"), Answer(Prompt("b", "x"), "y"), Answer(Prompt("c"), "z")]
-    assert accuracy(answers) == (1, 2)
-    assert accuracy([]) == (0, 0)
 
 
 @pytest.mark.parametrize("line", ["9" * 5000, '{"prompt": ' * 100_000], ids=["digits", "nested"])

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import train_colab_mmap
-from tests.faults import KINDS, Fault
 from tests.forked import Forked
 from tests.helpers import WORDS, run_script
+from tests.kills import Kill
 from tokenization.metadata import TokenMetadata
 from tools import compare
 from training.growth import changes
@@ -60,13 +60,26 @@ def home(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path / "home"
 
 
+@pytest.fixture(scope="module")
+def grown(original: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A copy of it that got another book and has learned it, and what was printed. Not to be changed by a test."""
+    folder = tmp_path_factory.mktemp("grown") / "home"
+    shutil.copytree(original, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_book(folder / "books" / "two.txt", OTHER_WORDS, seed=3)
+        return folder, trained("--checkpoint_dir", "drive")
+
+
 def asides() -> list[Path]:
     return sorted(Path("runs").glob("books.*"))
 
 
-def test_the_same_command_goes_on_and_says_what_became_of_it(home: Path) -> None:
-    write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
-    out = trained("--checkpoint_dir", "drive")
+def test_the_same_command_goes_on_and_says_what_became_of_it(
+    grown: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, out = grown
+    monkeypatch.chdir(home)
     assert "1 new (two.txt): " in out
     (aside,) = asides()
     assert (aside / "checkpoints").is_dir() and [*Path("drive").glob("books.*")], "the old run is kept, here and there"
@@ -82,23 +95,19 @@ def test_the_same_command_goes_on_and_says_what_became_of_it(home: Path) -> None
     again = trained("--checkpoint_dir", "drive")
     assert "This run is finished" in again and asides() == [aside]
 
-    said = run_script(compare.main, aside, "runs/books", "--html", "page.html")
+    said = run_script(compare.main, aside, "runs/books", "--html", tmp_path / "page.html")
     assert said.code == 0 and f"books.{aside.suffix[1:]}" in said.out
     for group in ("all", "books"):
         assert re.search(rf"passages held out by {group}: \d+ \| [\d.]+ \| [\d.]+ \([+-][\d.]+ ± [\d.]+\)", said.out)
-    assert "On text that none has learned" in Path("page.html").read_text()
+    assert "On text that none has learned" in (tmp_path / "page.html").read_text()
 
 
 def test_a_run_that_was_cut_off_when_it_had_just_begun_goes_on_from_the_same_weights(home: Path) -> None:
     write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
-    process = Forked(COMMAND)
-    for line in process.stdout:
-        if line.startswith("Training  "):
-            process.kill()
-    process.wait(30)
+    assert begin()
     (aside,) = asides()
-    out = trained()
-    assert "Choice" not in out and asides() == [aside], "it goes on, and neither chooses nor renames again"
+    out = begin()
+    assert out and "Choice" not in out and asides() == [aside], "it goes on, and neither chooses nor renames again"
     assert json.loads(Path("runs/books", CONFIG).read_text())["config"]["init_from"] == str(aside / "best")
 
 
@@ -111,21 +120,21 @@ def test_a_machine_that_is_lost_when_it_had_just_begun_loses_nothing(home: Path)
     process.wait(30)
     (aside,) = asides()
     shutil.rmtree("runs")
-    out = trained("--checkpoint_dir", "drive")
-    assert "Copies     drive/books/step_00000001-" in out, "it goes on from the copy"
+    assert "Copies     drive/books/step_00000001-" in begin("--checkpoint_dir", "drive"), "it goes on from the copy"
     assert json.loads(Path("runs/books", CONFIG).read_text())["config"]["init_from"] == str(aside / "best")
 
 
-def begin(*more: str, first: Callable[[], object] = int) -> bool:
-    """Run the command until it trains, and kill it. Returns whether it came so far."""
-    process = Forked([*COMMAND, *more], first=first)
+def begin(*more: str, first: Callable[[], object] = int) -> str:
+    """Run the command until it trains, and kill it. Returns what it printed, or nothing if it did not come so far."""
+    process, printed = Forked([*COMMAND, *more], first=first), ""
     for line in process.stdout:
+        printed += line
         if line.startswith("Training  "):
             process.kill()
             process.wait(30)
-            return True
+            return printed
     process.wait(30)
-    return False
+    return ""
 
 
 def test_growth_that_is_cut_off_at_any_operation_on_a_file_goes_on_as_growth(
@@ -135,23 +144,22 @@ def test_growth_that_is_cut_off_at_any_operation_on_a_file_goes_on_as_growth(
     best, mirror = (home / "runs/books/best/model.safetensors").read_bytes(), ["--checkpoint_dir", "drive"]
     trained("--dry_run")  # tokenizes it
     for number in range(100):
-        for kind in KINDS:
-            place = tmp_path / f"{kind}_{number}"
-            shutil.copytree(home, place)
-            monkeypatch.chdir(place)
-            has_begun = begin(*mirror, first=Fault(number, (place / "runs", place / "drive"), kind))
-            assert has_begun or begin(*mirror)
-            config = json.loads(Path("runs/books", CONFIG).read_text())["config"]
-            assert Path(config["init_from"], "model.safetensors").read_bytes() == best, (number, kind)
-        if has_begun:  # the last kind is to be killed: there was no such operation
+        place = tmp_path / str(number)
+        shutil.copytree(home, place)
+        monkeypatch.chdir(place)
+        has_begun = begin(*mirror, first=Kill(number, (place / "runs", place / "drive")))
+        assert has_begun or begin(*mirror)
+        config = json.loads(Path("runs/books", CONFIG).read_text())["config"]
+        assert Path(config["init_from"], "model.safetensors").read_bytes() == best, number
+        if has_begun:  # there was no such operation
             break
     assert number > 4
 
 
-def test_a_run_that_has_grown_can_be_moved_and_its_machine_lost(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_book(home / "books" / "two.txt", OTHER_WORDS, seed=3)
-    trained("--checkpoint_dir", "drive")
-    moved = home.rename(home.with_name("moved"))
+def test_a_run_that_has_grown_can_be_moved_and_its_machine_lost(
+    grown: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved = Path(shutil.copytree(grown[0], tmp_path / "moved"))
     monkeypatch.chdir(moved)
     assert "This run is finished" in trained("--checkpoint_dir", "drive")
     shutil.rmtree("runs")
@@ -181,13 +189,6 @@ def test_a_text_that_shrank_and_whose_old_tokens_are_gone(home: Path) -> None:
     (home / "books" / "two.txt").write_text("")
     empty = run_script(train_colab_mmap.main, *COMMAND)
     assert empty.code == 3 and "it is empty" in empty.err
-
-
-def test_by_hand_it_is_measured_too(home: Path) -> None:
-    write_book(home / "more.txt", OTHER_WORDS, seed=3)
-    words = ["--input", "more.txt", "--init_from", "runs/books", "--output_dir", "runs/more", "--max_steps", "3"]
-    out = run_script(train_colab_mmap.main, *words, "--device", "cpu", "--compile", "off").out
-    assert "Old text         no passage of it is held out from both" in out and re.search(r"New text +[\d.]+ -> ", out)
 
 
 @pytest.mark.parametrize(

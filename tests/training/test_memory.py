@@ -12,16 +12,14 @@ import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from common.errors import MemoryExhausted
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import ALPHABET, CPU, estimated, rows_of, run_of
+from tests.helpers import ALPHABET, CPU, estimated, rows_of
 from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
 from training import evaluate as evaluate_module
@@ -32,8 +30,6 @@ from training.command_line import parse_config
 from training.config import Config
 from training.data import TokenData
 from training.memory import no_way_out
-from training.optimizer import Optimizer
-from training.plan import make_run
 from training.records import CONFIG, read_metrics
 from training.saver import Saver
 
@@ -134,15 +130,6 @@ def out_of_memory_once(patch: pytest.MonkeyPatch, call: int) -> list[int]:
 
     patch.setattr(TransformerLanguageModel, "forward", fails_once)
     return calls
-
-
-def test_memory_that_runs_out_in_an_update_is_told_with_the_rows_of_then(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out_of_memory_once(monkeypatch, 1)
-    monkeypatch.setattr("training.loop.apply_update", lambda *_: out_of_memory())
-    result = train(tmp_path / "run", micro_batch_size=4, dropout=0.0)
-    assert result.code == 5 and "Out of memory with 2 x" in result.err, result
 
 
 def test_memory_that_runs_out_later_changes_nothing_about_the_run(
@@ -278,25 +265,6 @@ def test_a_compile_that_fails_fits_the_micro_batch_again(
     assert final_weights(tmp_path / "run", 4) == final_weights(tmp_path / "straight", 4)
 
 
-def test_the_optimizers_state_takes_its_memory_before_the_first_step(train_flags: Callable, tmp_path: Path) -> None:
-    """If it does not fit, a smaller micro-batch is found before compiling takes its time."""
-    run = make_run(parse_config(train_flags(tmp_path / "run")))
-    run.compile()
-    assert set(run.optimizer.state) == set(run.model.parameters())
-
-
-def test_after_a_compile_that_failed_the_hardware_does_not_compile(
-    train_flags: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = parse_config(train_flags(tmp_path / "run", compile="on", precision="fp32"))
-    run = make_run(config)
-    assert run.hardware.compiles
-    compiling_fails(monkeypatch)
-    run.compile()
-    assert run.step_model is run.model and not run.hardware.compiles
-    assert "Compile    off: torch.compile failed (no compiler found)" in run.hardware.describe()
-
-
 def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
     train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -346,35 +314,6 @@ def test_a_dry_run_gives_way_as_the_training_would(
     assert not (tmp_path / "run").exists()
 
 
-def test_running_out_in_the_update_is_not_tried_again(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may have changed some of the weights."""
-    monkeypatch.setattr(Optimizer, "step", lambda optimizer, **given: out_of_memory())
-    result = train(tmp_path / "run", optimizer="muon")
-    assert result.code == 5 and "same batch again" not in result.out
-    assert steps_of(tmp_path / "run") == []
-
-
-def test_what_others_hold_and_what_would_help_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = Config(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
-    said = no_way_out(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**15), rows_of(config))
-    assert "--micro_batch_size 1, then --activation_checkpointing, then a new run with --max_seq_len 256" in said
-    assert not re.search("[Rr]estart|process", said)
-    monkeypatch.setattr(memory_module, "available_ram", lambda: 1)
-    said = no_way_out(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**9), 1)
-    assert "Other processes hold " in said and "--micro_batch_size 1" not in said
-
-
-def test_no_way_out_is_raised_as_exhausted_memory() -> None:
-    config = Config(micro_batch_size=1)
-    with torch.device("meta"):
-        model = TransformerLanguageModel(config.shape(100))
-    data = cast(TokenData, SimpleNamespace(vocab_size=100, windows=1))
-    with pytest.raises(MemoryExhausted, match="1 x 256 tokens"):
-        run_of(model, data, config).halve_rows(MemoryError())
-
-
 @pytest.mark.parametrize("fails", [1, 4], ids=["first", "last"])
 def test_memory_that_runs_out_in_a_save_ends_the_training(
     fails: int, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -395,3 +334,13 @@ def test_memory_that_runs_out_in_a_save_ends_the_training(
     assert steps_of(tmp_path / "run") == [6 * step for step in range(fails - 1, 0, -1)][:2]
     assert train(tmp_path / "run", eval_interval=0).code == 0
     assert steps_of(tmp_path / "run")[0] == 24
+
+
+def test_what_others_hold_and_what_would_help_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(embed_dim=768, num_heads=12, num_layers=12, max_seq_len=512, batch_size=8)
+    said = no_way_out(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**15), rows_of(config))
+    assert "--micro_batch_size 1, then --activation_checkpointing, then a new run with --max_seq_len 256" in said
+    assert not re.search("[Rr]estart|process", said)
+    monkeypatch.setattr(memory_module, "available_ram", lambda: 1)
+    said = no_way_out(config, config.shape(32_000), dataclasses.replace(CPU, memory_bytes=10**9), 1)
+    assert "Other processes hold " in said and "--micro_batch_size 1" not in said

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import math
 import os
 import shutil
@@ -13,17 +12,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
-from common.files import STEP_NAME
-from tests.helpers import flip, logged, snapshot
+from tests.helpers import flip, snapshot
 from tests.training.helpers import at_step, checkpoint_of, final_weights, measured, steps_of
 from training import mirror as mirror_module
-from training import previous, signals
+from training import signals
 from training.mirror import Mirror, copy_files, is_better, read_best_state
 
 Copy = Callable[[Iterable[Path], Path], object]
@@ -218,14 +215,6 @@ def test_a_run_that_ended_before_its_first_copy_begins_again(
         shutil.rmtree(tmp_path / "run")
 
 
-def test_a_new_run_says_that_its_mirror_holds_nothing_yet(train: Callable, tmp_path: Path) -> None:
-    """All that is left to say where neither the run folder nor the disk with its copies is there."""
-    flags = {"checkpoint_dir": tmp_path / "drive", "eval_interval": 0}
-    line = f"Copies     go to {tmp_path / 'drive' / 'run'}. There are none of this run yet"
-    assert line in train(tmp_path / "run", **flags, max_steps=2).out
-    assert "Copies     go" not in train(tmp_path / "run", **flags, max_steps=3).out
-
-
 # A Drive that is not there
 
 
@@ -236,31 +225,6 @@ def test_a_drive_that_is_not_mounted_is_not_made_up_on_the_local_disk(train: Cal
     assert not (tmp_path / "drive").exists() and not (tmp_path / "run").exists()
     (tmp_path / "drive").write_text("not a folder")
     assert train(tmp_path / "run", checkpoint_dir=tmp_path / "drive").code == 2
-
-
-def test_a_drive_that_goes_while_it_is_looked_through_is_not_taken_for_empty(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its checkpoint is the newest; without it the run would go on from an older one."""
-    drive, find = tmp_path / "drive", previous.find_checkpoint
-    mirrored = {"checkpoint_dir": drive / "MyDrive" / "copies", "checkpoint_steps": 3}
-    (drive / "MyDrive").mkdir(parents=True)
-    assert train(tmp_path / "run", **mirrored, max_steps=6).code == 0
-    shutil.rmtree(checkpoint_of(tmp_path / "run", 6))
-
-    def find_without_drive(*args: Any) -> Any:
-        drive.rename(tmp_path / "away")
-        drive.mkdir()
-        return find(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(previous, "find_checkpoint", find_without_drive)
-        result = train(tmp_path / "run", **mirrored, max_steps=9)
-    assert result.code == 2 and "Mount the Drive first" in result.err
-    drive.rmdir()
-    (tmp_path / "away").rename(drive)
-    result = train(tmp_path / "run", **mirrored, max_steps=9)
-    assert result.code == 0 and ": step 6" in result.out
 
 
 def test_a_drive_that_is_unmounted_on_the_way_is_told_and_not_made_up(
@@ -371,15 +335,6 @@ def test_what_lies_in_a_mirror_that_is_read_only_from_the_start_is_told(
     assert snapshot(tmp_path / "drive") == before
 
 
-def test_an_error_of_any_kind_while_copying_is_told_and_tried_again(
-    train: Callable, tmp_path: Path, impatient: None
-) -> None:
-    with copying(failing(MemoryError(), times=1)):
-        result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive")
-    assert result.code == 0 and "(MemoryError)" in result.out
-    assert steps_of(tmp_path / "drive" / "run")[0] == 24
-
-
 def test_a_drive_that_is_slow_does_not_hold_the_training(
     train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,76 +373,7 @@ def test_a_drive_that_hangs_holds_neither_the_saves_nor_the_end(
     assert "Waiting for the copy" in result.out and "not done within" in result.out
 
 
-def test_pauses_between_attempts_double_up_to_a_minute_and_new_work_is_tried_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mirror, now, pauses = Mirror(tmp_path / "run", str(tmp_path / "no" / "drive")), 0.0, list[float | None]()
-
-    class Woken(threading.Event):
-        def wait(self, timeout: float | None = None) -> bool:
-            nonlocal now
-            pauses.append(timeout)
-            now += timeout or 0.0
-            if len(pauses) == 10:
-                mirror.wake()
-            mirror.closed = len(pauses) == 12
-            return self.is_set()
-
-    mirror.woken = Woken()
-    monkeypatch.setattr(mirror_module, "time", SimpleNamespace(monotonic=lambda: now, time=time.time))
-    mirror.wake()
-    with logged() as said:
-        mirror.work()
-    assert pauses == [None, 1, 1, 2, 4, 8, 16, 32, 60, 60, 1, 1]
-    assert len(said) == 1, "the same reason was told twice"
-
-
 # What is copied, and what is deleted
-
-
-@pytest.mark.parametrize("cause", ["altered on the way", "manifest cut on the way", "unmounted"])
-def test_a_copy_gets_its_name_only_when_it_is_whole(cause: str, copy_of: Path, tmp_path: Path) -> None:
-    drive = tmp_path / "drive"
-
-    def copy(paths: Iterable[Path], target: Path) -> None:
-        copy_files(paths, target)
-        if cause == "altered on the way":
-            flip(target / "model.safetensors")
-        elif cause == "manifest cut on the way":
-            (target / "manifest.json").write_bytes((target / "manifest.json").read_bytes()[:40])
-        else:
-            shutil.rmtree(drive)
-
-    with copying(copy), pytest.raises(OSError):
-        copied_at_once(copy_of, drive)
-    assert not drive.exists() or os.listdir(drive / "run") == ["run.json"]
-
-
-def test_what_is_saved_meanwhile_is_not_missing_beside_a_copy(copy_of: Path, tmp_path: Path) -> None:
-    """Metrics and best weights in the mirror go as far as its newest checkpoint, though the training goes on: here it
-    saves a better one, and deletes the older one, right before the first copy."""
-    steps, metrics, best = copy_of / "checkpoints", copy_of / "metrics.jsonl", copy_of / "best"
-    rows, weights = metrics.read_text(), snapshot(best)
-    os.rename(steps / "step_00000024", tmp_path / "later")
-    os.rename(best, tmp_path / "better")
-    metrics.write_text("".join(line for line in rows.splitlines(keepends=True) if json.loads(line)["step"] <= 18))
-    shutil.copytree(steps / "step_00000018", best)
-
-    def train_on(paths: Iterable[Path], target: Path) -> None:
-        if (tmp_path / "later").exists():
-            metrics.write_text(rows)
-            shutil.rmtree(best)
-            os.rename(tmp_path / "better", best)
-            os.rename(tmp_path / "later", steps / "step_00000024")
-            shutil.rmtree(steps / "step_00000018")
-        copy_files(paths, target)
-
-    with copying(train_on):
-        session = copied_at_once(copy_of, tmp_path / "drive")  # what made way is no failure
-        assert steps_of(session.dir) == []
-        session.bring_up_to_date()  # as the save of the newer one requests
-    assert steps_of(session.dir) == [24] and weights in map(snapshot, session.best_copies())
-    assert (checkpoint_of(session.dir) / "run" / "metrics.jsonl").read_text() == rows
 
 
 def test_best_weights_that_are_damaged_do_not_keep_the_steps_from_the_mirror(
@@ -517,17 +403,6 @@ def test_the_best_weights_with_the_lowest_loss_stay(train: Callable, tmp_path: P
     late.best_windows = None
     late.best_val_loss = 100.0
     assert is_better(late, early) and not is_better(early, late)
-
-
-def test_best_weights_that_were_copied_under_the_name_of_those_before_are_there_once(
-    copy_of: Path, tmp_path: Path
-) -> None:
-    """best/ may change between the look at its step and the copy."""
-    session = copied_at_once(copy_of, tmp_path / "drive")
-    best = only_best(session.dir)
-    best.rename(best.with_name("best_00000012-of_before"))
-    session.copy_best()
-    assert only_best(session.dir).name == best.name
 
 
 def test_old_copies_are_emptied_before_they_are_deleted_and_go_last(train: Callable, tmp_path: Path) -> None:
@@ -579,18 +454,6 @@ def test_links_are_removed_and_never_followed(train: Callable, tmp_path: Path) -
     assert steps_of(drive) == [9, 8] and not list(drive.glob(".*")) and [snapshot(backup), snapshot(theirs)] == before
 
 
-def test_a_pipe_in_the_mirror_is_not_read(train: Callable, tmp_path: Path) -> None:
-    drive = tmp_path / "drive" / "run"
-    flags = {"checkpoint_dir": tmp_path / "drive"}
-    assert train(tmp_path / "run", max_steps=6, **flags).code == 0
-    for name in ("run.json", "step_00000009-0123abcd/manifest.json", "best_00000009-0123abcd/manifest.json"):
-        (drive / name).unlink(missing_ok=True)
-        (drive / name).parent.mkdir(exist_ok=True)
-        os.mkfifo(drive / name)
-    result = train(tmp_path / "run", max_steps=12, **flags)
-    assert result.code == 0 and "is not a regular file" in result.err and steps_of(drive)[0] == 12
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "run/metrics.jsonl", "manifest.json"])
 def test_a_damaged_copy_is_made_again(name: str, train: Callable, tmp_path: Path) -> None:
     """By the command of a finished run, too; its records are a part of it."""
@@ -605,23 +468,6 @@ def test_a_damaged_copy_is_made_again(name: str, train: Callable, tmp_path: Path
     shutil.rmtree(tmp_path / "run")
     again = train(tmp_path / "run", **flags)
     assert again.code == 0 and "step 6" in again.out and len(measured(tmp_path / "run")) > 0
-
-
-def test_a_copy_that_is_damaged_while_it_gets_its_name_is_made_again(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, impatient: None
-) -> None:
-    replace, damaged = os.replace, list[Path]()
-
-    def damage_and_replace(source: str | Path, target: str | Path) -> None:
-        if STEP_NAME.fullmatch(Path(target).name) and "-" in Path(target).name and not damaged:
-            damaged.append(Path(source) / "tokenizer.json")
-            os.truncate(damaged[0], 0)
-        replace(source, target)
-
-    monkeypatch.setattr(os, "replace", damage_and_replace)
-    result = train(tmp_path / "run", checkpoint_dir=tmp_path / "drive", max_steps=6)
-    assert result.code == 0 and damaged and "is damaged" in result.out
-    assert problems_of(checkpoint_of(tmp_path / "drive" / "run", 6)) == []
 
 
 # Two machines
@@ -688,26 +534,6 @@ def test_a_session_that_slept_takes_nothing_away(
     assert position >= 3
 
 
-def test_a_copy_that_makes_way_while_it_is_read_is_not_taken_for_damaged(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Another machine deletes old copies: then there is a newer one."""
-    drive = tmp_path / "drive"
-    assert train(tmp_path / "run", checkpoint_dir=drive, max_steps=6).code == 0
-    copy, problems = checkpoint_of(drive / "run", 6), problems_of
-    newer = copy.with_name("step_00000009-0123abcd")
-
-    def look(folder: Path) -> list[str]:
-        if folder == copy and not newer.exists():
-            shutil.copytree(copy, newer)
-            shutil.rmtree(copy)
-        return problems(folder)
-
-    monkeypatch.setattr("common.checkpoint.problems_of", look)
-    assert open_checkpoint(drive).path == newer
-    assert capsys.readouterr().err == ""
-
-
 def test_of_two_runs_that_begin_at_once_on_one_mirror_the_second_goes_on_without_copies(
     train: Callable, unbroken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mirrors: list[Mirror]
 ) -> None:
@@ -739,24 +565,3 @@ def test_machines_that_begin_one_run_at_once_share_it_and_other_settings_make_an
         assert train("run", checkpoint_dir=tmp_path / f"drive{number}", max_steps=2, **settings).code == 0
     ids = [mirror.run_id for mirror in mirrors]
     assert len(ids) == 4 and ids[0] == ids[1] and len(set(ids)) == 3
-
-
-def test_a_copy_that_goes_while_it_is_continued_from_gives_way_to_the_newer_one(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run, drive = tmp_path / "run", tmp_path / "drive"
-    assert train(run, checkpoint_dir=drive, max_steps=6).code == 0
-    shutil.copytree(run, tmp_path / "elsewhere" / "run")
-    assert train(tmp_path / "elsewhere" / "run", max_steps=9).code == 0
-    shutil.rmtree(run)
-    older, state = checkpoint_of(drive / "run", 6), previous.read_state
-
-    def read(checkpoint: Any) -> Any:
-        if checkpoint.path == older and older.exists():
-            copied_at_once(tmp_path / "elsewhere" / "run", drive, state(checkpoint).state.run_id)
-            shutil.rmtree(older)
-        return state(checkpoint)
-
-    monkeypatch.setattr(previous, "read_state", read)
-    result = train(run, checkpoint_dir=drive, max_steps=12)
-    assert result.code == 0 and ": step 9" in result.out and steps_of(drive / "run")[0] == 12

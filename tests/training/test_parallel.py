@@ -29,10 +29,8 @@ from tests.training.helpers import steps_of
 from tests.training.launching import free_port, join, places, torchrun, trained
 from tokenize_local_bpe import tokenize
 from training import hardware, memory, optimizer, parallel
-from training import run as run_module
 from training.command_line import parse_config
 from training.data import TokenData
-from training.parallel import data_parallel
 from training.records import read_metrics
 
 Process = Forked | subprocess.Popen[str]
@@ -287,50 +285,6 @@ def test_a_run_that_another_machine_began_is_not_begun_anew(
     assert [process.returncode for process in reaped] == [4, 4]
     assert "on one of the machines" in told and "--node_rank=0 on the machine that has them" in told
     assert steps_of(machines[1] / "run") == steps_of(one) and steps_of(machines[0] / "run") == []
-
-
-NESTED = """
-import sys
-from training import compilation
-from training.command_line import parse_config
-from training.parallel import on_rank_0, process_group
-
-with process_group(parse_config(sys.argv[1:])):
-    on_rank_0(lambda: on_rank_0(list))
-"""
-
-
-def test_work_on_rank_0_cannot_be_nested(train_flags: Callable, tmp_path: Path, reaped: list[Process]) -> None:
-    """The others would receive the inner result as the outer one, and then wait for 30 days."""
-    script = tmp_path / "nested.py"
-    script.write_text(NESTED)
-    reaped += [Forked(train_flags(tmp_path / "run"), environment=place, script=script) for place in places(2)]
-    told = [process.communicate(timeout=60) for process in reaped]
-    assert [process.returncode for process in reaped] == [1, 1], told
-    assert "AssertionError: on_rank_0 inside on_rank_0" in told[0][1]
-
-
-def compiling_gets_a_signal() -> None:
-    """Send a signal to this process while all compile."""
-
-    def compiled(model: torch.nn.Module, *_: object, **__: object) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return data_parallel(model), ""
-
-    run_module.compile_model = compiled
-
-
-def test_a_signal_while_all_compile_ends_the_run_before_its_first_step(
-    train_flags: Callable, tmp_path: Path, reaped: list[Process]
-) -> None:
-    """The other process waits for this one after compiling."""
-    first, second = places(2)
-    flags = train_flags(tmp_path / "run")
-    reaped += [Forked(flags, environment=first, first=compiling_gets_a_signal), Forked(flags, environment=second)]
-    told = [process.communicate(timeout=60) for process in reaped]
-    assert [process.returncode for process in reaped] == [130, 130], told
-    assert "Stopping after this step" in told[0][1]
-    assert "Interrupted after step 0" in told[0][0]
 
 
 def compiles(works: bool, memory_bytes: int) -> None:

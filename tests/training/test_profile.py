@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers import CPU
 from training.hardware import Hardware
-from training.inspections import NOTICEABLE, PARTS, limit
+from training.inspections import PARTS, limit
 
 
 def fast_hardware(device: str = "cpu", **values: Any) -> Hardware:
@@ -72,11 +72,6 @@ def test_a_part_that_takes_much_is_named_with_what_to_do(
 ) -> None:
     sentence = limit(parts_of(**{part: 0.4}), fast_hardware(device), placement)
     assert "40%" in sentence and all(words in sentence for words in said), sentence
-
-
-def test_parts_that_take_little_are_not_worth_a_word() -> None:
-    little = parts_of(data=0.9 * NOTICEABLE, update=0.9 * NOTICEABLE)
-    assert "computation is the limit" in limit(little, fast_hardware(), "mmap")
 
 
 def test_what_is_off_is_suggested_before_smaller_models() -> None:

@@ -14,13 +14,9 @@ from typing import Any, cast
 import pytest
 import torch
 
-from common.errors import ConfigError
 from common.output import cell, table_row
 from model import TransformerLanguageModel
-from serving.run_reader import shown_tables
 from tests.helpers import columns, hardware_of
-from tests.hostile.mutations import byte_mutations, json_mutations
-from tests.training.helpers import at_step
 from training import report as report_module
 from training.clock import Clock
 from training.command_line import parse_config
@@ -28,11 +24,11 @@ from training.config import Config, Forecast
 from training.data import TokenData
 from training.evaluate import Answer
 from training.hardware import Hardware
-from training.records import drawn, read_metrics, read_samples, rewind
+from training.records import read_metrics, read_samples, rewind
 from training.report import Report
 from training.run import Prompt, Run
 from training.step import StepResult
-from training.summary import busy, compared
+from training.summary import compared
 
 CONTRACT_FIELDS = {
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",
@@ -101,35 +97,6 @@ def test_rewind_forgets_later_and_torn_rows_and_keeps_the_rest_as_it_is(report: 
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     rewind(tmp_path, 0, 0)
     assert read_metrics(tmp_path) == []
-
-
-def test_rewind_survives_a_character_cut_in_half(report: Report, tmp_path: Path) -> None:
-    """A process killed in the middle of writing an answer in another script leaves half of a character."""
-    samples_at(report, 1, [Answer(Prompt("q"), "größer")])
-    files = [tmp_path / name for name in ("samples.jsonl", "samples.md")]
-    whole = [path.read_bytes() for path in files]
-    samples_at(report, 2, [Answer(Prompt("q"), "größer")])
-    for path in files:
-        path.write_bytes(path.read_bytes().rpartition("ö".encode())[0] + "ö".encode()[:1])
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n\xff\xfe')
-    rewind(tmp_path, 1, 1)
-    assert [path.read_bytes() for path in files] == whole
-    assert read_metrics(tmp_path) == [{"step": 1}]
-
-
-def test_whatever_became_of_samples_they_are_read(report: Report, tmp_path: Path) -> None:
-    """Lines that hold something else are skipped; what is left can be shown, drawn, and written again."""
-    samples_at(report, 2, [Answer(Prompt("a", "9"), "x"), Answer(Prompt("größer"), "\ud800")])
-    samples_at(report, 4, [Answer(Prompt("a", "9"), "9"), Answer(Prompt("größer"), "z")])
-    path = tmp_path / "samples.jsonl"
-    content = path.read_bytes()
-    assert len(read_samples(tmp_path)) == 2
-    row = json.loads(content.splitlines()[0])
-    for mutation in [*byte_mutations(content, 200, seed=3), *json_mutations(row, 200, seed=3)]:
-        path.write_bytes(mutation.content)
-        samples = read_samples(tmp_path)
-        assert len(drawn(samples).splitlines()) >= len(samples), mutation.name
-        json.dumps(shown_tables(samples), allow_nan=False)
 
 
 def test_a_field_that_was_not_measured_is_absent(report: Report, tmp_path: Path, hardware: Hardware) -> None:
@@ -206,17 +173,6 @@ def test_what_a_model_makes_up_cannot_break_a_table(report: Report, tmp_path: Pa
     assert (tmp_path / "samples.md").read_text(encoding="utf-8").splitlines() == rows[: len(rows) // 2]
 
 
-def test_the_curve_is_drawn_though_the_training_fails(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail() -> None:
-        raise ConfigError("something")
-
-    at_step(monkeypatch, 20, fail)
-    assert train(tmp_path / "run").code == 2
-    assert (tmp_path / "run" / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_a_curve_that_cannot_be_drawn_is_told_and_raises_nothing(
     report: Report, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,7 +219,3 @@ def test_a_run_says_at_its_tenth_step_that_other_programs_take_the_cpu(
     assert out.count("Other programs use this CPU") == 1 and "--threads 1" in out
     monkeypatch.setattr(time, "thread_time", time.perf_counter)
     assert "Other programs" not in train(tmp_path / "quiet", log_interval=5).out
-
-
-def test_a_busy_machine_is_told() -> None:
-    assert busy(0.95) == "" and "computed for 47% of its time" in busy(0.47)

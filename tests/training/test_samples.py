@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,6 @@ from tokenizer_bpe import BPETokenizer
 from training.evaluate import whole_characters
 from training.records import read_samples
 from training.summary import verdict
-
-
-def test_a_run_ends_with_samples_and_a_verdict(train: Callable, tmp_path: Path) -> None:
-    result = train(tmp_path / "run", eval_interval=6)
-    assert result.code == 0 and result.out.count("\nSample: ") == 3
-    assert "Verdict          still falling at the end" in result.out
-    assert "the text was read " in result.out and "> " in (tmp_path / "run" / "summary.md").read_text()
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +12,13 @@ import torch
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import snapshot
-from tests.training.helpers import at_step, final_weights, measured, steps_of
+from tests.training.helpers import final_weights, measured, steps_of
 from training import step as step_module
 from training.config import Config
 from training.data import TokenData
-from training.hardware import Hardware
 from training.optimizer import build_optimizer, gradient_norm, update
 from training.records import read_metrics
 from training.report import Spikes
-from training.step import count_skip
 
 
 def spoiled_gradients(patch: pytest.MonkeyPatch, steps: range) -> None:
@@ -125,60 +120,6 @@ def test_a_checkpoint_that_is_due_after_a_skipped_update_waits_for_a_sound_step(
         spoiled_gradients(patch, range(16, 19))  # of steps 17 to 19; one is due after 18
         assert train(tmp_path / "run", max_steps=21, checkpoint_steps=9, eval_interval=0).code == 0
     assert steps_of(tmp_path / "run") == [21, 20]
-
-
-@pytest.mark.parametrize("ends", ["stopped", "finished"])
-def test_what_ends_right_after_a_skipped_update_is_saved(
-    ends: str, train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The weights are those of before it."""
-    flags = {"eval_interval": 0, "checkpoint_steps": 0, "dropout": 0.0, "max_steps": 9 if ends == "finished" else 24}
-    with monkeypatch.context() as patch:
-        spoiled_gradients(patch, range(8, 9))
-        if ends == "stopped":
-            at_step(patch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        result = train(tmp_path / "run", **flags)
-    assert result.code == (0 if ends == "finished" else 130)
-    assert steps_of(tmp_path / "run") == [9]
-    assert "updates skipped up to step 9" in result.out
-    monkeypatch.undo()
-    at_step(monkeypatch, 7, lambda: os.kill(os.getpid(), signal.SIGTERM))
-    assert train(tmp_path / "before", **flags).code == 130
-    assert final_weights(tmp_path / "run", 9) == final_weights(tmp_path / "before", 8)
-
-
-def test_best_weights_and_their_loss_belong_together_after_a_skipped_update(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        spoiled_gradients(patch, range(11, 12))  # of the step after which it is evaluated
-        assert train(tmp_path / "run", max_steps=14, eval_interval=12, checkpoint_steps=0).code == 0
-    state = json.loads((tmp_path / "run" / "best" / "training_state.json").read_text())
-    losses = {row["step"]: row["val_loss"] for row in read_metrics(tmp_path / "run") if "val_loss" in row}
-    assert losses[state["step"]] == pytest.approx(state["best_val_loss"], rel=1e-5) == min(losses.values())
-
-
-def test_gradients_that_stay_infinite_in_fp16_end_the_run(
-    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A gradient scaler skips such updates by itself, and halves its factor each time: some are normal."""
-    scaler = torch.amp.GradScaler("cpu", enabled=True, init_scale=2.0**16)
-    monkeypatch.setattr(Hardware, "grad_scaler", lambda hardware: scaler)
-    with monkeypatch.context() as patch:
-        spoiled_gradients(patch, range(10))
-        few = train(tmp_path / "few", eval_interval=0)
-    assert few.code == 0 and "A few are normal in fp16" in few.out
-    spoiled_gradients(monkeypatch, range(8, 60))
-    result = train(tmp_path / "run", max_steps=60, eval_interval=0, checkpoint_steps=0)
-    assert result.code == 2 and "step 33: 25 updates in a row" in result.err
-
-
-def test_skips_are_counted_in_all_in_a_row_and_in_a_row_at_most() -> None:
-    skips = torch.zeros(3)
-    for skipped in (1, 1, 0, 1, 0, 0, 1, 1, 1):
-        skips = count_skip(skips, torch.tensor(float(skipped)))
-    assert skips.tolist() == [6, 3, 3]
-    assert count_skip(skips, torch.tensor(0.0)).tolist() == [6, 0, 3]
 
 
 def test_a_jump_of_the_loss_is_told(train: Callable, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -40,10 +38,3 @@ def test_the_model_that_is_compiled_is_the_one_that_is_timed() -> None:
     """Uncompiled here, where compiling takes longer than this test may."""
     compiling, seconds = Machine().compile(candidate(), 2, 0.01)
     assert compiling > 0 and seconds > 0
-
-
-def test_memory_is_that_of_the_step_in_its_form() -> None:
-    some = candidate("--precision", "bf16")
-    assert some.memory(8, 8, compiles=False) > some.memory(8, 8, compiles=True) > some.memory(8, 2, compiles=True)
-    other = replace(some, config=replace(some.config, batch_size=99), known={})
-    assert other.memory(8, 8, True) == some.memory(8, 8, True)  # as asked, not as configured
