@@ -80,7 +80,7 @@ class RecordedDecoder:
     def unchanged(self) -> Iterator[None]:
         """Restore afterwards what a step changes."""
         cache, penalties = self.cache, self.penalties
-        changed = (self.following, cache.ends, self.at, penalties.held, penalties.generated)
+        changed = (self.following, cache.ends, self.at, penalties.held)
         before, lengths = [tensor.clone() for tensor in changed], cache.lengths
         yield
         for tensor, value in zip(changed, before, strict=True):

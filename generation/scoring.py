@@ -214,7 +214,7 @@ class Likelihood(NamedTuple):
     top-k and top-p. Logarithms are natural."""
 
     token: int
-    logprob: float | None  # None for the first token of a prompt
+    logprob: float
     likeliest: list[tuple[int, float]]  # (token, logprob), likeliest first, only tokens with text
 
 
@@ -226,17 +226,3 @@ def likelihoods(logits: torch.Tensor, tokens: Sequence[int], count: int, bias: t
     values, ids = (logits + bias).topk(min(count, int(bias.isfinite().sum())), dim=-1)
     rows = zip(tokens, chosen.squeeze(1).tolist(), ids.tolist(), (values - total).tolist(), strict=True)
     return [Likelihood(token, logprob, list(zip(*likeliest, strict=True))) for token, logprob, *likeliest in rows]
-
-
-@torch.inference_mode()
-def prompt_likelihoods(
-    model: TransformerLanguageModel, prompt: list[int], count: int, bias: torch.Tensor
-) -> list[Likelihood]:
-    """The Likelihood of each of the prompt's last max_seq_len tokens."""
-    prompt = prompt[-model.config.max_seq_len :]
-    hidden = model.hidden(torch.tensor([prompt], device=model.device))[0, :-1]  # (T - 1, C)
-    found = [Likelihood(prompt[0], None, [])]
-    for part in hidden.split(max(1, LOGITS_AT_ONCE // model.config.vocab_size)):
-        logits = model.logits(part).to(bias.device).float()  # (N, V)
-        found += likelihoods(logits, prompt[len(found) :][: len(logits)], count, bias)
-    return found

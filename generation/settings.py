@@ -21,10 +21,7 @@ class Sampling:
     temperature: float = option(0.8, "how", "randomness; 0 is greedy", ge=0)
     top_k: int = option(0, "how", "only the N likeliest tokens, 0 is off", ge=0)
     top_p: float = option(0.9, "how", "only the likeliest tokens, X in all; 1 is off", gt=0, le=1)
-    min_p: float = option(0.0, "", "only tokens at least X times as likely as the likeliest", ge=0, le=1)
     repetition_penalty: float = option(1.0, "how", "over 1: repeat less", ge=0.01, le=100)
-    frequency_penalty: float = option(0.0, "", "for each time that a token was generated", ge=-2, le=2)
-    presence_penalty: float = option(0.0, "", "for a token that was generated at all", ge=-2, le=2)
     stop: tuple[Text, ...] = option((), "how", "stop before this text; repeatable")
     seed: int = option(1337, "how", "seed of the first continuation", ge=0)
 

@@ -129,7 +129,6 @@ class Card:
 def token_entry(text: str, chosen: Likelihood, rank: int, tokenizer: Tokenizer) -> list[Any]:
     """[text, label, probability, rank, [[label, probability], ...] of the likeliest], before temperature, penalties,
     top-k and top-p. The text is what the token completes; empty if it ends inside a character."""
-    assert chosen.logprob is not None
     likeliest = [
         [token_label(token, tokenizer), round(math.exp(logprob), 6)]
         for token, logprob in [(chosen.token, chosen.logprob), *chosen.likeliest]

@@ -29,7 +29,7 @@ def start(checkpoint: Checkpoint, file: Path, name: str, host: str, port: int, k
     params.n_parallel, params.n_ctx = AT_ONCE, AT_ONCE * config.max_seq_len
     params.n_predict = sampling.max_new_tokens
     params.sampling.temp, params.sampling.top_p = sampling.temperature, sampling.top_p
-    params.sampling.top_k, params.sampling.min_p = sampling.top_k, sampling.min_p
+    params.sampling.top_k, params.sampling.min_p = sampling.top_k, 0.0
     params.ui = params.endpoint_slots = params.fit_params = False
     params.verbosity = -1  # silent
     if checkpoint.chat_template() is None:

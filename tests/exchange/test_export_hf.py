@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -182,15 +181,11 @@ def test_there_and_back_again_not_a_bit_changes(config: ModelConfig) -> None:
     [
         ("option", 4, "cannot be exported: .*qk_norm True"),
         ("not empty", 2, "already there"),
-        ("a file", 2, "already there"),
-        ("no checkpoint", 4, "no checkpoint folder"),
         ("altered", 4, "was altered"),
-        ("tokenizer of another model", 3, "the tokenizer of another model"),
         ("full disk", 4, "could not be written: No space left"),
         ("other logits", 4, "computes other logits"),
         ("other ids", 3, "reads the tokenizer differently"),
         ("no transformers", 2, r"pip install -r requirements-extras\.txt"),
-        ("one word", 2, "required: OUT"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
@@ -203,24 +198,13 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
     if damage == "not empty":
         out.mkdir()
         (out / "mine.txt").write_text("mine")
-    elif damage == "a file":
-        out.write_text("mine")
-    elif damage == "no checkpoint":
-        shutil.rmtree(folder)
     elif damage == "altered":
         (folder / "config.json").write_text((folder / "config.json").read_text().replace("24", "25"))
-    elif damage == "tokenizer of another model":
-        (folder / "manifest.json").unlink()
-        torch.save(open_weights(folder), folder / "pytorch_model.bin")
-        (folder / "model.safetensors").unlink()
-        BPETokenizer.train([PROBE], vocab_size=400).save(folder / "tokenizer.json")
     elif damage == "other logits":
         monkeypatch.setattr("exchange.hf_llama.rms_norm", lambda x, *how: 2 * x)  # of the embeddings
     elif damage == "other ids":
         other = BPETokenizer.train([PROBE], vocab_size=290)
         monkeypatch.setattr("exchange.hf_folder.hf_tokenizer_json", lambda _: other.to_json().encode())
-    elif damage == "one word":
-        del arguments[1]
     before = left_behind(out.parent)
     disk = full_disk() if damage == "full disk" else contextlib.nullcontext()
     packages = without_packages("transformers") if damage == "no transformers" else contextlib.nullcontext()
@@ -229,12 +213,6 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
     err = capsys.readouterr().err
     assert re.search(words, err) and err.startswith("error: ") and "Traceback" not in err, err
     assert left_behind(out.parent) == before
-
-
-def open_weights(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
 
 
 # llama.cpp, and the hub

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
@@ -16,7 +15,6 @@ import exchange.folders
 import generate
 from common.checkpoint import open_checkpoint
 from tests.exchange.test_export_hf import left_behind
-from tests.helpers import full_disk
 from tests.hostile.readers import seal
 from tests.models import CHARACTERS, MODERN, bpe, write_adapters, write_model
 from tools.merge_lora import main
@@ -58,15 +56,10 @@ def test_a_run_is_merged_and_trained_further(train: Callable, tmp_path: Path) ->
     ("damage", "code", "words"),
     [
         ("no adapters", 4, "holds no adapters; there is nothing to merge"),
-        ("no checkpoint", 4, "no checkpoint folder"),
-        ("base is gone", 4, "Put them back"),
         ("another base", 4, "an adapter for another base"),
         ("another rank", 4, r"adapters do not fit the base: .*\(4, 32\), not \(5, 32\)"),
-        ("not empty", 2, "already there"),
         ("another tokenizer", 3, "the tokenizer of another model"),
-        ("full disk", 4, "could not be written: No space left"),
         ("other logits", 4, "the adapted model computes other logits"),
-        ("one word", 2, "required: OUT"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
@@ -79,18 +72,11 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
     config = json.loads((folder / "config.json").read_text())
     if damage == "no adapters":
         arguments[0] = str(tmp_path / "base")
-    elif damage == "no checkpoint":
-        shutil.rmtree(folder)
-    elif damage == "base is gone":
-        (tmp_path / "base").rename(tmp_path / "elsewhere")
     elif damage == "another base":
         write_model(tmp_path / "base", std=0.1)
     elif damage == "another rank":
         (folder / "config.json").write_text(json.dumps(config | {"lora": config["lora"] | {"rank": 5}}))
         seal(folder)
-    elif damage == "not empty":
-        out.mkdir()
-        (out / "mine.txt").write_text("mine")
     elif damage == "another tokenizer":
         write_adapters(folder, tmp_path / "base", CHARACTERS)
         (folder / "tokenizer.json").write_bytes(bpe().to_json().encode())
@@ -105,11 +91,8 @@ def test_what_goes_wrong_is_one_sentence_and_leaves_nothing(
             return model
 
         monkeypatch.setattr(exchange.folders, "load_adapted", with_another_scale)
-    elif damage == "one word":
-        del arguments[1]
     before = left_behind(out.parent)
-    with full_disk() if damage == "full disk" else contextlib.nullcontext():
-        assert main(arguments) == code
+    assert main(arguments) == code
     err = capsys.readouterr().err
     assert re.search(words, err) and err.startswith("error: ") and "Traceback" not in err, err
     assert left_behind(out.parent) == before

@@ -170,21 +170,6 @@ def test_temperature_zero_top_k_one_and_a_tiny_top_p_are_greedy(model, character
         assert generate(model, characters, ["abc"], sampling)[0].text == expected, setting
 
 
-def test_frequency_and_presence_penalty_count_what_was_generated_alone(characters):
-    """The scores of a, b and c are 1, 0.5 and -0.75; each row has counts of its own, and the prompt none."""
-    model = favour(random_model(len(CHARACTERS)), [])
-    with torch.no_grad():
-        model.head.weight.copy_(torch.tensor([1, 0.5, -0.75, *[-9] * 5])[:, None].expand(-1, 16) / 16)
-    plain = Sampling(max_new_tokens=6, temperature=0)
-    for penalties, expected in (
-        ({}, "aaaaaa"),
-        ({"frequency_penalty": 1.0}, "ababca"),
-        ({"presence_penalty": 1.0}, "abaaaa"),
-        ({"presence_penalty": 0.25, "frequency_penalty": 0.6}, "ababac"),
-    ):
-        assert texts(generate(model, characters, ["aaaa", "b"], changed(plain, **penalties))) == [expected] * 2
-
-
 def favour(model: TransformerLanguageModel, ids: Sequence[int]) -> TransformerLanguageModel:
     """Make `ids` by far the likeliest tokens, whatever was read."""
     with torch.no_grad():
