@@ -95,11 +95,6 @@ class ChatTemplate:
 
         return without_oldest_turns(messages, room, encode)
 
-    def answer_ids(self, tokenizer: Tokenizer, begun: str) -> list[int]:
-        """Encode an answer's beginning, which follows its prompt."""
-        ids: list[int] = tokenizer.encode(f" {begun.strip()}").tolist()
-        return ids
-
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class ChatML:
@@ -140,11 +135,6 @@ class ChatML:
         begin, _ = self.special_ids(tokenizer)
         asks = [begin, *tokenizer.encode("assistant\n").tolist()]
         return without_oldest_turns(messages, room, lambda kept: [*self.encode(tokenizer, kept)[0].tolist(), *asks])
-
-    def answer_ids(self, tokenizer: Tokenizer, begun: str) -> list[int]:
-        """As `ChatTemplate.answer_ids`."""
-        ids: list[int] = tokenizer.encode(begun.strip()).tolist()
-        return ids
 
     @staticmethod
     def special_ids(tokenizer: Tokenizer) -> tuple[int, int]:
