@@ -326,3 +326,12 @@ def test_a_first_loss_that_no_untrained_model_has_is_told(
     monkeypatch.setattr(TransformerLanguageModel, "__init__", spoiled)
     assert train_colab_mmap.main(["--data_dir", str(tokens), *SHAPE, "--dry_run"]) == 0
     assert "Warning: these two should be close" in capsys.readouterr().out
+
+
+def test_a_dry_run_times_no_compiling_as_an_evaluation(train: Callable, tmp_path: Path) -> None:
+    """Two graphs, of training and of evaluation, are compiled before anything is timed."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    result = train(tmp_path / "run", extra=("--dry_run",), compile="on", eval_interval=3)
+    assert result.code == 0 and "Compiled in" in result.out
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
