@@ -62,7 +62,8 @@ class RunReader:
 
     def read_records(self, records: Path) -> None:
         names = [path.name for path in records.iterdir()]  # raises OSError if the folder is gone
-        states = [(name, (records / name).stat().st_mtime_ns) for name in RECORDS if name in names]
+        found = [(name, (records / name).stat()) for name in RECORDS if name in names]
+        states = [(name, status.st_mtime_ns, status.st_size) for name, status in found]
         if states == self.states:
             return
         for name in (METRICS, SAMPLES):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import Specifier
+from packaging.version import Version
 
 from tests.helpers import ROOT
 
@@ -30,3 +31,9 @@ def test_the_tests_run_with_known_versions_of_everything() -> None:
     named = read("constraints.txt")
     assert set().union(*map(read, ASKED)) == set(named)
     assert all(version.operator == "==" for version in named.values())
+
+
+def test_the_oldest_are_the_lower_bounds() -> None:
+    oldest = read("constraints-oldest.txt")
+    for package, asked in read("requirements.txt").items():
+        assert asked.operator == ">=" and Version(oldest[package].version) == Version(asked.version), package

@@ -223,7 +223,9 @@ def kept_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast |
     it."""
     if config.resume == "never":
         return {}, None
-    finish_setting_aside(config)
+    if not is_there(config.run_dir) and (replacing(config.run_dir) / CONFIG).is_file():
+        with locked_run(config):  # else another session is about to do it
+            finish_setting_aside(config)
     places = [config.run_dir / CONFIG]
     if config.checkpoint_dir:
         places += Mirror(config.run_dir, config.checkpoint_dir).records(CONFIG)
