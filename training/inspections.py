@@ -9,6 +9,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -21,7 +22,6 @@ from common.lora import lora_of
 from common.machine import available_ram
 from common.output import byte_size, clock, si
 from common.script import world
-from training.clock import MARGIN, Costs
 from training.config import Config
 from training.evaluate import evaluated_windows, validation_loss
 from training.hardware import Hardware
@@ -30,10 +30,10 @@ from training.memory import estimate_memory, held_memory, memory_advice
 from training.mirror import COPIES, Mirror
 from training.parallel import on_rank_0, process_group
 from training.plan import make_run
-from training.resume import planned_steps, require_the_same, require_tokenizer
+from training.resume import require_the_same, require_tokenizer
 from training.run import Run
 from training.saver import snapshot_of
-from training.schedule import decay_share, decay_start, epoch_sequences
+from training.schedule import decay_share, decay_start, epoch_sequences, steps_left
 from training.step import accumulate, apply_update, read_batch, train_step
 from training.summary import BUSY, finished_message
 
@@ -70,8 +70,8 @@ def dry_run(run: Run) -> None:
         run.state = state = previous.saved.state
     elif (init := previous.init) is not None:
         on_rank_0(lambda: require_tokenizer(init, run))
-    max_steps = planned_steps(run) - state.step
-    if max_steps <= 0:
+    max_steps = run.last_step - state.step
+    if run.finished:
         print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
         return
     rest = "left " if state.step else ""
@@ -105,7 +105,7 @@ def dry_run(run: Run) -> None:
     speed = run.tokens_per_step / seconds
     mfu = f", MFU {speed * model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
     if config.minutes:
-        max_steps = steps_in_time(run, Costs(seconds, evaluating, saving), max_steps, state.elapsed_seconds)
+        max_steps = steps_in_time(run, seconds, evaluating, saving)
     evaluations = math.ceil(max_steps / config.eval_interval) if config.eval_interval else 0
     total = seconds * max_steps + evaluating * evaluations
     print(
@@ -126,11 +126,14 @@ def dry_run(run: Run) -> None:
     print("Dry run: no run was written. Leave --dry_run out to train.")
 
 
-def steps_in_time(run: Run, costs: Costs, limit: int, elapsed: float) -> int:
-    """Print the forecast of `minutes`, and return how many of at most `limit` steps fit, compiling aside."""
+def steps_in_time(run: Run, seconds: float, evaluating: float, saving: float) -> int:
+    """Print the forecast of `minutes`, and return how many steps fit, compiling aside. Takes the seconds of a step, of
+    an evaluation and of a save."""
     config = run.config
-    seconds = 60 * config.minutes * (1 - MARGIN) - elapsed
-    steps = costs.steps_within(seconds, 0, limit, config.eval_interval)
+    ending = replace(run.state, ending_seconds=seconds + evaluating + 2 * saving)
+    step_seconds = seconds + (evaluating / config.eval_interval if config.eval_interval else 0.0)
+    steps = steps_left(ending, run.data.windows, config, step_seconds)
+    limit = run.last_step - run.state.step
     epochs = steps * config.sequences_per_step / epoch_sequences(run.data.windows, config)
     if not steps:
         fits = "Warning: no step fits; give more"

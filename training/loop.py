@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from common.errors import INTERRUPTED
+from common.errors import INTERRUPTED, ConfigError
 from common.files import free_space
 from common.output import byte_size, log
 from common.output import clock as duration
@@ -18,7 +18,7 @@ from training.evaluate import Answer, Evaluation, answer_prompts, evaluate, eval
 from training.graphs import prepare
 from training.hardware import frozen_garbage
 from training.memory import memory_advice
-from training.parallel import on_rank_0, process_group
+from training.parallel import largest, on_rank_0, process_group
 from training.plan import make_run
 from training.previous import locked_run
 from training.records import SUMMARY, read_samples, rewind
@@ -26,7 +26,6 @@ from training.report import Report
 from training.resume import start_or_resume
 from training.run import Run
 from training.saver import Saver, write_config
-from training.schedule import has_stopped_early
 from training.signals import Signals
 from training.state import Start
 from training.step import apply_update, diverged, forward_backward
@@ -47,7 +46,7 @@ def train(config: Config, started: float, ends_process: bool) -> int:
             start_or_resume(run)
             clock = Clock(run, started)
             with Signals(ends_process) as stop, Saver(run, clock, stop) as saver:
-                if on_rank_0(lambda: run.state.finished and (run.dir / SUMMARY).is_file()):
+                if on_rank_0(lambda: run.finished and (run.dir / SUMMARY).is_file()):
                     print(finished_message(run))  # at most the mirror is not up to date
                 else:
                     take_steps(run, clock, stop, saver)
@@ -62,24 +61,24 @@ def take_steps(run: Run, clock: Clock, stop: Signals, saver: Saver) -> None:
     with clock.paused(), stop.abandonable():
         retry_smaller(run, prepare)
     evaluate_before_steps(run, clock, stop)
-    clock.start()
+    [run.state.elapsed_seconds] = largest(clock.elapsed)
+    require_time(run)
     with Report(run, clock) as report, frozen_garbage():
         while not stop.agreed(run.is_done or bool(clock.limit_reached) or saver.is_overtaken):
             if run.evaluation_due:  # also where the last session was cut off in one
                 report.announce_evaluation()
                 with clock.evaluating(), stop.abandonable():
                     evaluation = evaluate(run)
-                saver.best_is_due |= record(run, evaluation)
+                saver.best_is_due |= record(run, evaluation, *largest(clock.elapsed))
                 report.evaluation(evaluation)
                 answers = evaluation.answers
             else:
                 with stop.abandonable():  # only gradients change here
                     loss = retry_smaller(run, forward_backward)
                 result = apply_update(run, loss)
-                run.advance()
+                run.advance(*largest(clock.elapsed, clock.ending_seconds))
                 report.step(result)
             if not run.evaluation_due:
-                clock.replan()
                 saver.save_if_due()
     if run.is_done:
         saver.wait()
@@ -100,7 +99,7 @@ def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
             run.halve_rows(error)
 
 
-def record(run: Run, evaluation: Evaluation) -> bool:
+def record(run: Run, evaluation: Evaluation, elapsed_seconds: float) -> bool:
     """Note an evaluation of this step in the state. Returns whether these weights are the best so far.
 
     Raises ConfigError if the training diverged: more steps would only waste time.
@@ -108,13 +107,11 @@ def record(run: Run, evaluation: Evaluation) -> bool:
     state, loss = run.state, evaluation.val_loss
     if not math.isfinite(loss):
         raise diverged(run, "the validation loss is not finite")
-    state.evaluated_step = state.step
+    state.elapsed_seconds, state.evaluated_step = elapsed_seconds, state.step
     is_lower = state.lowest_val_loss is None or loss < state.lowest_val_loss
     state.worse = 0 if is_lower else state.worse + 1
     if is_lower:
         state.lowest_val_loss = loss
-    if has_stopped_early(state.worse, run.config):
-        state.max_steps = state.step
     is_best = state.best_val_loss is None or loss < state.best_val_loss
     if is_best:
         state.best_val_loss, state.best_step, state.best_windows = loss, state.step, evaluation.windows
@@ -156,14 +153,23 @@ def announce(run: Run) -> None:
         need, free = run.disk_bytes, free_space(run.dir)
         if need > free and not state.step:
             log.info(f"Warning: the run takes about {byte_size(need)} in {run.dir}, and {byte_size(free)} are free.")
-    at_most = "at most " if config.minutes and state.cooldown is None else ""
-    steps = f"steps {state.step:,} to {at_most}{state.max_steps:,} of {run.tokens_per_step:,} tokens"
+    at_most = "at most " if config.minutes else ""
+    steps = f"steps {state.step:,} to {at_most}{run.last_step:,} of {run.tokens_per_step:,} tokens"
     print(f"Training   {steps}, in {run.dir}")
     if config.minutes:
         print(f"Minutes    {config.minutes:g}, and {duration(state.elapsed_seconds)} of them are used")
-    if config.warmup_steps >= state.max_steps:
-        shorter = f"--warmup_steps {state.max_steps // 10}, or more --epochs"
+    if config.warmup_steps >= run.last_step:
+        shorter = f"--warmup_steps {run.last_step // 10}, or more --epochs"
         print(f"Note       the warmup of {config.warmup_steps:,} steps takes the whole run: {shorter}")
+
+
+def require_time(run: Run) -> None:
+    """Raise ConfigError if `minutes` are over before the first step."""
+    if run.finished and run.state.step == 0:
+        raise ConfigError(
+            f"--minutes {run.config.minutes:g} are over before the first step: starting took "
+            f"{duration(run.state.elapsed_seconds)}. Give more of them."
+        )
 
 
 def summarize(run: Run, report: Report, answers: list[Answer]) -> None:

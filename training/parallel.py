@@ -159,11 +159,16 @@ def on_rank_0(make: Callable[[], T]) -> T:
 
 def any_process(*flags: bool) -> list[bool]:
     """Return for each flag whether it is true in any process. An all-reduce between hosts: no GPU is waited for."""
+    return [bool(flag) for flag in largest(*flags)]
+
+
+def largest(*numbers: float) -> list[float]:
+    """Return each number's largest value over all processes. An all-reduce between hosts: no GPU is waited for."""
     if GROUP is None or GROUP.in_rank_0_only:
-        return list(flags)
-    held = torch.tensor(flags, dtype=torch.float32)
+        return list(numbers)
+    held = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(held, dist.ReduceOp.MAX, GROUP.hosts)
-    return [bool(flag) for flag in held.tolist()]
+    return held.tolist()
 
 
 def all_reduce_sum(number: torch.Tensor) -> torch.Tensor:

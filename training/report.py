@@ -63,7 +63,7 @@ class Report:
         self.reported_skips = run.state.skipped_updates
         self.first = self.last = self.now()  # at the begin of the session, and at the last report
         self.bar = progress_bar(
-            total=run.state.max_steps,
+            total=run.last_step,
             initial=run.state.step,
             bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}]{postfix}",
         )
@@ -85,13 +85,13 @@ class Report:
     @property
     def tokens_per_second(self) -> float | None:
         """Of this session while it trained, up to the last report; None before the first."""
-        seconds = self.last.seconds - self.first.seconds - self.clock.suspended_seconds
+        seconds = self.last.seconds - self.first.seconds
         return (self.last.step - self.first.step) * self.run.tokens_per_step / seconds if seconds else None
 
     @property
     def cpu_share(self) -> float:
         """Of the time that the training took on a CPU, that it was computing: other programs had the rest."""
-        seconds = self.last.seconds - self.first.seconds - self.clock.suspended_seconds
+        seconds = self.last.seconds - self.first.seconds
         is_known = self.run.hardware.device.type == "cpu" and seconds
         return (self.last.cpu - self.first.cpu) / seconds if is_known else 1.0
 
@@ -102,7 +102,7 @@ class Report:
         """
         run, interval = self.run, self.run.config.log_interval
         self.bar.update()
-        is_due = run.state.due(interval)
+        is_due = run.due(interval)
         if run.state.step == self.first.step + 1:
             is_due = bool(interval)  # soon, also where steps take minutes
             run.hardware.synchronize()
@@ -142,12 +142,13 @@ class Report:
 
     def progress(self, row: dict[str, Any]) -> None:
         """Refresh the progress line; in a log file, where it cannot be redrawn, write one now and then."""
-        run, last_step = self.run, self.clock.last_step
+        run, step_seconds = self.run, row["ms_per_step"] / 1000
+        last_step = row["step"] + run.steps_left(step_seconds)
         parts = [f"loss {row['train_loss']:.3f}", f"{si(row['tokens_per_second'])} tok/s"]
         if "mfu" in row:
             parts.append(f"MFU {row['mfu']:.0%}")
         parts.append(f"lr {row['lr']:.2g}")
-        left = (last_step - row["step"]) * row["ms_per_step"] / 1000
+        left = (last_step - row["step"]) * step_seconds
         if "compute_units" in row:
             forecast = row["compute_units"] * (1 + left / row["elapsed_seconds"])
             parts.append(f"{row['compute_units']:.1f} of about {forecast:.1f} units")
@@ -166,7 +167,8 @@ class Report:
         if self.has_warned or steps < MEASURED_STEPS or share >= HALF:
             return
         self.has_warned = True
-        left = (self.clock.last_step - self.last.step) * (self.last.seconds - self.first.seconds) / steps
+        step_seconds = (self.last.seconds - self.first.seconds) / steps
+        left = self.run.steps_left(step_seconds) * step_seconds
         log.info(
             f"Other programs use this CPU, and the training computes for {share:.0%} of the time: the rest takes about "
             f"{duration(left)} like this, {duration(share * left)} if they stop. --threads 1 may be faster beside them."

@@ -22,12 +22,10 @@ from tokenization.token_folder import find_tokens
 from training.config import scope_of
 from training.growth import changes
 from training.mirror import read_best_state
-from training.optimizer import apply_hyperparameters
 from training.parallel import any_process, broadcast_tensors, on_rank_0
 from training.previous import quarantine, set_aside, weights_hash
 from training.run import Run
 from training.saver import write_config
-from training.schedule import has_stopped_early, last_step
 from training.state import TrainState
 
 TOKENS = "tokens_sha256 of the data"  # as `identity` calls it
@@ -39,27 +37,11 @@ def start_or_resume(run: Run) -> None:
     Raises CheckpointError if what is there belongs to another model or other data.
     """
     run.state, scaler = on_rank_0(lambda: (open_run(run), run.scaler.state_dict()))
-    state, latest = run.state, last_step(run.state.step, run.state.sequences_seen, run.data.windows, run.config)
-    if state.cooldown is not None and not state.cooldown.is_for(run.config.minutes, latest):
-        state.cooldown = None  # the length that was requested has changed
-    state.max_steps = planned_steps(run)
-    run.saved_step = state.step
-    run.skips[0] = state.skipped_updates
+    run.saved_step = run.state.step
+    run.skips[0] = run.state.skipped_updates
     if world().size > 1:
         run.scaler.load_state_dict(scaler)
         share_rank_0(run)
-    # As the last step left it: what is saved before the next one is then what was saved there.
-    apply_hyperparameters(run.optimizer, run.learning_rate(max(state.step - 1, 0)), run.config)
-
-
-def planned_steps(run: Run) -> int:
-    """Return the steps that the run takes in all: no more than now if it has stopped early."""
-    state = run.state
-    if has_stopped_early(state.worse, run.config):
-        return state.step
-    if state.cooldown is not None:
-        return state.cooldown.last
-    return last_step(state.step, state.sequences_seen, run.data.windows, run.config)
 
 
 def open_run(run: Run) -> TrainState:

@@ -26,7 +26,7 @@ from training.mirror import Mirror
 from training.optimizer import Optimizer, build_optimizer
 from training.parallel import any_process, broadcast_tensors, on_rank_0
 from training.previous import Previous
-from training.schedule import epoch_sequences, last_step, learning_rate
+from training.schedule import epoch_sequences, last_step, learning_rate, progress, steps_left
 from training.state import TrainState
 
 KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one being written
@@ -64,7 +64,7 @@ class Run:
         self.step_model: Callable[..., torch.Tensor] = self.model  # compiled, data-parallel, or just the model
         self.compiled_rows = 0  # that `step_model` was made for
         self.recorded: Any = None  # the step as CUDA graphs: a RecordedStep of graphs.py, or None
-        self.state = TrainState(max_steps=last_step(0, 0, self.data.windows, self.config))
+        self.state = TrainState()
         self.skips = torch.zeros(3, device=self.hardware.device)  # see `count_skip` in step.py
         self.saved_step = 0  # of the newest checkpoint
 
@@ -91,12 +91,36 @@ class Run:
         return self.state.sequences_seen / epoch_sequences(self.data.windows, self.config)
 
     @property
+    def finished(self) -> bool:
+        """Whether the last step was taken."""
+        return progress(self.state, self.data.windows, self.config) >= 1
+
+    @property
+    def last_step(self) -> int:
+        """Steps of the run; with `minutes`, at most."""
+        return last_step(self.state, self.data.windows, self.config)
+
+    def steps_left(self, step_seconds: float) -> int:
+        """Return the steps to the end of the run, if each takes `step_seconds`."""
+        return steps_left(self.state, self.data.windows, self.config, step_seconds)
+
+    @property
+    def learning_rate(self) -> float:
+        """AdamW's in the next step."""
+        return learning_rate(self.state, self.data.windows, self.config)
+
+    def due(self, interval: int) -> bool:
+        """Return True every `interval` steps (0: never) and after the last."""
+        return bool(interval) and (self.state.step % interval == 0 or self.finished)
+
+    @property
     def evaluation_due(self) -> bool:
-        return self.state.evaluation_due(self.config.eval_interval)
+        """Whether this step has to be evaluated: the session before may have been cut off in it."""
+        return self.due(self.config.eval_interval) and self.state.evaluated_step < self.state.step
 
     @property
     def is_done(self) -> bool:
-        return self.state.finished and not self.evaluation_due
+        return self.finished and not self.evaluation_due
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -107,12 +131,10 @@ class Run:
         """What the checkpoints of the run take at the peak."""
         return KEPT_ON_DISK * self.checkpoint_bytes
 
-    def learning_rate(self, step: int) -> float:
-        fall = self.state.cooldown.at(step) if self.state.cooldown else None
-        return learning_rate(step, self.state.max_steps, self.config, fall)
-
-    def advance(self) -> None:
-        """Count a step that was taken."""
+    def advance(self, elapsed_seconds: float = 0.0, ending_seconds: float = 0.0) -> None:
+        """Count a step that was taken. The seconds, of the run so far and of its end (see `TrainState`), matter with
+        `minutes`."""
+        self.state.elapsed_seconds, self.state.ending_seconds = elapsed_seconds, ending_seconds
         self.state.step += 1
         self.state.sequences_seen += self.config.sequences_per_step
         self.state.tokens += self.tokens_per_step

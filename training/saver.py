@@ -62,7 +62,6 @@ class Saver:
         # lost machine must leave them in the mirror.
         self.is_due = run.mirror is not None and run.state.initialized_from is not None and run.state.step == 0
         self.best_is_due = False  # the best weights so far are not saved yet
-        self.saved_cooldown = run.state.cooldown
         self.written_rows = run.micro_batch_size  # as config.json has it
         self.told = -math.inf  # time.monotonic() of the last line about a save
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
@@ -121,8 +120,7 @@ class Saver:
             under_way.result()
 
     def checkpoint_due(self) -> bool:
-        """Return whether the configuration wants this step saved, by steps, epochs or minutes, or the clock has a new
-        plan."""
+        """Return whether the configuration wants this step saved, by steps, epochs or minutes."""
         config, state = self.run.config, self.run.state
         before = state.sequences_seen - config.sequences_per_step
         size = epoch_sequences(self.run.data.windows, config) * config.checkpoint_interval
@@ -130,8 +128,7 @@ class Saver:
         steps_passed = bool(config.checkpoint_steps) and state.step % config.checkpoint_steps == 0
         minutes = (time.monotonic() - self.last_saved) / 60
         minutes_passed = bool(config.checkpoint_minutes) and minutes >= config.checkpoint_minutes
-        is_new_plan = state.cooldown != self.saved_cooldown
-        return steps_passed or epochs_passed or minutes_passed or is_new_plan or state.finished
+        return steps_passed or epochs_passed or minutes_passed or self.run.finished
 
     def save_if_due(self) -> None:
         """Save a checkpoint or the best weights, if it is time. After a skipped update, wait for a step that shows the
@@ -141,7 +138,7 @@ class Saver:
         (self.is_due,) = any_process(self.is_due or self.checkpoint_due())  # clocks differ
         if self.is_due or self.best_is_due:
             require_stable(self.run)
-            if self.best_is_due or self.run.state.finished or not self.run.skips[1]:
+            if self.best_is_due or self.run.finished or not self.run.skips[1]:
                 self.save()
 
     def save_rest(self) -> None:
@@ -162,11 +159,11 @@ class Saver:
             total = torch.stack([parameter.detach().sum() for parameter in run.model.parameters()]).sum()
             if not torch.isfinite(total):
                 raise diverged(run, "a weight is not finite")
-            state.elapsed_seconds, state.skipped_updates = self.clock.elapsed, int(run.skips[0])
+            state.skipped_updates = int(run.skips[0])
             folders = [run.dir / BEST] if self.best_is_due else []
             if self.is_due:
                 folders.append(run.dir / "checkpoints" / f"step_{state.step:08d}")
-                run.saved_step, self.saved_cooldown = state.step, state.cooldown
+                run.saved_step = state.step
                 self.last_saved = time.monotonic()
             self.is_due = self.best_is_due = False
             if is_rank_0():
@@ -188,10 +185,10 @@ class Saver:
             if folder.name != BEST:
                 for old in step_folders(folder.parent)[KEEP:]:
                     delete_folder(old)
-                if time.monotonic() - self.told >= TOLD_SECONDS or self.run.state.finished:
+                if time.monotonic() - self.told >= TOLD_SECONDS or self.run.finished:
                     self.told = time.monotonic()
                     log.info(f"Saved {folder}")
-        if self.run.mirror is not None and not self.run.state.finished:  # a finished run is copied with its summary
+        if self.run.mirror is not None and not self.run.finished:  # a finished run is copied with its summary
             self.run.mirror.wake()
 
     def copied(self) -> Snapshot | None:

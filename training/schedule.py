@@ -1,4 +1,4 @@
-"""The learning rate and the length of a run: pure functions of the step."""
+"""How far a run is, and its learning rate: pure functions of its state and configuration."""
 
 from __future__ import annotations
 
@@ -6,43 +6,67 @@ import math
 from collections.abc import Callable
 
 from training.config import Config
+from training.state import TrainState
 
 
-def cosine(progress: float) -> float:
+def cosine(decayed: float) -> float:
     """Decay by half a cosine: Loshchilov & Hutter 2017, eq. 5."""
-    return (1.0 + math.cos(math.pi * progress)) / 2
+    return (1.0 + math.cos(math.pi * decayed)) / 2
 
 
-# The choices of `use_lr_scheduler`. Progress, from 0 at the peak to 1 at the last step -> the factor, from 1 to 0, of
-# the peak's distance to `min_lr`. None: no decay.
+# The choices of `use_lr_scheduler`: the share of the decay that is done -> the factor, from 1 to 0, of the peak's
+# distance to `min_lr`. None: no decay.
 DECAYS: dict[str, Callable[[float], float] | None] = {
     "cosine": cosine,
-    "linear": lambda progress: 1.0 - progress,
+    "linear": lambda decayed: 1.0 - decayed,
     "constant": None,
 }
 COOLDOWN_OF_MINUTES = 0.6  # with `minutes`, where the configuration has none below 1; that of the *_modern configs
 
 
-def learning_rate(step: int, max_steps: int, config: Config, fall: tuple[int, float] | None = None) -> float:
-    """Return the learning rate of `step` (from 0): linear warmup to the peak, then one of DECAYS down to `min_lr` at
-    the last step. `cooldown` below 1 is the share of the steps that decay; before it, the peak is held (Hägele et al.
-    2024). `fall`: its first step, and its progress at `step`, if the clock has chosen them; a warmup that is not over
-    ends there."""
-    start = fall[0] if fall else decay_start(max_steps, config)
-    warmed = min(step, start) + 1
-    peak = config.learning_rate
-    if warmed <= config.warmup_steps:
-        peak = config.learning_rate * warmed / config.warmup_steps
+def progress(state: TrainState, windows: int, config: Config) -> float:
+    """Return how far a run is: 0 at its start, 1 or more at its end. `windows`: training windows of an epoch.
+
+    Steps, epochs and minutes each give a share, and the largest counts. Early stopping ends a run, too.
+    """
+    if has_stopped_early(state, config):
+        return 1.0
+    last = last_step(state, windows, config)
+    return max(1.0 if state.step >= last else state.step / last, time_progress(state, config))
+
+
+def time_progress(state: TrainState, config: Config) -> float:
+    """Return the share of `minutes` that is over; 0 without `minutes`. It is 1 when the rest of them is needed for the
+    last step, and to evaluate and save it."""
+    if not config.minutes:
+        return 0.0
+    usable = 60 * config.minutes - state.ending_seconds
+    return state.elapsed_seconds / usable if usable > 0 else 1.0
+
+
+def learning_rate(state: TrainState, windows: int, config: Config) -> float:
+    """Return the learning rate of the step that follows `state`: linear warmup to the peak, then one of DECAYS down to
+    `min_lr` at the end. `cooldown` below 1 is the share of the run that decays; before it, the peak is held (Hägele et
+    al. 2024). With `minutes` the decay follows the clock."""
+    step, peak = state.step, config.learning_rate
+    if step < config.warmup_steps:
+        peak = config.learning_rate * (step + 1) / config.warmup_steps
     decay = DECAYS[config.use_lr_scheduler]
-    if decay is None or step < min(start, config.warmup_steps):
+    if decay is None:
         return peak
-    progress = fall[1] if fall else min(1.0, max(0, step - start) / max(1, max_steps - 1 - start))
-    return config.min_lr + decay(progress) * (peak - config.min_lr)
+    last = last_step(state, windows, config)
+    start = decay_start(last, config)
+    decayed = max(0, step - start) / max(1, last - 1 - start)
+    if config.minutes:
+        decayed = max(decayed, 1 - (1 - time_progress(state, config)) / decay_share(config))
+    if step < config.warmup_steps and decayed == 0:
+        return peak
+    return config.min_lr + decay(min(1.0, decayed)) * (peak - config.min_lr)
 
 
-def decay_start(max_steps: int, config: Config) -> int:
-    """Return the step (from 0) that the decay begins with in a run of `max_steps`."""
-    return max(config.warmup_steps, round((1 - decay_share(config)) * max_steps))
+def decay_start(steps: int, config: Config) -> int:
+    """Return the step (from 0) that the decay begins with in a run of so many steps."""
+    return max(config.warmup_steps, round((1 - decay_share(config)) * steps))
 
 
 def decay_share(config: Config) -> float:
@@ -57,20 +81,31 @@ def epoch_sequences(windows: int, config: Config) -> int:
     return windows
 
 
-def last_step(step: int, sequences_seen: int, windows: int, config: Config) -> int:
-    """Return the steps of the whole run, from the steps and sequences done so far: the batch size may have changed on
-    the way."""
+def last_step(state: TrainState, windows: int, config: Config) -> int:
+    """Return the steps of the whole run by `max_steps` or `epochs`; `minutes` may end it before. The batch size may
+    have changed on the way."""
     if config.max_steps:
         return config.max_steps
     if epoch_sequences(windows, config) < windows:
-        return max(step, config.epochs * config.max_steps_per_epoch)
-    remaining = config.epochs * epoch_sequences(windows, config) - sequences_seen
-    return step + max(0, math.ceil(remaining / config.sequences_per_step))
+        return max(state.step, config.epochs * config.max_steps_per_epoch)
+    remaining = config.epochs * epoch_sequences(windows, config) - state.sequences_seen
+    return state.step + max(0, math.ceil(remaining / config.sequences_per_step))
 
 
-def has_stopped_early(worse: int, config: Config) -> bool:
-    """Return whether `worse` evaluations in a row without a lower validation loss end the run."""
-    return 0 < config.stop_after_worse <= worse
+def steps_left(state: TrainState, windows: int, config: Config, step_seconds: float) -> int:
+    """Return the steps to the end of the run, if each takes `step_seconds`."""
+    if progress(state, windows, config) >= 1:
+        return 0
+    left = last_step(state, windows, config) - state.step
+    if config.minutes:
+        seconds = 60 * config.minutes - state.ending_seconds - state.elapsed_seconds
+        left = min(left, math.ceil(seconds / step_seconds))
+    return left
+
+
+def has_stopped_early(state: TrainState, config: Config) -> bool:
+    """Return whether evaluations in a row without a lower validation loss have ended the run."""
+    return 0 < config.stop_after_worse <= state.worse
 
 
 def repetition(windows: int, config: Config) -> str:

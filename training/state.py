@@ -6,7 +6,7 @@ The file may come from somebody else, with hashes that match: pydantic checks ev
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import torch
@@ -22,9 +22,7 @@ MAX_STEPS = 10**8 - 1  # a checkpoint's name has eight digits
 Steps = Annotated[int, Field(strict=True, ge=0, le=MAX_STEPS)]
 Sequences = Annotated[int, Field(strict=True, ge=0, lt=2**32)]  # the order of an epoch is drawn from its number
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**63)]
-Planned = Annotated[int, Field(strict=True, ge=0)]  # --max_steps and --epochs have no limit
 Seconds = Annotated[float, Field(strict=True, ge=0)]
-Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 Number = Annotated[int, Field(strict=True)] | Annotated[float, Field(strict=True)]
 OF_A_FILE = ConfigDict(allow_inf_nan=False)
 
@@ -41,37 +39,6 @@ class Start:
 
 
 @dataclass(config=OF_A_FILE)
-class Cooldown:
-    """The fall of the learning rate, as the clock has planned it (`minutes`). From here on the rate is a function of
-    the step, until the plan is moved: to another last step, when the speed of the machine has changed."""
-
-    minutes: Seconds  # that the run was asked to take
-    first: Steps  # steps, from 0: the first that decays
-    last: Steps  # steps that the run takes in all
-    limit: Planned  # steps of all epochs
-    moved_at: Steps | None = None  # the step with which this last step was planned, if it has moved
-    progress_then: Share = 0.0  # of the fall, at that step
-
-    def at(self, step: int) -> tuple[int, float]:
-        """Return the first step, and the progress of the fall at `step`, from 0 to 1 at the last step."""
-        if step >= self.last - 1:
-            return self.first, 1.0
-        since = self.first if self.moved_at is None else self.moved_at
-        if step <= since:
-            return self.first, self.progress_then
-        return self.first, self.progress_then + (1 - self.progress_then) * (step - since) / (self.last - 1 - since)
-
-    def moved_to(self, last: int, now: int) -> Cooldown:
-        """Return the same fall with another last step, after `now` steps."""
-        return replace(self, last=last, moved_at=now, progress_then=self.at(now)[1])
-
-    def is_for(self, minutes: float, limit: int) -> bool:
-        """Return whether it still holds for these minutes and steps of all epochs. What the text has ended, more epochs
-        prolong."""
-        return self.minutes == minutes and (self.limit == limit or self.last < min(self.limit, limit))
-
-
-@dataclass(config=OF_A_FILE)
 class TrainState:
     """Where a training stands. Every checkpoint holds it, and all processes have the same one."""
 
@@ -79,7 +46,6 @@ class TrainState:
     step: Steps = 0
     sequences_seen: Sequences = 0
     tokens: Count = 0
-    max_steps: Planned = 0  # the run is finished after them; each session plans them anew
     best_val_loss: Number | None = None  # of the weights in best/
     best_step: Steps = 0
     best_windows: Count | None = None  # validation windows of this loss
@@ -89,22 +55,10 @@ class TrainState:
     evaluated_step: Steps = 0  # the last step that was evaluated
     skipped_updates: Steps = 0
     elapsed_seconds: Seconds = 0.0  # in all sessions
+    ending_seconds: Seconds = 0.0  # estimate for the last step, its evaluation and saving it
     compiled: bool | None = None  # on a CPU; None: on a GPU, or no step was taken
-    cooldown: Cooldown | None = None  # with `minutes`, once it has begun
     resumed_from: Text | None = None  # --resume_from
     initialized_from: Text | None = None  # the SHA-256 of the weights that it started from
-
-    @property
-    def finished(self) -> bool:
-        return self.step >= self.max_steps
-
-    def due(self, interval: int) -> bool:
-        """Return True every `interval` steps (0: never) and after the last."""
-        return bool(interval) and (self.step % interval == 0 or self.finished)
-
-    def evaluation_due(self, interval: int) -> bool:
-        """Return whether this step has to be evaluated: the session before may have been cut off in it."""
-        return self.due(interval) and self.evaluated_step < self.step
 
 
 @dataclass(config=OF_A_FILE)

@@ -100,7 +100,7 @@ def pad_rows(batch: Batch, rows: int) -> Batch:
 
 def apply_update(run: Run, loss: torch.Tensor) -> StepResult:
     """Update the model by the gradients that it has, unless they or the loss are not finite."""
-    lr = run.learning_rate(run.state.step)
+    lr = run.learning_rate
     if run.recorded is not None:
         return run.recorded.apply_update(lr)
     result = compute_update(run, loss, lr)

@@ -17,7 +17,7 @@ from training.growth import on_passages
 from training.records import CURVE, METRICS, SAMPLES_TABLE, SUMMARY, answer_table, read_metrics, unwritable
 from training.report import Report
 from training.run import Run
-from training.schedule import has_stopped_early
+from training.schedule import has_stopped_early, time_progress
 
 LEAST_EVALUATIONS = 3  # for a verdict
 RISEN = 1.005  # times the lowest validation loss: more than two seeds differ
@@ -38,7 +38,7 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         "Model": f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else ""),
         "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
         "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
-        "Training": f"{state.step:,} steps of {run.tokens_per_step:,} tokens in {duration(clock.elapsed)}",
+        "Training": f"{state.step:,} steps of {run.tokens_per_step:,} tokens in {duration(clock.elapsed)}{early(run)}",
     }
     if report.tokens_per_second:
         facts["Speed"] = f"{si(report.tokens_per_second)} tokens/s while training{busy(report.cpu_share)}"
@@ -64,7 +64,7 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     if state.base:
         facts["Before"] = f"validation loss {state.base.val_loss:.4f}, of the weights that it started from"
     facts |= on_passages(run)
-    stopped_early = has_stopped_early(state.worse, config)
+    stopped_early = has_stopped_early(state, config)
     if stopped_early:
         facts["Stopped"] = f"early: the last {state.worse} evaluations were no better"
     prompts = [answer.prompt for answer in answers]
@@ -103,6 +103,14 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     is_past_best = stopped_early or facts.get("Verdict", "").startswith(MEMORISING)
     checkpoint = shlex.quote(str(run.dir / "best" if is_past_best else run.dir))
     print(f'\nTalk to it: python generate.py --checkpoint {checkpoint} --prompt "..." or --interactive')
+
+
+def early(run: Run) -> str:
+    """Say what ended the run before its `minutes` were over."""
+    config, state = run.config, run.state
+    if not config.minutes or has_stopped_early(state, config) or time_progress(state, config) >= 1:
+        return ""
+    return f" of {config.minutes:g} minutes: --epochs {config.epochs} ended it, more of them would use the rest"
 
 
 def compared(forecast: Forecast, came: float, tokens_per_second: float | None) -> str:
@@ -147,15 +155,15 @@ def verdict(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs:
 def finished_message(run: Run) -> str:
     """Return the message of a command that finds nothing left to train."""
     config, state = run.config, run.state
-    if has_stopped_early(state.worse, config):
+    if has_stopped_early(state, config):
         more = f"--stop_after_worse {2 * config.stop_after_worse}"
-    elif config.minutes and state.cooldown and state.cooldown.last < state.cooldown.limit:
+    elif time_progress(state, config) >= 1:
         more = f"--minutes {2 * config.minutes:g}"
     elif config.max_steps:
         more = f"--max_steps {state.step * 2}"
     else:
         more = f"--epochs {2 * max(config.epochs, int(run.epoch))}"
     return (
-        f"This run is finished: step {state.step:,} of {state.max_steps:,}, results in {run.dir / SUMMARY}. "
+        f"This run is finished: step {state.step:,}, results in {run.dir / SUMMARY}. "
         f"To go on, ask for more: {more}. To start over: --resume never (the old run is kept aside)."
     )

@@ -103,7 +103,7 @@ class Training:
         state = run.state
         assert run.saved_step == state.step >= 0 and run.epoch >= 0
         assert state.evaluated_step <= state.step
-        if not state.finished:
+        if not run.finished:
             self.take_step(run)
         saved = Saved(state, run.scaler.state_dict(), self.data.fingerprint, self.config.values())
         json.dumps(saved.to_json(), allow_nan=False)

@@ -252,8 +252,8 @@ def test_a_text_that_is_too_short(book: Path, content: str, said: str) -> None:
 
 
 def test_too_few_minutes_for_a_step(book: Path, capsys: pytest.CaptureFixture) -> None:
-    train_colab_mmap.main(flags(book, minutes="0.0001"))
-    assert "leaves no time for the learning rate to fall" in capsys.readouterr().out
+    assert train_colab_mmap.main(flags(book, minutes="0.0001")) == 2
+    assert "--minutes 0.0001 are over before the first step" in capsys.readouterr().err
 
 
 def test_several_processes_get_the_choice_of_one(book: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class Rounded(Training):
     """A training whose learning rate is fp32, as it is in a tensor."""
 
-    def learning_rate(self, step: int) -> float:
-        return torch.tensor(super().learning_rate(step), dtype=torch.float32).item()
+    @property
+    def learning_rate(self) -> float:
+        return torch.tensor(super().learning_rate, dtype=torch.float32).item()
 
 
 def trained(folder: Path, flags: str, recorded: bool, scaled: bool) -> tuple[Training, list[float]]:

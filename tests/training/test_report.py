@@ -142,6 +142,7 @@ def test_progress_in_a_log_file_is_a_line_now_and_then_and_always_at_the_end(
     row = {"train_loss": 2.345678, "tokens_per_second": 12_345.0, "lr": 0.001, "ms_per_step": 1000.0}
     for step in range(1, 101):
         clock_now[0] += 1.0
+        report.run.state.step = step
         report.progress({"step": step, **row})
     captured = capsys.readouterr()
     lines = captured.out.splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from typing import Any
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 
 from training.config import Config
 from training.schedule import DECAYS as TABLE
-from training.schedule import epoch_sequences, last_step, learning_rate
-from training.state import Cooldown
+from training.schedule import epoch_sequences, last_step, learning_rate, progress
+from training.state import TrainState
 
 DECAYS = [name for name, decay in TABLE.items() if decay is not None]
 
@@ -23,8 +24,16 @@ def config_of(**values: Any) -> Config:
     return Config(**{"learning_rate": 1e-2, "min_lr": 1e-4, "warmup_steps": 10, **values})
 
 
+def rate(step: int, max_steps: int, config: Config) -> float:
+    return learning_rate(TrainState(step=step), 1, dataclasses.replace(config, max_steps=max_steps))
+
+
 def rates(max_steps: int, config: Config) -> list[float]:
-    return [learning_rate(step, max_steps, config) for step in range(max_steps)]
+    return [rate(step, max_steps, config) for step in range(max_steps)]
+
+
+def length(windows: int, config: Config, step: int = 0, sequences_seen: int = 0) -> int:
+    return last_step(TrainState(step=step, sequences_seen=sequences_seen), windows, config)
 
 
 @pytest.mark.parametrize("decay", [*DECAYS, "constant"])
@@ -68,13 +77,13 @@ def test_rates_are_bounded_and_end_at_min_lr(
     config = config_of(learning_rate=peak, min_lr=share * peak, warmup_steps=warmup_steps, use_lr_scheduler=decay)
     max_steps = warmup_steps + decay_steps
     step = data.draw(st.integers(0, max_steps - 1))
-    lr = learning_rate(step, max_steps, config)
+    lr = rate(step, max_steps, config)
     assert 0 < lr <= peak * (1 + 1e-9)
     if step >= warmup_steps:
         assert lr >= config.min_lr * (1 - 1e-9)
-    last = learning_rate(max_steps - 1, max_steps, config)
+    last = rate(max_steps - 1, max_steps, config)
     assert last == pytest.approx(peak if decay == "constant" else config.min_lr, abs=peak * 1e-9)
-    assert learning_rate(max_steps + 5, max_steps, config) == pytest.approx(last)  # a run that was cut shorter
+    assert rate(max_steps + 5, max_steps, config) == pytest.approx(last)  # a run that was cut shorter
 
 
 # The length of a run
@@ -89,12 +98,12 @@ def test_an_epoch_is_every_window_or_what_the_cap_leaves_of_it() -> None:
 
 def test_epochs_count_every_window_the_last_step_rounded_up() -> None:
     config = config_of(epochs=3, batch_size=8)
-    assert last_step(0, 0, 100, config) == math.ceil(300 / 8)
+    assert length(100, config) == math.ceil(300 / 8)
 
 
 def test_max_steps_per_epoch_ends_each_epoch_after_so_many_steps() -> None:
     config = config_of(epochs=3, batch_size=8, gradient_accumulation_steps=2, max_steps_per_epoch=5)
-    assert last_step(0, 0, 1000, config) == 15
+    assert length(1000, config) == 15
 
 
 @given(
@@ -108,18 +117,18 @@ def test_the_end_of_a_run_does_not_move_while_it_runs(
     windows: int, epochs: int, cap: int, batch_size: int, data: st.DataObject
 ) -> None:
     config = config_of(epochs=epochs, max_steps_per_epoch=cap, batch_size=batch_size)
-    end = last_step(0, 0, windows, config)
+    end = length(windows, config)
     assert end >= 1
     step = data.draw(st.integers(0, end))
-    assert last_step(step, step * batch_size, windows, config) == end
-    assert last_step(end + 3, (end + 3) * batch_size, windows, config) == end + 3  # it never asks for steps back
+    assert length(windows, config, step, step * batch_size) == end
+    assert length(windows, config, end + 3, (end + 3) * batch_size) == end + 3  # it never asks for steps back
 
 
 def test_another_batch_size_midway_still_sees_every_window() -> None:
     before, after = config_of(epochs=2, batch_size=10), config_of(epochs=2, batch_size=4)
-    assert last_step(0, 0, 1000, before) == 200
+    assert length(1000, before) == 200
     step, seen = 60, 600
-    end = last_step(step, seen, 1000, after)
+    end = length(1000, after, step, seen)
     assert seen + (end - step) * 4 == 2000
 
 
@@ -133,41 +142,35 @@ def test_the_peak_is_held_until_the_cooldown_begins(decay: str, cooldown: float)
     assert lr[-1] == pytest.approx(1e-4)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("first", [4, 10, 60])
-def test_a_decay_that_the_clock_began_falls_from_the_rate_of_its_first_step(decay: str, first: int) -> None:
-    """Also from the middle of the warmup, which ends there."""
-    config = config_of(use_lr_scheduler=decay, minutes=1.0)
-    before = [learning_rate(step, 10**6, config) for step in range(first + 1)]
-    cooldown = Cooldown(minutes=1.0, first=first, last=100, limit=10**6)
-    lr = [learning_rate(step, 100, config, cooldown.at(step)) for step in range(100)]
-    assert lr[: first + 1] == pytest.approx(before)
-    assert all(later < earlier for earlier, later in itertools.pairwise(lr[first:]))
-    assert lr[-1] == pytest.approx(1e-4)
+# By the clock
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("last", [61, 72, 300])
-def test_a_decay_whose_end_is_moved_goes_on_from_where_it_is(decay: str, last: int) -> None:
-    config = config_of(use_lr_scheduler=decay, minutes=1.0)
-    planned = Cooldown(minutes=1.0, first=10, last=100, limit=10**6)
-    before = planned.moved_to(70, 40)
-    moved = before.moved_to(last, 60)
-    lr = [learning_rate(step, last, config, moved.at(step)) for step in range(60, last)]
-    assert last == 61 or lr[0] == pytest.approx(learning_rate(60, 70, config, before.at(60)))
-    assert all(later < earlier for earlier, later in itertools.pairwise(lr))
-    assert lr[-1] == pytest.approx(1e-4)
+@pytest.mark.parametrize("seconds_a_step", [0.1, 1.0, 20.0])
+def test_with_minutes_the_rate_is_held_and_falls_with_the_time(decay: str, seconds_a_step: float) -> None:
+    config = config_of(use_lr_scheduler=decay, minutes=10, warmup_steps=0, cooldown=0.25, epochs=10**6)
+    state = TrainState(ending_seconds=seconds_a_step)
+    lr = []
+    while progress(state, 1000, config) < 1:
+        lr.append(learning_rate(state, 1000, config))
+        state.step += 1
+        state.elapsed_seconds += seconds_a_step
+    assert 600 - 2 * seconds_a_step <= state.elapsed_seconds <= 600
+    held = int(0.75 * 600 / seconds_a_step) - 1
+    assert lr[:held] == pytest.approx([1e-2] * held)
+    assert all(later < earlier for earlier, later in itertools.pairwise(lr[held + 2 :]))
+    assert 1e-4 <= lr[-1] <= 1e-4 + 1e-2 * 2 * seconds_a_step / 150
 
 
-@given(data=st.data())
-def test_a_run_can_go_on_from_each_state_of_a_plan(data: st.DataObject) -> None:
-    """It asks for the rate of the step before, too. `moved_to` plans at least one more step."""
-    first = data.draw(st.integers(0, 20))
-    plan = Cooldown(minutes=1.0, first=first, last=first + data.draw(st.integers(1, 20)), limit=10**6)
-    before, step = 0.0, 0
-    while step < plan.last:
-        if first <= step < 30 and data.draw(st.booleans()):
-            plan = plan.moved_to(step + data.draw(st.integers(1, 20)), step)
-        assert before <= plan.at(step)[1] <= 1.0 and 0.0 <= plan.at(max(0, step - 1))[1] <= 1.0
-        before, step = plan.at(step)[1], step + 1
-    assert before == 1.0
+def test_a_text_that_is_read_before_the_minutes_are_over_ends_the_run() -> None:
+    config = config_of(minutes=10, epochs=2, batch_size=10, warmup_steps=0)
+    assert progress(TrainState(step=10, sequences_seen=100, elapsed_seconds=60), 100, config) == 0.5
+    assert progress(TrainState(step=20, sequences_seen=200, elapsed_seconds=60), 100, config) == 1
+    assert progress(TrainState(step=10, sequences_seen=100, elapsed_seconds=540), 100, config) == 0.9
+    assert learning_rate(TrainState(step=19, sequences_seen=190), 100, config) == config.min_lr
+
+
+def test_a_warmup_that_the_minutes_cut_short_falls_from_where_it_is() -> None:
+    config = config_of(minutes=10, warmup_steps=1000)
+    lr = [learning_rate(TrainState(step=step, elapsed_seconds=6 * step), 10**6, config) for step in range(100)]
+    assert max(lr) < 1e-2 * 0.06 and lr[-1] < 2e-4

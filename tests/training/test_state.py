@@ -23,12 +23,12 @@ STATES = st.builds(
     step=COUNTS,
     sequences_seen=COUNTS,
     tokens=st.integers(0, 2**63 - 1),
-    max_steps=st.integers(0, 10**20),  # a user may ask for more steps than anybody will take
     best_val_loss=LOSSES,
     best_windows=st.none() | COUNTS,
     lowest_val_loss=LOSSES,
     base=st.none() | st.builds(Start, st.floats(0, 100), st.lists(st.text()), st.lists(st.text())),
     elapsed_seconds=st.floats(0, 1e9),
+    ending_seconds=st.floats(0, 1e9),
     resumed_from=st.none() | st.text(min_size=1),
 )
 
