@@ -7,7 +7,7 @@
 
 Every key of the config is a flag. Running the same command again continues the run where it was cut off.
 
-The story goes on in `training/loop.py`: `train` makes the run and resumes it, `take_steps` is the loop.
+The story goes on in `training/fit.py`: `fit` makes the run and resumes it, `take_steps` is the loop.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from common.errors import CheckpointError
 from common.script import end, writing_script
-from training.command_line import parse_config
+from training.config import parse_config
 
 # Threads that wait for each other spin this often before they sleep. With libgomp's own 300,000 a step takes up to five
 # times as long beside another busy program; fewer cost a quiet machine time (docs/benchmarks/what_was_tried.md).
@@ -33,13 +33,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # torch takes seconds to import, and --help should not wait for it.
     from training import dial, inspections
-    from training.loop import train
+    from training.fit import fit
 
     if config.leaves_the_choice:
         config = dial.choose(argv, config)
     if config.dry_run or config.profile:
-        return inspections.inspect(config)
-    return train(config, started, ends_process=argv is None)
+        return inspections.inspect(config, started)
+    return fit(config, started, ends_process=argv is None)
 
 
 if __name__ == "__main__":

@@ -36,12 +36,12 @@ from common.script import script
 from common.tensors import meta_model
 from tokenization.corpus import find_sources
 from tokenization.documents import read_pieces
-from training.command_line import parse_config
+from training.config import parse_config
 from training.law import Law
 from training.plan import tokenized
-from training.previous import Previous
 from training.recipe import HEAD_WIDTH, Shape, context_for, recipe, sequences_for, settings_for
 from training.records import read_metrics
+from training.state import Previous
 from training.text import TRAIN_SHARE, vocabulary_for
 
 LEAST_CHARACTERS = 20_000  # of a book

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from training.command_line import parse_config
-from training.graphs import prepare
+from training.compilation import prepare
+from training.config import parse_config
 from training.plan import make_run
 from training.run import Run
 from training.step import train_step

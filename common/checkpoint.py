@@ -9,9 +9,7 @@ folder that differs from its manifest is not loaded, nor one without a manifest,
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -24,7 +22,7 @@ import torch
 
 from common.chat import AnyTemplate, template_from_dict
 from common.errors import CheckpointError
-from common.files import CHECKPOINT_NAME, OF_RUN, STEP_NAME, read_json, sha256_file, sync_directory, write_json
+from common.files import OF_RUN, STEP_NAME, read_json, sha256_file, write_json
 from common.lora import LoRA, adapters_of, find_base, load_adapters, lora_of, merge
 from common.tensors import Content, read_safetensors, read_weights, require_weights, write_file
 from common.validation import build, fields_of
@@ -39,7 +37,6 @@ WEIGHTS_FILES = ("model.safetensors", "config.json", "tokenizer.json")  # enough
 ADAPTERS = "adapter.safetensors"  # instead of the weights, if adapters for another checkpoint were trained
 OPTIMIZER, STATE = "optimizer.safetensors", "training_state.json"  # best/ has no optimizer, imported weights neither
 BYTES_A_PARAMETER = 12  # about, in a checkpoint: the weight and AdamW's two moments
-KEEP = 2  # never one: the newest may be damaged
 # Keys of config.json besides the ModelConfig: ours, then the blog's.
 CONFIG_EXTRAS = (
     "tokenizer_type",
@@ -185,62 +182,6 @@ def stored_config(
         **({"chat_template": chat.to_dict()} if chat else {}),
         **({"lora": lora.to_dict()} if lora else {}),
     }
-
-
-def write_checkpoint(folder: Path, contents: dict[str, Content]) -> None:
-    """Write the files of a checkpoint. `best`, which has no optimizer state, replaces the one before.
-
-    Raises CheckpointError (a full disk, say), and then leaves all older checkpoints as they were.
-    """
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        write_files(temporary, {name: contents[name] for name in contents if folder.name != BEST or name != OPTIMIZER})
-        publish(temporary, folder)
-    except (OSError, safetensors.SafetensorError) as problem:
-        shutil.rmtree(temporary, ignore_errors=True)
-        is_full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        tensors = [tensor for content in contents.values() if isinstance(content, dict) for tensor in content.values()]
-        size = sum(tensor.nbytes for tensor in tensors) / 1e6
-        remedy = f"Free some space (one takes about {size:,.0f} MB)" if is_full else "Fix that"
-        raise CheckpointError(
-            f"{folder} could not be saved: {getattr(problem, 'strerror', None) or problem}. Checkpoints saved before "
-            f"are whole. {remedy} or choose another --output_dir, then run the same command to continue."
-        ) from problem
-
-
-def publish(temporary: Path, folder: Path) -> None:
-    """Rename a complete checkpoint. One that is replaced makes way first; if the machine dies between the two
-    renames, `clean_up` puts it back."""
-    sync_directory(temporary)
-    replaced = folder.with_name(f".old-{folder.name}")
-    if folder.exists():
-        os.replace(folder, replaced)
-    os.replace(temporary, folder)
-    sync_directory(folder.parent)
-    delete_folder(replaced)
-
-
-def clean_up(parent: Path) -> None:
-    """Delete what a process left that was killed while it wrote or deleted a checkpoint in `parent`."""
-    for path in [*parent.glob(".old-*"), *parent.glob(".tmp-*")]:
-        folder = path.with_name(path.name[len(".old-") :])
-        if path.name.startswith(".old-") and CHECKPOINT_NAME.fullmatch(folder.name) and not folder.exists():
-            os.replace(path, folder)  # killed between the two renames of `publish`
-        elif CHECKPOINT_NAME.fullmatch(folder.name):
-            delete_folder(path)
-
-
-def delete_folder(folder: Path) -> None:
-    """Delete a checkpoint. It is renamed first, so it is never found half deleted. Errors are ignored: what stays costs
-    only space."""
-    going = folder if folder.name.startswith(".") else folder.with_name(f".tmp-{folder.name}")
-    with contextlib.suppress(OSError):
-        if going != folder:
-            shutil.rmtree(going, ignore_errors=True)
-            os.replace(folder, going)
-        shutil.rmtree(going, ignore_errors=True)
 
 
 def write_files(folder: Path, contents: dict[str, Content]) -> None:

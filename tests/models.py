@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from common.chat import AnyTemplate
-from common.checkpoint import stored_config, stored_weights, write_checkpoint
+from common.checkpoint import stored_config, stored_weights
 from common.files import json_bytes, sha256_file
 from common.lora import LoRA, adapters_of, add_adapters, lora_of
 from common.tensors import Content, on_host
@@ -20,6 +20,7 @@ from tokenizer import CharacterTokenizer, Tokenizer
 from tokenizer_bpe import BPETokenizer
 from training.config import Config
 from training.optimizer import Optimizer, build_optimizer
+from training.store import Store
 
 CHARACTERS = CharacterTokenizer.train(ALPHABET + "\0\r'😀")
 MODERN = {"norm": "rmsnorm", "position": "rope", "qk_norm": True, "embed_norm": True, "bias": False}
@@ -60,7 +61,7 @@ def save_checkpoint(
         "config.json": json_bytes(stored_config(model, tokenizer_type, chat)),
         "training_state.json": json_bytes(training_state),
     }
-    write_checkpoint(folder, contents)
+    Store(folder.parent).save(contents, folder)
 
 
 def write_model(

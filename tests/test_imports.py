@@ -25,8 +25,7 @@ MAY_IMPORT = {
     "common": {"model", "model_config", "tokenizer", "tokenizer_base"},
     "tokenization": GROUND,
     "generation": GROUND | {"tokenization"},  # which reads the text to score
-    "training.config": GROUND | CONFIG,
-    "training.command_line": GROUND | CONFIG | FLAGS,
+    "training.config": GROUND | CONFIG | FLAGS,
     "training.records": GROUND | CONFIG,
     "training": GROUND | {"tokenization", "generation"},
     "tokenize_local_bpe": GROUND | {"tokenization"},

@@ -14,14 +14,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from common.errors import ConfigError, MemoryExhausted, is_out_of_memory
+from common.errors import ConfigError, MemoryExhausted
 from common.output import byte_size, clock, log
 from common.script import world
 from tokenization.held_out import FURTHEST
-from training.command_line import parse_config
-from training.config import Config, Forecast
+from training.config import Config, Forecast, parse_config
 from training.data import GPU_SHARE
-from training.growth import PEAK, WARMUP_SHARE, Growth, find_growth
+from training.growth import PEAK, WARMUP_SHARE, Growth, find_growth, kept_choice
 from training.hardware import (
     ALL_THREADS,
     COMPILED_PASS,
@@ -29,12 +28,11 @@ from training.hardware import (
     CPU_DROPOUT_TAKES,
     CPU_FLOPS_PER_CORE,
     Units,
+    attempt,
     choose_compile,
-    clear_frames,
 )
 from training.law import expected_error, expected_loss, is_measured, useful_passes
 from training.memory import MEMORY_SHARE, PROCESS_BYTES
-from training.previous import kept_choice
 from training.recipe import (
     HEAD_WIDTH,
     LADDER,
@@ -295,11 +293,8 @@ class Dial:
     def attempt(self, candidate: Candidate, work: Callable[[], T]) -> T | None:
         """Return what `work` returns, or None if memory runs out; free its memory."""
         try:
-            return work()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            clear_frames(error)
+            with attempt(candidate.hardware.device):
+                return work()
             return None
         finally:
             self.machine.free(candidate)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from common.chat import Message
-from common.errors import DataError, is_out_of_memory
+from common.errors import DataError
 from common.files import read_text
 from common.machine import exact_device
 from common.output import log
@@ -29,7 +29,7 @@ from tokenizer_base import UnknownCharacterError, joining_characters
 from training import parallel
 from training.config import Config
 from training.data import TokenData
-from training.hardware import with_fewer_rows
+from training.hardware import attempt, with_fewer_rows
 from training.parallel import on_rank_0
 from training.run import Prompt, Run
 from training.step import Batch, pad_rows
@@ -131,13 +131,10 @@ def continuations(run: Run, prompts: Sequence[str | list[int]], sampling: Sampli
         ]
 
     def written_if_it_fits() -> list[str]:
-        try:
+        with attempt(model.device):
             return with_fewer_rows(written, min(ROWS_AT_ONCE, run.rows_at_once), model.device)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            log.info("Warning: out of memory while the model wrote texts, which are left out. The training goes on.")
-            return []
+        log.info("Warning: out of memory while the model wrote texts, which are left out. The training goes on.")
+        return []
 
     return on_rank_0(written_if_it_fits)
 

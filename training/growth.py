@@ -6,16 +6,19 @@ so that it is not forgotten (Ibrahim et al. 2024, https://arxiv.org/abs/2403.087
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from common.checkpoint import BEST, Checkpoint, open_checkpoint, problems_of
-from common.errors import CheckpointError, DataError, is_out_of_memory
+from common.checkpoint import Checkpoint, open_checkpoint, problems_of
+from common.errors import CheckpointError, ConfigError, DataError
+from common.files import read_json
 from common.output import log
 from common.script import world
+from common.validation import build
 from generation.loading import load_checkpoint
 from generation.passages import (
     Difference,
@@ -31,17 +34,20 @@ from generation.passages import (
 )
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenizer_base import TokenizerError
-from training.config import MODEL_KEYS, Config
+from training.config import MODEL_KEYS, Config, Forecast, is_resolved, scope_of
 from training.mirror import Mirror
 from training.plan import text_settings, tokenized
-from training.previous import Previous, find_previous, weights_hash
+from training.records import CONFIG
+from training.resume import find_previous, weights_hash
 from training.run import Run
+from training.state import Previous
+from training.store import Store, finish_setting_aside, replacing
+from training.text import changes
 
 PEAK = 0.5  # of the learning rates of a run that starts from nothing (docs/benchmarks/growing.md)
 WARMUP_SHARE = 0.02  # of the steps
 NOTICED = 0.01  # bits per byte
 FITS = 1.5  # times the tokens a byte that the old text takes: with more, another vocabulary would be better
-NAMED = 3  # files
 
 
 @dataclass(frozen=True)
@@ -79,25 +85,6 @@ class Growth:
         return "\n".join(lines)
 
 
-def changes(then: TokenMetadata, now: TokenMetadata) -> str:
-    """Say which files are new, have another size or are gone, and the share of the new ones in the text."""
-    before, after = ({file["name"]: file["size"] for file in each.source_files} for each in (then, now))
-    kinds = {
-        "new": [name for name in after if name not in before],
-        "changed": [name for name in after if after[name] != before.get(name, after[name])],
-        "gone": [name for name in before if name not in after],
-    }
-    if not any(kinds.values()):
-        return "none is new or has another size: some of the text was edited"
-    said = [
-        f"{len(names)} {kind} ({', '.join(names[:NAMED])}{', ...' if len(names) > NAMED else ''})"
-        for kind, names in kinds.items()
-        if names
-    ]
-    share = sum(after[name] for name in (*kinds["new"], *kinds["changed"])) / max(1, sum(after.values()))
-    return f"{', '.join(said)}: {share:.0%} of the text is in files that are new or changed"
-
-
 def find_growth(config: Config) -> Growth | None:
     """Find the run in the folder of `config` and the text of its `input`, and tokenize that if it has changed. None if
     there is no run yet, or its text is the same. None too for another `input`, and for several processes, which cannot
@@ -114,13 +101,34 @@ def find_growth(config: Config) -> Growth | None:
     sha256 = str(previous.saved.data.get("tokens_sha256"))
     if tokens_in(text_settings(config, previous).output_dir) == sha256:
         return None
-    best = [config.run_dir / BEST, *(mirror.best_copies() if mirror else [])]
+    best = [*Store(config.run_dir).bests(), *(mirror.store.bests() if mirror else [])]
     weights = next((path for path in best if path.exists() and not problems_of(path)), previous.checkpoint.path)
     folder = tokenized(replace(config, init_from=str(weights)), Previous(init=Checkpoint(weights)))
     (now,) = map(TokenMetadata.read, metadata_files(Path(str(folder))))
     if now.tokens_sha256 == sha256:  # the files were only copied
         return None
     return Growth(weights, previous.saved.state.tokens, learned_text(previous.checkpoint), now)
+
+
+def kept_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast | None]:
+    """Read what `source`, the dial, chose for the run that is there, here or in its mirror, and what it expected of
+    it."""
+    if config.resume == "never":
+        return {}, None
+    store = Store(config.run_dir)
+    mirror = Mirror(config.run_dir, config.checkpoint_dir).store if config.checkpoint_dir else None
+    if store.is_empty and (replacing(config.run_dir) / CONFIG).is_file():
+        with store.locked():  # else another session is about to do it
+            finish_setting_aside(store, mirror)
+    for path in [*store.records(CONFIG), *(mirror.records(CONFIG) if mirror is not None else [])]:
+        content = read_json(path, ConfigError)
+        if is_resolved(content):
+            values, sources, forecast = content["config"], content["sources"], None
+            with contextlib.suppress(ValueError, KeyError):  # there is none, or one of another version
+                forecast = build(Forecast, content["forecast"])
+            chosen = {key: value for key, value in values.items() if sources.get(key) == source}
+            return {key: value for key, value in chosen.items() if scope_of(key) != "command"}, forecast
+    return {}, None
 
 
 def tokens_in(folder: str) -> str | None:
@@ -144,10 +152,6 @@ def on_passages(run: Run) -> dict[str, str]:
             facts = {"Next sentence": str(guessed)} if guessed.of else {}
         return facts | (learned(run, passages) if run.config.init_from else {})
     except (DataError, TokenizerError, CheckpointError):
-        return {}
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
         return {}
 
 

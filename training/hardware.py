@@ -168,17 +168,28 @@ def clear_frames(error: BaseException) -> None:
             waiting += [current.__cause__, current.__context__]
 
 
+@contextlib.contextmanager
+def attempt(device: torch.device) -> Iterator[None]:
+    """End what happens inside if memory runs out, and free what it has left, without an error: the code after the
+    context finds another way."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        clear_frames(error)
+    else:
+        return
+    return_freed_memory(device)
+
+
 def with_fewer_rows(work: Callable[[int], T], rows: int, device: torch.device) -> T:
     """Return `work(rows)`; if memory runs out, try again with half as many rows, down to one."""
-    while True:
-        try:
+    while rows > 1:
+        with attempt(device):
             return work(rows)
-        except Exception as error:
-            if not is_out_of_memory(error) or rows == 1:
-                raise
-            clear_frames(error)
-        return_freed_memory(device)
         rows //= 2
+    return work(rows)
 
 
 @contextlib.contextmanager

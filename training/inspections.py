@@ -11,34 +11,36 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 
 import torch
 
-from common.checkpoint import Checkpoint, problems_of, write_checkpoint
+from common.checkpoint import problems_of
 from common.errors import CheckpointError
 from common.files import atomic_write, free_space, nearest_existing
 from common.lora import lora_of
 from common.machine import available_ram
-from common.output import byte_size, clock, si
-from common.script import world
+from common.output import byte_size, si
+from common.output import clock as duration
+from common.script import is_rank_0, world
+from training.clock import Clock
 from training.config import Config
 from training.evaluate import evaluated_windows, validation_loss
+from training.fit import retry_smaller, take_steps
 from training.hardware import Hardware
-from training.loop import retry_smaller
 from training.memory import estimate_memory, held_memory, memory_advice
 from training.mirror import COPIES, Mirror
-from training.parallel import on_rank_0, process_group
+from training.parallel import largest, process_group
 from training.plan import make_run
-from training.resume import require_the_same, require_tokenizer
+from training.records import read_metrics
+from training.report import BUSY, finished_message
+from training.resume import start_or_resume
 from training.run import Run
-from training.saver import snapshot_of
+from training.saver import Saver
 from training.schedule import decay_share, decay_start, epoch_sequences, steps_left
 from training.step import accumulate, apply_update, read_batch, train_step
-from training.summary import BUSY, finished_message
+from training.stop import Stop
 
-TIMED_SECONDS = 8.0  # a longer step is timed on a part of its sequences
-GPU_TIMED_SECONDS = 0.5  # of steps
+STEPS, TIMED_SECONDS = 2, 2.0  # a dry run takes so many steps, and more if these take less
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
 PROBE_BYTES = 1 << 20
 PARTS = ("data", "gradients", "update")
@@ -48,82 +50,116 @@ MAX_STEPS = 50
 OPERATIONS = 10  # that are listed
 
 
-def inspect(config: Config) -> int:
-    """Make the run of `config`, and look at it as `dry_run` or `profile` asks for, instead of training. Returns the
-    exit code."""
+def inspect(config: Config, started: float) -> int:
+    """Make the run of `config`, and look at it as `dry_run` or `profile` asks for, instead of training. `started`: the
+    time.perf_counter() at which the command began. Returns the exit code."""
     with process_group(config):
         run = make_run(config)
         with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
-            (dry_run if config.dry_run else profile)(run)
+            if config.profile:
+                profile(run)
+            else:
+                dry_run(run, started)
     return 0
 
 
-def dry_run(run: Run) -> None:
-    """Print what is known before the first step; time steps, a save and an evaluation; print a forecast. Writes no run.
+def dry_run(run: Run, started: float) -> None:
+    """Print what the run needs; take its next two steps in a temporary folder, as the training would, and save there;
+    print a forecast. Writes no run. Raises what would prevent the run."""
+    mirror, parent = run.mirror, nearest_existing(run.dir.parent)
+    with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
+        run.dir, run.mirror = Path(name), None
+        run.config = replace(run.config, log_interval=1, tracker=None)
+        start_or_resume(run)
+        first = run.state.step
+        if run.finished:
+            print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
+            return
+        describe_needs(run, mirror)
+        clock = Clock(run, started)
+        stop = Stop()
+        with Saver(run, clock, stop) as saver:
+            take_steps(run, clock, stop, saver, max_steps=first + STEPS)
+            seconds = time_step(run, clock)
+            saver.is_due, saver.told = True, math.inf  # the folder is not to be told
+            saver.save()
+        if is_rank_0():
+            if problems := problems_of(saver.store.steps()[0]):
+                raise CheckpointError(f"A checkpoint written below {parent} is damaged: {'; '.join(problems)}.")
+            if first == 0 and run.state.initialized_from is None:
+                check_first_loss(run, read_metrics(run.dir)[0]["train_loss"])
+    evaluating = time_evaluation(run)
+    if is_rank_0():
+        forecast(run, clock, run.last_step - first, seconds, evaluating)
+    print("Dry run: no run was written. Leave --dry_run out to train.")
 
-    Raises what would prevent the run: CheckpointError, ConfigError, and whatever a step raises.
-    """
-    config, model, data, hardware, state = run.config, run.model, run.data, run.hardware, run.state
-    previous = run.previous
-    if previous.saved is not None:
-        on_rank_0(lambda: require_the_same(run))
-        run.state = state = previous.saved.state
-    elif (init := previous.init) is not None:
-        on_rank_0(lambda: require_tokenizer(init, run))
-    max_steps = run.last_step - state.step
-    if run.finished:
-        print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
-        return
-    rest = "left " if state.step else ""
-    estimate = estimate_memory(config, model, hardware, run.rows_at_once) + held_memory(data, hardware)
+
+def time_step(run: Run, clock: Clock) -> float:
+    """Return the seconds of a step: of those that were taken, or of some more if these were short."""
+    seconds = (clock.training_seconds - clock.seconds_before_training) / max(1, run.state.step - clock.first_step)
+    more = min(MAX_STEPS, int(largest(TIMED_SECONDS / seconds)[0]))  # as many in every process
+    if not more:
+        return seconds
+    run.hardware.synchronize()
+    began = time.perf_counter()
+    for _ in range(more):
+        train_step(run)
+        run.advance(clock.elapsed, clock.ending_seconds)
+    run.hardware.synchronize()
+    return (time.perf_counter() - began) / more
+
+
+def describe_needs(run: Run, mirror: Mirror | None) -> None:
+    """Print the steps, the memory and the disk that the run needs. Raises CheckpointError if the mirror is of no
+    use."""
+    config, hardware = run.config, run.hardware
+    left, tokens = run.last_step - run.state.step, run.tokens_per_step
+    estimate = estimate_memory(config, run.model, hardware, run.rows_at_once) + held_memory(run.data, hardware)
     of_memory = f" of {byte_size(hardware.memory_bytes)}" if hardware.memory_bytes else ""
     several = f" in each of {world().size} processes" if world().size > 1 else ""
-    at_most = "at most " if config.minutes else ""
-    need, free = run.disk_bytes, free_space(run.dir)
+    need, free = run.disk_bytes, free_space(config.run_dir)
     print(
-        f"Steps      {at_most}{max_steps:,} {rest}of {run.tokens_per_step:,} tokens ({config.sequences_per_step} "
-        f"sequences, {run.rows_at_once} at once{several}), {max_steps * run.tokens_per_step / 1e6:,.1f}M "
-        f"tokens in all\n"
+        f"Steps      {'at most ' if config.minutes else ''}{left:,} {'left ' if run.state.step else ''}of {tokens:,} "
+        f"tokens ({config.sequences_per_step} sequences, {run.rows_at_once} at once{several}), "
+        f"{left * tokens / 1e6:,.1f}M tokens in all\n"
         f"Memory     about {byte_size(estimate)}{of_memory} (an estimate){free_memory(hardware)}; beside it "
         f"{byte_size(run.checkpoint_bytes)} of RAM while a checkpoint is written\n"
         f"Disk       about {byte_size(need)} in {config.run_dir} (two checkpoints, the best and the one being "
         f"written), of {byte_size(free)} that are free{too_little(need, free)}"
     )
-    if run.mirror is not None:
-        probe(run.mirror)
-        need, free = COPIES * run.checkpoint_bytes, free_space(run.mirror.dir)
+    if mirror is not None:
+        probe(mirror)
+        need, free = COPIES * run.checkpoint_bytes, free_space(mirror.dir)
         print(
-            f"Mirror     {run.mirror.root} can be written and read; about {byte_size(need)} there, of "
+            f"Mirror     {mirror.root} can be written and read; about {byte_size(need)} there, of "
             f"{byte_size(free)} that are free{too_little(need, free)}"
         )
-    retry_smaller(run, check_first_loss)
-    seconds, rows = retry_smaller(run, time_step)
-    saving = on_rank_0(lambda: time_save(run))
-    evaluating = time_evaluation(run)
-    whole = config.sequences_per_step
-    part = "" if rows == whole else f" (timed on {rows} of its {whole} sequences)"
-    speed = run.tokens_per_step / seconds
-    mfu = f", MFU {speed * model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
+
+
+def forecast(run: Run, clock: Clock, steps: int, seconds: float, evaluating: float) -> None:
+    """Print the speed of the run, and the time that `steps` take. Takes the seconds of a step and of an evaluation."""
+    config, hardware, saving = run.config, run.hardware, clock.write_seconds or 0.0
     if config.minutes:
-        max_steps = steps_in_time(run, seconds, evaluating, saving)
-    evaluations = math.ceil(max_steps / config.eval_interval) if config.eval_interval else 0
-    total = seconds * max_steps + evaluating * evaluations
+        steps = steps_in_time(run, seconds, evaluating, saving)
+    evaluations = math.ceil(steps / config.eval_interval) if config.eval_interval else 0
+    total = seconds * steps + evaluating * evaluations
+    speed = run.tokens_per_step / seconds
+    mfu = f", MFU {speed * run.model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
     print(
-        f"Speed      {seconds:.3g} s a step{part}, {si(speed)} tokens/s{mfu}\n"
-        f"Saving     a checkpoint was written, verified and loaded in {saving:.1f} s, beside the training\n"
-        f"Evaluating about {clock(evaluating)} for {evaluated_windows(data, config):,} windows, {evaluations} times"
-        f"{', answers to prompts aside' if config.eval_prompts else ''}\n"
-        f"Time       about {clock(total)} for {max_steps:,} steps and their evaluations"
+        f"Speed      {seconds:.3g} s a step, {si(speed)} tokens/s{mfu}\n"
+        f"Saving     a checkpoint was written in {saving:.1f} s and verified, beside the training\n"
+        f"Evaluating about {duration(evaluating)} for {evaluated_windows(run.data, config):,} windows, {evaluations} "
+        f"times{', answers to prompts aside' if config.eval_prompts else ''}\n"
+        f"Time       about {duration(total)} for {steps:,} steps and their evaluations"
     )
     if at_risk := between_checkpoints(run, seconds):
-        print(f"At risk    at most {clock(min(at_risk, total))} of training, if the machine is lost between two saves")
+        print(
+            f"At risk    at most {duration(min(at_risk, total))} of training, if the machine is lost between two saves"
+        )
     if units := hardware.units_per_hour(config):
         print(f"Cost       about {total / 3600 * units:.1f} compute units at {units:g} an hour")
     if hardware.is_cuda and (peak := hardware.peak_memory()):
-        print(f"Peak       {peak / 1e9:.2f} GB of GPU memory in the timed step")
-    if previous.checkpoint is not None:
-        print(f"Resume     {previous.checkpoint.path} is whole and fits; training would continue from it")
-    print("Dry run: no run was written. Leave --dry_run out to train.")
+        print(f"Peak       {peak / 1e9:.2f} GB of GPU memory in these steps")
 
 
 def steps_in_time(run: Run, seconds: float, evaluating: float, saving: float) -> int:
@@ -175,13 +211,9 @@ def probe(mirror: Mirror) -> None:
         ) from None
 
 
-def check_first_loss(run: Run) -> None:
+def check_first_loss(run: Run, loss: float) -> None:
     """Warn if the first loss is not that of an untrained model, to which all tokens are about equally likely. With
     adapters the base is trained, so there is nothing to compare."""
-    run.model.eval()
-    with torch.no_grad(), run.hardware.autocast():
-        loss = float(run.step_model(*run.data.batch(0, run.rows_at_once)))
-    run.model.train()
     if lora_of(run.model) is not None:
         print(f"First loss {loss:.2f}, that of the base")
         return
@@ -192,21 +224,6 @@ def check_first_loss(run: Run) -> None:
             "Warning: these two should be close. Does the vocabulary belong to these tokens? Did you change the "
             "model's initialisation?"
         )
-
-
-def time_save(run: Run) -> float:
-    """Time writing, verifying and loading a checkpoint on the run's disk, in seconds. Deletes it afterwards."""
-    parent = nearest_existing(run.dir.parent)
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        write_checkpoint(folder / "step", snapshot_of(run, copy=False))
-        if problems := problems_of(folder / "step"):
-            raise CheckpointError(f"A checkpoint written below {parent} is damaged: {'; '.join(problems)}.")
-        checkpoint = Checkpoint(folder / "step")
-        checkpoint.load_weights(run.model)
-        checkpoint.load_optimizer(run.optimizer)
-    return time.perf_counter() - began
 
 
 def time_evaluation(run: Run) -> float:
@@ -232,64 +249,23 @@ def between_checkpoints(run: Run, seconds: float) -> float | None:
     return min((seconds_between for seconds_between in times if seconds_between), default=None)
 
 
-def smallest_part(run: Run) -> int:
-    """Return the fewest sequences to time a step on: a compiled model takes one shape only, and a GPU is slow on
-    less."""
-    at_once = run.rows_at_once if run.hardware.is_cuda or run.hardware.compiles else 1
-    return min(at_once * world().size, run.config.sequences_per_step)
-
-
-def time_step(run: Run) -> tuple[float, int]:
-    """Time a training step. Returns its seconds, and the number of sequences that were timed (the seconds are scaled to
-    a step)."""
-    config, hardware = run.config, run.hardware
-
-    def timed(rows: int) -> float:
-        hardware.synchronize()
-        started = time.perf_counter()
-        train_step(run, rows)
-        hardware.synchronize()
-        return time.perf_counter() - started
-
-    whole = config.sequences_per_step
-    unit = smallest_part(run)
-    timed(unit)  # first use of every kernel
-    seconds = timed(unit)
-    rows = unit
-    if hardware.is_cuda or seconds * whole <= TIMED_SECONDS * unit:
-        rows = whole
-    elif not hardware.compiles:
-        rows = min(run.rows_at_once * world().size, max(unit, int(TIMED_SECONDS / seconds)))
-    if rows > unit:
-        timed(rows)  # later steps reuse the memory that this one allocates
-        seconds = timed(rows)
-    if hardware.is_cuda:  # whose clocks rise with the work
-        more = on_rank_0(lambda: int(GPU_TIMED_SECONDS / seconds))
-        seconds = median([seconds, *(timed(rows) for _ in range(more))])
-    return seconds * whole / rows, rows
-
-
 def profile(run: Run) -> None:
     """Time the parts of real steps for a few seconds; print them and what limits the run. Writes no run."""
-    data, hardware, config = run.data, run.hardware, run.config
-    whole_seconds, rows = retry_smaller(run, time_step)
-    whole = config.sequences_per_step
-    steps = min(MAX_STEPS, max(1, int(PROFILE_SECONDS * whole / (whole_seconds * rows))))
-    spent = dict.fromkeys(PARTS, 0.0)
+    hardware = run.hardware
+    retry_smaller(run, train_step)  # first use of every kernel
+    spent, steps = dict.fromkeys(PARTS, 0.0), 0
     began, cpu = time.perf_counter(), time.thread_time()
-    for number in range(steps):  # with other data each time, as in training
-        run.state.sequences_seen = number * rows
-        for part, took in zip(PARTS, timed_parts(run, rows), strict=True):
+    while not steps or (steps < MAX_STEPS and time.perf_counter() - began < PROFILE_SECONDS):
+        for part, took in zip(PARTS, timed_parts(run), strict=True):
             spent[part] += took
+        run.advance()
+        steps += 1
     cpu_share = (time.thread_time() - cpu) / (time.perf_counter() - began) if hardware.device.type == "cpu" else 1.0
-    # The update takes as long for any batch; the other parts are those of a whole step.
-    scale = {name: 1.0 if name == "update" else whole / rows for name in PARTS}
-    seconds = {name: spent[name] / steps * scale[name] for name in PARTS}
+    seconds = {name: spent[name] / steps for name in PARTS}
     total = sum(seconds.values())
     speed = run.tokens_per_step / total
     mfu = f", MFU {speed * run.model.flops_per_token() / hardware.peak_flops:.0%}" if hardware.peak_flops else ""
-    on_part = "" if rows == whole else f", each timed on {rows} of its {whole} sequences"
-    print(f"Profile    {steps} step{'s' * (steps > 1)} of {run.tokens_per_step:,} tokens{on_part}; seconds a step:")
+    print(f"Profile    {steps} step{'s' if steps > 1 else ''} of {run.tokens_per_step:,} tokens; seconds a step:")
     for name in PARTS:
         print(f"  {name:<10}{seconds[name]:>9.4f}{seconds[name] / total:>6.0%}")
     print(f"  {'in all':<10}{total:>9.4f}  {si(speed)} tokens/s{mfu}")
@@ -299,17 +275,17 @@ def profile(run: Run) -> None:
             "each other lose most: --threads 1 can be several times as fast."
         )
     else:
-        print(f"Limit      {limit(seconds, hardware, data.placement)}")
+        print(f"Limit      {limit(seconds, hardware, run.data.placement)}")
     with torch.profiler.profile() as trace:
-        train_step(run, rows)
+        train_step(run)
         hardware.synchronize()
     own = "self_device_time_total" if hardware.is_cuda else "self_cpu_time_total"
     print(trace.key_averages().table(sort_by=own, row_limit=OPERATIONS, max_name_column_width=40))
     print("Profile: no run was written. Leave --profile out to train.")
 
 
-def timed_parts(run: Run, sequences: int) -> list[float]:
-    """Time the PARTS of a step of the next `sequences`, in seconds. On a GPU each part waits for the one before, so the
+def timed_parts(run: Run) -> list[float]:
+    """Time the PARTS of a step, in seconds. On a GPU each part waits for the one before, so the
     sum is a little more than a step of the training, whose parts overlap."""
 
     def now() -> float:
@@ -317,9 +293,9 @@ def timed_parts(run: Run, sequences: int) -> list[float]:
         return time.perf_counter()
 
     times = [now()]
-    batch = read_batch(run, sequences)
+    batch = read_batch(run)
     times.append(now())
-    loss = accumulate(run, batch, sequences)
+    loss = accumulate(run, batch)
     times.append(now())
     apply_update(run, loss)
     times.append(now())

@@ -13,6 +13,7 @@ from common.files import read_json
 from common.lora import add_adapters
 from common.machine import available_ram, total_ram
 from common.output import byte_size
+from common.script import world
 from common.tensors import Uninitialized, meta_model
 from model import TransformerLanguageModel
 from model_config import ModelConfig
@@ -20,6 +21,7 @@ from training.config import Config, is_resolved
 from training.data import TokenData
 from training.hardware import Hardware
 from training.optimizer import RULES, by_rule
+from training.parallel import largest
 from training.records import CONFIG
 
 HALVED = "out of memory"  # source of a micro-batch that was halved after such an error
@@ -72,6 +74,12 @@ def halve_until_it_fits(
         f"with the same result{DROPOUT_ASIDE if config.dropout else ''}"
     )
     return rows, "memory"
+
+
+def smallest_rows(rows: int, source: str) -> tuple[int, str]:
+    """Return the smallest micro-batch of all processes, and where it comes from."""
+    smallest = -int(largest(-rows)[0])
+    return smallest, source if smallest == rows else "memory"
 
 
 def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None:
@@ -155,7 +163,14 @@ def held_memory(data: TokenData, hardware: Hardware) -> int:
 
 
 def no_way_out(config: Config, shape: ModelConfig, hardware: Hardware, rows: int) -> str:
-    """Return the message for when one sequence at a time does not fit: what would help."""
+    """Return the message for when one sequence at a time does not fit, or one of several processes is out of memory:
+    what would help."""
+    if world().size > 1 and rows > 1:
+        return (
+            f"Out of memory with {rows} sequences at once in one of {world().size} processes: add --micro_batch_size "
+            f"{rows // 2} to the same command, with the same result{DROPOUT_ASIDE if config.dropout else ''}. "
+            "Checkpoints saved before are whole."
+        )
     others = ""
     with contextlib.suppress(Exception):  # memory may run out here too
         if (held := held_by_others(hardware) or 0) > OTHERS_SHARE * (hardware.memory_bytes or math.inf):

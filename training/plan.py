@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -25,36 +27,31 @@ from training.config import Config
 from training.data import TokenData
 from training.evaluate import check_prompts, read_prompts
 from training.hardware import choose_attention, detect_hardware
-from training.memory import fit_micro_batch, memory_advice, without_memory
+from training.memory import fit_micro_batch, memory_advice, smallest_rows, without_memory
 from training.mirror import Mirror
 from training.parallel import on_rank_0
-from training.previous import Previous, find_previous
+from training.resume import find_previous
 from training.run import Prompt, Run
 from training.schedule import repetition
+from training.state import Previous
+from training.store import Store
 from training.text import EXAMPLE, EXAMPLES, text_of
 from training.tracker import require_tracker
 
 
-def make_run(config: Config, is_trained: bool = False) -> Run:
+def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> Run:
     """Decide what to do about `config`, after what earlier sessions left, and build it: the model has its first
-    weights, and nothing of the run folder is loaded. Tokenizes `input` on first use. `is_trained`: the run will be
-    trained, and its folder is locked.
+    weights, and nothing of the run folder is loaded. Tokenizes `input` on first use. `lock`: the run will be trained,
+    and its folder stays locked until this is closed.
 
     Raises ConfigError, DataError or CheckpointError for what cannot be done, MemoryExhausted if one sequence does not
     fit.
     """
     require_tracker(config)
     mirror = Mirror(config.run_dir, config.checkpoint_dir) if config.checkpoint_dir and is_rank_0() else None
-
-    def find() -> tuple[Previous, ModelConfig]:
-        previous = find_previous(config, mirror, is_trained)
-        return previous, shape_of(config, previous)
-
-    previous, shape = on_rank_0(find)
+    previous, shape, data_dir, prompts, base, lora = on_rank_0(lambda: decide(config, mirror, lock))
     hardware = detect_hardware(config, shape, previous.saved.state.compiled if previous.saved else None)
     print(hardware.describe())
-
-    data_dir, prompts, base, lora = on_rank_0(lambda: prepare(config, previous, shape))
     data = TokenData.open(config, data_dir, shape.max_seq_len, hardware)
     choose_attention(data.layout.has_mask)
     print(data.describe() + repetition(data.windows, config))
@@ -73,7 +70,7 @@ def make_run(config: Config, is_trained: bool = False) -> Run:
         )
         if lora.end_modules and shape.embed_norm and shape.is_gated:
             print("           adapters for peft need --lora_targets attention,feed_forward with this form of the model")
-    size, source = on_rank_0(lambda: fit_micro_batch(config, sizes, hardware, data.gpu_bytes))
+    size, source = smallest_rows(*fit_micro_batch(config, sizes, hardware, data.gpu_bytes))
 
     with memory_advice(config, shape, hardware, lambda: config.rows_at_once(size)):
         torch.manual_seed(config.seed)
@@ -109,14 +106,27 @@ def shape_of(config: Config, previous: Previous) -> ModelConfig:
     return replace(trained, **theirs, dropout=config.dropout)
 
 
-def prepare(
-    config: Config, previous: Previous, shape: ModelConfig
-) -> tuple[str | None, list[Prompt], Checkpoint | None, LoRA | None]:
-    """Do what only rank 0 has to: find or make the token folder, read the prompts, find the base of the adapters."""
-    data_dir, prompts = tokenized(config, previous), read_run_prompts(config)
-    base = base_of_adapters(config, previous, shape)
+class Decision(NamedTuple):
+    """What rank 0 decides for all processes."""
+
+    previous: Previous
+    shape: ModelConfig
+    data_dir: str | None  # the token folder, if one is named or made
+    prompts: list[Prompt]
+    base: Checkpoint | None  # of the adapters
+    lora: LoRA | None
+
+
+def decide(config: Config, mirror: Mirror | None, lock: contextlib.ExitStack | None) -> Decision:
+    """Do what only rank 0 has to: find what to continue, find or make the token folder, read the prompts."""
+    if lock is not None:
+        lock.enter_context(Store(config.run_dir).locked())
+    previous = find_previous(config, mirror, is_trained=lock is not None)
+    shape = shape_of(config, previous)
+    detect_hardware(config, shape)  # what the machine lacks is said before a long text is tokenized
+    prompts, base = read_run_prompts(config), base_of_adapters(config, previous, shape)
     lora = None if base is None else config.lora(str(base.path), sha256_file(weights_file(base.path)))
-    return data_dir, prompts, base, lora
+    return Decision(previous, shape, tokenized(config, previous), prompts, base, lora)
 
 
 def tokenized(config: Config, previous: Previous) -> str | None:

@@ -1,47 +1,222 @@
-"""How a session begins: continue the run that its folder holds, or start a new one; and what may not have changed."""
+"""How a session begins: what earlier sessions left, continue it or start a new run; and what may not have changed."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shlex
+import shutil
 import sys
 import uuid
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint import BEST, Checkpoint, describe_damage, problems_of, step_folders, step_of
-from common.errors import CheckpointError
-from common.files import sha256_file
+from common.checkpoint import (
+    ADAPTERS,
+    BEST,
+    Checkpoint,
+    describe_damage,
+    newest_valid,
+    open_checkpoint,
+    problems_of,
+    step_folders,
+    step_of,
+)
+from common.errors import CheckpointError, ConfigError
+from common.files import OF_RUN, atomic_write, sha256_file
 from common.lora import LoRA, find_base, lora_of
 from common.script import world
+from common.tensors import weights_file
 from model_config import ModelConfig
 from tokenization.token_folder import find_tokens
-from training.config import scope_of
-from training.growth import changes
-from training.mirror import read_best_state
+from training.config import Config, scope_of
+from training.mirror import Mirror
 from training.parallel import any_process, broadcast_tensors, on_rank_0
-from training.previous import quarantine, set_aside, weights_hash
+from training.records import RECORDS, SUMMARY
 from training.run import Run
 from training.saver import write_config
-from training.state import TrainState
+from training.state import Previous, Saved, TrainState, read_state
+from training.store import Store, finish_setting_aside, read_best_state, replacing, set_aside
+from training.text import changes
+
+
+def find_previous(config: Config, mirror: Mirror | None, is_trained: bool) -> Previous:
+    """Find what the run folder and its mirror hold. If the run `is_trained` then, its folder is locked: clean up after
+    a session that was killed, and copy into it what only the mirror has.
+
+    Raises ConfigError or CheckpointError if a folder is not this run's, cannot be used, or holds nothing whole.
+    """
+    store = Store(config.run_dir)
+    if is_trained and config.resume != "never":
+        finish_setting_aside(store, mirror.store if mirror is not None else None)
+    store.require_ours("--output_dir")
+    if config.resume == "never":
+        store.require_movable()
+    if mirror is not None:
+        try:
+            require_mirror(mirror, store, config)
+        except OSError as problem:
+            raise ConfigError(
+                f"--checkpoint_dir {mirror.root} cannot be read ({problem.strerror}). Mount the Drive again, or leave "
+                f"--checkpoint_dir out to train without copies."
+            ) from None
+    if is_trained and not store.is_empty:
+        store.clean_up()
+        shutil.rmtree(replacing(store.dir), ignore_errors=True)
+    previous: Previous | None = None
+    while previous is None:
+        with contextlib.suppress(FileNotFoundError):  # another machine has just replaced the copy by a newer one
+            previous = find_checkpoint(config, store, mirror)
+            if is_trained and previous.checkpoint is not None:
+                previous = bring_here(previous, store, mirror)
+    if mirror is not None:
+        mirror.require_usable()  # again: a mirror that was unmounted meanwhile looks empty
+    return previous
+
+
+def require_mirror(mirror: Mirror, store: Store, config: Config) -> None:
+    """Raise ConfigError or CheckpointError if the mirror is not there, or is not this run's."""
+    mirror.store.require_ours("--checkpoint_dir")
+    mirror.require_usable()
+    if config.resume == "never":
+        mirror.store.require_movable()
+    mirror.known = {copy.name for copy in mirror.store.steps()}
+    run_id = None
+    for newest in store.steps()[:1]:
+        with contextlib.suppress(CheckpointError, OSError):  # it is damaged
+            run_id = read_state(Checkpoint(newest)).state.run_id
+    mirror.require_of(run_id)
+
+
+def find_checkpoint(config: Config, store: Store, mirror: Mirror | None) -> Previous:
+    """Find the newest whole checkpoint here or in the mirror, or the one that `resume_from` names; else the weights of
+    `init_from`.
+
+    Raises CheckpointError if there are checkpoints and none is whole, or if the folder holds a run that did not start
+    from `resume_from` or `init_from`; FileNotFoundError if another machine has deleted the copy meanwhile.
+    """
+    places = [store.steps_dir, *([mirror.store.steps_dir] if mirror is not None else [])]
+    try:
+        newest = newest_valid(*places) if config.resume != "never" else None
+    except CheckpointError as problem:
+        raise CheckpointError(
+            f"{problem}\nNothing was changed or deleted. If there are copies elsewhere, put them back; --resume never "
+            "starts over and keeps these aside."
+        ) from None
+    if newest is None:
+        start = open_checkpoint(config.resume_from) if config.resume_from else None
+        init = open_checkpoint(config.init_from) if config.init_from else None
+        return Previous(start, read_state(start) if start else None, is_own=False, init=init)
+    try:
+        saved = read_state(newest)
+    except CheckpointError:
+        if newest.path.exists():
+            raise
+        raise FileNotFoundError(newest.path) from None
+    if config.init_from and not has_started_from(config.init_from, saved):
+        raise CheckpointError(
+            f"{config.run_dir} already holds a run that did not start from {config.init_from}. Choose another "
+            "--output_dir for the new one, or --resume never to keep the old one aside."
+        )
+    # The same command again: the run has gone further than the checkpoint that it started from.
+    if config.resume_from is None or saved.state.resumed_from == os.path.normpath(config.resume_from):
+        return Previous(newest, saved)
+    start = open_checkpoint(config.resume_from)
+    if start.path.resolve() == newest.path.resolve():
+        return Previous(start, saved)
+    raise CheckpointError(
+        f"{config.run_dir} already holds a run of its own, at {newest.path.name}. To continue from {start.path} "
+        "instead, choose another --output_dir."
+    )
+
+
+def has_started_from(path: str, saved: Saved) -> bool:
+    """Return whether a run started from the weights that `path` leads to. The same path is enough, because these
+    weights may have been trained further or deleted since; so are the same weights in another place."""
+    if saved.config.get("init_from") == path:
+        return True
+    with contextlib.suppress(CheckpointError):
+        return weights_hash(open_checkpoint(path)) == saved.state.initialized_from
+    return False
+
+
+def weights_hash(checkpoint: Checkpoint) -> str:
+    """Return the SHA-256 of a checkpoint's weights, or of its adapters: they are the same wherever they lie."""
+    adapters = checkpoint.path / ADAPTERS
+    return sha256_file(adapters if adapters.exists() else weights_file(checkpoint.path))
+
+
+def bring_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previous:
+    """Copy into the run folder what belongs to a checkpoint from elsewhere: the records of its run, its best weights,
+    and the checkpoint itself if it is a copy of this run. Best weights that were lost here come back from the mirror.
+
+    Raises FileNotFoundError if another machine has deleted the copy meanwhile.
+    """
+    assert previous.checkpoint is not None
+    folder = previous.checkpoint.path.resolve()
+    parent = folder.parent.parent if folder.parent.name == "checkpoints" else folder.parent
+    if parent == store.dir.resolve():
+        is_lost = mirror is not None and bool(problems_of(store.dir / BEST))
+        bests = mirror.store.bests() if mirror is not None and is_lost else []
+    else:
+        store.steps_dir.mkdir(parents=True, exist_ok=True)
+        if previous.is_own:
+            here = store.step_path(step_of(folder))
+            if is_copied(partial(store.copy, folder, here.name), folder, store):
+                print(f"Copies     {previous.checkpoint.path} is the newest, and now in {store.dir} too.")
+                previous = replace(previous, checkpoint=Checkpoint(here))
+        records = folder / OF_RUN if (folder / OF_RUN).is_dir() else parent
+        for name in RECORDS:
+            if (records / name).is_file():
+                with atomic_write(store.dir / name) as file:
+                    file.write((records / name).read_bytes())
+        bests = [parent / BEST, *parent.glob(f"{BEST}_*")]
+    for best in bests:
+        if not problems_of(best):
+            is_copied(partial(store.take_best, best), best, store)
+    return previous
+
+
+def is_copied(copy: Callable[[], object], source: Path, store: Store) -> bool:
+    """Copy `source`. If that fails, say so and return False. Raises FileNotFoundError if the source is gone."""
+    try:
+        copy()
+    except OSError as problem:
+        if source.exists():
+            reason = problem.strerror or problem
+            print(f"Warning: {source} could not be copied to {store.dir} ({reason}); the training goes on.")
+            return False
+    if not source.exists():
+        raise FileNotFoundError(source)
+    return True
+
 
 TOKENS = "tokens_sha256 of the data"  # as `identity` calls it
 
 
-def start_or_resume(run: Run) -> None:
-    """Continue the run of `run.previous` if there is one, else start it.
+def start_or_resume(run: Run) -> bool:
+    """Continue the run of `run.previous` if there is one, else start it. Returns whether it is finished, and its
+    summary written.
 
     Raises CheckpointError if what is there belongs to another model or other data.
     """
-    run.state, scaler = on_rank_0(lambda: (open_run(run), run.scaler.state_dict()))
+
+    def opened() -> tuple[TrainState, dict[str, Any], bool]:
+        run.state = open_run(run)
+        return run.state, run.scaler.state_dict(), run.finished and (run.dir / SUMMARY).is_file()
+
+    run.state, scaler, is_complete = on_rank_0(opened)
     run.saved_step = run.state.step
     run.skips[0] = run.state.skipped_updates
     if world().size > 1:
         run.scaler.load_state_dict(scaler)
         share_rank_0(run)
+    return is_complete
 
 
 def open_run(run: Run) -> TrainState:
@@ -61,7 +236,7 @@ def open_run(run: Run) -> TrainState:
                     run.config = replace(run.config, init_from=str(moved))
             write_config(run, new)
 
-        set_aside(run.dir, run.mirror.dir if run.mirror is not None else None, prepare)
+        set_aside(Store(run.dir), run.mirror.store if run.mirror is not None else None, prepare)
     run.dir.mkdir(parents=True, exist_ok=True)
     return state
 
@@ -109,9 +284,8 @@ def restore(run: Run) -> TrainState:
     checkpoint, saved = previous.checkpoint, previous.saved
     assert checkpoint is not None and saved is not None
     require_the_same(run)
-    for folder in step_folders(run.dir / "checkpoints") if previous.is_own else []:
-        if step_of(folder) >= step_of(checkpoint.path) and folder.resolve() != checkpoint.path.resolve():
-            quarantine(folder)  # damaged: else the run would continue from it
+    if previous.is_own:
+        Store(run.dir).quarantine_newer(checkpoint.path)  # else the run would continue from them
     checkpoint.load_weights(run.model)
     checkpoint.load_optimizer(run.optimizer)
     if saved.scaler and run.scaler.is_enabled():

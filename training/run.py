@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,22 +11,19 @@ from typing import Any
 import torch
 
 from common.checkpoint import BEST, BYTES_A_PARAMETER, Checkpoint
-from common.errors import MemoryExhausted, is_out_of_memory
 from common.output import log
-from common.script import world
+from common.script import is_rank_0
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from training.compilation import compile_model, uncompiled
-from training.config import AUTOMATIC_SOURCES, MODEL_KEYS, Config
+from training.config import MODEL_KEYS, Config
 from training.data import TokenData
-from training.hardware import Hardware, clear_frames, return_freed_memory
-from training.memory import DROPOUT_ASIDE, HALVED, halve_until_it_fits, no_way_out
+from training.hardware import Hardware, return_freed_memory
+from training.memory import DROPOUT_ASIDE, HALVED
 from training.mirror import Mirror
 from training.optimizer import Optimizer, build_optimizer
-from training.parallel import any_process, broadcast_tensors, on_rank_0
-from training.previous import Previous
+from training.parallel import broadcast_tensors
 from training.schedule import epoch_sequences, last_step, learning_rate, progress, steps_left
-from training.state import TrainState
+from training.state import Previous, TrainState
 
 KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one being written
 
@@ -67,10 +63,7 @@ class Run:
         self.state = TrainState()
         self.skips = torch.zeros(3, device=self.hardware.device)  # see `count_skip` in step.py
         self.saved_step = 0  # of the newest checkpoint
-
-    @property
-    def dir(self) -> Path:
-        return self.config.run_dir
+        self.dir: Path = self.config.run_dir  # a dry run has another
 
     @property
     def shape(self) -> ModelConfig:
@@ -146,50 +139,10 @@ class Run:
             found["micro_batch_size"] = self.micro_batch_size
         return self.config.values() | found
 
-    def compile(self) -> None:
-        """Set `step_model` for the current `rows_at_once`, and try it on the first sequences. If compiling
-        fails in one of the processes, all train uncompiled. That takes more memory, so the micro-batch is fitted again,
-        unless it was given.
-
-        Raises MemoryExhausted if one sequence does not fit.
-        """
-        self.optimizer.tensors()  # allocate them now: if memory runs out, then before compiling takes its time
-        example = self.data.batch(0, self.rows_at_once) if self.hardware.compiles else ()
-        evaluates = bool(self.config.eval_interval)
-        self.step_model, failure = compile_model(self.model, self.hardware, example, evaluates)
-        if any_process(bool(failure))[0]:
-            if not failure:
-                print("torch.compile failed in another process; training continues uncompiled in all of them.")
-                # For another micro-batch, the first step would compile again.
-                self.step_model = uncompiled(self.step_model)
-            reason = f"torch.compile failed ({failure or 'in another process'})"
-            self.hardware = dataclasses.replace(self.hardware, compiles=False, compile_reason=reason)
-            if self.micro_batch_source in AUTOMATIC_SOURCES:
-                fitted = on_rank_0(
-                    lambda: halve_until_it_fits(self.config, self.model, self.hardware, self.data.gpu_bytes)
-                )
-                self.micro_batch_size, self.micro_batch_source = fitted
-        self.compiled_rows = self.rows_at_once
-        self.state.compiled = None if self.hardware.is_cuda else self.hardware.compiles
-
-    def halve_rows(self, error: Exception) -> None:
-        """After `error`: free memory, and halve the micro-batch. Raises any error but out of memory again, and
-        MemoryExhausted if halving cannot help."""
-        if not is_out_of_memory(error):
-            raise error
+    def halve_rows(self) -> None:
+        """Halve the micro-batch after running out of memory, and free what steps have left."""
         rows, aside = self.rows_at_once, DROPOUT_ASIDE if self.config.dropout else ""
-        if rows == 1:
-            raise MemoryExhausted(no_way_out(self.config, self.shape, self.hardware, rows)) from error
-        if world().size > 1:  # all would have to retry together
-            raise MemoryExhausted(
-                f"Out of memory with {rows} sequences at once in one of {world().size} processes: add "
-                f"--micro_batch_size {rows // 2} to the same command, with the same result{aside}. Checkpoints saved "
-                f"before are whole."
-            ) from error
-        # In this order: frames hold the activations, also those of the compiler, and what it keeps of an attempt would
-        # keep memory from being returned.
-        clear_frames(error)
-        self.recorded = None  # its memory too
+        self.recorded = None
         self.optimizer.zero_grad(set_to_none=True)
         if self.hardware.compiles:
             torch.compiler.reset()  # also because PyTorch limits how often it compiles for another shape
@@ -206,7 +159,8 @@ class Run:
         """Load the weights in best/, inside. They were verified when the run was resumed. Every process must enter."""
         current = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         try:
-            on_rank_0(lambda: Checkpoint(self.dir / BEST).load_weights(self.model))
+            if is_rank_0():
+                Checkpoint(self.dir / BEST).load_weights(self.model)
             broadcast_tensors(list(self.model.state_dict().values()))
             yield
         finally:

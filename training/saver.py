@@ -14,17 +14,14 @@ import torch
 from common.checkpoint import (
     ADAPTERS,
     BEST,
-    KEEP,
     OPTIMIZER,
     STATE,
     WEIGHTS_FILES,
-    delete_folder,
-    step_folders,
+    step_of,
     stored_config,
     stored_weights,
-    write_checkpoint,
 )
-from common.errors import CheckpointError, MemoryExhausted, is_out_of_memory
+from common.errors import CheckpointError, is_out_of_memory
 from common.files import json_bytes, session, write_json
 from common.lora import lora_of
 from common.machine import available_ram
@@ -33,13 +30,15 @@ from common.script import is_rank_0, world
 from common.tensors import Content, on_host
 from training.clock import Clock
 from training.config import MODEL_KEYS
-from training.parallel import any_process, on_rank_0
+from training.hardware import attempt
+from training.parallel import on_rank_0
 from training.records import CONFIG
 from training.run import Run
 from training.schedule import epoch_sequences
-from training.signals import Signals, StopRequested
 from training.state import Saved
 from training.step import diverged, require_stable
+from training.stop import Stop, StopRequested
+from training.store import Store
 
 Snapshot = dict[str, Content]  # the files of a checkpoint, in memory
 TOLD_SECONDS = 30.0  # between two lines about saves
@@ -55,8 +54,9 @@ class Saver:
     newer state.
     """
 
-    def __init__(self, run: Run, clock: Clock, stop: Signals):
+    def __init__(self, run: Run, clock: Clock, stop: Stop):
         self.run, self.clock, self.stop = run, clock, stop
+        self.store = Store(run.dir)
         self.last_saved = time.monotonic()
         # A checkpoint that could not be written when it was due; or the first step of a run from trained weights, for a
         # lost machine must leave them in the mirror.
@@ -73,10 +73,10 @@ class Saver:
             self.run.mirror.begin(self.run.state.run_id)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
             if kind is not KeyboardInterrupt:  # which stops at once
-                self.finish(kind)
+                self.finish(error)
         finally:
             self.thread.shutdown(cancel_futures=True)
             if self.run.mirror is not None:
@@ -84,12 +84,13 @@ class Saver:
         if kind is None or kind is StopRequested:
             on_rank_0(self.require_not_overtaken)
 
-    def finish(self, kind: type[BaseException] | None) -> None:
+    def finish(self, error: BaseException | None) -> None:
         """Save the rest and wait. If an error ends the training, only log those of saving."""
-        is_sound = kind is None or kind is StopRequested
+        is_sound = error is None or isinstance(error, StopRequested)
+        # Out of memory: nothing but gradients has changed since the last step. Other processes would not save.
+        is_saved = error is None or is_sound or (is_out_of_memory(error) and world().size == 1)
         try:
-            # Out of memory: nothing but gradients has changed since the last step. Other processes would not save.
-            if is_sound or (kind is MemoryExhausted and world().size == 1):
+            if is_saved:
                 self.save_rest()
             self.wait()
         except CheckpointError as problem:
@@ -120,22 +121,25 @@ class Saver:
             under_way.result()
 
     def checkpoint_due(self) -> bool:
-        """Return whether the configuration wants this step saved, by steps, epochs or minutes."""
+        """Return whether this step is saved by its number, its epoch, or as the last."""
         config, state = self.run.config, self.run.state
         before = state.sequences_seen - config.sequences_per_step
         size = epoch_sequences(self.run.data.windows, config) * config.checkpoint_interval
         epochs_passed = bool(size) and state.sequences_seen // size > before // size
         steps_passed = bool(config.checkpoint_steps) and state.step % config.checkpoint_steps == 0
-        minutes = (time.monotonic() - self.last_saved) / 60
-        minutes_passed = bool(config.checkpoint_minutes) and minutes >= config.checkpoint_minutes
-        return steps_passed or epochs_passed or minutes_passed or self.run.finished
+        return steps_passed or epochs_passed or self.run.finished
+
+    @property
+    def minutes_passed(self) -> bool:
+        minutes = self.run.config.checkpoint_minutes
+        return bool(minutes) and time.monotonic() - self.last_saved >= 60 * minutes
 
     def save_if_due(self) -> None:
         """Save a checkpoint or the best weights, if it is time. After a skipped update, wait for a step that shows the
         weights to be sound; those that were just evaluated are. Raises CheckpointError if the last save failed."""
         if self.under_way is not None and self.under_way.done():
             self.join()
-        (self.is_due,) = any_process(self.is_due or self.checkpoint_due())  # clocks differ
+        self.is_due |= self.checkpoint_due()
         if self.is_due or self.best_is_due:
             require_stable(self.run)
             if self.best_is_due or self.run.finished or not self.run.skips[1]:
@@ -160,9 +164,9 @@ class Saver:
             if not torch.isfinite(total):
                 raise diverged(run, "a weight is not finite")
             state.skipped_updates = int(run.skips[0])
-            folders = [run.dir / BEST] if self.best_is_due else []
+            folders = self.store.bests() if self.best_is_due else []
             if self.is_due:
-                folders.append(run.dir / "checkpoints" / f"step_{state.step:08d}")
+                folders.append(self.store.step_path(state.step))
                 run.saved_step = state.step
                 self.last_saved = time.monotonic()
             self.is_due = self.best_is_due = False
@@ -180,11 +184,10 @@ class Saver:
             self.written_rows = self.run.micro_batch_size
         for folder in folders:
             began = time.perf_counter()
-            write_checkpoint(folder, snapshot)
+            self.store.save(snapshot, folder)
             self.clock.write_seconds = time.perf_counter() - began
             if folder.name != BEST:
-                for old in step_folders(folder.parent)[KEEP:]:
-                    delete_folder(old)
+                self.store.delete_older(step_of(folder))
                 if time.monotonic() - self.told >= TOLD_SECONDS or self.run.finished:
                     self.told = time.monotonic()
                     log.info(f"Saved {folder}")
@@ -197,12 +200,9 @@ class Saver:
         free = available_ram()
         if free is not None and self.run.checkpoint_bytes > SNAPSHOT_SHARE * free:
             return None
-        try:
+        with attempt(self.run.hardware.device):
             return snapshot_of(self.run, copy=True)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
+        return None
 
 
 def snapshot_of(run: Run, copy: bool) -> Snapshot:

@@ -5,6 +5,7 @@ The file may come from somebody else, with hashes that match: pydantic checks ev
 
 from __future__ import annotations
 
+import dataclasses
 import uuid
 from dataclasses import asdict
 from typing import Annotated, Any
@@ -103,3 +104,18 @@ def read_state(checkpoint: Checkpoint) -> Saved:
             f"{path} is not the state of a training: {problem}. "
             f"--init_from {checkpoint.path} starts a new run from the weights."
         ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Previous:
+    """What this session builds on. Its files have been verified."""
+
+    checkpoint: Checkpoint | None = None  # to continue from
+    saved: Saved | None = None  # its training state
+    is_own: bool = True  # the checkpoint is this run's, here or in the mirror
+    init: Checkpoint | None = None  # of `init_from`, if a new run starts
+
+    @property
+    def source(self) -> Checkpoint | None:
+        """Where the weights come from."""
+        return self.checkpoint or self.init

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -28,38 +27,37 @@ class StepResult(NamedTuple):
     lr: float | torch.Tensor  # AdamW's; a tensor only while the update is recorded
 
 
-def train_step(run: Run, sequences: int | None = None) -> StepResult:
-    """Update the model with the next `sequences` (None: all of a step). Each process takes its share of them, and all
-    make the same update."""
-    return apply_update(run, forward_backward(run, sequences))
+def train_step(run: Run) -> StepResult:
+    """Update the model with the sequences of the next step. Each process takes its share of them, and all make the same
+    update."""
+    return apply_update(run, forward_backward(run))
 
 
-def forward_backward(run: Run, sequences: int | None = None) -> torch.Tensor:
-    """Forward and backward of the next `sequences` (None: all of a step). Returns their mean loss, (). If it fails, it
-    can be done again: only gradients have changed. For the same slices, dropout draws the same numbers."""
-    sequences = sequences or run.config.sequences_per_step
-    return accumulate(run, read_batch(run, sequences), sequences)
+def forward_backward(run: Run) -> torch.Tensor:
+    """Forward and backward of the sequences of a step. Returns their mean loss, (). If it fails, it can be done again:
+    only gradients have changed. For the same slices, dropout draws the same numbers."""
+    return accumulate(run, read_batch(run))
 
 
-def read_batch(run: Run, sequences: int) -> Batch:
-    """Read this process's share of the next `sequences`."""
-    first, own = parallel.own_rows(sequences)
+def read_batch(run: Run) -> Batch:
+    """Read this process's share of the sequences of the next step."""
+    first, own = parallel.own_rows(run.config.sequences_per_step)
     return run.data.batch(run.state.sequences_seen + first, own)
 
 
-def accumulate(run: Run, batch: Batch, sequences: int) -> torch.Tensor:
-    """Forward and backward of a batch, this process's share of `sequences`, in micro-batches. Returns the mean loss
-    over all of them, ().
+def accumulate(run: Run, batch: Batch) -> torch.Tensor:
+    """Forward and backward of a batch, this process's share of a step, in micro-batches. Returns the mean loss over the
+    whole step, ().
 
     Dropout's random stream depends on (seed, step, rank) only, so a resumed run needs no saved random state.
     """
     config, scaler = run.config, run.scaler
-    rows = min(run.rows_at_once, math.ceil(sequences / world().size))
+    rows = run.rows_at_once
     if config.dropout:  # without it nothing is drawn, and seeding takes up to half a millisecond
         torch.manual_seed(config.seed * 1_000_003 + run.state.step + (world().rank << 53))
     own = len(batch[0])
     total = torch.zeros((), device=run.data.device)
-    weights = loss_weights(batch[1], rows, run.data.layout.has_mask, sequences)
+    weights = loss_weights(batch[1], rows, run.data.layout.has_mask, config.sequences_per_step)
     micro_batches = zip(*(part.split(rows) for part in batch), strict=True)
     if run.recorded is not None:
         return run.recorded.accumulate((pad_rows(part, run.recorded.rows) for part in micro_batches), weights)

@@ -16,9 +16,8 @@ import torch
 from common.graphs import GraphRecorder
 from common.machine import pick_device
 from model import TransformerLanguageModel
-from training.compilation import compile_model
+from training.compilation import can_record, compile_model
 from training.config import Config
-from training.graphs import can_record
 from training.hardware import (
     ALL_THREADS,
     Hardware,

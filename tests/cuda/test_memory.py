@@ -16,7 +16,7 @@ from benchmarks.workload import Training
 from tests.cuda.helpers import DEVICE, ON_GPU, losses_of, memory_limit, opened
 from tests.helpers import estimated
 from training import memory
-from training.command_line import parse_config
+from training.config import parse_config
 from training.hardware import limit_memory
 from training.plan import make_run
 from training.records import read_metrics

@@ -24,7 +24,7 @@ import tools.watch
 import train_colab_mmap
 from common.flags import Parser
 from tests.helpers import ROOT
-from training.command_line import parse_config
+from training.config import parse_config
 
 SCRIPTS = {
     "tokenize_local_bpe.py": tokenize_local_bpe.main,

@@ -17,7 +17,7 @@ import torch
 
 from tests.helpers import Killed, columns, generated_text, snapshot
 from tokenize_local_bpe import tokenize
-from training import loop
+from training import fit
 from training.records import read_metrics
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -141,7 +141,7 @@ def test_a_run_killed_before_its_summary_writes_it_at_the_next_start(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "write_summary", die)
+        patch.setattr(fit, "write_summary", die)
         with pytest.raises(Killed):
             train(tmp_path / "run", max_steps=12)
     assert train(tmp_path / "run", max_steps=12).code == 0
@@ -302,7 +302,7 @@ def test_a_bug_of_ours_keeps_its_traceback(train: Callable, tmp_path: Path, monk
     def bug(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(loop, "forward_backward", bug)
+    monkeypatch.setattr(fit, "forward_backward", bug)
     with pytest.raises(ZeroDivisionError):
         train(tmp_path / "run")
 

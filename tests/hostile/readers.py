@@ -20,16 +20,15 @@ from tokenization.token_folder import require_tokens_of
 from tokenizer import Tokenizer
 from tokenizer_bpe import BPETokenizer
 from training.clock import Clock
-from training.command_line import parse_config
-from training.config import Config
+from training.config import Config, parse_config
 from training.evaluate import bits_per_byte
 from training.plan import make_run
 from training.resume import start_or_resume
 from training.run import Run
 from training.saver import Saver
-from training.signals import Signals
 from training.state import Saved
 from training.step import train_step
+from training.stop import Stop
 
 TEXT = "the cat sat on a mat.\n"
 
@@ -82,7 +81,7 @@ class Training:
         self.config = tiny_config(self.token_folder, folder / "run", **changes)
         self.data = open_tokens(self.config, CPU)
         run = self.start_or_resume()
-        with Signals() as stop, Saver(run, Clock(run, 0.0), stop):  # which saves the last step
+        with Stop() as stop, Saver(run, Clock(run, 0.0), stop):  # which saves the last step
             for _ in range(2):
                 self.take_step(run)
         self.checkpoint = folder / "run" / "checkpoints" / "step_00000002"

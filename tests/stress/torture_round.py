@@ -27,13 +27,13 @@ import torch
 import tokenization.command  # noqa: F401 (sessions import it on first use)
 import tokenize_local_bpe
 import train_colab_mmap
-import training.loop  # noqa: F401 (as above)
+import training.fit  # noqa: F401 (as above)
 from benchmarks.measure import flag_words
 from common.checkpoint import Checkpoint, problems_of, step_folders, step_of
 from common.files import OF_RUN, sha256_file
 from training import (
     mirror,
-    summary,  # noqa: F401 (as above)
+    store,
 )
 from training.text import EXAMPLES
 
@@ -302,8 +302,8 @@ def result(of: Round) -> dict[str, str]:
     several sessions must be the same."""
     name, best = f"step_{STEPS:08d}", of.run / "best"
     final, copies = of.run / "checkpoints" / name, list(of.copies.glob(f"{name}-*"))
-    scored = [(copy, score) for copy in of.copies.glob("best_*") if (score := mirror.read_best_state(copy))]
-    winners = [copy for copy, score in scored if not any(mirror.is_better(other, score) for _, other in scored)]
+    scored = [(copy, score) for copy in of.copies.glob("best_*") if (score := store.read_best_state(copy))]
+    winners = [copy for copy, score in scored if not any(store.is_better(other, score) for _, other in scored)]
     files = {path.name: [path] for path in of.tokens.iterdir() if "metadata" not in path.name}
     files |= {f"{name} at the end": [final / name] for name in ("model.safetensors", "optimizer.safetensors")}
     files |= {"copies at the end": [copy / "optimizer.safetensors" for copy in copies]}
@@ -311,7 +311,7 @@ def result(of: Round) -> dict[str, str]:
     found = {key: distinct([sha256_file(path) for path in paths if path.exists()]) for key, paths in files.items()}
     found["metrics"] = distinct([rows_of(of.run)])
     # A session that was stopped in the last evaluation copied its last step, too.
-    whole_copies = [copy for copy in copies if mirror.read_state(Checkpoint(copy)).state.evaluated_step == STEPS]
+    whole_copies = [copy for copy in copies if store.read_state(Checkpoint(copy)).state.evaluated_step == STEPS]
     found["metrics of the copies"] = distinct([rows_of(copy / OF_RUN) for copy in whole_copies])
     return found
 

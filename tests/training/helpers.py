@@ -12,7 +12,7 @@ import torch
 
 from common.checkpoint import step_folders, step_of
 from tests.helpers import Killed
-from training import loop, saver
+from training import fit, saver
 from training.records import read_metrics
 from training.run import Run
 
@@ -21,7 +21,7 @@ TIMES = {"ms_per_step", "tokens_per_second", "peak_memory_gb", "elapsed_seconds"
 
 def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
     """Do `action` in the middle of the step that follows `step` finished ones."""
-    original = loop.forward_backward
+    original = fit.forward_backward
 
     def forward_backward(run: Run) -> torch.Tensor:
         loss = original(run)
@@ -29,7 +29,7 @@ def at_step(patch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) 
             action()
         return loss
 
-    patch.setattr(loop, "forward_backward", forward_backward)
+    patch.setattr(fit, "forward_backward", forward_backward)
 
 
 class AtOnce(ThreadPoolExecutor):

@@ -11,8 +11,7 @@ import torch
 
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from training.command_line import parse_config
-from training.config import Config
+from training.config import Config, parse_config
 from training.dial import EVALUATING_SHARE, Choice, Dial
 from training.hardware import CPU_COMPILE_SAVES, CPU_DROPOUT_TAKES, GPU_COMPILE_SECONDS, Hardware, compile_seconds
 from training.law import expected_loss, useful_passes

@@ -19,10 +19,9 @@ from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ROOT
 from tests.models import write_model
-from training.command_line import parse_config
-from training.config import MODEL_KEYS, SCHEMA
+from training.config import MODEL_KEYS, SCHEMA, parse_config
 from training.plan import shape_of
-from training.previous import find_previous
+from training.resume import find_previous
 
 CONFIGS = sorted((ROOT / "configs").glob("*.json"))
 BLOG_COMMAND = (

@@ -26,8 +26,7 @@ from tests.helpers import CPU, open_tokens, snapshot
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import Config
-from training.data import ReadAhead, TokenData, choose_placement
-from training.layout import layout_of_text
+from training.data import ReadAhead, TokenData, choose_placement, layout_of_text
 
 VOCAB_SIZE = 20
 TOKENS = 400

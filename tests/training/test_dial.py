@@ -18,8 +18,7 @@ from tests.training.launching import join
 from tests.training.pretended import MACHINES, Pretended
 from tokenization.metadata import TokenMetadata
 from tokenize_local_bpe import tokenize
-from training.command_line import parse_config
-from training.config import Config
+from training.config import Config, parse_config
 from training.dial import SOURCE, Dial, choose, sequences_for, settings_for
 from training.hardware import ALL_THREADS, CPU_DROPOUT_TAKES
 from training.text import measure_text

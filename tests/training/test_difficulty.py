@@ -14,9 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import ROOT
-from training.command_line import parse_config
-from training.difficulty import difficulty, predicted_bits
-from training.text import Text, measure_text, vocabulary_for
+from training.config import parse_config
+from training.text import Text, difficulty, measure_text, predicted_bits, vocabulary_for
 
 
 def one_by_one(known: list[int], ids: list[int], vocab_size: int) -> float:

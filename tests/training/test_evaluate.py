@@ -17,9 +17,8 @@ from tests.helpers import run_of
 from tokenization.metadata import TokenMetadata
 from tokenizer import CharacterTokenizer
 from training.config import Config
-from training.data import TokenData
+from training.data import TokenData, layout_of_text
 from training.evaluate import Answer, answer_prompts, bits_per_byte, read_prompts, validation_loss
-from training.layout import layout_of_text
 from training.run import Prompt
 
 CHARACTERS = "abcdefghij .?"

@@ -16,14 +16,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from common.checkpoint import clean_up, newest_valid, problems_of, step_folders, step_of, write_checkpoint
+from common.checkpoint import newest_valid, problems_of, step_folders, step_of
 from common.errors import ConfigError
 from common.files import read_json, write_json
 from tests.kills import Kill
-from training.config import Config
-from training.mirror import Mirror, delete_copy
-from training.previous import finish_setting_aside, set_aside
+from training.mirror import Mirror
 from training.records import CONFIG
+from training.store import Store, finish_setting_aside, set_aside
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="POSIX")
 OLD, NEW = 18, 24  # the steps of the finished run's checkpoints
@@ -55,29 +54,31 @@ def nothing(place: Path) -> None:
 
 def save(place: Path) -> None:
     checkpoints = place / "run/checkpoints"
-    write_checkpoint(checkpoints / "step_00000030", files_of(step(NEW, checkpoints)))
+    store = Store(place / "run")
+    store.save(files_of(step(NEW, checkpoints)), store.step_path(30))
 
 
 def saved(place: Path) -> None:
     checkpoints = place / "run/checkpoints"
-    clean_up(checkpoints)
+    Store(place / "run").clean_up()
     assert newest(checkpoints) in (NEW, 30)
     assert all(problems_of(path) == [] for path in checkpoints.iterdir()), "nothing that is half there"
 
 
 def replace_best(place: Path) -> None:
-    write_checkpoint(place / "run/best", {name: data + b" " for name, data in files_of(place / "run/best").items()})
+    store, contents = Store(place / "run"), files_of(place / "run/best")
+    store.save({name: data + b" " for name, data in contents.items()}, place / "run/best")
 
 
 def replaced(place: Path) -> None:
-    clean_up(place / "run")
+    Store(place / "run").clean_up()
     assert problems_of(place / "run/best") == []
     assert not [path.name for path in (place / "run").iterdir() if path.name.startswith(".")]
 
 
 def mirror_of(place: Path) -> Mirror:
     mirror = Mirror(place / "run", str(place / "drive"))
-    mirror.run_id = "the run"
+    mirror.store.run_id = "the run"
     return mirror
 
 
@@ -102,7 +103,7 @@ def copied(place: Path) -> None:
 
 
 def delete_old(place: Path) -> None:
-    delete_copy(step(OLD, place / "drive/run"))
+    mirror_of(place).store.delete(step(OLD, place / "drive/run"))
 
 
 def deleted(place: Path) -> None:
@@ -114,11 +115,11 @@ def start_over(place: Path) -> None:
     def prepare(moves: dict[Path, Path], new: Path) -> None:
         write_json(new / CONFIG, {"config": {}})
 
-    set_aside(place / "run", place / "drive/run", prepare)
+    set_aside(Store(place / "run"), mirror_of(place).store, prepare)
 
 
 def started_over(place: Path) -> None:
-    finish_setting_aside(Config(output_dir=str(place / "run"), checkpoint_dir=str(place / "drive")))
+    finish_setting_aside(Store(place / "run"), mirror_of(place).store)
     (old,) = [path for path in place.glob("run*") if (path / "checkpoints").is_dir()]
     assert newest(old / "checkpoints") == NEW, "the old run is whole"
     (copies,) = [path for path in (place / "drive").iterdir() if step_folders(path)]

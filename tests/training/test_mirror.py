@@ -16,12 +16,14 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
+from common.checkpoint import open_checkpoint, problems_of, step_folders
 from tests.helpers import flip, snapshot
 from tests.training.helpers import at_step, checkpoint_of, final_weights, measured, steps_of
 from training import mirror as mirror_module
-from training import signals
-from training.mirror import Mirror, copy_files, is_better, read_best_state
+from training import stop
+from training import store as store_module
+from training.mirror import Mirror
+from training.store import KEEP, copy_files, is_better, read_best_state
 
 Copy = Callable[[Iterable[Path], Path], object]
 
@@ -41,7 +43,7 @@ def only_best(mirror: Path) -> Path:
 def copied_at_once(run_dir: Path, drive: Path, run_id: str = "the run") -> Mirror:
     """A session of another machine, which copies what its run folder holds."""
     session = Mirror(run_dir, str(drive))
-    session.run_id = run_id
+    session.store.run_id = run_id
     session.bring_up_to_date()
     return session
 
@@ -58,7 +60,7 @@ def mirrors(monkeypatch: pytest.MonkeyPatch) -> list[Mirror]:
 def copying(copy: Copy) -> Iterator[None]:
     """Inside, a mirror copies files like this."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mirror_module, "copy_files", copy)
+        patch.setattr(store_module, "copy_files", copy)
         yield
 
 
@@ -110,7 +112,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_same_one_elsewhere(
     run, copies = tmp_path / "run", tmp_path / "drive" / "run"
     flags = {"checkpoint_dir": tmp_path / "drive", "max_steps": 14}
     assert train(run, **{**flags, "max_steps": 12}).code == 0
-    assert "is whole and fits" in train(run, **flags, dry_run="true").out
+    assert "Continuing from" in train(run, **flags, dry_run="true").out
     flip(checkpoint_of(run if damaged == "here" else copies, 12) / "model.safetensors")
     result = train(run, **flags)
     assert result.code == 0
@@ -360,7 +362,7 @@ def test_a_drive_that_hangs_holds_neither_the_saves_nor_the_end(
 ) -> None:
     """A call that does not come back."""
     back, before = threading.Event(), set(threading.enumerate())
-    monkeypatch.setattr(signals, "LONG_SECONDS", math.inf)  # however busy the machine is
+    monkeypatch.setattr(stop, "LONG_SECONDS", math.inf)  # however busy the machine is
     if is_stopped:
         at_step(monkeypatch, 8, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with copying(lambda *_: back.wait(60)):
@@ -398,7 +400,7 @@ def test_the_best_weights_with_the_lowest_loss_stay(train: Callable, tmp_path: P
         for steps in order:
             session = Mirror(runs[steps], str(tmp_path / name))
             session.write_marker()
-            session.copy_best()
+            session.store.take_best(runs[steps] / "best")
         assert snapshot(only_best(tmp_path / name / "run")) == snapshot(runs[18] / "best")
     late.best_windows = None
     late.best_val_loss = 100.0
@@ -485,7 +487,7 @@ def test_a_run_that_another_machine_has_taken_further_stops_and_continues_from_t
     interrupt(run, after=8)
     shutil.copytree(run, elsewhere)
     assert train(elsewhere).code == 0
-    at_step(monkeypatch, 8, lambda: copied_at_once(elsewhere, drive, mirrors[0].run_id))
+    at_step(monkeypatch, 8, lambda: copied_at_once(elsewhere, drive, mirrors[0].store.run_id))
     at_step(monkeypatch, 13, lambda: wait_until(lambda: mirrors[0].overtaken is not None))
     result = train(run, checkpoint_dir=drive)
     assert result.code == 4 and "Another session has trained this run further" in result.err
@@ -563,5 +565,5 @@ def test_machines_that_begin_one_run_at_once_share_it_and_other_settings_make_an
         (tmp_path / str(number)).mkdir()
         monkeypatch.chdir(tmp_path / str(number))
         assert train("run", checkpoint_dir=tmp_path / f"drive{number}", max_steps=2, **settings).code == 0
-    ids = [mirror.run_id for mirror in mirrors]
+    ids = [mirror.store.run_id for mirror in mirrors]
     assert len(ids) == 4 and ids[0] == ids[1] and len(set(ids)) == 3

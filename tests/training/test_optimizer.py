@@ -19,8 +19,7 @@ from tests.helpers import run_of
 from tokenization.metadata import TokenMetadata
 from training import optimizer as optimizer_module
 from training.config import Config
-from training.data import TokenData
-from training.layout import layout_of_text
+from training.data import TokenData, layout_of_text
 from training.optimizer import (
     Optimizer,
     apply_hyperparameters,

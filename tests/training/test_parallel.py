@@ -13,8 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -24,13 +23,15 @@ import train_colab_mmap
 from common.errors import ConfigError, MemoryExhausted
 from model import TransformerLanguageModel
 from tests.forked import Forked
-from tests.helpers import ALPHABET, CPU, estimated, rows_of, run_of, run_script, snapshot
+from tests.helpers import ALPHABET, CPU, estimated, rows_of, run_script, snapshot
 from tests.training.helpers import steps_of
 from tests.training.launching import free_port, join, places, torchrun, trained
 from tokenize_local_bpe import tokenize
 from training import hardware, memory, optimizer, parallel
-from training.command_line import parse_config
+from training.config import parse_config
 from training.data import TokenData
+from training.hardware import detect_hardware
+from training.memory import memory_advice
 from training.records import read_metrics
 
 Process = Forked | subprocess.Popen[str]
@@ -367,7 +368,8 @@ def test_out_of_memory_in_one_process_names_the_flag_that_helps(
     """No process retries alone: all would have to repeat the same batch."""
     join(monkeypatch, 3)
     config = parse_config(train_flags(Path("run"), batch_size=24, gradient_accumulation_steps=1))
-    model, data = TransformerLanguageModel(config.shape(10)), cast(TokenData, SimpleNamespace(windows=1))
+    shape, hardware = config.shape(10), detect_hardware(config, config.shape(10))
     assert (config.sequences_per_process, rows_of(config)) == (8, 8)
-    with pytest.raises(MemoryExhausted, match="add --micro_batch_size 4 to the same command"):
-        run_of(model, data, config).halve_rows(MemoryError())
+    advice = pytest.raises(MemoryExhausted, match="add --micro_batch_size 4 to the same command")
+    with advice, memory_advice(config, shape, hardware, lambda: 8):
+        raise MemoryError

@@ -19,16 +19,14 @@ from model import TransformerLanguageModel
 from tests.helpers import columns, hardware_of
 from training import report as report_module
 from training.clock import Clock
-from training.command_line import parse_config
-from training.config import Config, Forecast
+from training.config import Config, Forecast, parse_config
 from training.data import TokenData
 from training.evaluate import Answer
 from training.hardware import Hardware
 from training.records import read_metrics, read_samples, rewind
-from training.report import Report
+from training.report import Report, compared
 from training.run import Prompt, Run
 from training.step import StepResult
-from training.summary import compared
 
 CONTRACT_FIELDS = {
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",

@@ -25,15 +25,16 @@ import safetensors.torch
 import torch
 
 from common import script
-from common.checkpoint import KEEP, open_checkpoint, problems_of, step_folders
+from common.checkpoint import open_checkpoint, problems_of, step_folders
 from model import TransformerLanguageModel
 from tests.forked import Forked
 from tests.helpers import flip, full_disk, snapshot, write_tokens
 from tests.training.helpers import at_step, final_weights, measured, save_at_once, steps_of
-from training import evaluate, signals
+from training import evaluate, stop
 from training.data import TokenData
 from training.records import read_metrics
 from training.saver import Saver
+from training.store import KEEP
 
 # Resuming exactly
 
@@ -124,18 +125,18 @@ def test_sigkill_at_random_moments_changes_nothing(train_flags: Callable, tmp_pa
 @pytest.fixture
 def finished_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in hand, however busy the machine is; and clicks come within moments."""
-    monkeypatch.setattr(signals, "LONG_SECONDS", math.inf)
-    monkeypatch.setattr(signals, "TWO_CLICKS_SECONDS", 60.0)
+    monkeypatch.setattr(stop, "LONG_SECONDS", math.inf)
+    monkeypatch.setattr(stop, "TWO_CLICKS_SECONDS", 60.0)
 
 
 @pytest.fixture
 def given_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step in hand, however fast the machine is."""
-    monkeypatch.setattr(signals, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(stop, "LONG_SECONDS", 0.0)
 
 
 def pause() -> None:
-    signals.TWO_CLICKS_SECONDS = 0.0
+    stop.TWO_CLICKS_SECONDS = 0.0
 
 
 @pytest.mark.parametrize(
@@ -171,7 +172,7 @@ def test_a_signal_saves_and_the_same_command_finishes(
 
 
 def no_step_is_long() -> None:
-    signals.LONG_SECONDS = math.inf
+    stop.LONG_SECONDS = math.inf
 
 
 def test_sigterm_to_a_real_process_saves_within_moments(train_flags: Callable, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from training.command_line import parse_config
+from training.config import parse_config
 from training.timing import Candidate, Machine
 
 FLAGS = "--data_dir x --device cpu --compile off --num_layers 1 --embed_dim 32 --num_heads 2 --max_seq_len 64"

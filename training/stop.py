@@ -12,7 +12,6 @@ from types import FrameType
 from typing import Any
 
 from common.script import is_rank_0, world
-from training.parallel import any_process
 
 SIGNALS = [number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
 TWO_CLICKS_SECONDS = 2.0
@@ -24,7 +23,7 @@ class StopRequested(BaseException):
     handles errors, of a compiler for instance, does not catch it."""
 
 
-class Signals:
+class Stop:
     """Inside the context, signals are requests to stop. The first one sets `requested`: the loop saves and ends.
 
     The current step is finished first. If steps are long, what is `abandonable` of it is abandoned instead
@@ -39,6 +38,7 @@ class Signals:
         its end, because a default handler would change its exit code."""
         self.ends_process = ends_process
         self.requested = False
+        self.agreed = False  # all processes stop after this step
         self.signals = 0
         self.first_signal = 0.0
         self.message = "Stopping after this step, then saving"
@@ -46,7 +46,7 @@ class Signals:
         self.is_long = True  # whether it took long the last time; nothing is known of the first
         self.handlers: dict[int, Any] = {}  # of before
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> Stop:
         if threading.current_thread() is threading.main_thread():  # no other thread gets signals
             numbers = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]  # nohup
             self.handlers = {number: signal.signal(number, self.handle) for number in numbers}
@@ -85,9 +85,3 @@ class Signals:
         finally:
             self.began = None
         self.is_long = time.monotonic() - began > LONG_SECONDS
-
-    def agreed(self, limit: bool = False) -> bool:
-        """Return whether all processes stop here, because one of them got a signal or has reached a limit."""
-        requested, is_over = any_process(self.requested, limit)
-        self.requested |= requested
-        return requested or is_over

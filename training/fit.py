@@ -11,60 +11,62 @@ from common.errors import INTERRUPTED, ConfigError
 from common.files import free_space
 from common.output import byte_size, log
 from common.output import clock as duration
-from common.script import is_rank_0
+from common.script import is_rank_0, world
 from training.clock import Clock
+from training.compilation import prepare
 from training.config import Config
 from training.evaluate import Answer, Evaluation, answer_prompts, evaluate, evaluated_windows, sample, validation_loss
-from training.graphs import prepare
-from training.hardware import frozen_garbage
+from training.hardware import attempt, frozen_garbage
 from training.memory import memory_advice
-from training.parallel import largest, on_rank_0, process_group
+from training.parallel import largest, process_group
 from training.plan import make_run
-from training.previous import locked_run
-from training.records import SUMMARY, read_samples, rewind
-from training.report import Report
+from training.records import read_samples, rewind
+from training.report import Report, finished_message, write_summary
 from training.resume import start_or_resume
 from training.run import Run
 from training.saver import Saver, write_config
-from training.signals import Signals
-from training.state import Start
+from training.state import MAX_STEPS, Start
 from training.step import apply_update, diverged, forward_backward
-from training.summary import finished_message, write_summary
+from training.stop import Stop
 
 T = TypeVar("T")
 
 
-def train(config: Config, started: float, ends_process: bool) -> int:
+def fit(config: Config, started: float, ends_process: bool) -> int:
     """Train the run of `config` until it is finished or stopped. Returns the exit code.
 
     `started`: the time.perf_counter() at which the command began; `ends_process`: the process ends after this call.
     """
     with process_group(config), contextlib.ExitStack() as stack:
-        on_rank_0(lambda: stack.enter_context(locked_run(config)))
-        run = make_run(config, is_trained=True)
+        run = make_run(config, stack)
         with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
-            start_or_resume(run)
+            is_complete = start_or_resume(run)
             clock = Clock(run, started)
-            with Signals(ends_process) as stop, Saver(run, clock, stop) as saver:
-                if on_rank_0(lambda: run.finished and (run.dir / SUMMARY).is_file()):
+            with Stop(ends_process) as stop, Saver(run, clock, stop) as saver:
+                if is_complete:
                     print(finished_message(run))  # at most the mirror is not up to date
                 else:
-                    take_steps(run, clock, stop, saver)
+                    announce(run)
+                    report, answers = take_steps(run, clock, stop, saver)
+                    if run.is_done:
+                        saver.wait()
+                        summarize(run, report, answers)
     return 0 if run.is_done else describe_stop(run, clock)
 
 
-def take_steps(run: Run, clock: Clock, stop: Signals, saver: Saver) -> None:
-    """Train to the last step, or until a signal or a limit. Raises StopRequested if a signal ends something long, and
-    MemoryExhausted if not even one sequence fits; what is finished is saved then."""
-    announce(run)
+def take_steps(
+    run: Run, clock: Clock, stop: Stop, saver: Saver, max_steps: int = MAX_STEPS
+) -> tuple[Report, list[Answer]]:
+    """Train to the last step, or until a signal or a limit, or `max_steps`. Returns what was reported, and the answers
+    of the last evaluation. Raises StopRequested if a signal ends something long."""
     answers: list[Answer] = []
     with clock.paused(), stop.abandonable():
         retry_smaller(run, prepare)
     evaluate_before_steps(run, clock, stop)
-    [run.state.elapsed_seconds] = largest(clock.elapsed)
+    run.state.elapsed_seconds, _ = agree(clock, stop, saver)
     require_time(run)
     with Report(run, clock) as report, frozen_garbage():
-        while not stop.agreed(run.is_done or bool(clock.limit_reached) or saver.is_overtaken):
+        while not (run.is_done or stop.agreed or run.state.step >= max_steps):
             if run.evaluation_due:  # also where the last session was cut off in one
                 report.announce_evaluation()
                 with clock.evaluating(), stop.abandonable():
@@ -76,27 +78,33 @@ def take_steps(run: Run, clock: Clock, stop: Signals, saver: Saver) -> None:
                 with stop.abandonable():  # only gradients change here
                     loss = retry_smaller(run, forward_backward)
                 result = apply_update(run, loss)
-                run.advance(*largest(clock.elapsed, clock.ending_seconds))
+                run.advance(*agree(clock, stop, saver))
                 report.step(result)
             if not run.evaluation_due:
                 saver.save_if_due()
-    if run.is_done:
-        saver.wait()
-        summarize(run, report, answers)
+    return report, answers
+
+
+def agree(clock: Clock, stop: Stop, saver: Saver) -> list[float]:
+    """Exchange what differs between processes, once a step: whether to stop or to save, and the clock. Returns the
+    seconds that the run has taken, and those that its end will take."""
+    wants_to_stop = stop.requested or bool(clock.limit_reached) or saver.is_overtaken
+    wants_to_save = saver.is_due or saver.minutes_passed
+    stops, saves, *seconds = largest(wants_to_stop, wants_to_save, clock.elapsed, clock.ending_seconds)
+    stop.agreed, saver.is_due = bool(stops), bool(saves)
+    return seconds
 
 
 def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
     """Do `work(run)` with the model compiled for its micro-batch. After running out of memory, do both again with half
-    the rows: `work` changes only gradients, and their sum does not depend on the rows (what dropout draws does).
-
-    Raises MemoryExhausted if one sequence at a time does not fit.
-    """
-    while True:
-        try:
+    the rows: `work` changes only gradients, and their sum does not depend on the rows (what dropout draws does)."""
+    while run.rows_at_once > 1 and world().size == 1:  # several processes would have to retry together
+        with attempt(run.hardware.device):
             prepare(run)  # nothing to do if it is prepared for these rows
             return work(run)
-        except Exception as error:
-            run.halve_rows(error)
+        run.halve_rows()
+    prepare(run)
+    return work(run)
 
 
 def record(run: Run, evaluation: Evaluation, elapsed_seconds: float) -> bool:
@@ -118,7 +126,7 @@ def record(run: Run, evaluation: Evaluation, elapsed_seconds: float) -> bool:
     return is_best
 
 
-def evaluate_before_steps(run: Run, clock: Clock, stop: Signals) -> None:
+def evaluate_before_steps(run: Run, clock: Clock, stop: Stop) -> None:
     """Evaluate the trained weights that a new run starts from; and the best weights so far, if their loss is over other
     validation windows than those of now."""
     state, windows = run.state, evaluated_windows(run.data, run.config)
@@ -178,7 +186,8 @@ def summarize(run: Run, report: Report, answers: list[Answer]) -> None:
     samples = sample(run) if run.config.eval_interval and not answers else []
     if samples and not any(kept.step == run.state.step for kept in read_samples(run.dir)):
         report.samples(samples)
-    on_rank_0(lambda: write_summary(run, report, answers, samples))
+    if is_rank_0():
+        write_summary(run, report, answers, samples)
 
 
 def describe_stop(run: Run, clock: Clock) -> int:
