@@ -25,8 +25,9 @@ class Clock:
         self.paused_seconds = self.paused_cpu = self.saving_seconds = 0.0
         self.evaluation_seconds: float | None = None  # of the last evaluation
         self.write_seconds: float | None = None  # of the last checkpoint folder
-        self.first_step = run.state.step
-        self.seconds_before_training = self.training_seconds
+        self.steps = 0  # steps of this session
+        self.first_done = 0.0  # training_seconds after the first
+        self.step_seconds: float | None = None  # mean of the others: the first starts kernels and allocates memory
 
     @property
     def elapsed(self) -> float:
@@ -80,6 +81,14 @@ class Clock:
             yield
         self.saving_seconds += self.paused_seconds - before
 
+    def count_step(self) -> None:
+        """Count a step in the `step_seconds`."""
+        self.steps += 1
+        if self.steps == 1:
+            self.first_done = self.training_seconds
+        else:
+            self.step_seconds = (self.training_seconds - self.first_done) / (self.steps - 1)
+
     @property
     def limit_reached(self) -> str:
         """Why the run stops here, if it does, and what to do: the end of a sentence."""
@@ -90,9 +99,11 @@ class Clock:
 
     @property
     def ending_seconds(self) -> float:
-        """Estimate the last step, its evaluation, writing and copying its checkpoints, and the summary; in seconds."""
-        run, evaluation, write = self.run, self.evaluation_seconds, self.write_seconds
-        step = (self.training_seconds - self.seconds_before_training) / (run.state.step + 1 - self.first_step)
+        """Estimate the last step, its evaluation, writing and copying its checkpoints, and the summary; in seconds. The
+        estimate of an earlier session holds until a step is measured."""
+        run, step, evaluation, write = self.run, self.step_seconds, self.evaluation_seconds, self.write_seconds
+        if step is None:
+            return run.state.ending_seconds
         reading = step / run.tokens_per_step / SPEEDUP  # seconds to read a token
         if evaluation is None:  # not measured yet
             evaluation = evaluated_windows(run.data, run.config) * run.shape.max_seq_len * reading

@@ -264,8 +264,10 @@ def compile_run(run: Run) -> None:
         reason = f"torch.compile failed ({failure or 'in another process'})"
         run.hardware = replace(run.hardware, compiles=False, compile_reason=reason)
         if run.micro_batch_source in AUTOMATIC_SOURCES:
-            fitted = halve_until_it_fits(run.config, run.model, run.hardware, run.data.gpu_bytes)
-            run.micro_batch_size, run.micro_batch_source = smallest_rows(*fitted)
+            rows, source = halve_until_it_fits(run.config, run.model, run.hardware, run.data.gpu_bytes)
+            if rows >= run.micro_batch_size:  # it may have been halved already
+                rows, source = run.micro_batch_size, run.micro_batch_source
+            run.micro_batch_size, run.micro_batch_source = smallest_rows(rows, source)
     run.compiled_rows = run.rows_at_once
     run.state.compiled = None if run.hardware.is_cuda else run.hardware.compiles
 

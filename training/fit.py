@@ -69,7 +69,7 @@ def take_steps(
         while not (run.is_done or stop.agreed or run.state.step >= max_steps):
             if run.evaluation_due:  # also where the last session was cut off in one
                 report.announce_evaluation()
-                with clock.evaluating(), stop.abandonable():
+                with clock.evaluating(), stop.abandonable(is_long=True):
                     evaluation = evaluate(run)
                 saver.best_is_due |= record(run, evaluation, *largest(clock.elapsed))
                 report.evaluation(evaluation)
@@ -78,6 +78,7 @@ def take_steps(
                 with stop.abandonable():  # only gradients change here
                     loss = retry_smaller(run, forward_backward)
                 result = apply_update(run, loss)
+                clock.count_step()
                 run.advance(*agree(clock, stop, saver))
                 report.step(result)
             if not run.evaluation_due:
@@ -97,14 +98,18 @@ def agree(clock: Clock, stop: Stop, saver: Saver) -> list[float]:
 
 def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
     """Do `work(run)` with the model compiled for its micro-batch. After running out of memory, do both again with half
-    the rows: `work` changes only gradients, and their sum does not depend on the rows (what dropout draws does)."""
+    the rows: `work` changes only gradients, and their sum does not depend on the rows (what dropout draws does).
+
+    Raises MemoryExhausted if one sequence at a time does not fit.
+    """
     while run.rows_at_once > 1 and world().size == 1:  # several processes would have to retry together
         with attempt(run.hardware.device):
             prepare(run)  # nothing to do if it is prepared for these rows
             return work(run)
         run.halve_rows()
-    prepare(run)
-    return work(run)
+    with memory_advice(run.config, run.shape, run.hardware, lambda: run.rows_at_once):
+        prepare(run)
+        return work(run)
 
 
 def record(run: Run, evaluation: Evaluation, elapsed_seconds: float) -> bool:

@@ -96,7 +96,7 @@ def dry_run(run: Run, started: float) -> None:
 
 def time_step(run: Run, clock: Clock) -> float:
     """Return the seconds of a step: of those that were taken, or of some more if these were short."""
-    seconds = (clock.training_seconds - clock.seconds_before_training) / max(1, run.state.step - clock.first_step)
+    seconds = clock.step_seconds or TIMED_SECONDS
     more = min(MAX_STEPS, int(largest(TIMED_SECONDS / seconds)[0]))  # as many in every process
     if not more:
         return seconds

@@ -208,7 +208,7 @@ def start_or_resume(run: Run) -> bool:
 
     def opened() -> tuple[TrainState, dict[str, Any], bool]:
         run.state = open_run(run)
-        return run.state, run.scaler.state_dict(), run.finished and (run.dir / SUMMARY).is_file()
+        return run.state, run.scaler.state_dict(), run.is_done and (run.dir / SUMMARY).is_file()
 
     run.state, scaler, is_complete = on_rank_0(opened)
     run.saved_step = run.state.step

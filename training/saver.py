@@ -21,7 +21,7 @@ from common.checkpoint import (
     stored_config,
     stored_weights,
 )
-from common.errors import CheckpointError, is_out_of_memory
+from common.errors import CheckpointError, MemoryExhausted
 from common.files import json_bytes, session, write_json
 from common.lora import lora_of
 from common.machine import available_ram
@@ -87,10 +87,9 @@ class Saver:
     def finish(self, error: BaseException | None) -> None:
         """Save the rest and wait. If an error ends the training, only log those of saving."""
         is_sound = error is None or isinstance(error, StopRequested)
-        # Out of memory: nothing but gradients has changed since the last step. Other processes would not save.
-        is_saved = error is None or is_sound or (is_out_of_memory(error) and world().size == 1)
+        # Memory ran out in a pass: nothing but gradients has changed. Other processes would not save.
         try:
-            if is_saved:
+            if is_sound or (isinstance(error, MemoryExhausted) and world().size == 1):
                 self.save_rest()
             self.wait()
         except CheckpointError as problem:

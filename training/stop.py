@@ -75,8 +75,10 @@ class Stop:
             raise KeyboardInterrupt
 
     @contextlib.contextmanager
-    def abandonable(self) -> Iterator[None]:
-        """Let a signal end what happens inside, at once: it changes nothing that is saved. Raises StopRequested."""
+    def abandonable(self, is_long: bool = False) -> Iterator[None]:
+        """Let a signal end what happens inside: it changes nothing that is saved. `is_long`: it takes long, so a signal
+        ends it at once. Raises StopRequested."""
+        self.is_long |= is_long
         self.began = began = time.monotonic()
         try:
             if self.requested and world().size == 1:

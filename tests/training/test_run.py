@@ -867,3 +867,10 @@ def test_another_architecture_is_refused_with_both_values(train: Callable, copy_
     assert re.search(r"embed_dim: 32 .* 16 now", result.err) and re.search(r"num_layers: 1 .* 2 now", result.err)
     assert "num_heads" not in result.err
     assert snapshot(copy_of) == before
+
+
+def test_a_finished_run_is_evaluated_if_that_is_asked_for_later(train: Callable, tmp_path: Path) -> None:
+    assert train(tmp_path / "run", max_steps=6, eval_interval=0).code == 0
+    again = train(tmp_path / "run", max_steps=6, eval_interval=6)
+    assert again.code == 0 and "step 6: validation loss" in again.out
+    assert "This run is finished" in train(tmp_path / "run", max_steps=6, eval_interval=6).out
