@@ -185,7 +185,7 @@ def gpt2_small(bench: Bench, whole: bool = False) -> None:
     import torch
 
     from common.graphs import GraphRecorder
-    from training.compilation import RecordedStep
+    from training.recorded import RecordedStep
 
     name, began = f"gpt2_small{', compiled whole' if whole else ''}", time.perf_counter()
     compiles = "off" if whole or bench.toy else "on"

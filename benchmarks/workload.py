@@ -26,7 +26,7 @@ class Training(Run):
     def open(cls, flags: Sequence[str]) -> Training:
         """Prepare what `python train_colab_mmap.py FLAGS` would train, with the trainer's automatic choices."""
         # Only the given token folder: a config with its own text would tokenize that into it.
-        run = make_run(dataclasses.replace(parse_config(flags), input=None, eval_prompts=None))
+        run, _ = make_run(dataclasses.replace(parse_config(flags), input=None, eval_prompts=None))
         training = cls(*(getattr(run, field.name) for field in dataclasses.fields(run)))
         prepare(training)
         return training

@@ -28,11 +28,10 @@ from training.hardware import (
     CPU_DROPOUT_TAKES,
     CPU_FLOPS_PER_CORE,
     Units,
-    attempt,
     choose_compile,
 )
 from training.law import expected_error, expected_loss, is_measured, useful_passes
-from training.memory import MEMORY_SHARE, PROCESS_BYTES
+from training.memory import MEMORY_SHARE, PROCESS_BYTES, attempt
 from training.recipe import (
     HEAD_WIDTH,
     LADDER,

@@ -29,7 +29,7 @@ from tokenizer_base import UnknownCharacterError, joining_characters
 from training import parallel
 from training.config import Config
 from training.data import TokenData
-from training.hardware import attempt, with_fewer_rows
+from training.memory import attempt, with_fewer_rows
 from training.parallel import on_rank_0
 from training.run import Prompt, Run
 from training.step import Batch, pad_rows

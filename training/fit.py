@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
-from typing import TypeVar
 
 from common.errors import INTERRUPTED, ConfigError
 from common.files import free_space
 from common.output import byte_size, log
 from common.output import clock as duration
-from common.script import is_rank_0, world
+from common.script import is_rank_0
 from training.clock import Clock
-from training.compilation import prepare
+from training.compilation import prepare, retry_smaller
 from training.config import Config
 from training.evaluate import Answer, Evaluation, answer_prompts, evaluate, evaluated_windows, sample, validation_loss
-from training.hardware import attempt, frozen_garbage
+from training.hardware import frozen_garbage
 from training.memory import memory_advice
 from training.parallel import largest, process_group
 from training.plan import make_run
@@ -29,8 +27,6 @@ from training.state import MAX_STEPS, Start
 from training.step import apply_update, diverged, forward_backward
 from training.stop import Stop
 
-T = TypeVar("T")
-
 
 def fit(config: Config, started: float, ends_process: bool) -> int:
     """Train the run of `config` until it is finished or stopped. Returns the exit code.
@@ -38,9 +34,9 @@ def fit(config: Config, started: float, ends_process: bool) -> int:
     `started`: the time.perf_counter() at which the command began; `ends_process`: the process ends after this call.
     """
     with process_group(config), contextlib.ExitStack() as stack:
-        run = make_run(config, stack)
+        run, previous = make_run(config, stack)
         with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
-            is_complete = start_or_resume(run)
+            is_complete = start_or_resume(run, previous)
             clock = Clock(run, started)
             with Stop(ends_process) as stop, Saver(run, clock, stop) as saver:
                 if is_complete:
@@ -94,22 +90,6 @@ def agree(clock: Clock, stop: Stop, saver: Saver) -> list[float]:
     stops, saves, *seconds = largest(wants_to_stop, wants_to_save, clock.elapsed, clock.ending_seconds)
     stop.agreed, saver.is_due = bool(stops), bool(saves)
     return seconds
-
-
-def retry_smaller(run: Run, work: Callable[[Run], T]) -> T:
-    """Do `work(run)` with the model compiled for its micro-batch. After running out of memory, do both again with half
-    the rows: `work` changes only gradients, and their sum does not depend on the rows (what dropout draws does).
-
-    Raises MemoryExhausted if one sequence at a time does not fit.
-    """
-    while run.rows_at_once > 1 and world().size == 1:  # several processes would have to retry together
-        with attempt(run.hardware.device):
-            prepare(run)  # nothing to do if it is prepared for these rows
-            return work(run)
-        run.halve_rows()
-    with memory_advice(run.config, run.shape, run.hardware, lambda: run.rows_at_once):
-        prepare(run)
-        return work(run)
 
 
 def record(run: Run, evaluation: Evaluation, elapsed_seconds: float) -> bool:

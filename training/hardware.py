@@ -8,22 +8,19 @@ import gc
 import os
 import platform
 import sys
-import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
-from common.errors import ConfigError, is_out_of_memory
+from common.errors import ConfigError
 from common.machine import cpu_bf16_flag, device_name, names_part, peak_flops, pick_device, total_ram
 from common.script import world
 from model_config import ModelConfig
 from training.config import Config
-
-T = TypeVar("T")
 
 # Below this width the casts of autocast cost more than the faster matrix products save on a CPU with such units.
 # Measured: with AMX a step of 4 x 128, context 64, is 1.3 times slower in bf16, and 4 x 256, context 256, 2 times
@@ -140,56 +137,6 @@ def keep_freed_memory() -> None:
     if hasattr(library, "mallopt"):  # musl has none
         library.mallopt(M_MMAP_MAX, 0)
         library.mallopt(M_TRIM_THRESHOLD, -1)  # never
-
-
-def return_freed_memory(device: torch.device) -> None:
-    """Return freed memory to the system."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "mps":
-        torch.mps.empty_cache()
-    elif sys.platform == "linux":
-        library = ctypes.CDLL(None)
-        if hasattr(library, "malloc_trim"):  # musl has none
-            library.malloc_trim(0)
-
-
-def clear_frames(error: BaseException) -> None:
-    """Delete the local variables of the functions that `error` came through, and of those of the errors behind it:
-    they hold the tensors of what failed."""
-    waiting: list[BaseException | None] = [error]
-    seen: set[int] = set()
-    while waiting:
-        current = waiting.pop()
-        if current is not None and id(current) not in seen:
-            seen.add(id(current))
-            traceback.clear_frames(current.__traceback__)
-            waiting += [current.__cause__, current.__context__]
-
-
-@contextlib.contextmanager
-def attempt(device: torch.device) -> Iterator[None]:
-    """End what happens inside if memory runs out, and free what it has left, without an error: the code after the
-    context finds another way."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        clear_frames(error)
-    else:
-        return
-    return_freed_memory(device)
-
-
-def with_fewer_rows(work: Callable[[int], T], rows: int, device: torch.device) -> T:
-    """Return `work(rows)`; if memory runs out, try again with half as many rows, down to one."""
-    while rows > 1:
-        with attempt(device):
-            return work(rows)
-        rows //= 2
-    return work(rows)
 
 
 @contextlib.contextmanager

@@ -23,9 +23,10 @@ from common.output import byte_size, si
 from common.output import clock as duration
 from common.script import is_rank_0, world
 from training.clock import Clock
+from training.compilation import retry_smaller
 from training.config import Config
 from training.evaluate import evaluated_windows, validation_loss
-from training.fit import retry_smaller, take_steps
+from training.fit import take_steps
 from training.hardware import Hardware
 from training.memory import estimate_memory, held_memory, memory_advice
 from training.mirror import COPIES, Mirror
@@ -37,40 +38,41 @@ from training.resume import start_or_resume
 from training.run import Run
 from training.saver import Saver
 from training.schedule import decay_share, decay_start, epoch_sequences, steps_left
-from training.step import accumulate, apply_update, read_batch, train_step
+from training.state import Previous
+from training.step import accumulate, apply_update, forward_backward, read_batch, train_step
 from training.stop import Stop
 
-STEPS, TIMED_SECONDS = 2, 2.0  # a dry run takes so many steps, and more if these take less
+DRY_RUN_STEPS, TIMED_SECONDS = 2, 2.0  # a dry run takes more steps if these take less than that
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
 PROBE_BYTES = 1 << 20
 PARTS = ("data", "gradients", "update")
 NOTICEABLE = 0.15  # of a step: below this share, a part other than the computation is not worth a change
 PROFILE_SECONDS = 10.0
-MAX_STEPS = 50
-OPERATIONS = 10  # that are listed
+MAX_TIMED_STEPS = 50
+LISTED_OPERATIONS = 10
 
 
 def inspect(config: Config, started: float) -> int:
     """Make the run of `config`, and look at it as `dry_run` or `profile` asks for, instead of training. `started`: the
     time.perf_counter() at which the command began. Returns the exit code."""
     with process_group(config):
-        run = make_run(config)
+        run, previous = make_run(config)
         with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
             if config.profile:
                 profile(run)
             else:
-                dry_run(run, started)
+                dry_run(run, previous, started)
     return 0
 
 
-def dry_run(run: Run, started: float) -> None:
+def dry_run(run: Run, previous: Previous, started: float) -> None:
     """Print what the run needs; take its next two steps in a temporary folder, as the training would, and save there;
     print a forecast. Writes no run. Raises what would prevent the run."""
     mirror, parent = run.mirror, nearest_existing(run.dir.parent)
     with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
         run.dir, run.mirror = Path(name), None
         run.config = replace(run.config, log_interval=1, tracker=None)
-        start_or_resume(run)
+        start_or_resume(run, previous)
         first = run.state.step
         if run.finished:
             print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
@@ -79,7 +81,7 @@ def dry_run(run: Run, started: float) -> None:
         clock = Clock(run, started)
         stop = Stop()
         with Saver(run, clock, stop) as saver:
-            take_steps(run, clock, stop, saver, max_steps=first + STEPS)
+            take_steps(run, clock, stop, saver, max_steps=first + DRY_RUN_STEPS)
             seconds = time_step(run, clock)
             saver.is_due, saver.told = True, math.inf  # the folder is not to be told
             saver.save()
@@ -97,7 +99,7 @@ def dry_run(run: Run, started: float) -> None:
 def time_step(run: Run, clock: Clock) -> float:
     """Return the seconds of a step: of those that were taken, or of some more if these were short."""
     seconds = clock.step_seconds or TIMED_SECONDS
-    more = min(MAX_STEPS, int(largest(TIMED_SECONDS / seconds)[0]))  # as many in every process
+    more = min(MAX_TIMED_STEPS, int(largest(TIMED_SECONDS / seconds)[0]))  # as many in every process
     if not more:
         return seconds
     run.hardware.synchronize()
@@ -252,10 +254,10 @@ def between_checkpoints(run: Run, seconds: float) -> float | None:
 def profile(run: Run) -> None:
     """Time the parts of real steps for a few seconds; print them and what limits the run. Writes no run."""
     hardware = run.hardware
-    retry_smaller(run, train_step)  # first use of every kernel
+    apply_update(run, retry_smaller(run, forward_backward))  # first use of every kernel
     spent, steps = dict.fromkeys(PARTS, 0.0), 0
     began, cpu = time.perf_counter(), time.thread_time()
-    while not steps or (steps < MAX_STEPS and time.perf_counter() - began < PROFILE_SECONDS):
+    while not steps or (steps < MAX_TIMED_STEPS and time.perf_counter() - began < PROFILE_SECONDS):
         for part, took in zip(PARTS, timed_parts(run), strict=True):
             spent[part] += took
         run.advance()
@@ -280,7 +282,7 @@ def profile(run: Run) -> None:
         train_step(run)
         hardware.synchronize()
     own = "self_device_time_total" if hardware.is_cuda else "self_cpu_time_total"
-    print(trace.key_averages().table(sort_by=own, row_limit=OPERATIONS, max_name_column_width=40))
+    print(trace.key_averages().table(sort_by=own, row_limit=LISTED_OPERATIONS, max_name_column_width=40))
     print("Profile: no run was written. Leave --profile out to train.")
 
 

@@ -1,10 +1,15 @@
-"""The memory of a step: an estimate before it runs, the micro-batch that fits, and advice where none does."""
+"""The memory of a step: an estimate before it runs, the micro-batch that fits, what to do when memory runs out."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import math
+import sys
+import traceback
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
@@ -23,6 +28,8 @@ from training.hardware import Hardware
 from training.optimizer import RULES, by_rule
 from training.parallel import largest
 from training.records import CONFIG
+
+T = TypeVar("T")
 
 HALVED = "out of memory"  # source of a micro-batch that was halved after such an error
 MEMORY_SHARE = 0.8  # of all memory; the rest is for tokens, kernels' workspaces and fragmentation
@@ -216,3 +223,56 @@ def memory_advice(config: Config, shape: ModelConfig, hardware: Hardware, rows: 
         if not is_out_of_memory(error):
             raise
         raise MemoryExhausted(no_way_out(config, shape, hardware, rows())) from error
+
+
+# After running out of it
+
+
+def return_freed_memory(device: torch.device) -> None:
+    """Return freed memory to the system."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+    elif sys.platform == "linux":
+        library = ctypes.CDLL(None)
+        if hasattr(library, "malloc_trim"):  # musl has none
+            library.malloc_trim(0)
+
+
+def clear_frames(error: BaseException) -> None:
+    """Delete the local variables of the functions that `error` came through, and of those of the errors behind it:
+    they hold the tensors of what failed."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        current = waiting.pop()
+        if current is not None and id(current) not in seen:
+            seen.add(id(current))
+            traceback.clear_frames(current.__traceback__)
+            waiting += [current.__cause__, current.__context__]
+
+
+@contextlib.contextmanager
+def attempt(device: torch.device) -> Iterator[None]:
+    """End what happens inside if memory runs out, and free what it has left, without an error: the code after the
+    context finds another way."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        clear_frames(error)
+    else:
+        return
+    return_freed_memory(device)
+
+
+def with_fewer_rows(work: Callable[[int], T], rows: int, device: torch.device) -> T:
+    """Return `work(rows)`; if memory runs out, try again with half as many rows, down to one."""
+    while rows > 1:
+        with attempt(device):
+            return work(rows)
+        rows //= 2
+    return work(rows)

@@ -39,10 +39,10 @@ from training.text import EXAMPLE, EXAMPLES, text_of
 from training.tracker import require_tracker
 
 
-def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> Run:
-    """Decide what to do about `config`, after what earlier sessions left, and build it: the model has its first
-    weights, and nothing of the run folder is loaded. Tokenizes `input` on first use. `lock`: the run will be trained,
-    and its folder stays locked until this is closed.
+def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[Run, Previous]:
+    """Find what earlier sessions of the run left, and build the run: the model has its first weights, and nothing of
+    the run folder is loaded. Tokenizes `input` on first use. `lock`: the run will be trained, and its folder stays
+    locked until this is closed.
 
     Raises ConfigError, DataError or CheckpointError for what cannot be done, MemoryExhausted if one sequence does not
     fit.
@@ -81,7 +81,7 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> Run:
             add_adapters(model, lora)
         if hardware.is_cuda:  # the dial and an earlier run in this process had peaks of their own
             torch.cuda.reset_peak_memory_stats()
-        return Run(config, hardware, data, prompts, model, size, source, previous, mirror)
+        return Run(config, hardware, data, prompts, model, size, source, mirror), previous
 
 
 def shape_of(config: Config, previous: Previous) -> ModelConfig:

@@ -21,7 +21,7 @@ from training.clock import Clock
 from training.config import Forecast
 from training.evaluate import SPEEDUP, Answer, Evaluation, accuracy, evaluated_windows, perplexity
 from training.growth import on_passages
-from training.hardware import attempt
+from training.memory import attempt
 from training.records import (
     CURVE,
     METRICS,

@@ -40,6 +40,7 @@ from training.parallel import any_process, broadcast_tensors, on_rank_0
 from training.records import RECORDS, SUMMARY
 from training.run import Run
 from training.saver import write_config
+from training.schedule import epoch_sequences
 from training.state import Previous, Saved, TrainState, read_state
 from training.store import Store, finish_setting_aside, read_best_state, replacing, set_aside
 from training.text import changes
@@ -199,46 +200,39 @@ def is_copied(copy: Callable[[], object], source: Path, store: Store) -> bool:
 TOKENS = "tokens_sha256 of the data"  # as `identity` calls it
 
 
-def start_or_resume(run: Run) -> bool:
-    """Continue the run of `run.previous` if there is one, else start it. Returns whether it is finished, and its
-    summary written.
+def start_or_resume(run: Run, previous: Previous) -> bool:
+    """Continue the run that `previous` is of, or start a new one. Returns whether it is finished, and its summary
+    written.
 
     Raises CheckpointError if what is there belongs to another model or other data.
     """
 
-    def opened() -> tuple[TrainState, dict[str, Any], bool]:
-        run.state = open_run(run)
-        return run.state, run.scaler.state_dict(), run.is_done and (run.dir / SUMMARY).is_file()
-
-    run.state, scaler, is_complete = on_rank_0(opened)
+    run.state, scaler, has_summary = on_rank_0(lambda: open_run(run, previous))
     run.saved_step = run.state.step
     run.skips[0] = run.state.skipped_updates
     if world().size > 1:
         run.scaler.load_state_dict(scaler)
         share_rank_0(run)
-    return is_complete
+    return has_summary and run.is_done
 
 
-def open_run(run: Run) -> TrainState:
-    """Continue the run that the folders hold, or set it aside and start a new one. Returns where the run stands."""
-    previous = run.previous
-    is_own = previous.saved is not None and previous.is_own
-    run_id = previous.saved.state.run_id if previous.saved is not None and is_own else new_run_id(run)
-    run.state = replace(run.state, run_id=run_id)
-    state = restore(run) if previous.checkpoint is not None else new_state(run)
+def open_run(run: Run, previous: Previous) -> tuple[TrainState, dict[str, Any], bool]:
+    """Load what `previous` names, and make the run folder. Returns the state of the run, that of its gradient scaler,
+    and whether there is a summary."""
+    state = new_state(run, previous.init) if previous.checkpoint is None else restore(run, previous)
     if run.config.resume == "never":  # last: the new weights may come from the old run
 
-        def prepare(moves: dict[Path, Path], new: Path) -> None:
+        def write_new(moves: dict[Path, Path], new: Path) -> None:
             for folder, aside in moves.items():
-                weights, was = run.previous.init, folder.resolve()
+                weights, was = previous.init, folder.resolve()
                 if weights is not None and weights.path.resolve().is_relative_to(was):
                     moved = aside / weights.path.resolve().relative_to(was)
                     run.config = replace(run.config, init_from=str(moved))
             write_config(run, new)
 
-        set_aside(Store(run.dir), run.mirror.store if run.mirror is not None else None, prepare)
+        set_aside(Store(run.dir), run.mirror.store if run.mirror is not None else None, write_new)
     run.dir.mkdir(parents=True, exist_ok=True)
-    return state
+    return state, run.scaler.state_dict(), (run.dir / SUMMARY).is_file()
 
 
 def new_run_id(run: Run) -> str:
@@ -251,9 +245,9 @@ def new_run_id(run: Run) -> str:
     return hashlib.sha256(json.dumps(what, default=str).encode()).hexdigest()[:32]
 
 
-def new_state(run: Run) -> TrainState:
-    """Make the state of a run that starts now, and load trained weights if `init_from` names some."""
-    state, init = run.state, run.previous.init
+def new_state(run: Run, init: Checkpoint | None) -> TrainState:
+    """Make the state of a run that starts now, and load the trained weights `init`, if there are some."""
+    state = TrainState(run_id=new_run_id(run))
     if init is not None:
         require_tokenizer(init, run)
         if lora_of(run.model) is None:  # else the model has them as its base
@@ -278,12 +272,11 @@ def require_tokenizer(checkpoint: Checkpoint, run: Run) -> None:
         )
 
 
-def restore(run: Run) -> TrainState:
-    """Load everything that a checkpoint holds, and print what changed since."""
-    previous, requested = run.previous, run.config.resume_from
-    checkpoint, saved = previous.checkpoint, previous.saved
+def restore(run: Run, previous: Previous) -> TrainState:
+    """Load everything that a checkpoint holds, and print what changed since. Returns the state."""
+    checkpoint, saved, requested = previous.checkpoint, previous.saved, run.config.resume_from
     assert checkpoint is not None and saved is not None
-    require_the_same(run)
+    require_the_same(run, checkpoint, saved)
     if previous.is_own:
         Store(run.dir).quarantine_newer(checkpoint.path)  # else the run would continue from them
     checkpoint.load_weights(run.model)
@@ -291,17 +284,18 @@ def restore(run: Run) -> TrainState:
     if saved.scaler and run.scaler.is_enabled():
         run.scaler.load_state_dict(saved.scaler)
     best = best_state(run) or TrainState()
-    run.state = replace(
+    state = replace(
         saved.state,
-        run_id=run.state.run_id,
+        run_id=saved.state.run_id if previous.is_own else new_run_id(run),
         resumed_from=os.path.normpath(requested) if requested else saved.state.resumed_from,
         best_val_loss=best.best_val_loss,
         best_step=best.step,
         best_windows=best.best_windows,
     )
-    print(f"Continuing from {checkpoint.path}: step {run.state.step:,}, epoch {run.epoch:.2f}.")
+    epoch = state.sequences_seen / epoch_sequences(run.data.windows, run.config)
+    print(f"Continuing from {checkpoint.path}: step {state.step:,}, epoch {epoch:.2f}.")
     print_changes(saved.config, run)
-    return run.state
+    return state
 
 
 def best_state(run: Run) -> TrainState | None:
@@ -331,12 +325,10 @@ def share_rank_0(run: Run) -> None:
 # What may not change
 
 
-def require_the_same(run: Run) -> None:
+def require_the_same(run: Run, checkpoint: Checkpoint, saved: Saved) -> None:
     """Raise CheckpointError listing what changed since and may not: architecture, adapters, optimizer, tokenizer and
     data; and if the base of the adapters is gone."""
-    config, checkpoint, saved = run.config, run.previous.checkpoint, run.previous.saved
-    assert checkpoint is not None and saved is not None
-    lora = checkpoint.lora()
+    config, lora = run.config, checkpoint.lora()
     if lora is not None:
         find_base(lora, checkpoint.path)
     then = identity(checkpoint.model_config(), lora, saved.config.get("optimizer"), saved.data)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from common.checkpoint import BEST, BYTES_A_PARAMETER, Checkpoint
-from common.output import log
 from common.script import is_rank_0
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from training.config import MODEL_KEYS, Config
 from training.data import TokenData
-from training.hardware import Hardware, return_freed_memory
-from training.memory import DROPOUT_ASIDE, HALVED
+from training.hardware import Hardware
 from training.mirror import Mirror
 from training.optimizer import Optimizer, build_optimizer
 from training.parallel import broadcast_tensors
 from training.schedule import epoch_sequences, last_step, learning_rate, progress, steps_left
-from training.state import Previous, TrainState
+from training.state import TrainState
 
 KEPT_ON_DISK = 4  # checkpoints at the peak: two, the best, and the one being written
 
@@ -50,8 +48,7 @@ class Run:
     prompts: list[Prompt]  # answered at each evaluation
     model: TransformerLanguageModel
     micro_batch_size: int
-    micro_batch_source: str  # as in Config.sources, or "memory", or HALVED
-    previous: Previous = field(default_factory=Previous)
+    micro_batch_source: str  # as in Config.sources, or "memory", or HALVED of memory.py
     mirror: Mirror | None = None  # of rank 0
 
     def __post_init__(self) -> None:
@@ -59,10 +56,10 @@ class Run:
         self.scaler = self.hardware.grad_scaler()
         self.step_model: Callable[..., torch.Tensor] = self.model  # compiled, data-parallel, or just the model
         self.compiled_rows = 0  # that `step_model` was made for
-        self.recorded: Any = None  # the step as CUDA graphs: a RecordedStep of graphs.py, or None
+        self.recorded: Any = None  # the step as CUDA graphs: a RecordedStep of recorded.py, or None
         self.state = TrainState()
         self.skips = torch.zeros(3, device=self.hardware.device)  # see `count_skip` in step.py
-        self.saved_step = 0  # of the newest checkpoint
+        self.saved_step = 0  # the step of the newest checkpoint; a thread may still be writing it
         self.dir: Path = self.config.run_dir  # a dry run has another
 
     @property
@@ -138,21 +135,6 @@ class Run:
         if self.micro_batch_source != "default":
             found["micro_batch_size"] = self.micro_batch_size
         return self.config.values() | found
-
-    def halve_rows(self) -> None:
-        """Halve the micro-batch after running out of memory, and free what steps have left."""
-        rows, aside = self.rows_at_once, DROPOUT_ASIDE if self.config.dropout else ""
-        self.recorded = None
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.hardware.compiles:
-            torch.compiler.reset()  # also because PyTorch limits how often it compiles for another shape
-        return_freed_memory(self.hardware.device)
-        self.micro_batch_size, self.micro_batch_source = rows // 2, HALVED
-        fewer = self.rows_at_once
-        log.info(
-            f"Out of memory with {rows} sequences at once: the same batch again with {fewer}, with the same "
-            f"result{aside}, as by --micro_batch_size {fewer}"
-        )
 
     @contextlib.contextmanager
     def best_weights(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ from common.script import is_rank_0, world
 from common.tensors import Content, on_host
 from training.clock import Clock
 from training.config import MODEL_KEYS
-from training.hardware import attempt
+from training.memory import attempt
 from training.parallel import on_rank_0
 from training.records import CONFIG
 from training.run import Run

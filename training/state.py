@@ -14,11 +14,10 @@ import torch
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.dataclasses import dataclass
 
-from common.checkpoint import Checkpoint
+from common.checkpoint import STATE, Checkpoint
 from common.errors import CheckpointError
 from common.validation import Text, build, fields_of
 
-STATE_FILE = "training_state.json"
 MAX_STEPS = 10**8 - 1  # a checkpoint's name has eight digits
 Steps = Annotated[int, Field(strict=True, ge=0, le=MAX_STEPS)]
 Sequences = Annotated[int, Field(strict=True, ge=0, lt=2**32)]  # the order of an epoch is drawn from its number
@@ -86,7 +85,7 @@ class Saved:
 
 def read_state(checkpoint: Checkpoint) -> Saved:
     """Read the state. Raises CheckpointError listing what is missing or wrong, and for weights without a state."""
-    path = checkpoint.path / STATE_FILE
+    path = checkpoint.path / STATE
     if not path.exists():
         raise CheckpointError(
             f"{checkpoint.path} holds weights but no training state (the blog's form): --init_from "

@@ -16,7 +16,7 @@ import torch
 from common.graphs import GraphRecorder
 from common.machine import pick_device
 from model import TransformerLanguageModel
-from training.compilation import can_record, compile_model
+from training.compilation import compile_model
 from training.config import Config
 from training.hardware import (
     ALL_THREADS,
@@ -25,10 +25,10 @@ from training.hardware import (
     compile_seconds,
     detect_hardware,
     gpu_compile_seconds,
-    return_freed_memory,
 )
-from training.memory import estimate_memory, without_memory
+from training.memory import estimate_memory, return_freed_memory, without_memory
 from training.optimizer import apply_hyperparameters, build_optimizer, gradient_norm, update
+from training.recorded import can_record
 
 Batch = tuple[torch.Tensor, ...]
 FEWEST_TIMED, MAX_TIMED = 3, 12

@@ -10,6 +10,7 @@ import torch
 from benchmarks.workload import Training
 from tests.cuda.helpers import opened, waiting_forbidden
 from tests.helpers import write_chat_tokens
+from training.compilation import halve_rows
 from training.evaluate import validation_loss
 
 pytestmark = pytest.mark.cuda
@@ -79,6 +80,6 @@ def test_an_embedding_of_many_tokens_is_recorded_uncompiled(tokens: Path) -> Non
 
 def test_memory_is_given_back_where_rows_are_halved(tokens: Path) -> None:
     training = opened(tokens, "--compile", "off")
-    training.halve_rows()
+    halve_rows(training)
     assert training.recorded is None
     training.step()

@@ -109,7 +109,7 @@ def test_a_compile_that_fails_fits_the_micro_batch_again(
         raise RuntimeError("no compiler found")
 
     flags = {**LARGE, "compile": "on", "eval_interval": 0, "checkpoint_steps": 0}
-    trainer = make_run(parse_config(train_flags(tmp_path / "run", **flags)))
+    trainer, _ = make_run(parse_config(train_flags(tmp_path / "run", **flags)))
     needed = [
         estimated(trainer.config, trainer.model, dataclasses.replace(trainer.hardware, compiles=compiles))
         for compiles in (True, False)

@@ -88,8 +88,8 @@ class Training:
 
     def start_or_resume(self) -> Run:
         with contextlib.redirect_stdout(io.StringIO()):
-            run = make_run(self.config)
-            start_or_resume(run)
+            run, previous = make_run(self.config)
+            start_or_resume(run, previous)
         return run
 
     def take_step(self, run: Run) -> None:

@@ -11,8 +11,8 @@ from benchmarks.measure import write_random_tokens
 from benchmarks.workload import Training
 from tests.helpers import write_chat_tokens
 from tests.tape import TapeRecorder
-from training.compilation import RecordedStep
 from training.evaluate import validation_loss
+from training.recorded import RecordedStep
 
 SHAPE = (
     "--num_layers 2 --embed_dim 64 --num_heads 2 --max_seq_len 32 --batch_size 8 --device cpu --compile off "

@@ -22,11 +22,11 @@ from tests.forked import Forked
 from tests.helpers import ALPHABET, CPU, estimated, rows_of
 from tests.training.helpers import final_weights, measured, save_at_once, steps_of
 from tokenizer import Tokenizer
+from training import compilation as compilation_module
 from training import evaluate as evaluate_module
 from training import fit
 from training import hardware as hardware_module
 from training import memory as memory_module
-from training import run as run_module
 from training.config import Config, parse_config
 from training.data import TokenData
 from training.memory import no_way_out
@@ -289,7 +289,7 @@ def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
         raise AssertionError
 
     monkeypatch.setattr(torch, "compile", lambda model, **options: compiled)
-    reset, give_back = torch.compiler.reset, run_module.return_freed_memory
+    reset, give_back = torch.compiler.reset, compilation_module.return_freed_memory
 
     def returned(device: torch.device) -> None:
         assert all(tensor() is None for tensor in held), "what failed cannot be returned yet"
@@ -297,7 +297,7 @@ def test_memory_that_runs_out_in_the_compiler_is_freed_before_the_next_attempt(
         give_back(device)
 
     monkeypatch.setattr(torch.compiler, "reset", lambda: order.append("reset") or reset())
-    monkeypatch.setattr(run_module, "return_freed_memory", returned)
+    monkeypatch.setattr(compilation_module, "return_freed_memory", returned)
     gc.disable()  # nothing but the retry itself lets go
     try:
         result = train(tmp_path / "run", compile="on", max_steps=2, eval_interval=0)
