@@ -24,7 +24,7 @@ from common.chat import AnyTemplate, template_from_dict
 from common.errors import CheckpointError
 from common.files import OF_RUN, STEP_NAME, read_json, sha256_file, write_json
 from common.lora import LoRA, adapters_of, find_base, load_adapters, lora_of, merge
-from common.tensors import Content, read_safetensors, read_weights, require_weights, write_file
+from common.tensors import Content, read_safetensors, read_weights, require_weights, weights_file, write_file
 from common.validation import build, fields_of
 from model import TransformerLanguageModel
 from model_config import ModelConfig
@@ -113,6 +113,11 @@ class Checkpoint:
             raise ValueError(f'config.json has no "lora", which describes {ADAPTERS}')
         base = read_weights(find_base(lora, self.path), shapes_only)
         return merge(base, read_safetensors(self.path / ADAPTERS, shapes_only), lora, self.model_config())
+
+    def weights_sha256(self) -> str:
+        """Return the SHA-256 of its weights, or of its adapters: the same in every place that they are copied to."""
+        adapters = self.path / ADAPTERS
+        return sha256_file(adapters if adapters.exists() else weights_file(self.path))
 
     @contextlib.contextmanager
     def explaining_weights(self) -> Iterator[None]:

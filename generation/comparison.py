@@ -13,7 +13,7 @@ import torch
 from common.checkpoint import Checkpoint
 from common.errors import ConfigError, DataError
 from common.files import sha256_file
-from common.output import cell, clock, log, si
+from common.output import cell, duration, log, si
 from generation.completion import generate
 from generation.loading import load_checkpoint
 from generation.passages import (
@@ -107,7 +107,7 @@ class Comparison:
                 if reached is not None:
                     said.append(
                         f"It reaches the last loss of {other.name}, {loss:.3f}, in {reached / time:.2g} of its time "
-                        f"({clock(reached)} of {clock(time)})."
+                        f"({duration(reached)} of {duration(time)})."
                     )
         if unknown := [each.name for each in self.contenders if each.text is None]:
             said.append(f"What {', '.join(unknown)} learned from is not known: these passages may be among it.")
@@ -127,7 +127,7 @@ class Comparison:
             rows.append([f"bits per byte, passages held out by {whose}: {len(passages)}", *bits])
         rows.append(["prefers the true next sentence", *(each.next_sentences for each in self.contenders)])
         rows.append(["parameters", *(f"{each.parameters:,}" for each in self.contenders)])
-        rows.append(["training", *(clock(each.losses[-1][0]) if each.losses else "" for each in self.contenders)])
+        rows.append(["training", *(duration(each.losses[-1][0]) if each.losses else "" for each in self.contenders)])
         rows.append(["tokens/s in training", *(si(each.speed) if each.speed else "" for each in self.contenders)])
         written = [
             [cell(beginning), *(cell(each.continuations[i]) for each in self.contenders)]

@@ -23,7 +23,7 @@ import numpy as np
 from common.chat import ChatTemplate, end_of_text
 from common.errors import ConfigError, DataError
 from common.files import atomic_write, name_of, sha256_file
-from common.output import LOG_LINE_SECONDS, byte_size, clock, log, progress_bar
+from common.output import LOG_LINE_SECONDS, byte_size, duration, log, progress_bar
 from tokenization.conversations import read_conversations
 from tokenization.corpus import Source, left_out
 from tokenization.dedup import Repeats
@@ -409,7 +409,7 @@ class BytesRead:
         self.done = done
         if seconds := self.seconds_to_tell():
             speed = (done - self.done_before) / seconds
-            left = f", {clock((self.total - done) / speed)} left" if speed else ""
+            left = f", {duration((self.total - done) / speed)} left" if speed else ""
             share = f"{done / self.total:.0%} of {byte_size(self.total)}"
             print(f"{self.what}: {share}, {byte_size(speed)}/s{left}", flush=True)
 
@@ -424,7 +424,7 @@ class BytesRead:
             self.bar.bar_format = "{desc}: all read, " + what + " [{elapsed}]"
         self.bar.refresh()
         if self.is_all_read and (seconds := self.seconds_to_tell()):
-            print(f"{self.what}: all read, {what}, {clock(seconds)} so far", flush=True)
+            print(f"{self.what}: all read, {what}, {duration(seconds)} so far", flush=True)
 
     def seconds_to_tell(self) -> float:
         """Seconds since the start if a new line is due, else 0."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from common.errors import ConfigError, MemoryExhausted
-from common.output import byte_size, clock, log
+from common.output import byte_size, duration, log
 from common.script import world
 from tokenization.held_out import FURTHEST
 from training.config import Config, Forecast, parse_config
@@ -205,7 +205,7 @@ class Dial:
         """Time the smallest, the best so far and the next larger, which uses the machine better; on a GPU, compile the
         best. Return the best."""
         if TIMED_SHARE * 60 * self.requested.minutes > ANNOUNCED_SECONDS:
-            at_most = clock(TIMED_SHARE * 60 * self.requested.minutes)
+            at_most = duration(TIMED_SHARE * 60 * self.requested.minutes)
             log.info(f"Timing     this machine with models of several sizes, for about {at_most} at most ...")
         self.time(self.candidates[0])
         while True:
@@ -447,7 +447,7 @@ class Dial:
             f"Choice     {shape.num_layers} layers x {shape.embed_dim}, context {shape.max_seq_len}: {why}\n"
             f"{busy}"
             f"Expected   {choice.loss:.2f} bits per byte ({max(0.0, choice.loss - choice.error):.2f} to "
-            f"{choice.loss + choice.error:.2f}) after {clock(choice.seconds)}, with "
+            f"{choice.loss + choice.error:.2f}) after {duration(choice.seconds)}, with "
             f"about {byte_size(memory)} of memory"
             f"{'' if likely else '; a guess, for no run like this was measured'}\n"
             f"Reading    the text {choice.passes:.2g} times, {limit}"

@@ -7,25 +7,25 @@ import math
 
 from common.errors import INTERRUPTED, ConfigError
 from common.files import free_space
-from common.output import byte_size, log
-from common.output import clock as duration
+from common.output import byte_size, duration, log
 from common.script import is_rank_0
 from training.clock import Clock
 from training.compilation import prepare, retry_smaller
 from training.config import Config
-from training.evaluate import Answer, Evaluation, answer_prompts, evaluate, evaluated_windows, sample, validation_loss
+from training.evaluate import Answer, Evaluation, evaluate, evaluated_windows, validation_loss
 from training.hardware import frozen_garbage
 from training.memory import memory_advice
 from training.parallel import largest, process_group
 from training.plan import make_run
-from training.records import read_samples, rewind
-from training.report import Report, finished_message, write_summary
+from training.records import rewind
+from training.report import Report
 from training.resume import start_or_resume
 from training.run import Run
 from training.saver import Saver, write_config
 from training.state import MAX_STEPS, Start
 from training.step import apply_update, diverged, forward_backward
 from training.stop import Stop
+from training.summary import finished_message, summarize
 
 
 def fit(config: Config, started: float, ends_process: bool) -> int:
@@ -67,7 +67,7 @@ def take_steps(
                 report.announce_evaluation()
                 with clock.evaluating(), stop.abandonable(is_long=True):
                     evaluation = evaluate(run)
-                saver.best_is_due |= record(run, evaluation, *largest(clock.elapsed))
+                saver.best_due |= record(run, evaluation, *largest(clock.elapsed))
                 report.evaluation(evaluation)
                 answers = evaluation.answers
             else:
@@ -86,9 +86,9 @@ def agree(clock: Clock, stop: Stop, saver: Saver) -> list[float]:
     """Exchange what differs between processes, once a step: whether to stop or to save, and the clock. Returns the
     seconds that the run has taken, and those that its end will take."""
     wants_to_stop = stop.requested or bool(clock.limit_reached) or saver.is_overtaken
-    wants_to_save = saver.is_due or saver.minutes_passed
+    wants_to_save = saver.checkpoint_due or saver.minutes_passed
     stops, saves, *seconds = largest(wants_to_stop, wants_to_save, clock.elapsed, clock.ending_seconds)
-    stop.agreed, saver.is_due = bool(stops), bool(saves)
+    stop.agreed, saver.checkpoint_due = bool(stops), bool(saves)
     return seconds
 
 
@@ -163,16 +163,6 @@ def require_time(run: Run) -> None:
             f"--minutes {run.config.minutes:g} are over before the first step: starting took "
             f"{duration(run.state.elapsed_seconds)}. Give more of them."
         )
-
-
-def summarize(run: Run, report: Report, answers: list[Answer]) -> None:
-    """Write and print the summary. `answers`: of the last evaluation, if this session made it."""
-    answers = answers or answer_prompts(run)
-    samples = sample(run) if run.config.eval_interval and not answers else []
-    if samples and not any(kept.step == run.state.step for kept in read_samples(run.dir)):
-        report.samples(samples)
-    if is_rank_0():
-        write_summary(run, report, answers, samples)
 
 
 def describe_stop(run: Run, clock: Clock) -> int:

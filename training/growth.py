@@ -11,42 +11,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from common.checkpoint import Checkpoint, open_checkpoint, problems_of
-from common.errors import CheckpointError, ConfigError, DataError
+from common.checkpoint import Checkpoint, problems_of
+from common.errors import ConfigError
 from common.files import read_json
-from common.output import log
 from common.script import world
 from common.validation import build
-from generation.loading import load_checkpoint
-from generation.passages import (
-    Difference,
-    Passage,
-    difference,
-    found_in_training,
-    held_out_passages,
-    learned_text,
-    next_sentences,
-    score_passages,
-    spread,
-    total,
-)
+from generation.passages import learned_text
 from tokenization.metadata import TokenMetadata, metadata_files
-from tokenizer_base import TokenizerError
 from training.config import MODEL_KEYS, Config, Forecast, is_resolved, scope_of
 from training.mirror import Mirror
 from training.plan import text_settings, tokenized
 from training.records import CONFIG
-from training.resume import find_previous, weights_hash
-from training.run import Run
+from training.resume import find_previous
 from training.state import Previous
 from training.store import Store, finish_setting_aside, replacing
 from training.text import changes
 
 PEAK = 0.5  # of the learning rates of a run that starts from nothing (docs/benchmarks/growing.md)
 WARMUP_SHARE = 0.02  # of the steps
-NOTICED = 0.01  # bits per byte
 FITS = 1.5  # times the tokens a byte that the old text takes: with more, another vocabulary would be better
 
 
@@ -134,60 +116,3 @@ def kept_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast |
 def tokens_in(folder: str) -> str | None:
     """Return the hash of the tokens in a folder, if there are some."""
     return next((TokenMetadata.read(path).tokens_sha256 for path in metadata_files(Path(folder))), None)
-
-
-# What became of it
-
-
-def on_passages(run: Run) -> dict[str, str]:
-    """Return how well a finished run does on passages that were held out: how often it knows the next sentence; and, if
-    it started from weights that had learned another text, what it has learned and forgotten. By the name of each fact;
-    {} without the token folder, or without memory for it."""
-    try:
-        passages = held_out_passages(run.data.metadata)
-        facts = {}
-        if run.data.metadata.chat_template is None:
-            log.info("Scoring    next sentences of held-out passages ...")
-            guessed = next_sentences(run.model, run.data.tokenizer, [each.text for each in spread(passages)])
-            facts = {"Next sentence": str(guessed)} if guessed.of else {}
-        return facts | (learned(run, passages) if run.config.init_from else {})
-    except (DataError, TokenizerError, CheckpointError):
-        return {}
-
-
-def learned(run: Run, passages: list[Passage]) -> dict[str, str]:
-    """Compare the weights with those that the run started from, on the held-out passages of the text that these had
-    learned, and on those that they had not. Raises CheckpointError if they, or what they had learned, are gone."""
-    base = open_checkpoint(str(run.config.init_from))
-    if weights_hash(base) != run.state.initialized_from:  # it was trained further
-        return {}
-    then, now = learned_text(base), run.data.metadata
-    if then is None or then.tokens_sha256 == now.tokens_sha256 or then.tokenizer_sha256 != now.tokenizer_sha256:
-        return {}
-    held_out = {passage.text for passage in held_out_passages(then)}
-    old = spread([passage for passage in passages if passage.text in held_out])
-    new = spread([passage for passage in passages if passage.text not in held_out])
-    known = found_in_training(then, new)
-    parts = {"Old text": old, "New text": [passage for passage in new if passage.text not in known]}
-    before, tokenizer = load_checkpoint(base, run.model.device.type, torch.float32)
-    facts, change = {}, {}
-    for name, chosen in parts.items():
-        if not chosen:
-            facts[name] = "no passage of it is held out from both"
-            continue
-        log.info(f"Scoring    the {name.lower()}: {len(chosen)} held-out passages, now and before ...")
-        pair = [score_passages(model, tokenizer, chosen) for model in (run.model, before)]
-        change[name] = difference(*pair)
-        after, was = (total(scores).bits_per_byte for scores in pair)
-        facts[name] = f"{was:.3f} -> {after:.3f} bits per byte, on {len(chosen)} held-out passages"
-    if len(change) == 2:
-        facts["Learned"] = verdict(change["Old text"], change["New text"])
-    return facts
-
-
-def verdict(old: Difference, new: Difference) -> str:
-    """Say what two differences mean: after less before, in bits per byte."""
-    gain = "has learned the new text" if new.is_clear and new.mean < 0 else "has learned little of the new text"
-    if old.mean > max(NOTICED, old.error):
-        return f"it {gain}, and forgotten some of the old: more --minutes read both again"
-    return f"it {gain}, and {'reads the old one better too' if old.is_clear and old.mean < 0 else 'kept the old'}"

@@ -19,8 +19,7 @@ from common.errors import CheckpointError
 from common.files import atomic_write, free_space, nearest_existing
 from common.lora import lora_of
 from common.machine import available_ram
-from common.output import byte_size, si
-from common.output import clock as duration
+from common.output import byte_size, duration, si
 from common.script import is_rank_0, world
 from training.clock import Clock
 from training.compilation import retry_smaller
@@ -33,7 +32,6 @@ from training.mirror import COPIES, Mirror
 from training.parallel import largest, process_group
 from training.plan import make_run
 from training.records import read_metrics
-from training.report import BUSY, finished_message
 from training.resume import start_or_resume
 from training.run import Run
 from training.saver import Saver
@@ -41,6 +39,7 @@ from training.schedule import decay_share, decay_start, epoch_sequences, steps_l
 from training.state import Previous
 from training.step import accumulate, apply_update, forward_backward, read_batch, train_step
 from training.stop import Stop
+from training.summary import BUSY, finished_message
 
 DRY_RUN_STEPS, TIMED_SECONDS = 2, 2.0  # a dry run takes more steps if these take less than that
 FIRST_LOSS_MARGIN = 0.5  # nats around ln(vocabulary), the loss of an untrained model
@@ -83,7 +82,7 @@ def dry_run(run: Run, previous: Previous, started: float) -> None:
         with Saver(run, clock, stop) as saver:
             take_steps(run, clock, stop, saver, max_steps=first + DRY_RUN_STEPS)
             seconds = time_step(run, clock)
-            saver.is_due, saver.told = True, math.inf  # the folder is not to be told
+            saver.checkpoint_due, saver.told = True, math.inf  # the folder is not to be told
             saver.save()
         if is_rank_0():
             if problems := problems_of(saver.store.steps()[0]):

@@ -1,5 +1,11 @@
-"""The mirror of a run, below `--checkpoint_dir` (on Drive, say): a thread keeps copies of its checkpoints there, which
-never change. store.py has what such a folder holds, and why machines that share it cannot hurt each other.
+"""The mirror of a run, below `--checkpoint_dir` (on Drive, say): a thread keeps copies of its checkpoints there.
+
+    drive/book/step_00001000-1f0c9a3b/    a copy that the session 1f0c9a3b made; run/ in it has the records of the run
+    drive/book/best_00000900-1f0c9a3b/    a copy of best/
+
+Machines that share a mirror need not know of each other: a session adds copies, which never change, and deletes only
+those that are older than the newest two. So one that sleeps, wakes up or runs twice never takes one away that somebody
+needs.
 
 The training neither waits for the mirror nor fails with it: if the Drive is full, read-only, slow or gone, the mirror
 says so and retries.
@@ -7,19 +13,23 @@ says so and retries.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import stat
 import threading
 import time
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from common.checkpoint import BEST, step_of
+from common.checkpoint import BEST, entry_of, listed_files, step_of
 from common.errors import CheckpointError, ConfigError
-from common.files import read_json, write_json
-from common.output import clock, log
+from common.files import OF_RUN, read_json, write_json
+from common.output import duration, log
 from training.records import RECORDS
 from training.stop import Stop
-from training.store import MARKER, OfAnotherRun, Store
+from training.store import MARKER, Store, is_better, read_best_state
 
 COPIES = 4  # checkpoints in a mirror at its peak: two, the best weights, and one that is being made
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0  # seconds between two attempts
@@ -27,10 +37,85 @@ COPY_SECONDS = 600.0  # to wait for the last copy
 COPY_SECONDS_IF_STOPPED = 60.0  # likewise, once somebody has pressed stop
 LAST_ATTEMPTS_SECONDS = 30.0  # of failures, after the training has ended
 LAST_CALL_SECONDS = 5.0  # to wait for the thread, when the mirror is closed
+ABANDONED_SECONDS = 86_400.0  # age of an unfinished copy that no other machine is still making
 
 
 class Overtaken(CheckpointError):
     """Another session has copied a newer state of this run."""
+
+
+class OfAnotherRun(CheckpointError):
+    """The mirror holds the copies of another run by now."""
+
+
+class MirrorStore(Store):
+    """The folder that the copies of a run go to, one beside those of other sessions."""
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.steps_dir = folder
+        self.session = uuid.uuid4().hex[:8]
+        self.run_id = ""  # the run that copies into this folder
+
+    def bests(self) -> list[Path]:
+        return sorted(self.dir.glob(f"{BEST}_*"))
+
+    def records(self, name: str) -> list[Path]:
+        paths = [copy / OF_RUN / name for copy in self.steps()]
+        return [path for path in paths if path.is_file() and is_listed(path)]
+
+    def path_of(self, name: str) -> Path:
+        return self.dir / f"{name}-{self.session}"
+
+    def copies_of(self, name: str) -> list[Path]:
+        return [*self.dir.glob(f"{name}-*")]
+
+    def copy(self, source: Path, name: str, records: Iterable[Path] = ()) -> bool:
+        """Copy as a `Store` does. Raises OfAnotherRun if another run has begun to use the folder meanwhile."""
+        is_copied = super().copy(source, name, records)
+        if is_copied:
+            try:
+                self.require_marker()
+            except OfAnotherRun:
+                self.delete(self.path_of(name))
+                raise
+        return is_copied
+
+    def take_best(self, source: Path) -> None:
+        """Copy best weights, unless there are better ones here. Then delete those here that are worse. Raises
+        OSError."""
+        theirs, ours = read_best_state(source), {path: read_best_state(path) for path in self.bests()}
+        if theirs is None or any(state is not None and is_better(state, theirs) for state in ours.values()):
+            return
+        name = f"{BEST}_{theirs.step:08d}"
+        self.copy(source, name)
+        for path, state in ours.items():
+            is_misnamed = state == theirs and not path.name.startswith(name)  # best/ changed just before it was copied
+            if state is not None and (is_misnamed or is_better(theirs, state)):
+                self.delete(path)
+
+    def remove(self, folder: Path) -> None:
+        empty_files(folder)
+        super().remove(folder)
+
+    def clean_up(self) -> None:
+        """Delete what sessions left that were killed, and nothing that another machine may be copying now."""
+        for path in [*self.dir.glob(".old-*"), *self.dir.glob(".tmp-*")]:
+            with contextlib.suppress(OSError):
+                if path.name.startswith(".old-") or time.time() - path.lstat().st_mtime > ABANDONED_SECONDS:
+                    self.delete(path)
+
+    def marker(self) -> dict[str, Any]:
+        """Read `run.json`; {} if there is none, or none that can be read."""
+        try:
+            return read_json(self.dir / MARKER, CheckpointError)
+        except CheckpointError:
+            return {}
+
+    def require_marker(self) -> None:
+        """Raise OfAnotherRun if a mirror was begun by another run meanwhile."""
+        if self.marker().get("run_id") not in (None, self.run_id):
+            raise OfAnotherRun(f"{self.dir} holds the copies of another run by now.")
 
 
 class Mirror:
@@ -44,7 +129,7 @@ class Mirror:
         self.run = Store(run_dir)
         self.root = Path(checkpoint_dir).expanduser()
         self.dir = self.root / os.path.basename(os.path.abspath(run_dir))
-        self.store = Store(self.dir, session=uuid.uuid4().hex[:8])
+        self.store = MirrorStore(self.dir)
         self.known: set[str] = set()  # copies that were there at the start: the newest whole one is continued from
         self.thread: threading.Thread | None = None
         self.woken = threading.Event()
@@ -130,9 +215,9 @@ class Mirror:
             self.woken.wait(pause)
             self.woken.clear()
             if not self.closed and not self.request.is_set():
-                self.attempt(self.request)
+                self.try_to_copy(self.request)
 
-    def attempt(self, request: threading.Event) -> None:
+    def try_to_copy(self, request: threading.Event) -> None:
         try:
             self.bring_up_to_date()
         except Overtaken as error:
@@ -213,7 +298,7 @@ class Mirror:
 
     def status(self) -> str:
         """Return how old the newest copy of this session is, for the progress line."""
-        age = "no copy yet" if self.copied_at is None else f"copy {clock(time.monotonic() - self.copied_at)} old"
+        age = "no copy yet" if self.copied_at is None else f"copy {duration(time.monotonic() - self.copied_at)} old"
         return f"{age} ({self.problem})" if self.problem else age
 
     def finish(self, stop: Stop | None = None) -> None:
@@ -224,12 +309,12 @@ class Mirror:
         while not self.request.wait(patience) and self.overtaken is None and not self.closed:
             limit = COPY_SECONDS_IF_STOPPED if stop is not None and stop.requested else COPY_SECONDS
             if patience == 1.0:
-                log.info(f"Waiting for the copy to {self.dir}, at most {clock(limit)} ...")
+                log.info(f"Waiting for the copy to {self.dir}, at most {duration(limit)} ...")
             patience, now, failing_since = 0.02, time.monotonic(), self.failing_since
             if now - began > limit or (failing_since is not None and now - failing_since > LAST_ATTEMPTS_SECONDS):
                 log.info(
                     f"Warning: the copies in {self.dir} are not up to date "
-                    f"({self.problem or f'not done within {clock(limit)}'}). Nothing is missing in {self.run.dir}. "
+                    f"({self.problem or f'not done within {duration(limit)}'}). Nothing is missing in {self.run.dir}. "
                     f"Once the problem is solved, the same command makes the copies."
                 )
                 return
@@ -240,3 +325,19 @@ class Mirror:
         self.woken.set()
         if self.thread is not None:
             self.thread.join(LAST_CALL_SECONDS)
+
+
+def empty_files(folder: Path) -> None:
+    """Empty the plain files that no backup holds, too: what is in a Drive's bin counts against the quota."""
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name) for name in names):
+            status = path.lstat()
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                os.truncate(path, 0)
+
+
+def is_listed(record: Path) -> bool:
+    """Return whether the manifest of its copy lists this record as it is."""
+    with contextlib.suppress(CheckpointError, OSError):
+        return listed_files(record.parents[1]).get(f"{OF_RUN}/{record.name}") == entry_of(record)
+    return False

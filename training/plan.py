@@ -32,7 +32,6 @@ from training.mirror import Mirror
 from training.parallel import on_rank_0
 from training.resume import find_previous
 from training.run import Prompt, Run
-from training.schedule import repetition
 from training.state import Previous
 from training.store import Store
 from training.text import EXAMPLE, EXAMPLES, text_of
@@ -82,6 +81,18 @@ def make_run(config: Config, lock: contextlib.ExitStack | None = None) -> tuple[
         if hardware.is_cuda:  # the dial and an earlier run in this process had peaks of their own
             torch.cuda.reset_peak_memory_stats()
         return Run(config, hardware, data, prompts, model, size, source, mirror), previous
+
+
+def repetition(windows: int, config: Config) -> str:
+    """Return a note if a step takes more sequences than there are training windows; else nothing."""
+    sequences = config.sequences_per_step
+    if sequences <= windows:
+        return ""
+    return (
+        f"\nNote       a step takes {sequences:,} sequences and the text has {windows:,}: each step is "
+        f"{sequences / windows:.1f} epochs, whatever --epochs says. For several steps per epoch, try --batch_size "
+        f"{max(1, windows // config.gradient_accumulation_steps // 10)}"
+    )
 
 
 def shape_of(config: Config, previous: Previous) -> ModelConfig:

@@ -1,9 +1,8 @@
-"""What a run says: a progress line, a line per evaluation, the records in its folder, and at the end summary.md."""
+"""What a run says while it trains: a progress line, a line per evaluation, and the records in its folder."""
 
 from __future__ import annotations
 
 import math
-import shlex
 import time
 from collections import deque
 from dataclasses import replace
@@ -11,25 +10,16 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
-import torch
-
-from common.files import atomic_write
-from common.output import LOG_LINE_SECONDS, cell, is_interactive, log, printable, progress_bar, si, table_row
-from common.output import clock as duration
+from common.output import LOG_LINE_SECONDS, duration, is_interactive, log, progress_bar, si
 from common.script import is_rank_0
 from training.clock import Clock
-from training.config import Forecast
 from training.evaluate import SPEEDUP, Answer, Evaluation, accuracy, evaluated_windows, perplexity
-from training.growth import on_passages
-from training.memory import attempt
 from training.records import (
     CURVE,
     METRICS,
     SAMPLES,
     SAMPLES_TABLE,
-    SUMMARY,
     Sample,
-    answer_table,
     draw_curve,
     drawn,
     metrics_line,
@@ -38,7 +28,6 @@ from training.records import (
     unwritable,
 )
 from training.run import Run
-from training.schedule import has_stopped_early, time_progress
 from training.step import StepResult, require_stable
 from training.tracker import Tracker
 
@@ -286,154 +275,3 @@ class Spikes:
         if math.isfinite(loss):
             self.losses.append(loss)
         return warning
-
-
-LEAST_EVALUATIONS = 3  # for a verdict
-RISEN = 1.005  # times the lowest validation loss: more than two seeds differ
-FALLEN = 0.998  # times the loss of a few evaluations before
-MEMORISING = "memorising"
-ONE_BYTE_EACH = 1.05  # bytes of a character, up to which bits per character would say the same
-SLOWER = 1.2  # times, at least, to be the reason why a forecast was missed
-BUSY = 0.8  # of the time on a CPU: what is below was taken by other programs
-LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
-
-
-def write_summary(run: Run, report: Report, answers: list[Answer], samples: list[Answer]) -> None:
-    """Write summary.md and print what matters of it. `samples` are texts that nobody asked for, in place of answers."""
-    config, data, hardware, model, state = run.config, run.data, run.hardware, run.model, run.state
-    clock = report.clock
-    parameters, trained = model.num_parameters(), model.num_parameters(trained_only=True)
-    facts = {
-        "Model": f"{parameters:,} parameters" + (f", {trained:,} of them trained" if trained < parameters else ""),
-        "Data": f"{data.metadata.train_tokens:,} training tokens, vocabulary {data.vocab_size:,}",
-        "Machine": f"{hardware.name}, {hardware.precision}, torch {torch.__version__}",
-        "Training": f"{state.step:,} steps of {run.tokens_per_step:,} tokens in {duration(clock.elapsed)}{early(run)}",
-    }
-    if report.tokens_per_second:
-        facts["Speed"] = f"{si(report.tokens_per_second)} tokens/s while training{busy(report.cpu_share)}"
-    if peak := hardware.peak_memory():
-        facts["Peak memory"] = f"{peak / 1e9:.2f} GB"
-    facts["Saving"] = f"held this session for {clock.saving_seconds:.1f} s of its {duration(clock.session_seconds)}"
-    if (units := clock.compute_units) is not None:
-        facts["Compute units"] = f"{units:.2f}"
-    rows = read_metrics(run.dir)
-    evaluated = [row for row in rows if "val_loss" in row]
-    if evaluated:
-        last = evaluated[-1]
-        per_byte = f", {last['val_bits_per_byte']:.3f} bits per byte" if "val_bits_per_byte" in last else ""
-        size, characters = data.metadata.val_bytes, data.metadata.val_characters
-        if per_byte and size and characters and size > ONE_BYTE_EACH * characters:
-            per_byte += f" or {last['val_bits_per_byte'] * size / characters:.3f} per character"
-        facts["Validation loss"] = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
-    if state.best_val_loss is not None:  # which is of best/; rows may be over other windows
-        facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
-    facts |= verdict(rows, evaluated, run.epoch)
-    if config.forecast and evaluated and "val_bits_per_byte" in evaluated[-1]:
-        facts["Expected"] = compared(config.forecast, evaluated[-1]["val_bits_per_byte"], report.tokens_per_second)
-    if state.base:
-        facts["Before"] = f"validation loss {state.base.val_loss:.4f}, of the weights that it started from"
-    with attempt(run.hardware.device):
-        facts |= on_passages(run)
-    stopped_early = has_stopped_early(state, config)
-    if stopped_early:
-        facts["Stopped"] = f"early: the last {state.worse} evaluations were no better"
-    prompts = [answer.prompt for answer in answers]
-    columns = [each.text for each in prompts], [each.text for each in answers], [each.expected for each in prompts]
-    before = state.base.answers if state.base and state.base.prompts == columns[0] else []
-    right, judged = accuracy(answers)
-    if judged:
-        facts["Answers"] = f"{right} of {judged} exactly right ({right / judged:.0%})"
-
-    lines = [f"# {run.dir.name}", "", "| | |", "|---|---|"]
-    lines += [table_row([key, cell(value)]) for key, value in facts.items()]
-    if answers:
-        lines += ["", "## Answers", "", *answer_table(*columns, before)]
-    for each in samples:
-        lines += ["", "## Sample", "", *(f"> {line}" for line in printable(each.prompt.text + each.text).splitlines())]
-    lines += ["", "## Configuration", "", "What differs from the defaults, and where it came from:", ""]
-    lines += [table_row(["key", "value", "source"]), table_row(["---"] * 3)]
-    changed = [(key, value) for key, value in config.values().items() if config.sources.get(key) != "default"]
-    lines += [table_row([key, cell(str(value)), config.sources.get(key, "")]) for key, value in changed]
-    try:
-        with atomic_write(run.dir / SUMMARY) as file:
-            file.write(("\n".join(lines) + "\n").encode(errors="replace"))  # a file name can be any bytes
-    except OSError as problem:
-        print(unwritable(run.dir / SUMMARY, problem))
-
-    print()
-    for line in answer_table(*columns, before, LONGEST_PRINTED) if answers else []:
-        print(line)
-    for each in samples:
-        print(f"Sample: {printable(each.prompt.text)} ...{printable(each.text)}\n")
-    for key, value in facts.items():
-        print(f"{key:<16} {value}")
-    there = [name for name in (SUMMARY, CURVE, METRICS, SAMPLES_TABLE) if (run.dir / name).exists()]
-    there += [f"{name}/" for name in ("checkpoints", "best") if (run.dir / name).exists()]
-    print(f"{'Files':<16} {run.dir}: {', '.join(there)}")
-    is_past_best = stopped_early or facts.get("Verdict", "").startswith(MEMORISING)
-    checkpoint = shlex.quote(str(run.dir / "best" if is_past_best else run.dir))
-    print(f'\nTalk to it: python generate.py --checkpoint {checkpoint} --prompt "..." or --interactive')
-
-
-def early(run: Run) -> str:
-    """Say what ended the run before its `minutes` were over."""
-    config, state = run.config, run.state
-    if not config.minutes or has_stopped_early(state, config) or time_progress(state, config) >= 1:
-        return ""
-    return f" of {config.minutes:g} minutes: --epochs {config.epochs} ended it, more of them would use the rest"
-
-
-def compared(forecast: Forecast, came: float, tokens_per_second: float | None) -> str:
-    """Say what the dial expected beside what came, and why they differ."""
-    outcome = f"{forecast.bits_per_byte:.2f} bits per byte, got {came:.2f}"
-    if abs(came - forecast.bits_per_byte) <= forecast.error:
-        return f"{outcome}: within {forecast.error:.2f}, as forecast"
-    slower = forecast.tokens_per_second / (tokens_per_second or forecast.tokens_per_second)
-    if slower > SLOWER and came > forecast.bits_per_byte:
-        return f"{outcome}: the machine was {slower:.2g} times slower than when it was timed"
-    if slower < 1 / SLOWER and came < forecast.bits_per_byte:
-        return f"{outcome}: the machine was {1 / slower:.2g} times faster than when it was timed"
-    if came > forecast.bits_per_byte:
-        return f"{outcome}: this text is harder than most of its size"
-    return f"{outcome}: easier than most text; what is held out comes from the same books or files"
-
-
-def busy(cpu_share: float) -> str:
-    if cpu_share > BUSY:
-        return ""
-    return f"; other programs use this CPU, and the training computed for {cpu_share:.0%} of its time"
-
-
-def verdict(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs: float) -> dict[str, str]:
-    """Say what the losses mean: how far training and validation are apart, and whether more steps would help."""
-    trained = [row["train_loss"] for row in rows if "train_loss" in row][-max(1, len(rows) // 20) :]
-    if len(evaluated) < LEAST_EVALUATIONS or not trained:
-        return {}
-    last, lowest = evaluated[-1], min(evaluated, key=lambda row: row["val_loss"])
-    gap = last["val_loss"] - fmean(trained)
-    apart = f"{fmean(trained):.4f}, {abs(gap):.3f} {'below' if gap > 0 else 'above'} the validation loss"
-    before = evaluated[-1 - max(1, len(evaluated) // 4)]
-    if last["val_loss"] > RISEN * lowest["val_loss"]:
-        meaning = f"{MEMORISING} since epoch {lowest.get('epoch', 0):.2g}: use best/"
-    elif last["val_loss"] < FALLEN * before["val_loss"]:
-        meaning = "still falling at the end: more time, or more text, helps"
-    else:
-        meaning = "level at the end: more time alone brings little; more text, or a larger model, may help"
-    return {"Training loss": f"{apart}; the text was read {epochs:.2g} times", "Verdict": meaning}
-
-
-def finished_message(run: Run) -> str:
-    """Return the message of a command that finds nothing left to train."""
-    config, state = run.config, run.state
-    if has_stopped_early(state, config):
-        more = f"--stop_after_worse {2 * config.stop_after_worse}"
-    elif time_progress(state, config) >= 1:
-        more = f"--minutes {2 * config.minutes:g}"
-    elif config.max_steps:
-        more = f"--max_steps {state.step * 2}"
-    else:
-        more = f"--epochs {2 * max(config.epochs, int(run.epoch))}"
-    return (
-        f"This run is finished: step {state.step:,}, results in {config.run_dir / SUMMARY}. "
-        f"To go on, ask for more: {more}. To start over: --resume never (the old run is kept aside)."
-    )

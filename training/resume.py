@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint import (
-    ADAPTERS,
     BEST,
     Checkpoint,
     describe_damage,
@@ -31,7 +30,6 @@ from common.errors import CheckpointError, ConfigError
 from common.files import OF_RUN, atomic_write, sha256_file
 from common.lora import LoRA, find_base, lora_of
 from common.script import world
-from common.tensors import weights_file
 from model_config import ModelConfig
 from tokenization.token_folder import find_tokens
 from training.config import Config, scope_of
@@ -142,14 +140,8 @@ def has_started_from(path: str, saved: Saved) -> bool:
     if saved.config.get("init_from") == path:
         return True
     with contextlib.suppress(CheckpointError):
-        return weights_hash(open_checkpoint(path)) == saved.state.initialized_from
+        return open_checkpoint(path).weights_sha256() == saved.state.initialized_from
     return False
-
-
-def weights_hash(checkpoint: Checkpoint) -> str:
-    """Return the SHA-256 of a checkpoint's weights, or of its adapters: they are the same wherever they lie."""
-    adapters = checkpoint.path / ADAPTERS
-    return sha256_file(adapters if adapters.exists() else weights_file(checkpoint.path))
 
 
 def bring_here(previous: Previous, store: Store, mirror: Mirror | None) -> Previous:
@@ -253,7 +245,7 @@ def new_state(run: Run, init: Checkpoint | None) -> TrainState:
         if lora_of(run.model) is None:  # else the model has them as its base
             init.load_weights(run.model)
         print(f"Starting from the weights of {init.path}.")
-        state = replace(state, initialized_from=weights_hash(init))
+        state = replace(state, initialized_from=init.weights_sha256())
     if run.mirror is not None:
         print(
             f"Copies     go to {run.mirror.dir}. There are none of this run yet: if there should be, stop and mount "

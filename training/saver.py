@@ -58,10 +58,9 @@ class Saver:
         self.run, self.clock, self.stop = run, clock, stop
         self.store = Store(run.dir)
         self.last_saved = time.monotonic()
-        # A checkpoint that could not be written when it was due; or the first step of a run from trained weights, for a
-        # lost machine must leave them in the mirror.
-        self.is_due = run.mirror is not None and run.state.initialized_from is not None and run.state.step == 0
-        self.best_is_due = False  # the best weights so far are not saved yet
+        # A run from trained weights saves its first step: if the machine is lost, the mirror has them.
+        self.checkpoint_due = run.mirror is not None and run.state.initialized_from is not None and run.state.step == 0
+        self.best_due = False  # these are the best weights so far, and not saved yet
         self.written_rows = run.micro_batch_size  # as config.json has it
         self.told = -math.inf  # time.monotonic() of the last line about a save
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
@@ -119,8 +118,9 @@ class Saver:
             under_way, self.under_way = self.under_way, None
             under_way.result()
 
-    def checkpoint_due(self) -> bool:
-        """Return whether this step is saved by its number, its epoch, or as the last."""
+    @property
+    def is_checkpoint_step(self) -> bool:
+        """Whether this step is saved because of its number, its epoch, or as the last."""
         config, state = self.run.config, self.run.state
         before = state.sequences_seen - config.sequences_per_step
         size = epoch_sequences(self.run.data.windows, config) * config.checkpoint_interval
@@ -138,16 +138,16 @@ class Saver:
         weights to be sound; those that were just evaluated are. Raises CheckpointError if the last save failed."""
         if self.under_way is not None and self.under_way.done():
             self.join()
-        self.is_due |= self.checkpoint_due()
-        if self.is_due or self.best_is_due:
+        self.checkpoint_due |= self.is_checkpoint_step
+        if self.checkpoint_due or self.best_due:
             require_stable(self.run)
-            if self.best_is_due or self.run.finished or not self.run.skips[1]:
+            if self.best_due or self.run.finished or not self.run.skips[1]:
                 self.save()
 
     def save_rest(self) -> None:
         """Save a checkpoint of this step if there is none."""
         if self.run.state.step > self.run.saved_step:
-            self.is_due = True
+            self.checkpoint_due = True
             self.told = -math.inf
             self.save()
 
@@ -163,12 +163,12 @@ class Saver:
             if not torch.isfinite(total):
                 raise diverged(run, "a weight is not finite")
             state.skipped_updates = int(run.skips[0])
-            folders = self.store.bests() if self.best_is_due else []
-            if self.is_due:
+            folders = self.store.bests() if self.best_due else []
+            if self.checkpoint_due:
                 folders.append(self.store.step_path(state.step))
                 run.saved_step = state.step
                 self.last_saved = time.monotonic()
-            self.is_due = self.best_is_due = False
+            self.checkpoint_due = self.best_due = False
             if is_rank_0():
                 self.join()
                 if (snapshot := self.copied()) is not None:

@@ -106,15 +106,3 @@ def steps_left(state: TrainState, windows: int, config: Config, step_seconds: fl
 def has_stopped_early(state: TrainState, config: Config) -> bool:
     """Return whether evaluations in a row without a lower validation loss have ended the run."""
     return 0 < config.stop_after_worse <= state.worse
-
-
-def repetition(windows: int, config: Config) -> str:
-    """Return a note if a step takes more sequences than there are training windows; else nothing."""
-    sequences = config.sequences_per_step
-    if sequences <= windows:
-        return ""
-    return (
-        f"\nNote       a step takes {sequences:,} sequences and the text has {windows:,}: each step is "
-        f"{sequences / windows:.1f} epochs, whatever --epochs says. For several steps per epoch, try --batch_size "
-        f"{max(1, windows // config.gradient_accumulation_steps // 10)}"
-    )

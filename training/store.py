@@ -1,14 +1,7 @@
-"""A folder of checkpoints, each whole or not there. A run folder is one, its mirror below `--checkpoint_dir` another:
-
-    runs/book/checkpoints/step_00001000/    in a run folder; best/ and the records of the run are beside checkpoints/
-    drive/book/step_00001000-1f0c9a3b/      in a mirror; run/ in it has the records; the session 1f0c9a3b made it
-    drive/book/best_00000900-1f0c9a3b/
+"""A folder of checkpoints, each whole or not there: a run folder. Its mirror (mirror.py) is another.
 
 A checkpoint is written as .tmp-NAME, and renamed when it is complete and on the disk. While one of the same name is
 there, that is .old-NAME meanwhile. What is being deleted is .old-, too.
-
-Machines that share a mirror need not know of each other: a session adds copies, and deletes only copies that are older
-than the newest two. So one that sleeps, wakes up or runs twice never takes one away that somebody needs.
 """
 
 from __future__ import annotations
@@ -19,12 +12,9 @@ import errno
 import os
 import re
 import shutil
-import stat
-import time
 import uuid
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 import safetensors
 
@@ -49,23 +39,16 @@ from training.records import CONFIG, RECORDS
 from training.state import TrainState, read_state
 
 KEEP = 2  # never one: the newest may be damaged
-MARKER = "run.json"  # in a mirror: which run it is of; in a run folder: where its mirror is
+MARKER = "run.json"  # in a run folder: where its mirror is; in a mirror: which run it is of
 DELETED_NAME = re.compile(r"[0-9a-f]{8}")  # after .old-
 COPIED_BYTES = 4 << 20  # at a time
-ABANDONED_SECONDS = 86_400.0  # age of an unfinished copy that no other machine is still making
-
-
-class OfAnotherRun(CheckpointError):
-    """The mirror holds the copies of another run by now."""
 
 
 class Store:
-    """A run folder, or with a `session` the mirror of one."""
+    """A run folder: checkpoints/step_00001000/, best/, and the records of the run."""
 
-    def __init__(self, folder: Path, session: str = ""):
-        self.dir, self.session = folder, session
-        self.steps_dir = folder if session else folder / "checkpoints"
-        self.run_id = ""  # of the run that copies into a mirror
+    def __init__(self, folder: Path):
+        self.dir, self.steps_dir = folder, folder / "checkpoints"
         self.verified: set[Path] = set()  # copies that this session has found whole
 
     def locked(self) -> contextlib.AbstractContextManager[None]:
@@ -86,15 +69,12 @@ class Store:
         return step_folders(self.steps_dir)
 
     def bests(self) -> list[Path]:
-        """Return the best weights: one, or in a mirror those of several sessions."""
-        return sorted(self.dir.glob(f"{BEST}_*")) if self.session else [self.dir / BEST]
+        """Return the folders of best weights, which may be missing or damaged."""
+        return [self.dir / BEST]
 
     def records(self, name: str) -> list[Path]:
         """Return the whole records of this name, newest first."""
-        if not self.session:
-            return [path] if (path := self.dir / name).is_file() else []
-        paths = [copy / OF_RUN / name for copy in self.steps()]
-        return [path for path in paths if path.is_file() and is_listed(path)]
+        return [path] if (path := self.dir / name).is_file() else []
 
     @property
     def is_empty(self) -> bool:
@@ -103,10 +83,15 @@ class Store:
     # What goes in
 
     def step_path(self, step: int) -> Path:
-        return self.steps_dir / self.name_of(f"step_{step:08d}")
+        return self.path_of(f"step_{step:08d}")
 
-    def name_of(self, name: str) -> str:
-        return f"{name}-{self.session}" if self.session else name
+    def path_of(self, name: str) -> Path:
+        """Return where a checkpoint of this name is saved."""
+        return (self.dir if name == BEST else self.steps_dir) / name
+
+    def copies_of(self, name: str) -> list[Path]:
+        """Return where copies of a checkpoint of this name may be."""
+        return [self.path_of(name)]
 
     def put(self, target: Path, fill: Callable[[Path], None]) -> None:
         """Make the folder `target`, in place of one that is there: `fill` writes its files into a temporary folder.
@@ -143,10 +128,8 @@ class Store:
     def copy(self, source: Path, name: str, records: Iterable[Path] = ()) -> bool:
         """Copy a checkpoint of another store, with the records of its run. Returns False if a whole copy is there, or
         if the source makes way for a newer one in this moment. Raises OSError."""
-        parent = self.dir if name.startswith(BEST) else self.steps_dir
-        files, target = files_of(source), parent / self.name_of(name)
-        copies = parent.glob(f"{name}-*") if self.session else [target]
-        if not source.exists() or any(self.is_copy(copy, files) for copy in copies):
+        files, target = files_of(source), self.path_of(name)
+        if not source.exists() or any(self.is_copy(copy, files) for copy in self.copies_of(name)):
             return False
 
         def fill(folder: Path) -> None:
@@ -163,11 +146,6 @@ class Store:
 
         try:
             self.put(target, fill)
-            if self.session:
-                self.require_marker()
-        except OfAnotherRun:
-            self.delete(target)
-            raise
         except OSError:
             if files_of(source) == files:
                 raise
@@ -183,18 +161,11 @@ class Store:
         return is_whole
 
     def take_best(self, source: Path) -> None:
-        """Copy best weights, unless there are better ones here. Then delete those here that are worse. Raises
-        OSError."""
-        theirs = read_best_state(source)
-        ours = {path: read_best_state(path) for path in self.bests() if self.session or not problems_of(path)}
-        if theirs is None or any(state is not None and is_better(state, theirs) for state in ours.values()):
-            return
-        name = f"{BEST}_{theirs.step:08d}" if self.session else BEST
-        self.copy(source, name)
-        for path, state in ours.items() if self.session else []:
-            is_misnamed = state == theirs and not path.name.startswith(name)  # best/ changed just before it was copied
-            if state is not None and (is_misnamed or is_better(theirs, state)):
-                self.delete(path)
+        """Copy best weights, unless there are better ones here. Raises OSError."""
+        theirs, best = read_best_state(source), self.dir / BEST
+        ours = None if problems_of(best) else read_best_state(best)
+        if theirs is not None and (ours is None or not is_better(ours, theirs)):
+            self.copy(source, BEST)
 
     # What goes
 
@@ -211,9 +182,10 @@ class Store:
             os.replace(folder, going)
             if going.is_symlink():
                 going.unlink()
-            if self.session:
-                empty_files(going)
-            shutil.rmtree(going)
+            self.remove(going)
+
+    def remove(self, folder: Path) -> None:
+        shutil.rmtree(folder)
 
     def quarantine_newer(self, checkpoint: Path) -> None:
         """Rename the checkpoints from this one's step on, except itself, which are damaged: they no longer count as
@@ -226,37 +198,21 @@ class Store:
                     os.replace(folder, target)
 
     def clean_up(self) -> None:
-        """Delete what sessions left that were killed; in a mirror nothing that another machine may be copying now."""
-        for parent in (self.dir,) if self.session else (self.dir, self.steps_dir):
+        """Delete what sessions left that were killed."""
+        for parent in (self.dir, self.steps_dir):
             for path in [*parent.glob(".old-*"), *parent.glob(".tmp-*")]:
                 is_old, name = path.name.startswith(".old-"), path.name[len(".old-") :]
                 with contextlib.suppress(OSError):
-                    if self.session:
-                        if is_old or time.time() - path.lstat().st_mtime > ABANDONED_SECONDS:
-                            self.delete(path)
-                    elif is_old and CHECKPOINT_NAME.fullmatch(name) and not path.with_name(name).exists():
+                    if is_old and CHECKPOINT_NAME.fullmatch(name) and not path.with_name(name).exists():
                         os.replace(path, path.with_name(name))  # killed between the two renames of `put`
                     elif CHECKPOINT_NAME.fullmatch(name) or DELETED_NAME.fullmatch(name):
                         self.delete(path)
-        if not self.session:
-            with contextlib.suppress(OSError):  # there is none, or it is read-only: the first save tells that
-                for path in self.dir.iterdir():
-                    if is_leftover(path.name) and path.is_file():
-                        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # there is none, or it is read-only: the first save tells that
+            for path in self.dir.iterdir():
+                if is_leftover(path.name) and path.is_file():
+                    path.unlink(missing_ok=True)
 
     # Whose it is
-
-    def marker(self) -> dict[str, Any]:
-        """Read `run.json`; {} if there is none, or none that can be read."""
-        try:
-            return read_json(self.dir / MARKER, CheckpointError)
-        except CheckpointError:
-            return {}
-
-    def require_marker(self) -> None:
-        """Raise OfAnotherRun if a mirror was begun by another run meanwhile."""
-        if self.marker().get("run_id") not in (None, self.run_id):
-            raise OfAnotherRun(f"{self.dir} holds the copies of another run by now.")
 
     def require_ours(self, flag: str) -> None:
         """Raise ConfigError if the folder that `flag` leads to cannot be made, or holds something else than a run."""
@@ -293,10 +249,10 @@ class Store:
 # Starting over
 
 
-def set_aside(run: Store, mirror: Store | None, prepare: Callable[[dict[Path, Path], Path], object]) -> None:
+def set_aside(run: Store, mirror: Store | None, write_new: Callable[[dict[Path, Path], Path], object]) -> None:
     """Rename an old run and its mirror, so that starting over loses nothing, and put a new run folder in its place.
-    Before, `prepare` writes into the new folder what the same command needs to go on if this process is killed here: it
-    gets the old folders with the names that they will have, and the new folder.
+    Before, `write_new` writes into the new folder what the same command needs to go on if this process is killed here:
+    it gets the old folders with the names that they will have, and the new folder.
 
     Raises CheckpointError if a folder cannot be renamed.
     """
@@ -304,7 +260,7 @@ def set_aside(run: Store, mirror: Store | None, prepare: Callable[[dict[Path, Pa
     if moves:
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        prepare(moves, new)
+        write_new(moves, new)
         put_in_place(run.dir, moves)
 
 
@@ -354,15 +310,6 @@ def is_leftover(name: str) -> bool:
     return any(name.startswith(f".{file}.") and name.endswith(".tmp") for file in (*RECORDS, MARKER))
 
 
-def empty_files(folder: Path) -> None:
-    """Empty the plain files that no backup holds, too: what is in a Drive's bin counts against the quota."""
-    for parent, _, names in os.walk(folder):
-        for path in (Path(parent, name) for name in names):
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-                os.truncate(path, 0)
-
-
 def copy_files(paths: Iterable[Path], target: Path) -> None:
     """Copy files into a folder."""
     with contextlib.ExitStack() as stack:
@@ -382,13 +329,6 @@ def files_of(checkpoint: Path) -> dict[str, Entry]:
     with contextlib.suppress(CheckpointError, OSError):
         return {name: entry for name, entry in listed_files(checkpoint).items() if "/" not in name}
     return {"": Entry(0, "")}
-
-
-def is_listed(record: Path) -> bool:
-    """Return whether the manifest of its copy lists this record as it is."""
-    with contextlib.suppress(CheckpointError, OSError):
-        return listed_files(record.parents[1]).get(f"{OF_RUN}/{record.name}") == entry_of(record)
-    return False
 
 
 def read_best_state(best: Path) -> TrainState | None:

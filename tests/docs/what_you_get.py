@@ -13,7 +13,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from common.files import atomic_write
-from common.output import byte_size, clock, table_row
+from common.output import byte_size, duration, table_row
 from common.script import script
 from tests.training.pretended import MACHINES, MINUTES, SIZES, Pretended, Trained, dial_of, trained
 from training.config import REPOSITORY
@@ -35,7 +35,7 @@ and only more text brings more.
 
 def cell_of(choice: Choice, run: Trained) -> str:
     shape = choice.shape
-    used = f", {clock(run.seconds)}" if choice.reads_all else ""
+    used = f", {duration(run.seconds)}" if choice.reads_all else ""
     return f"{shape.num_layers} x {shape.embed_dim}: {run.loss:.2f}{used}"
 
 

@@ -141,7 +141,7 @@ def test_a_run_killed_before_its_summary_writes_it_at_the_next_start(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(fit, "write_summary", die)
+        patch.setattr(fit, "summarize", die)
         with pytest.raises(Killed):
             train(tmp_path / "run", max_steps=12)
     assert train(tmp_path / "run", max_steps=12).code == 0

@@ -20,7 +20,7 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 
 from benchmarks.measure import describe_machine, machine_kind, markdown_table, write_results
 from common.flags import Parser, add_debug
-from common.output import clock
+from common.output import duration
 from common.script import script
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         body = (
             "Each round tokenizes a text and trains a tiny model with dropout and a mirror, in as many sessions as it "
             "needs. Its tokens, weights, optimizer state, best weights and rows of metrics must equal those of an "
-            f"undisturbed round to the last bit. {clock(time.monotonic() - began)} in all.\n\n{table}"
+            f"undisturbed round to the last bit. {duration(time.monotonic() - began)} in all.\n\n{table}"
         )
         write_results(stem, "Torture", {"machine": machine, **dict(rows), "losses": tally.losses}, body)
         print(f"Files      {stem}.md and .json")

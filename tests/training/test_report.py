@@ -24,9 +24,10 @@ from training.data import TokenData
 from training.evaluate import Answer
 from training.hardware import Hardware
 from training.records import read_metrics, read_samples, rewind
-from training.report import Report, compared
+from training.report import Report
 from training.run import Prompt, Run
 from training.step import StepResult
+from training.summary import compared
 
 CONTRACT_FIELDS = {
     "step", "epoch", "tokens", "train_loss", "val_loss", "val_bits_per_byte", "lr", "grad_norm", "ms_per_step",

@@ -14,7 +14,7 @@ from tests.languages import MARKED
 from tokenizer_bpe import BPETokenizer
 from training.evaluate import whole_characters
 from training.records import read_samples
-from training.report import verdict
+from training.summary import verdict
 
 
 @pytest.mark.parametrize("kind", ["char", "bpe"])
