@@ -11,6 +11,7 @@ from training.run import Run
 
 SUMMARY_TOKENS = 65_000  # a summary reads about as many, of held-out passages
 MAX_SUMMARY_SHARE = 0.01  # share of --minutes
+MAX_GUESSED_SHARE = 0.2  # share of --minutes that an evaluation is expected to take at most until one is measured
 WRITE_BYTES_PER_SECOND = 200e6  # assumed until a checkpoint was written
 
 
@@ -21,7 +22,7 @@ class Clock:
         """`started`: the time.perf_counter() at which this session began."""
         self.run = run
         self.earlier = run.state.elapsed_seconds  # of the sessions before
-        self.started = started - self.earlier
+        self.run_started = started - self.earlier  # had there been one session only
         self.paused_seconds = self.paused_cpu = self.saving_seconds = 0.0
         self.evaluation_seconds: float | None = None  # of the last evaluation
         self.write_seconds: float | None = None  # of the last checkpoint folder
@@ -32,7 +33,7 @@ class Clock:
     @property
     def elapsed(self) -> float:
         """Seconds that the run has taken, over all its sessions."""
-        return time.perf_counter() - self.started
+        return time.perf_counter() - self.run_started
 
     @property
     def session_seconds(self) -> float:
@@ -107,6 +108,7 @@ class Clock:
         reading = step / run.tokens_per_step / SPEEDUP  # seconds to read a token
         if evaluation is None:  # not measured yet
             evaluation = evaluated_windows(run.data, run.config) * run.shape.max_seq_len * reading
+            evaluation = min(evaluation, MAX_GUESSED_SHARE * 60 * run.config.minutes)
         if write is None:
             write = run.checkpoint_bytes / WRITE_BYTES_PER_SECOND
         if run.mirror is not None:

@@ -19,11 +19,10 @@ from common.errors import is_out_of_memory
 from common.output import log
 from common.script import world
 from model import TransformerLanguageModel
-from training.config import AUTOMATIC_SOURCES
+from training.config import AUTOMATIC_SOURCES, HALVED
 from training.hardware import Hardware
 from training.memory import (
     DROPOUT_ASIDE,
-    HALVED,
     attempt,
     halve_until_it_fits,
     memory_advice,

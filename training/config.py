@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 REPOSITORY = Path(__file__).resolve().parent.parent
 MODEL_SIZES = ("tiny", "small", "medium", "large", "xlarge", "gpt2_small", "gpt2_medium")
 OURS = ("name", "sources", "forecast")  # fields of Config that nobody gives
-AUTOMATIC_SOURCES = ("default", "memory", "out of memory")  # sources of values that no user gave
+ESTIMATED, HALVED = "memory", "out of memory"  # sources of a micro-batch: fitted by the estimate, or halved since
+AUTOMATIC_SOURCES = ("default", ESTIMATED, HALVED)  # sources of values that no user gave
 FEWEST_MINUTES = 0.0001
 Count = Annotated[int, Field(ge=0)]
 Number = Annotated[float, Field(ge=0)]

@@ -23,7 +23,7 @@ from training.resume import start_or_resume
 from training.run import Run
 from training.saver import Saver, write_config
 from training.state import MAX_STEPS, Start
-from training.step import apply_update, diverged, forward_backward
+from training.step import apply_update, diverged, forward_backward, require_stable
 from training.stop import Stop
 from training.summary import finished_message, summarize
 
@@ -36,18 +36,19 @@ def fit(config: Config, started: float, ends_process: bool) -> int:
     with process_group(config), contextlib.ExitStack() as stack:
         run, previous = make_run(config, stack)
         with memory_advice(config, run.shape, run.hardware, lambda: run.rows_at_once):
-            is_complete = start_or_resume(run, previous)
+            has_summary = start_or_resume(run, previous)
             clock = Clock(run, started)
             with Stop(ends_process) as stop, Saver(run, clock, stop) as saver:
-                if is_complete:
-                    print(finished_message(run))  # at most the mirror is not up to date
+                if has_summary:
+                    print(finished_message(run))  # the saver still brings the mirror up to date
                 else:
                     announce(run)
                     report, answers = take_steps(run, clock, stop, saver)
                     if run.is_done:
                         saver.wait()
                         summarize(run, report, answers)
-    return 0 if run.is_done else describe_stop(run, clock)
+                        has_summary = True
+    return 0 if has_summary else describe_stop(run, clock)
 
 
 def take_steps(
@@ -56,9 +57,10 @@ def take_steps(
     """Train to the last step, or until a signal or a limit, or `max_steps`. Returns what was reported, and the answers
     of the last evaluation. Raises StopRequested if a signal ends something long."""
     answers: list[Answer] = []
-    with clock.paused(), stop.abandonable():
-        retry_smaller(run, prepare)
-    evaluate_before_steps(run, clock, stop)
+    if not run.is_done:
+        with clock.paused(), stop.abandonable():
+            retry_smaller(run, prepare)
+        evaluate_before_steps(run, clock, stop)
     run.state.elapsed_seconds, _ = agree(clock, stop, saver)
     require_time(run)
     with Report(run, clock) as report, frozen_garbage():
@@ -67,7 +69,7 @@ def take_steps(
                 report.announce_evaluation()
                 with clock.evaluating(), stop.abandonable(is_long=True):
                     evaluation = evaluate(run)
-                saver.best_due |= record(run, evaluation, *largest(clock.elapsed))
+                saver.best_due |= note_evaluation(run, evaluation, *largest(clock.elapsed))
                 report.evaluation(evaluation)
                 answers = evaluation.answers
             else:
@@ -76,8 +78,10 @@ def take_steps(
                 result = apply_update(run, loss)
                 clock.count_step()
                 run.advance(*agree(clock, stop, saver))
+                if run.hardware.device.type == "cpu" or run.due(run.config.log_interval):
+                    require_stable(run)  # a GPU is waited for, as in a report
                 report.step(result)
-            if not run.evaluation_due:
+            if not run.evaluation_due:  # a checkpoint of this step has its evaluation, too
                 saver.save_if_due()
     return report, answers
 
@@ -92,7 +96,7 @@ def agree(clock: Clock, stop: Stop, saver: Saver) -> list[float]:
     return seconds
 
 
-def record(run: Run, evaluation: Evaluation, elapsed_seconds: float) -> bool:
+def note_evaluation(run: Run, evaluation: Evaluation, elapsed_seconds: float) -> bool:
     """Note an evaluation of this step in the state. Returns whether these weights are the best so far.
 
     Raises ConfigError if the training diverged: more steps would only waste time.
@@ -158,7 +162,7 @@ def announce(run: Run) -> None:
 
 def require_time(run: Run) -> None:
     """Raise ConfigError if `minutes` are over before the first step."""
-    if run.finished and run.state.step == 0:
+    if run.took_last_step and run.state.step == 0:
         raise ConfigError(
             f"--minutes {run.config.minutes:g} are over before the first step: starting took "
             f"{duration(run.state.elapsed_seconds)}. Give more of them."

@@ -73,7 +73,7 @@ def dry_run(run: Run, previous: Previous, started: float) -> None:
         run.config = replace(run.config, log_interval=1, tracker=None)
         start_or_resume(run, previous)
         first = run.state.step
-        if run.finished:
+        if run.took_last_step:
             print(f"Resume     {finished_message(run)}\nDry run: no run was written.")
             return
         describe_needs(run, mirror)

@@ -22,7 +22,7 @@ from common.script import world
 from common.tensors import Uninitialized, meta_model
 from model import TransformerLanguageModel
 from model_config import ModelConfig
-from training.config import Config, is_resolved
+from training.config import ESTIMATED, HALVED, Config, is_resolved
 from training.data import TokenData
 from training.hardware import Hardware
 from training.optimizer import RULES, by_rule
@@ -31,7 +31,6 @@ from training.records import CONFIG
 
 T = TypeVar("T")
 
-HALVED = "out of memory"  # source of a micro-batch that was halved after such an error
 MEMORY_SHARE = 0.8  # of all memory; the rest is for tokens, kernels' workspaces and fragmentation
 DROPOUT_ASIDE = " except for dropout's random draws"  # which are made per micro-batch
 PROCESS_BYTES = 350_000_000  # resident size of a process that has imported torch
@@ -80,13 +79,13 @@ def halve_until_it_fits(
         f"Memory     a step of {whole} sequences at once would not fit: micro_batch_size {rows}, "
         f"with the same result{DROPOUT_ASIDE if config.dropout else ''}"
     )
-    return rows, "memory"
+    return rows, ESTIMATED
 
 
 def smallest_rows(rows: int, source: str) -> tuple[int, str]:
     """Return the smallest micro-batch of all processes, and where it comes from."""
     smallest = -int(largest(-rows)[0])
-    return smallest, source if smallest == rows else "memory"
+    return smallest, source if smallest == rows else ESTIMATED
 
 
 def found_before(config: Config, seq_len: int, hardware: Hardware) -> int | None:

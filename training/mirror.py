@@ -89,8 +89,10 @@ class MirrorStore(Store):
             return
         name = f"{BEST}_{theirs.step:08d}"
         self.copy(source, name)
+        if not any(read_best_state(path) == theirs for path in self.copies_of(name)):
+            return  # best/ changed just before it was copied
         for path, state in ours.items():
-            is_misnamed = state == theirs and not path.name.startswith(name)  # best/ changed just before it was copied
+            is_misnamed = state == theirs and not path.name.startswith(name)
             if state is not None and (is_misnamed or is_better(theirs, state)):
                 self.delete(path)
 
@@ -121,15 +123,16 @@ class MirrorStore(Store):
 class Mirror:
     """Where the copies of a run folder go, and the thread that makes them.
 
-    There is at most one request to copy. It asks for whatever is new when the thread gets to it, so a newer request
+    There is at most one request to copy: the checkpoint that is the newest then, and the best weights. A newer request
     replaces the one before.
     """
 
     def __init__(self, run_dir: Path, checkpoint_dir: str):
-        self.run = Store(run_dir)
+        self.source = Store(run_dir)
         self.root = Path(checkpoint_dir).expanduser()
         self.dir = self.root / os.path.basename(os.path.abspath(run_dir))
         self.store = MirrorStore(self.dir)
+        self.newest: Path | None = None  # the checkpoint to copy
         self.known: set[str] = set()  # copies that were there at the start: the newest whole one is continued from
         self.thread: threading.Thread | None = None
         self.woken = threading.Event()
@@ -154,23 +157,23 @@ class Mirror:
                 f'(in Colab: from google.colab import drive; drive.mount("/content/drive")), or make the folder: '
                 f"mkdir -p {self.root.parent}"
             )
-        if self.dir.resolve() == self.run.dir.resolve():
+        if self.dir.resolve() == self.source.dir.resolve():
             raise ConfigError(
-                f"The copies below --checkpoint_dir {self.root} would lie in the run folder itself, {self.run.dir}: "
+                f"The copies below --checkpoint_dir {self.root} would lie in the run folder itself, {self.source.dir}: "
                 f"name another --checkpoint_dir, on another disk, or leave it out."
             )
         if self.are_gone:
             raise ConfigError(
                 f"The copies of this run are gone from {self.dir}: there is no {MARKER} in it. Is the disk of "
                 f"--checkpoint_dir {self.root} unmounted? Mount it again. If you deleted the copies, delete "
-                f"{self.run.dir / MARKER} too, and the run makes new ones."
+                f"{self.source.dir / MARKER} too, and the run makes new ones."
             )
 
     @property
     def are_gone(self) -> bool:
         """Whether the run folder says that this mirror was in use, and there is none."""
         try:
-            was = read_json(self.run.dir / MARKER, ConfigError).get("copies")
+            was = read_json(self.source.dir / MARKER, ConfigError).get("copies")
         except (ConfigError, OSError):  # there were none
             return False
         return was == os.path.abspath(self.dir) and not (self.dir / MARKER).exists()
@@ -180,12 +183,12 @@ class Mirror:
         Without one, the run folder was lost with its machine, or this is a new run: then its name decides."""
         theirs = self.store.marker()
         spelled = str(theirs.get("output_dir"))  # relative to a working directory that may be another one
-        is_other = bool(theirs) and os.path.normpath(spelled) != os.path.normpath(self.run.dir)
+        is_other = bool(theirs) and os.path.normpath(spelled) != os.path.normpath(self.source.dir)
         if run_id is not None:
             is_other = theirs.get("run_id") not in (None, run_id)
         if is_other:
             raise CheckpointError(
-                f"{self.dir} holds the copies of another run (--output_dir {spelled}), not of {self.run.dir}. Give "
+                f"{self.dir} holds the copies of another run (--output_dir {spelled}), not of {self.source.dir}. Give "
                 f"this one a --checkpoint_dir or an --output_dir of its own; to continue the other, train --output_dir "
                 f"{spelled}, without this run in it."
             )
@@ -193,14 +196,14 @@ class Mirror:
     # The thread
 
     def begin(self, run_id: str) -> None:
-        """Start the thread. Its first request makes up for what an earlier session could not copy."""
+        """Start the thread."""
         self.store.run_id = run_id
         self.thread = threading.Thread(target=self.work, name="mirror", daemon=True)
         self.thread.start()
-        self.wake()
 
     def wake(self) -> None:
-        """Request a copy of what is new. Returns at once."""
+        """Request a copy of what is new now. Returns at once."""
+        self.newest = next(iter(self.source.steps()), None)
         self.request, self.failing_since = threading.Event(), None
         self.woken.set()
 
@@ -224,8 +227,8 @@ class Mirror:
             self.overtaken = error
         except OfAnotherRun as error:
             log.info(
-                f"Warning: {error} This one goes on without copies; it is saved in {self.run.dir}. Stop it and give it "
-                f"another --checkpoint_dir to have copies."
+                f"Warning: {error} This one goes on without copies; it is saved in {self.source.dir}. Stop it and give "
+                f"it another --checkpoint_dir to have copies."
             )
             self.closed, self.problem = True, "of another run"
             request.set()
@@ -248,14 +251,14 @@ class Mirror:
         everything has been tried: a damaged best/ must not keep the checkpoints from being copied."""
         self.write_marker()
         if not self.is_clean:
-            write_json(self.run.dir / MARKER, {"copies": os.path.abspath(self.dir)})
+            write_json(self.source.dir / MARKER, {"copies": os.path.abspath(self.dir)})
             self.store.clean_up()
             self.is_clean = True
-        # The step is chosen first, and the best weights are copied first: they are those of that step, or newer.
-        newest = next(iter(self.run.steps()), None)
+        # The step was chosen before, and the best weights are copied first: they are those of that step, or newer.
+        newest = self.newest
         problem: OSError | None = None
         try:
-            self.store.take_best(self.run.dir / BEST)
+            self.store.take_best(self.source.dir / BEST)
         except OSError as error:
             problem = error
         if newest is not None:
@@ -273,7 +276,7 @@ class Mirror:
         self.dir.mkdir(exist_ok=True)
         named, run_id = self.store.marker().get("run_id"), self.store.run_id
         if named is None or (named != run_id and not self.store.steps()):  # a kill may have cut it off
-            write_json(self.dir / MARKER, {"run_id": run_id, "output_dir": str(self.run.dir)})
+            write_json(self.dir / MARKER, {"run_id": run_id, "output_dir": str(self.source.dir)})
         self.store.require_marker()
 
     def require_ahead(self, newest: Path) -> None:
@@ -282,7 +285,7 @@ class Mirror:
             is_new = copy.name not in self.known and not copy.name.endswith(self.store.session)
             if is_new and step_of(copy) > step_of(newest):
                 raise Overtaken(
-                    f"Another session has trained this run further: {copy}. This one is saved in {self.run.dir}, at "
+                    f"Another session has trained this run further: {copy}. This one is saved in {self.source.dir}, at "
                     f"step {step_of(newest):,}, and stops. The same command continues from the newest of both; to "
                     f"train a second run, choose another --output_dir."
                 )
@@ -291,7 +294,7 @@ class Mirror:
         """Copy the newest checkpoint with the records of the run; then delete those that are older than the newest
         two."""
         began = time.monotonic()
-        if self.store.copy(newest, newest.name, [self.run.dir / name for name in RECORDS]):
+        if self.store.copy(newest, newest.name, [self.source.dir / name for name in RECORDS]):
             self.copied_at, self.copy_seconds = began, time.monotonic() - began
             log.info(f"Copied {newest.name} to {self.dir}")
         self.store.delete_older(step_of(newest))
@@ -314,8 +317,8 @@ class Mirror:
             if now - began > limit or (failing_since is not None and now - failing_since > LAST_ATTEMPTS_SECONDS):
                 log.info(
                     f"Warning: the copies in {self.dir} are not up to date "
-                    f"({self.problem or f'not done within {duration(limit)}'}). Nothing is missing in {self.run.dir}. "
-                    f"Once the problem is solved, the same command makes the copies."
+                    f"({self.problem or f'not done within {duration(limit)}'}). Nothing is missing in "
+                    f"{self.source.dir}. Once the problem is solved, the same command makes the copies."
                 )
                 return
 

@@ -138,7 +138,7 @@ def update_muon(
         for parameter in with_gradients([group]):
             by_shape[parameter.shape].append(parameter)
         for parameters in by_shape.values():
-            batches.append(Batch(parameters, momentum(optimizer, parameters, group, skip), group))
+            batches.append(Stacked(parameters, momentum(optimizer, parameters, group, skip), group))
     for parts, orthogonal, scale, group in orthogonalized(batches):
         torch._foreach_mul_(parts, torch.where(skip, 1.0, 1 - group["lr"] * group["weight_decay"]))
         rate = group["lr"] * scale
@@ -158,7 +158,7 @@ def momentum(optimizer: Optimizer, parameters: list[Parameter], group: Group, sk
     return nesterov.bfloat16() if is_bf16 else nesterov
 
 
-class Batch(NamedTuple):
+class Stacked(NamedTuple):
     """Parameters of one shape and group, and what Muon would add to them before it is orthogonalized, (N, rows,
     columns)."""
 
@@ -174,7 +174,7 @@ def scale_of(rows: int, columns: int) -> float:
     return math.sqrt(max(1.0, rows / columns))
 
 
-def orthogonalized(batches: list[Batch]) -> Orthogonalized:
+def orthogonalized(batches: list[Stacked]) -> Orthogonalized:
     """Yield, for all matrices, (parts of parameters, their orthogonalized updates, the scale of the updates, the
     group)."""
     alike = defaultdict(list)  # shape -> (parts of parameters, their matrices, their group)

@@ -87,7 +87,7 @@ def rewind(run_dir: Path, step: int, evaluated_step: int) -> None:
                 lines = content.splitlines(keepends=True)  # bytes: the last may end inside a character
                 whole = (line for line in lines if line.endswith(b"\n"))
                 last = {line: evaluated_step if name == SAMPLES or b'"val_loss"' in line else step for line in lines}
-                kept = b"".join(line for line in whole if step_of(line.decode(errors="replace")) <= last[line])
+                kept = b"".join(line for line in whole if step_in(line.decode(errors="replace")) <= last[line])
             if kept != content:
                 with atomic_write(path) as file:
                     file.write(kept)
@@ -105,7 +105,7 @@ def reason(problem: Exception) -> str:
     return str(getattr(problem, "strerror", None) or problem)
 
 
-def step_of(line: str) -> float:
+def step_in(line: str) -> float:
     """Return the step of a line; infinity if the line was cut short."""
     try:
         step = json.loads(line)["step"]
@@ -121,7 +121,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     with contextlib.suppress(OSError):  # of which the run has warned
         lines = lines_of(run_dir / METRICS)
     rows: list[dict[str, Any]] = []
-    for row in (json.loads(line) for line in lines if step_of(line) < math.inf):
+    for row in (json.loads(line) for line in lines if step_in(line) < math.inf):
         if rows and rows[-1]["step"] == row["step"]:
             rows[-1] = row | rows[-1]
         else:

@@ -28,7 +28,7 @@ from training.records import (
     unwritable,
 )
 from training.run import Run
-from training.step import StepResult, require_stable
+from training.step import StepResult
 from training.tracker import Tracker
 
 ANNOUNCED_SECONDS = 20.0  # longer silences are announced
@@ -95,10 +95,7 @@ class Report:
         return (self.last.cpu - self.first.cpu) / seconds if is_known else 1.0
 
     def step(self, result: StepResult) -> None:
-        """Report the step that was just taken, if a report is due: only then the host waits for the device.
-
-        Raises ConfigError if the training diverged.
-        """
+        """Report the step that was just taken, if a report is due: only then the host waits for the device."""
         run, interval = self.run, self.run.config.log_interval
         self.bar.update()
         is_due = run.due(interval)
@@ -106,8 +103,6 @@ class Report:
             is_due = bool(interval)  # soon, also where steps take minutes
             run.hardware.synchronize()
             log.info(f"First step {self.clock.session_seconds:.1f} s after the start")
-        if is_due or run.hardware.device.type == "cpu":
-            require_stable(run)
         if is_due:
             row = self.measured(result)
             self.progress(row)

@@ -276,6 +276,8 @@ def restore(run: Run, previous: Previous) -> TrainState:
     if saved.scaler and run.scaler.is_enabled():
         run.scaler.load_state_dict(saved.scaler)
     best = best_state(run) or TrainState()
+    if best.step == saved.state.best_step:  # which may have evaluated it again, on other windows
+        best = replace(saved.state, step=best.step)
     state = replace(
         saved.state,
         run_id=saved.state.run_id if previous.is_own else new_run_id(run),

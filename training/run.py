@@ -48,7 +48,7 @@ class Run:
     prompts: list[Prompt]  # answered at each evaluation
     model: TransformerLanguageModel
     micro_batch_size: int
-    micro_batch_source: str  # as in Config.sources, or "memory", or HALVED of memory.py
+    micro_batch_source: str  # as in Config.sources, or ESTIMATED or HALVED
     mirror: Mirror | None = None  # of rank 0
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Run:
         return self.state.sequences_seen / epoch_sequences(self.data.windows, self.config)
 
     @property
-    def finished(self) -> bool:
+    def took_last_step(self) -> bool:
         """Whether the last step was taken."""
         return progress(self.state, self.data.windows, self.config) >= 1
 
@@ -101,7 +101,7 @@ class Run:
 
     def due(self, interval: int) -> bool:
         """Return True every `interval` steps (0: never) and after the last."""
-        return bool(interval) and (self.state.step % interval == 0 or self.finished)
+        return bool(interval) and (self.state.step % interval == 0 or self.took_last_step)
 
     @property
     def evaluation_due(self) -> bool:
@@ -110,7 +110,8 @@ class Run:
 
     @property
     def is_done(self) -> bool:
-        return self.finished and not self.evaluation_due
+        """Whether the last step was taken, and evaluated if the run evaluates."""
+        return self.took_last_step and not self.evaluation_due
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Sequence
@@ -70,6 +71,8 @@ class Saver:
         self.thread.submit(int).result()  # start the thread now: later there may be no memory for it
         if self.run.mirror is not None:
             self.run.mirror.begin(self.run.state.run_id)
+            if not self.run.took_last_step:  # else it is copied with its summary
+                self.run.mirror.wake()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
@@ -86,7 +89,8 @@ class Saver:
     def finish(self, error: BaseException | None) -> None:
         """Save the rest and wait. If an error ends the training, only log those of saving."""
         is_sound = error is None or isinstance(error, StopRequested)
-        # Memory ran out in a pass: nothing but gradients has changed. Other processes would not save.
+        # MemoryExhausted comes from `retry_smaller` alone, from a pass, which changes only gradients. An update that
+        # runs out of memory raises another error. Other processes would not save.
         try:
             if is_sound or (isinstance(error, MemoryExhausted) and world().size == 1):
                 self.save_rest()
@@ -126,7 +130,7 @@ class Saver:
         size = epoch_sequences(self.run.data.windows, config) * config.checkpoint_interval
         epochs_passed = bool(size) and state.sequences_seen // size > before // size
         steps_passed = bool(config.checkpoint_steps) and state.step % config.checkpoint_steps == 0
-        return steps_passed or epochs_passed or self.run.finished
+        return steps_passed or epochs_passed or self.run.took_last_step
 
     @property
     def minutes_passed(self) -> bool:
@@ -141,7 +145,7 @@ class Saver:
         self.checkpoint_due |= self.is_checkpoint_step
         if self.checkpoint_due or self.best_due:
             require_stable(self.run)
-            if self.best_due or self.run.finished or not self.run.skips[1]:
+            if self.best_due or self.run.took_last_step or not self.run.skips[1]:
                 self.save()
 
     def save_rest(self) -> None:
@@ -179,18 +183,19 @@ class Saver:
     def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
         """Write a snapshot to each of the folders, and delete old checkpoints."""
         if self.run.micro_batch_size != self.written_rows:
-            write_config(self.run, self.run.dir)
-            self.written_rows = self.run.micro_batch_size
+            with contextlib.suppress(OSError):  # if the disk is full, the checkpoint says so
+                write_config(self.run, self.run.dir)
+                self.written_rows = self.run.micro_batch_size
         for folder in folders:
             began = time.perf_counter()
             self.store.save(snapshot, folder)
             self.clock.write_seconds = time.perf_counter() - began
             if folder.name != BEST:
                 self.store.delete_older(step_of(folder))
-                if time.monotonic() - self.told >= TOLD_SECONDS or self.run.finished:
+                if time.monotonic() - self.told >= TOLD_SECONDS or self.run.took_last_step:
                     self.told = time.monotonic()
                     log.info(f"Saved {folder}")
-        if self.run.mirror is not None and not self.run.finished:  # a finished run is copied with its summary
+        if self.run.mirror is not None and not self.run.took_last_step:  # a finished run is copied with its summary
             self.run.mirror.wake()
 
     def copied(self) -> Snapshot | None:

@@ -59,7 +59,7 @@ def learning_rate(state: TrainState, windows: int, config: Config) -> float:
     decayed = max(0, step - start) / max(1, last - 1 - start)
     if config.minutes:
         decayed = max(decayed, 1 - (1 - time_progress(state, config)) / decay_share(config))
-    if step < config.warmup_steps and decayed == 0:
+    if step < config.warmup_steps and decayed == 0:  # unless the minutes end within the warmup
         return peak
     return config.min_lr + decay(min(1.0, decayed)) * (peak - config.min_lr)
 

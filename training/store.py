@@ -95,11 +95,11 @@ class Store:
 
     def put(self, target: Path, fill: Callable[[Path], None]) -> None:
         """Make the folder `target`, in place of one that is there: `fill` writes its files into a temporary folder.
-        Raises what `fill` raises, and OSError; what was there is then as it was."""
+        Raises what `fill` raises, and OSError, also if the parent folder is gone; what was there is then as it was."""
         temporary, replaced = (target.with_name(f".{kind}-{target.name}") for kind in ("tmp", "old"))
         try:
             self.delete(temporary)
-            temporary.mkdir(parents=True)
+            temporary.mkdir()  # not its parents: where a disk was unmounted, nothing must be written
             fill(temporary)
             sync_directory(temporary)
             if target.exists():
@@ -114,6 +114,7 @@ class Store:
         """Write a checkpoint; best weights without their optimizer state. Raises CheckpointError (a full disk, say)."""
         kept = {name: contents[name] for name in contents if target.name != BEST or name != OPTIMIZER}
         try:
+            target.parent.mkdir(parents=True, exist_ok=True)
             self.put(target, lambda folder: write_files(folder, kept))
         except (OSError, safetensors.SafetensorError) as problem:
             is_full = isinstance(problem, OSError) and problem.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -454,24 +454,31 @@ def test_two_at_a_time_do_not_write_into_one_folder(tmp_path: Path, end: str) ->
     arguments = ["--input", tmp_path / "text.txt", "--tokenizer_file", vocabulary, "--chunk_size_mb", 0.02]
     out = tmp_path / "out"
     with start(*arguments, "--output_dir", out) as first:
-        wait_for_chunks(out, first)
-        first.send_signal(signal.SIGSTOP)
-        before = files_of(out)
-        for others in (
-            arguments,
-            ["--input", tmp_path / "text.txt", "--vocab_size", 290],
-            [*arguments[:2], "--tokenizer", "char"],
-        ):
-            with start(*others, "--output_dir", out) as second:
-                _, error = second.communicate(timeout=60)
-            assert second.returncode == 3 and "Traceback" not in error
-            assert f"is being written by another tokenization ({first.pid} on {socket.gethostname()}, since 20" in error
-            assert files_of(out) == before
-        if end == "killed":
-            first.kill()
-        first.send_signal(signal.SIGCONT)
-        first.communicate(timeout=60)
-        assert first.returncode == (-signal.SIGKILL if end == "killed" else 0)
+        try:
+            wait_for_chunks(out, first)
+            first.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)  # it may be writing until then
+            before = files_of(out)
+            for others in (
+                arguments,
+                ["--input", tmp_path / "text.txt", "--vocab_size", 290],
+                [*arguments[:2], "--tokenizer", "char"],
+            ):
+                with start(*others, "--output_dir", out) as second:
+                    _, error = second.communicate(timeout=60)
+                assert second.returncode == 3 and "Traceback" not in error
+                assert (
+                    f"is being written by another tokenization ({first.pid} on {socket.gethostname()}, since 20"
+                    in error
+                )
+                assert files_of(out) == before
+            if end == "killed":
+                first.kill()
+            first.send_signal(signal.SIGCONT)
+            first.communicate(timeout=60)
+            assert first.returncode == (-signal.SIGKILL if end == "killed" else 0)
+        finally:
+            first.kill()  # a stopped process would never end
     assert run(*arguments, "--output_dir", out) == 0, "nobody holds the folder any more"
     read(out)
     assert run(*arguments, "--output_dir", tmp_path / "whole") == 0

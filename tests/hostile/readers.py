@@ -102,7 +102,7 @@ class Training:
         state = run.state
         assert run.saved_step == state.step >= 0 and run.epoch >= 0
         assert state.evaluated_step <= state.step
-        if not run.finished:
+        if not run.took_last_step:
             self.take_step(run)
         saved = Saved(state, run.scaler.state_dict(), self.data.fingerprint, self.config.values())
         json.dumps(saved.to_json(), allow_nan=False)

@@ -93,6 +93,7 @@ def test_the_rate_has_fallen_when_the_minutes_are_over(
     "step",
     [
         lambda step: 4.0 if step else 60.0,  # starts slowly
+        lambda step: 100.0 if step == 1 else 4.0,  # the first step that is measured
         lambda step: 4.0 if step < 20 else 9.0,  # before the rate falls
         lambda step: 4.0 if step < 85 else 1.5,  # while it does
         lambda step: 4.0 if step < 85 else 9.0,

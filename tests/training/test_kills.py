@@ -79,6 +79,7 @@ def replaced(place: Path) -> None:
 def mirror_of(place: Path) -> Mirror:
     mirror = Mirror(place / "run", str(place / "drive"))
     mirror.store.run_id = "the run"
+    mirror.wake()
     return mirror
 
 

@@ -16,13 +16,15 @@ from typing import Any
 
 import pytest
 
-from common.checkpoint import open_checkpoint, problems_of, step_folders
+from common.checkpoint import STATE, entry_of, open_checkpoint, problems_of, step_folders, write_manifest
+from common.errors import CheckpointError
+from common.files import read_json, write_json
 from tests.helpers import flip, snapshot
 from tests.training.helpers import at_step, checkpoint_of, final_weights, measured, steps_of
 from training import mirror as mirror_module
 from training import stop
 from training import store as store_module
-from training.mirror import Mirror
+from training.mirror import Mirror, MirrorStore
 from training.store import KEEP, copy_files, is_better, read_best_state
 
 Copy = Callable[[Iterable[Path], Path], object]
@@ -44,6 +46,7 @@ def copied_at_once(run_dir: Path, drive: Path, run_id: str = "the run") -> Mirro
     """A session of another machine, which copies what its run folder holds."""
     session = Mirror(run_dir, str(drive))
     session.store.run_id = run_id
+    session.wake()
     session.bring_up_to_date()
     return session
 
@@ -257,6 +260,14 @@ def test_a_drive_that_is_unmounted_on_the_way_is_told_and_not_made_up(
     assert final_weights(drive / "checkpoints" / "run") == final_weights(unbroken)
 
 
+def test_a_copy_makes_no_folder_where_a_drive_was_unmounted_a_moment_before(copy_of: Path, tmp_path: Path) -> None:
+    copies = MirrorStore(tmp_path / "drive" / "run")
+    newest = checkpoint_of(copy_of)
+    with pytest.raises(OSError):
+        copies.copy(newest, newest.name)
+    assert not (tmp_path / "drive").exists()
+
+
 @pytest.mark.parametrize("root", ["usb", "usb/copies"])
 @pytest.mark.parametrize("resumes", ["auto", "never"])
 def test_a_mount_point_that_is_left_behind_gets_no_copies(
@@ -407,6 +418,44 @@ def test_the_best_weights_with_the_lowest_loss_stay(train: Callable, tmp_path: P
     assert is_better(late, early) and not is_better(early, late)
 
 
+def test_best_weights_stay_until_better_ones_are_copied(copy_of: Path, tmp_path: Path) -> None:
+    """Here better ones replace them while they are being read."""
+    run, drive = copy_of, tmp_path / "drive"
+    drive.mkdir()
+    copies = copied_at_once(run, drive).store
+    (best,) = copies.bests()
+    state = read_json(run / "best" / STATE, CheckpointError)
+    better = {"best_val_loss": state["best_val_loss"] - 1, "step": state["step"] + 1}
+    write_json(run / "best" / STATE, state | better)
+    write_manifest(
+        run / "best", {path.name: entry_of(path) for path in (run / "best").iterdir() if path.name != "manifest.json"}
+    )
+
+    def replaced(paths: Iterable[Path], target: Path) -> None:
+        (run / "best" / "manifest.json").write_text("{}")
+        raise FileNotFoundError
+
+    with copying(replaced):
+        copies.take_best(run / "best")
+    assert copies.bests() == [best] and problems_of(best) == []
+
+
+def test_what_is_new_after_a_request_waits_for_the_next(copy_of: Path, tmp_path: Path) -> None:
+    """The last checkpoint of a run is copied once, with the summary."""
+    run, drive = copy_of, tmp_path / "drive"
+    drive.mkdir()
+    last = checkpoint_of(run, 24)
+    last.rename(run / "later")
+    mirror = Mirror(run, str(drive))
+    mirror.wake()
+    (run / "later").rename(last)
+    mirror.begin("the run")
+    assert mirror.request.wait(10) and steps_of(mirror.dir) == [18]
+    mirror.finish()
+    mirror.close()
+    assert steps_of(mirror.dir) == [24, 18]
+
+
 def test_old_copies_are_emptied_before_they_are_deleted_and_go_last(train: Callable, tmp_path: Path) -> None:
     """What is deleted on Drive lies in its bin and counts against the quota."""
     drive = tmp_path / "drive" / "run"
@@ -527,6 +576,7 @@ def test_a_session_that_slept_takes_nothing_away(
         planned[:] = [*[lambda: None] * position, overtake]
         session = Mirror(older, str(drive))
         session.begin("the run")
+        session.wake()
         session.finish()
         session.close()
         if not theirs:

@@ -118,7 +118,7 @@ def test_speed_leaves_out_what_happens_while_paused(
     fails: bool, report: Report, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also an evaluation that memory ran out in, after which training goes on."""
-    now = [report.clock.started + report.first.seconds]
+    now = [report.clock.run_started + report.first.seconds]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     for _ in range(4):
         now[0] += 0.5

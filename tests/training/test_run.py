@@ -608,6 +608,8 @@ def test_best_is_not_replaced_by_worse_weights_when_the_validation_windows_chang
     assert state["best_windows"] == change.get("batch_size", 4) * change.get("eval_batches", 4)
     losses = [row["val_loss"] for row in read_metrics(copy_of) if row["step"] > 24 and "val_loss" in row]
     assert len(losses) == 2 and state["best_val_loss"] < min(losses)
+    again = train(copy_of, **change, learning_rate=5.0, max_steps=33, eval_interval=3)
+    assert "Evaluating the best weights" not in again.out
 
 
 def test_every_window_comes_once_an_epoch_though_the_batch_size_changes(
