@@ -24,6 +24,7 @@ from generation.passages import next_sentences
 from generation.scoring import Score, json_row, meaning, score_documents, table_head, table_line
 from generation.settings import Request, Sampling
 from generation.terminal import interact, stream_one
+from generation.trace import TracedText, describe_share
 from model import TransformerLanguageModel
 from tokenization.corpus import find_sources
 from tokenization.documents import read_pieces
@@ -58,6 +59,7 @@ def run(request: Request, sampling: Sampling) -> None:
         return compare(request, sampling)
     checkpoint = open_checkpoint(request.checkpoint or newest_run())
     template = None if request.raw else checkpoint.chat_template()
+    training_text = TracedText.of(checkpoint) if request.trace else None
     opened = Opened(checkpoint.path, *load_checkpoint(checkpoint, request.device), template)
     answerer = f"{checkpoint.path}: {opened.model.num_parameters():,} parameters."
     if request.interactive:
@@ -76,14 +78,30 @@ def run(request: Request, sampling: Sampling) -> None:
             separate(i)
             print(printable(prompt), end=after_prompt, flush=True)
             seeded = dataclasses.replace(sampling, seed=sampling.seed + i)
-            stream_one(opened.model, opened.tokenizer, encoded[prompt], seeded, is_answer=template is not None)
+            written = stream_one(
+                opened.model, opened.tokenizer, encoded[prompt], seeded, is_answer=template is not None
+            )
+            if training_text is not None:
+                print_copied(training_text, written.text)
         return
     for i, row in enumerate(rows_as_dicts(opened, encoded, prompts, sampling)):
         if request.json:
+            if training_text is not None:
+                row["copied"] = [span._asdict() for span in training_text.spans(row["completion"])]
             print(json.dumps(row), flush=True)
-        else:
-            separate(i)
-            print(printable(row["prompt"] + after_prompt + row["completion"]), flush=True)
+            continue
+        separate(i)
+        print(printable(row["prompt"] + after_prompt + row["completion"]), flush=True)
+        if training_text is not None:
+            print_copied(training_text, row["completion"])
+
+
+def print_copied(training_text: TracedText, text: str) -> None:
+    """Print the spans of a generated text that stand in the training text."""
+    spans = training_text.spans(text)
+    print(f"\nCopied     {describe_share(spans, [text])}", flush=True)
+    for span in spans:
+        print(f'  {span.place}: "{printable(" ".join(span.text.split()))}"', flush=True)
 
 
 def score(request: Request) -> None:

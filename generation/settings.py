@@ -53,6 +53,7 @@ class Request:
     device: Literal["auto", "cpu", "cuda", "mps"] = option("auto", "how", "where to compute")
     stream: bool = option(False, "output", "show text as it is generated, one after the other")
     no_stream: bool = option(False, "output", "show each text when it is complete")
+    trace: bool = option(False, "output", "say which parts stand word for word in the training text")
     json: bool = option(False, "output", "one JSON object a line")
 
 
@@ -66,6 +67,7 @@ CONTRADICTIONS = {
         {"prompt", "prompts_file", "json", "compare", "num_samples", "no_stream"},
     ),
     "compare": ("names the checkpoints", {"checkpoint"}),
+    "trace": ("is for one checkpoint and its prompts", {"compare", "interactive"}),
     "stream": ("shows plain text as it comes", {"json", "compare", "no_stream"}),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from statistics import fmean
 from typing import Any
@@ -26,6 +27,7 @@ from generation.passages import (
     spread,
     total,
 )
+from generation.trace import TracedText, describe_share, read_training_text
 from tokenizer_base import TokenizerError
 from training.config import Forecast
 from training.evaluate import Answer, accuracy, answer_prompts, perplexity, sample
@@ -51,6 +53,7 @@ MEMORISING = "memorising"
 ONE_BYTE_EACH = 1.05  # bytes of a character, up to which bits per character would say the same
 SLOWER = 1.2  # times, at least, to be the reason why a forecast was missed
 BUSY = 0.8  # of the time on a CPU: what is below was taken by other programs
+MAX_TRACED_BYTES = 2e7  # of a text that samples are looked up in; a larger one is hardly learned by heart
 NOTICED = 0.01  # bits per byte
 LONGEST_PRINTED = 80  # characters of an answer; a model that has learned little repeats itself for hundreds
 
@@ -101,6 +104,11 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         facts["Before"] = f"validation loss {state.base.val_loss:.4f}, of the weights that it started from"
     with attempt(run.hardware.device):
         facts |= on_passages(run)
+    if samples and config.input and data.metadata.text_bytes <= MAX_TRACED_BYTES:
+        with contextlib.suppress(DataError):  # the text has been moved
+            training_text = TracedText(read_training_text(config.values()))
+            written = [each.text for each in samples]
+            facts["Copied"] = describe_share([span for text in written for span in training_text.spans(text)], written)
     stopped_early = has_stopped_early(state, config)
     if stopped_early:
         facts["Stopped"] = f"early: the last {state.worse} evaluations were no better"

@@ -55,10 +55,12 @@ def make_checkpoint(tmp_path_factory) -> Callable[..., Path]:
     for kind, tokenizer in tokenizers.items():
         tokenizer.save(folder / kind)
 
-    def save(path: Path, kind: str = "character", seed: int = 0) -> Path:
+    def save(path: Path, kind: str = "character", seed: int = 0, state: dict | None = None) -> Path:
         model = random_model(tokenizers[kind].vocab_size, seed)
         optimizer = build_optimizer(model, Config())
-        save_checkpoint(path, model, optimizer, (folder / kind).read_bytes(), tokenizers[kind].kind, {"step": 1})
+        save_checkpoint(
+            path, model, optimizer, (folder / kind).read_bytes(), tokenizers[kind].kind, state or {"step": 1}
+        )
         return path
 
     return save
@@ -262,6 +264,25 @@ def test_sampling_flags_have_their_effect(checkpoint, rows):
     assert greedy == text("--top_k", 1) == text("--top_p", 1e-9) != text()
     assert text("--seed", 1) == text("--seed", 1) != text("--seed", 2)
     assert text("--temperature", 0, "--repetition_penalty", 5) != greedy
+
+
+def test_what_stands_in_the_training_text_is_traced_to_its_line(
+    make_checkpoint, checkpoint, run, rows, fails, tmp_path
+):
+    asked = "--prompt", "a", "--max_new_tokens", "400", "--temperature", "0.8"
+    (row,) = rows(*asked, "--checkpoint", checkpoint)
+    (tmp_path / "my_text.txt").write_text("Not this line.\n" + row["completion"].replace(" ", "\n"))
+    folder = make_checkpoint(tmp_path / "traced", state={"config": {"input": "my_text.txt"}})
+    (traced,) = rows(*asked, "--checkpoint", folder, "--trace")
+    assert sum(span["words"] for span in traced["copied"]) > 20 and traced["completion"] == row["completion"]
+    for streams in ("--stream", "--no_stream"):
+        code, out, _ = run(*asked, "--checkpoint", folder, "--trace", streams)
+        assert code == 0 and "% of its words" in out and "my_text.txt, line 2" in out
+    (tmp_path / "my_text.txt").write_text("something else\n")
+    assert "none of its words" in run(*asked, "--checkpoint", folder, "--trace")[1]
+    (tmp_path / "my_text.txt").unlink()
+    assert "my_text.txt" in fails(3, *asked, "--checkpoint", folder, "--trace")
+    assert "--input" in fails(3, *asked, "--checkpoint", checkpoint, "--trace")
 
 
 def test_control_characters_do_not_reach_the_terminal(make_checkpoint, run, rows, tmp_path):
