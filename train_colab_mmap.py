@@ -32,9 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "OMP_WAIT_POLICY" not in os.environ:  # read when torch is imported
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     # torch takes seconds to import, and --help should not wait for it.
-    from training import dial, inspections
+    from training import companion, dial, inspections
     from training.fit import fit
 
+    if config.companion:
+        return companion.fit_both(config, started, ends_process=argv is None)
     if config.leaves_the_choice:
         config = dial.choose(argv, config)
     if config.dry_run or config.profile:

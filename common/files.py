@@ -115,8 +115,10 @@ def read_json(path: str | Path, error: type[UserError]) -> dict[str, Any]:
 
 
 def name_of(given: str) -> str:
-    """Return a name for what an input names, for folders that are made from it: `my_book` for my_book.txt, and
-    `my_code` for my_code/**/*.py."""
+    """Return a name for what an input names, for folders that are made from it: `my_book` for my_book.txt, `my_code`
+    for my_code/**/*.py, and `c4` for hf://datasets/allenai/c4/en/*.json.gz."""
+    if dataset := re.match(r"hf://datasets/[^/]+/([^/@]+)", given):
+        given = dataset[1]
     path = Path(os.path.abspath(Path(given).expanduser()))
     while glob.has_magic(path.name) and not path.exists():
         path = path.parent

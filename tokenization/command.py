@@ -6,6 +6,7 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import os
 import shlex
 import threading
@@ -152,6 +153,7 @@ def fingerprint_of(sources: Sequence[Source], options: Settings, kind: str) -> s
     elif kind == "bpe":
         settings += [options.vocab_size, options.min_frequency, options.vocab_sample_mb]
     settings += [given for given in (options.encoding, options.dedup, *missing_packages(sources)) if given]
+    settings += sorted({source.most_bytes for source in sources} - {math.inf})
     return digest([settings, [[str(source.path), source.size, source.modified_ns] for source in sources]])
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, BinaryIO, cast
 
 from common.errors import DataError
-from tokenization.settings import DEFAULT_FOLDER
+from tokenization.settings import DEFAULT_FOLDER, HUB
 
 try:
     from compression import zstd  # Python 3.14
@@ -37,7 +37,6 @@ MARKUP = (".tex", ".ipynb", ".fb2", ".org", ".rst")
 TABLES = (".csv", ".tsv", ".parquet", ".arrow", ".json")
 SUFFIXES = (*PLAIN, *BOOKS, *MARKUP, *TABLES, ".zip")  # of the files that are read in a folder
 PACKED = (".gz", ".zst")
-SCHEME = "hf://"
 BLOCK_BYTES = 1 << 18
 PACKING_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error, *([zstd.ZstdError] if zstd else []))
 MOST_UNPACKED = 200  # bytes from a packed one; text comes to ten, and a bomb to a thousand
@@ -232,7 +231,7 @@ def expand(given: str, suffixes: tuple[str, ...]) -> list[tuple[Path, str]]:
     """(path, name) of the files that one input names."""
     if not given:
         raise DataError("An input has an empty name. Name a file or a folder; . is the current folder.")
-    if given.startswith(SCHEME):
+    if given.startswith(HUB):
         raise DataError(
             f"Tokenize {given} first: python tokenize_local_bpe.py --input {shlex.quote(given)} --max_mb 500 "
             f"--output_dir {DEFAULT_FOLDER}/hub. Its last line trains on the tokens."

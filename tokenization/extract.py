@@ -23,7 +23,6 @@ from tokenization import conversations
 from tokenization.conversations import are_conversations, read_conversations, texts_of
 from tokenization.corpus import (
     PLAIN,
-    SCHEME,
     SUFFIXES,
     NotUTF8,
     Source,
@@ -38,7 +37,7 @@ from tokenization.corpus import (
 from tokenization.documents import BadRecord, Tally, key_of, records, text_of_record
 from tokenization.encodings import TextCheck, guess, has_chardet
 from tokenization.isolation import Isolated, Work
-from tokenization.settings import DOCUMENT_SEPARATOR, EXTRACTED, Settings
+from tokenization.settings import DOCUMENT_SEPARATOR, EXTRACTED, HUB, Settings
 from tokenization.sources.archives import members_of
 from tokenization.sources.hub import HubSource, hub_problems, hub_sources
 from tokenization.sources.mail import eml_documents, mbox_documents
@@ -103,7 +102,7 @@ JSON = (".json", ".jsonl")
 def find(settings: Settings) -> list[Source]:
     """The files that the inputs name, on this machine and then on the hub. Raises DataError."""
     suffixes = OF_FORMAT[settings.format]
-    remote = [given for given in settings.input if given.startswith(SCHEME)]
+    remote = [given for given in settings.input if given.startswith(HUB)]
     found: list[Source] = find_sources([given for given in settings.input if given not in remote], suffixes)
     return found + [source for given in remote for source in hub_sources(given, suffixes, settings.max_mb)]
 
@@ -338,6 +337,8 @@ def written_lines(source: Source, note: str, settings: Settings, documents: Iter
                 except ValueError as problem:
                     tally.skip(BadRecord(f"row {number}", str(problem)))
                     continue
+                if cleaner := cleaner_of(document[:BEGINNING], ""):  # a whole book of Project Gutenberg, say
+                    document = cleaner[0](document)
             tally.good += 1
             for record in [document] if isinstance(document, dict) else records_of(check.add(document), settings):
                 line = json.dumps(record, ensure_ascii=False, default=str).encode(errors="replace") + b"\n"

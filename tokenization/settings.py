@@ -14,6 +14,7 @@ from pydantic.dataclasses import dataclass
 from common.validation import STRICT, Text, option, options_of
 
 DEFAULT_FOLDER = "datasets_cache"
+HUB = "hf://"  # how an input begins that is on the Hugging Face hub
 EXTRACTED = Path(DEFAULT_FOLDER) / "extracted"  # the text of files that are not plain text
 DOCUMENT_SEPARATOR = "<|endoftext|>"  # a line between two documents; as a special token it ends each of them
 
@@ -85,7 +86,7 @@ class Settings:
             problems.append(
                 "--tokenizer char cannot express conversations: no character would end an answer. Use bpe, the default"
             )
-        if self.max_mb and not all(given.startswith("hf://") for given in self.input):
+        if self.max_mb and not all(given.startswith(HUB) for given in self.input):
             problems.append("--max_mb is for inputs that begin with hf://; leave it out")
         try:
             codecs.lookup(self.encoding or "utf-8")

@@ -22,6 +22,7 @@ from common.validation import STRICT, Text, about, check, fields_of, option, opt
 from generation.settings import FLAGS as GENERATION_FLAGS
 from model_config import ModelConfig, Size, setting
 from tokenization.settings import FLAGS as TOKENIZATION_FLAGS
+from tokenization.settings import HUB
 
 if TYPE_CHECKING:
     from common.lora import LoRA
@@ -46,6 +47,7 @@ class Forecast:
     error: float  # as much more or less is likely
     tokens_per_second: float
     cpu_share: float = 1.0  # of the time, while it was timed on a CPU; other programs took the rest
+    alone: float | None = None  # bits per byte without the companion, if there is one
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -57,6 +59,19 @@ class DataKeys:
     )
     tokenizer: Literal["bpe", "char"] = option("bpe", "data", "tokenizer to train on --input", scope="place")
     text_key: Text = option("text", "data", "key or column of --input that holds the text", scope="place")
+    max_mb: float | None = option(
+        None,
+        "data",
+        "of an hf:// --input, take so much text, spread over its files [what --minutes alone can read]",
+        gt=0,
+        scope="place",
+    )
+    companion: Text | None = option(
+        None,
+        "data",
+        "other text: with --input and --minutes alone, a base learns it first, and --input at the end",
+        scope="place",
+    )
     data_dir: Text | None = option(
         None, "data", "token folder written by tokenize_local_bpe.py [datasets_cache]", scope="place"
     )
@@ -278,6 +293,15 @@ class Config(ModelConfig, DataKeys):
                 for key in ("tokenizer", "vocab_size", "text_key")
                 if self.is_explicit(key)
             ]
+        if self.companion and not (self.input and self.minutes):
+            problems.append(
+                "companion is read before a text of your own; name that with --input, and the time for both with "
+                "--minutes"
+            )
+        if self.max_mb and not any(text and text.startswith(HUB) for text in (self.input, self.companion)):
+            problems.append(f"max_mb is for an --input that begins with {HUB}; leave it out")
+        if self.input and self.input.startswith(HUB) and not (self.max_mb or self.leaves_the_choice):
+            problems.append(f"--input {self.input} may be very large: --max_mb 500, say, reads a part of it")
         problems += [
             f"{key} ({where(key)}) is for --{of} {value or 'N'}"
             for key, (of, value) in CONDITIONS.items()

@@ -7,6 +7,8 @@ Models and their settings come from recipe.py, the loss from a law: docs/choosin
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,6 +20,7 @@ from common.errors import ConfigError, MemoryExhausted
 from common.output import byte_size, duration, log
 from common.script import world
 from tokenization.held_out import FURTHEST
+from tokenization.settings import HUB
 from training.config import Config, Forecast, parse_config
 from training.data import GPU_SHARE
 from training.growth import PEAK, WARMUP_SHARE, Growth, find_growth, kept_choice
@@ -35,6 +38,8 @@ from training.memory import MEMORY_SHARE, PROCESS_BYTES, attempt
 from training.recipe import (
     HEAD_WIDTH,
     LADDER,
+    OWN_PASSES,
+    OWN_START_SHARE,
     PASSES_WITHOUT_DROPOUT,
     Shape,
     context_for,
@@ -50,6 +55,7 @@ SOURCE = "the dial"  # of the values that it chose, in config.json
 EVALUATIONS, EVALUATING_SHARE = 20, 0.05  # of the time
 FORWARD_SHARE = 1 / 3  # of the time of a token in training
 EPOCHS_TO_SPARE = 3  # times those that the time is thought to hold, for it may hold more
+PART_TO_SPARE = 1.5  # times the part of a text on the hub that the time is thought to hold
 
 FIRST_BYTES = 1e7  # of text, for whose vocabulary models are timed first
 TIMED_SHARE = 0.05  # of the minutes
@@ -62,6 +68,12 @@ AGAIN = 0.25  # of the time to compile, when it is compiled again
 FEWER_THREADS = 1.1  # times as fast they have to be, to be chosen
 
 LEAST_HELD_OUT = (1 - TRAIN_SHARE) / FURTHEST  # share of a small text's tokens that are held out
+
+COMPANIONS = (  # sizes and licences: docs/recipes.md
+    ("books", "hf://datasets/manu/project_gutenberg/data/en-*.parquet"),
+    ("text of the web", "hf://datasets/HuggingFaceFW/fineweb-edu/sample/10BT/*.parquet"),
+    ("plain stories with dialogue", "hf://datasets/roneneldan/TinyStories/data/*.parquet"),
+)
 
 MUCH_DOUBT = 0.3  # bits per letter; what differs so much from an English book was not measured
 FEWEST_STEPS = 50  # a model that takes fewer has hardly begun to learn
@@ -143,6 +155,8 @@ class Dial:
         self.keys = keys or recipe()
         self.ladder: Sequence[Shape] = LADDER
         self.read = 0  # tokens that the weights have learned from
+        self.own: Text | None = None  # a text that is read after this one, in the same minutes
+        self.most_passes = 10**6
         if requested.init_from:
             self.ladder = [Shape(requested.num_layers, requested.embed_dim, requested.max_seq_len)]
         self.started = self.machine.now()
@@ -339,10 +353,12 @@ class Dial:
         """Return what a candidate comes to in so many minutes, on a machine that is `slower` times as slow as timed."""
         text, (speed, threads) = self.text, self.speed(candidate, compiles)
         before = self.machine.now() - self.started + compiles * self.compile_time(candidate, speed.cpu_share)
-        seconds = max(1.0, 60 * minutes - before) * (1 - EVALUATING_SHARE)
+        own_start = OWN_START_SHARE * 60 * minutes if self.own else 0.0
+        seconds = max(1.0, 60 * minutes - own_start - before) * (1 - EVALUATING_SHARE)
         letters, of_a_byte = TRAIN_SHARE * text.letters, text.letters / text.bytes
         earlier = self.read / text.train_tokens  # passes
-        limit = max(1, useful_passes(candidate.block_parameters, letters) - round(earlier))
+        limit = max(1, min(useful_passes(candidate.block_parameters, letters) - round(earlier), self.most_passes))
+        reserved = OWN_PASSES * TRAIN_SHARE * self.own.letters * text.tokens / text.letters if self.own else 0.0
         without_dropout = PASSES_WITHOUT_DROPOUT * text.train_tokens
         timed_so = candidate.hardware.is_cuda or self.requested.is_explicit("dropout")
         dropout_takes = 1.0 if timed_so else CPU_DROPOUT_TAKES
@@ -355,6 +371,7 @@ class Dial:
             step = slower * speed.step(of_step, math.ceil(sequences / rows))
             in_time = seconds / step * of_step
             in_time = min(in_time, max(without_dropout, in_time / dropout_takes))
+            in_time -= min(reserved, in_time / 2)
             tokens = max(1.0, min(in_time, limit * text.train_tokens))
         step *= dropout_takes if tokens > without_dropout else 1.0
         passes = tokens / text.train_tokens
@@ -394,6 +411,8 @@ class Dial:
         keys["batch_size"] = max(keys["batch_size"], self.requested.micro_batch_size or 1)
         if self.requested.input and self.requested.tokenizer == "bpe":
             keys["vocab_size"] = self.text.vocab_size
+        if self.requested.input and self.requested.input.startswith(HUB):
+            keys["max_mb"] = self.text.bytes / 1e6
         return keys
 
     def config_of(self, choice: Choice) -> Config:
@@ -412,11 +431,31 @@ class Dial:
         if self.requested.init_from:
             keys["warmup_steps"] = int(WARMUP_SHARE * choice.steps)
             keys |= {rate: PEAK * keys[rate] for rate in ("learning_rate", "muon_learning_rate")}
+        if "max_mb" in keys:
+            keys["max_mb"] = math.ceil(min(1, PART_TO_SPARE * choice.passes) * keys["max_mb"])
         if choice.threads < ALL_THREADS and not self.requested.threads:
             keys["threads"] = choice.threads
         if choice.candidate.hardware.is_cuda and choice.candidate.hardware.compiles and not choice.compiles:
             keys["compile"] = "off"
         return parse_config(self.argv, keys, SOURCE)
+
+    def advice(self) -> str:
+        """Say how the minutes that are left could be used."""
+        if not self.requested.input or self.text.is_chat or self.requested.init_from:
+            return (
+                "More of it brings little. More text would help, or a pretrained model: python tools/import_hf.py "
+                "openai-community/gpt2 pretrained/gpt2, and docs/recipes.md"
+            )
+        command = shlex.join(["python", "train_colab_mmap.py", *(sys.argv[1:] if self.argv is None else self.argv)])
+        (_, first), *others = COMPANIONS
+        return "\n           ".join(
+            [
+                "Other text, which a base learns before this one, would use it:",
+                f'{command} --companion "{first}"',
+                *(f'or, for {kind}: --companion "{address}"' for kind, address in others),
+                "Other languages, licences, and a pretrained model: docs/recipes.md",
+            ]
+        )
 
     def print_choice(self, choice: Choice, dropout: float) -> None:
         """Print the text, the choice and why, what to expect, and what other minutes would bring."""
@@ -433,11 +472,8 @@ class Dial:
         limit = "nothing more is gained then" if choice.reads_all else "all that the time allows"
         likely = is_measured(choice.candidate.block_parameters, TRAIN_SHARE * text.letters) and text.doubt < MUCH_DOUBT
         busy = spare = ""
-        if 2 * choice.seconds <= 60 * minutes:
-            spare = (
-                "Time left  more of it brings little. More text would help, or a pretrained model: python "
-                "tools/import_hf.py openai-community/gpt2 pretrained/gpt2, and docs/recipes.md\n"
-            )
+        if 2 * choice.seconds <= 60 * minutes and not self.own:
+            spare = f"Time left  {duration(60 * minutes - choice.seconds)}. {self.advice()}\n"
         if choice.threads < ALL_THREADS and not self.requested.threads:
             busy = "Threads    1 of this CPU: other programs use it, and threads that wait for each other are slower\n"
         print(

@@ -43,11 +43,7 @@ class Growth:
 
     def keys(self, config: Config) -> dict[str, Any]:
         """Return the settings of the new run that do not follow its length: its weights are those of `config`."""
-        shape = {key: getattr(config, key) for key in MODEL_KEYS if key != "dropout"}
-        return {key: value for key, value in shape.items() if value is not None} | {
-            "init_from": str(self.weights),
-            "resume": "never",
-        }
+        return shape_keys(config) | {"init_from": str(self.weights), "resume": "never"}
 
     def describe(self) -> str:
         """Say where the new run starts, which files have changed, and whether the vocabulary fits them."""
@@ -83,13 +79,24 @@ def find_growth(config: Config) -> Growth | None:
     sha256 = str(previous.saved.data.get("tokens_sha256"))
     if tokens_in(text_settings(config, previous).output_dir) == sha256:
         return None
-    best = [*Store(config.run_dir).bests(), *(mirror.store.bests() if mirror else [])]
-    weights = next((path for path in best if path.exists() and not problems_of(path)), previous.checkpoint.path)
+    weights = best_weights(config, mirror, previous.checkpoint)
     folder = tokenized(replace(config, init_from=str(weights)), Previous(init=Checkpoint(weights)))
     (now,) = map(TokenMetadata.read, metadata_files(Path(str(folder))))
     if now.tokens_sha256 == sha256:  # the files were only copied
         return None
     return Growth(weights, previous.saved.state.tokens, learned_text(previous.checkpoint), now)
+
+
+def shape_keys(config: Config) -> dict[str, Any]:
+    """Return the keys of the model that another run needs to start from the weights of `config`."""
+    shape = {key: getattr(config, key) for key in MODEL_KEYS if key != "dropout"}
+    return {key: value for key, value in shape.items() if value is not None}
+
+
+def best_weights(config: Config, mirror: Mirror | None, newest: Checkpoint) -> Path:
+    """Return the best weights of a run, here or in its mirror; without whole ones its `newest` checkpoint."""
+    best = [*Store(config.run_dir).bests(), *(mirror.store.bests() if mirror else [])]
+    return next((path for path in best if path.exists() and not problems_of(path)), newest.path)
 
 
 def kept_choice(config: Config, source: str) -> tuple[dict[str, Any], Forecast | None]:

@@ -18,8 +18,6 @@ from common.tensors import meta_model, weights_file
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tokenization.command import folder_of, tokenize_with
-from tokenization.corpus import find_sources
-from tokenization.extract import format_of
 from tokenization.metadata import metadata_files
 from tokenization.settings import Settings
 from tokenization.token_folder import REPORT
@@ -34,7 +32,7 @@ from training.resume import find_previous
 from training.run import Prompt, Run
 from training.state import Previous
 from training.store import Store
-from training.text import EXAMPLE, EXAMPLES, text_of
+from training.text import EXAMPLE, EXAMPLES, input_settings
 from training.tracker import require_tracker
 
 
@@ -156,11 +154,7 @@ def tokenized(config: Config, previous: Previous) -> str | None:
 def text_settings(config: Config, previous: Previous) -> Settings:
     """Return how `input` is tokenized: into `data_dir`, or else into a folder of this state of the text alone. A run
     that is continued keeps its tokenizer; one that starts from other weights takes theirs."""
-    assert config.input is not None
-    text = text_of(config.input)
-    settings = Settings(
-        input=(text,), format=format_of(find_sources([text]), config.text_key), text_key=config.text_key
-    )
+    settings = input_settings(config)
     if config.init_from and previous.source is not None:
         settings = replace(settings, tokenizer_file=str(previous.source.tokenizer_path()))
     else:

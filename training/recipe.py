@@ -18,6 +18,10 @@ GOOD_STEPS = 300  # a larger step never leaves fewer
 SHORT_CONTEXT, FEW_TOKENS = 128, 7e5  # for runs of fewer tokens
 SHORTEST_CONTEXT = 16
 PASSES_WITHOUT_DROPOUT = 4
+# One's own text, after a companion (docs/benchmarks/companion.md)
+OWN_PASSES = 2  # with more of them it forgets what the companion taught
+OWN_STEP_TOKENS, OWN_STEPS = 2048, 100  # a step; at least so many of them, if the text is small
+OWN_START_SHARE = 0.03  # share of --minutes that its run takes besides its steps
 
 
 class Shape(NamedTuple):

@@ -45,6 +45,7 @@ from training.records import (
 from training.report import Report
 from training.run import Run
 from training.schedule import has_stopped_early, time_progress
+from training.state import read_state
 
 LEAST_EVALUATIONS = 3  # for a verdict
 RISEN = 1.005  # times the lowest validation loss: more than two seeds differ
@@ -100,8 +101,15 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     facts |= verdict(rows, evaluated, run.epoch)
     if config.forecast and evaluated and "val_bits_per_byte" in evaluated[-1]:
         facts["Expected"] = compared(config.forecast, evaluated[-1]["val_bits_per_byte"], report.tokens_per_second)
+        if config.forecast.alone:
+            facts["Expected"] += f"; {config.forecast.alone:.2f} without the companion, by the law"
     if state.base:
         facts["Before"] = f"validation loss {state.base.val_loss:.4f}, of the weights that it started from"
+    if config.companion and config.init_from:
+        with contextlib.suppress(CheckpointError):  # the base is gone
+            earlier = read_state(open_checkpoint(config.init_from)).state.tokens
+            share = state.tokens / (state.tokens + earlier)
+            facts["Read"] = f"{share:.0%} of what it read was {config.input}, the rest {config.companion}"
     with attempt(run.hardware.device):
         facts |= on_passages(run)
     if samples and config.input and data.metadata.text_bytes <= MAX_TRACED_BYTES:
@@ -153,7 +161,7 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
 def early(run: Run) -> str:
     """Say what ended the run before its `minutes` were over."""
     config, state = run.config, run.state
-    if not config.minutes or has_stopped_early(state, config) or time_progress(state, config) >= 1:
+    if not config.minutes or has_stopped_early(state, config) or time_progress(state, config) >= 1 or config.companion:
         return ""
     return f" of {config.minutes:g} minutes: --epochs {config.epochs} ended it, more of them would use the rest"
 
@@ -208,9 +216,12 @@ def finished_message(run: Run) -> str:
         more = f"--max_steps {state.step * 2}"
     else:
         more = f"--epochs {2 * max(config.epochs, int(run.epoch))}"
+    go_on = f"To go on, ask for more: {more}."
+    if config.companion:
+        go_on = "With more --minutes its base is trained on, and then this run starts again from it."
     return (
-        f"This run is finished: step {state.step:,}, results in {config.run_dir / SUMMARY}. "
-        f"To go on, ask for more: {more}. To start over: --resume never (the old run is kept aside)."
+        f"This run is finished: step {state.step:,}, results in {config.run_dir / SUMMARY}. {go_on} To start over: "
+        "--resume never (the old run is kept aside)."
     )
 
 
@@ -251,7 +262,8 @@ def learned(run: Run, passages: list[Passage]) -> dict[str, str]:
     facts, change = {}, {}
     for name, chosen in parts.items():
         if not chosen:
-            facts[name] = "no passage of it is held out from both"
+            if not run.config.companion:
+                facts[name] = "no passage of it is held out from both"
             continue
         log.info(f"Scoring    the {name.lower()}: {len(chosen)} held-out passages, now and before ...")
         pair = [score_passages(model, tokenizer, chosen) for model in (run.model, before)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -11,11 +12,12 @@ from typing import NamedTuple
 import numpy as np
 
 from common.errors import DataError
-from tokenization.corpus import BLOCK_BYTES, find_sources, unpacked_blocks
-from tokenization.extract import format_of, readable
+from tokenization.corpus import BLOCK_BYTES, Source, unpacked_blocks
+from tokenization.documents import read_pieces
+from tokenization.extract import find, format_of, readable
 from tokenization.metadata import TokenMetadata, metadata_files, read_tokens
 from tokenization.scripts import word_form
-from tokenization.settings import Settings
+from tokenization.settings import HUB, Settings
 from tokenizer import load_tokenizer
 from tokenizer_bpe import BPETokenizer
 from training.config import REPOSITORY, Config
@@ -24,6 +26,7 @@ CJK = re.compile("[\u3000-\ud7ff]")
 CJK_LETTERS = 1.75  # letters of English that say as much as a Chinese, Japanese or Korean character
 
 VOCABULARY_SIZE, ORDER = 512, 3
+OTHER_VOCABULARY = 4096
 PASSAGE, HELD_OUT = 2500, 10  # characters; one passage of so many is predicted
 # Bits per letter of passages of 222 English books, by letters of the sample: a power law through 30 samples of 10,000
 # to a million, from which none is further than 6%.
@@ -51,6 +54,14 @@ def difficulty(sample: str) -> float:
     read, asked = (np.concatenate([tokenizer.encode(text) for text in part]) for part in (known, held_out))
     bits = predicted_bits(read, asked, tokenizer.vocab_size) / count_letters("".join(held_out))
     return float(bits / (ENGLISH_BITS * count_letters(sample) ** -ENGLISH_POWER))
+
+
+def token_ratio(sample: str, other: str) -> float:
+    """Return how many times as many tokens a letter of the sample takes, with a vocabulary learned from the other
+    text, as one of that text: 1 for text of the same kind, nearly 2 for another language."""
+    tokenizer = BPETokenizer.train([other], OTHER_VOCABULARY, 2, *word_form([other]))
+    mine, theirs = (len(tokenizer.encode(text)) / count_letters(text) for text in (sample, other))
+    return mine / theirs
 
 
 def predicted_bits(known: np.ndarray, ids: np.ndarray, vocab_size: int) -> float:
@@ -91,6 +102,7 @@ LISTED_FILES = 3  # of those that changed
 MIN_BYTES = 2_000  # of a text
 TRAIN_SHARE = 0.9  # of the text
 SAMPLE_BYTES = 1_000_000
+HUB_SAMPLE_MB = 2.0
 ONE_BYTE_EACH = 1.1  # bytes a letter, up to which a text is mostly in Latin letters
 OTHER_ALPHABET = 0.15  # bits per letter by which the loss may be off in others
 
@@ -120,6 +132,7 @@ class Text(NamedTuple):
     vocab_size: int
     is_chat: bool
     difficulty: float  # how much harder it is to predict than English books
+    sample: str = ""
 
     @property
     def doubt(self) -> float:
@@ -136,9 +149,12 @@ class Text(NamedTuple):
         return self._replace(tokens=self.letters / vocabulary.letters_per_token, vocab_size=vocabulary.size)
 
 
-def text_of(name: str) -> str:
-    """Return the path of the text that `input` names."""
-    return str(EXAMPLES / "conversations.txt.gz") if name == EXAMPLE else name
+def input_settings(config: Config) -> Settings:
+    """Return how `input` is read."""
+    assert config.input is not None
+    text = str(EXAMPLES / "conversations.txt.gz") if config.input == EXAMPLE else config.input
+    settings = Settings(input=(text,), text_key=config.text_key, max_mb=config.max_mb if text.startswith(HUB) else None)
+    return replace(settings, format=format_of(find(settings), config.text_key))
 
 
 def vocabulary_for(text_bytes: float) -> Vocabulary:
@@ -149,16 +165,17 @@ def measure_text(config: Config) -> Text:
     """Measure how much there is to learn from, and how hard it is."""
     if not config.input:
         return measure_tokens(config)
-    text = text_of(config.input)
-    found = find_sources([text])
-    settings = Settings(input=(text,), format=format_of(found, config.text_key), text_key=config.text_key)
-    sources = readable(found, settings).sources
-    size = sum(source.text_bytes for source in sources)
+    settings = input_settings(config)
+    found = find(settings)
+    is_on_hub = config.input.startswith(HUB)
+    sources = readable(find(replace(settings, max_mb=HUB_SAMPLE_MB)) if is_on_hub else found, settings).sources
+    size = round(sum(min(source.size, source.most_bytes) for source in found))  # on the hub some of it may be packed
+    if not is_on_hub:
+        size = sum(source.text_bytes for source in sources)
     if size < MIN_BYTES:
         raise DataError(f"{config.input} holds {size:,} bytes of text: too few to learn from and to hold some out.")
     share = max(1, SAMPLE_BYTES // len(sources))
-    blocks = [islice(unpacked_blocks(source), math.ceil(share / BLOCK_BYTES)) for source in sources]
-    sample = b"".join(b"".join(beginning)[:share] for beginning in blocks).decode(errors="ignore")
+    sample = "".join(beginning_of(source, settings, share) for source in sources)
     of_a_byte = 1 / max(1, len(sample.encode()))
     letters = size * count_letters(sample) * of_a_byte
     vocabulary = vocabulary_for(size)
@@ -169,14 +186,28 @@ def measure_text(config: Config) -> Text:
         vocabulary, tokens = Vocabulary(size, len(set(sample)), 1.0), size * len(sample) * of_a_byte
     return Text(
         config.input,
-        len(sources),
+        len(found if is_on_hub else sources),
         size,
         letters,
         tokens,
         vocabulary.size,
         settings.format == "chat",
         difficulty(sample),
+        sample,
     )
+
+
+def beginning_of(source: Source, settings: Settings, size: int) -> str:
+    """Return about `size` bytes of text from the beginning of a file; conversations as they stand in it."""
+    if settings.format == "chat":
+        blocks = islice(unpacked_blocks(source), math.ceil(size / BLOCK_BYTES))
+        return b"".join(blocks)[:size].decode(errors="ignore")
+    text = b""
+    for piece in read_pieces([source], settings.document_separator, settings.text_key):
+        text += piece.text.encode() + b"\n"
+        if len(text) >= size:
+            break
+    return text[:size].decode(errors="ignore")
 
 
 def measure_tokens(config: Config) -> Text:
@@ -201,6 +232,7 @@ def measure_tokens(config: Config) -> Text:
         metadata.vocab_size,
         is_chat,
         difficulty(sample),
+        sample,
     )
 
 

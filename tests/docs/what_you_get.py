@@ -15,7 +15,8 @@ if __name__ == "__main__":  # Python looks beside the script, not in the project
 from common.files import atomic_write
 from common.output import byte_size, duration, table_row
 from common.script import script
-from tests.training.pretended import MACHINES, MINUTES, SIZES, Pretended, Trained, dial_of, trained
+from tests.training.pretended import MACHINES, MINUTES, SIZES, Pretended, Specs, Trained, dial_of, text_of, trained
+from training.companion import expect
 from training.config import REPOSITORY
 from training.dial import Choice
 
@@ -31,12 +32,34 @@ operation (`tests/training/pretended.py`), and the losses come from [a law](choo
 Each cell has layers x width, the expected loss, and the time if it is less than was given: then the text is used up,
 and only more text brings more.
 """
+HEAD_OF_COMPANION = """\
+## 1 MB of your own, beside 1 GB of other text
+
+With [`--companion`](recipes.md#a-small-text-on-a-broad-base), of the same language and kind. Alone it comes to 1.91 or
+more. The losses are by the same law and [a trial](benchmarks/companion.md) with 5 MB of other text.
+"""
 
 
 def cell_of(choice: Choice, run: Trained) -> str:
     shape = choice.shape
     used = f", {duration(run.seconds)}" if choice.reads_all else ""
     return f"{shape.num_layers} x {shape.embed_dim}: {run.loss:.2f}{used}"
+
+
+def companion_cell(specs: Specs, minutes: float) -> str:
+    """Plan 1 MB of one's own with a companion of 1 GB."""
+    own, companion = text_of(1e6), text_of(1e9)
+    dial = dial_of(Pretended(specs), 1e9, minutes)
+    dial.own = own
+    choice = dial.choice()
+    expected = expect(own, companion, dial.config_of(choice), choice.passes, ratio=1.05)
+    return f"{choice.shape.num_layers} x {choice.shape.embed_dim}: {expected.loss:.2f}"
+
+
+def companion_table() -> str:
+    head = ["", *(f"{minutes} minutes" for minutes in MINUTES)]
+    rows = [[name, *(companion_cell(specs, minutes) for minutes in MINUTES)] for name, specs in MACHINES.items()]
+    return "\n".join(map(table_row, [head, ["---"] * len(head), *rows]))
 
 
 def table_of(name: str, rows: Mapping[float, Sequence[str]]) -> str:
@@ -58,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 choice = dial.choice()
                 cells.append(cell_of(choice, trained(dial, choice, machine.clock)))
         tables.append(table_of(name, rows))
+    tables += [HEAD_OF_COMPANION.rstrip(), companion_table()]
     with atomic_write(DOCUMENT) as file:
         file.write("\n\n".join(tables).encode() + b"\n")
     return 0

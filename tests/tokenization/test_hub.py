@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import ROOT, generated_text
 from tests.tokenization.test_extract import documents, report
 
 pytestmark = pytest.mark.extras("huggingface_hub")
@@ -94,11 +94,15 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     hub.server.server_close()
 
 
-def tokenize(hub: Hub, address: str, *flags: str) -> subprocess.CompletedProcess[str]:
+def run(hub: Hub, script: str, *flags: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"HF_ENDPOINT": hub.address, "HF_HUB_DISABLE_XET": "1", "HF_HOME": os.path.abspath("hf")}
-    script = str(ROOT / "tokenize_local_bpe.py")
-    argv = [sys.executable, script, "--input", address, "--output_dir", "out", "--vocab_size", "300", *flags]
+    argv = [sys.executable, str(ROOT / script), *flags]
     return subprocess.run(argv, capture_output=True, text=True, timeout=100, env=environment)
+
+
+def tokenize(hub: Hub, address: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    given = ["--input", address, "--output_dir", "out", "--vocab_size", "300", *flags]
+    return run(hub, "tokenize_local_bpe.py", *given)
 
 
 def test_the_files_of_a_dataset_are_read_at_one_commit(hub: Hub) -> None:
@@ -145,3 +149,28 @@ def test_without_a_network_it_says_so(hub: Hub) -> None:
     hub.server.server_close()
     done = tokenize(hub, "hf://datasets/o/d")
     assert done.returncode == 3 and "cannot be read" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def train(hub: Hub, *flags: str) -> subprocess.CompletedProcess[str]:
+    quick = ["--minutes", "0.4", "--epochs", "1", "--device", "cpu", "--compile", "off", "--threads", "1"]
+    return run(hub, "train_colab_mmap.py", *quick, *flags)
+
+
+def test_the_trainer_reads_as_much_of_a_dataset_as_the_minutes_hold(hub: Hub) -> None:
+    hub.files = {f"data/{name}.txt": generated_text(80_000, seed).encode() for seed, name in enumerate("abc")}
+    Path("mine.txt").write_text(generated_text(20_000, seed=9))
+    done = train(hub, "--input", "mine.txt", "--companion", "hf://datasets/o/d/data/*.txt")
+    assert done.returncode == 0, done.stderr
+    config = json.loads(Path("runs/base_d/config.json").read_text())["config"]
+    assert 0 < config["max_mb"] <= 1 and config["input"] == "hf://datasets/o/d/data/*.txt"
+    assert "expected" in done.stdout and Path("runs/mine/summary.md").exists()
+    done = train(hub, "--input", "hf://datasets/o/d", "--max_mb", "0.05", "--dry_run")
+    assert done.returncode == 0 and "50.0 kB of text" in done.stdout, done.stderr
+    done = run(hub, "train_colab_mmap.py", "--input", "hf://datasets/o/d", "--epochs", "1")
+    assert done.returncode == 2 and "--max_mb 500, say, reads a part" in done.stderr
+
+
+def test_a_companion_that_cannot_be_read_is_said_before_anything_is_trained(hub: Hub) -> None:
+    Path("mine.txt").write_text(generated_text(20_000, seed=9))
+    done = train(hub, "--input", "mine.txt", "--companion", "hf://datasets/o/none")
+    assert done.returncode == 3 and "hf://datasets/o/none cannot be read" in done.stderr and not Path("runs").exists()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from pathlib import Path
@@ -327,6 +328,10 @@ def test_a_book_of_project_gutenberg_loses_its_licence_and_the_breaks_inside_par
     assert tokenize() == 0
     text = f"{prose.strip().replace(chr(10), ' ')}\n\n{verse}"
     assert sorted(documents()) == sorted([text, text, "My own text.\n"]), "each book of a file, and what is no book"
+    (folder / "a.txt").unlink()
+    with open(folder / "books.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["text"], [book], ["My own text."]])
+    assert tokenize() == 0 and sorted(documents()) == sorted([text, "My own text."]), "and of a row"
 
 
 def test_marks_inside_lines_are_mentioned(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 import shutil
 import time
 from pathlib import Path
@@ -166,8 +167,14 @@ def test_the_step_follows_the_length_of_the_run() -> None:
 def test_where_minutes_are_left_it_says_what_would_help(
     book: Path, capsys: pytest.CaptureFixture, of_a_token: float, is_spare: bool
 ) -> None:
-    pretended_dial(flags(book, minutes="2"), Timed(0.0, 0.0, of_a_token)).chosen()
-    assert ("import_hf.py" in capsys.readouterr().out) is is_spare
+    given = flags(book, minutes="2")
+    pretended_dial(given, Timed(0.0, 0.0, of_a_token)).chosen()
+    lines = capsys.readouterr().out.splitlines()
+    commands = [line.strip() for line in lines if line.strip().startswith("python train_colab_mmap.py")]
+    assert len(commands) == is_spare
+    for command in commands:
+        argv = shlex.split(command)[2:]
+        assert argv[: len(given)] == given and parse_config(argv).companion.startswith("hf://datasets/")
 
 
 def test_flags_win_and_the_rest_is_chosen_around_them(book: Path) -> None:

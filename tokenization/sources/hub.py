@@ -14,10 +14,10 @@ from typing import BinaryIO
 
 from common.errors import DataError
 from common.files import read_json, write_json
-from tokenization.corpus import SCHEME, Source, unpacked_name
-from tokenization.settings import EXTRACTED
+from tokenization.corpus import Source, unpacked_name
+from tokenization.settings import EXTRACTED, HUB
 
-ADDRESS = re.compile(rf"{SCHEME}datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
+ADDRESS = re.compile(rf"{HUB}datasets/([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*))?")
 BYTES_OF_A_FILE = 5_000_000  # at least, if a part of a dataset is taken: opening a file takes seconds
 
 

@@ -1,0 +1,255 @@
+"""A companion: a base learns it first, and one's own text at the end, in the same minutes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import train_colab_mmap
+from common.checkpoint import Checkpoint, step_folders
+from tests.docs.what_you_get import DOCUMENT, companion_table
+from tests.forked import Forked
+from tests.helpers import WORDS, run_script
+from tests.training.pretended import MACHINES, Pretended, text_of
+from tests.training.test_growth import OTHER_WORDS, write_book
+from training.companion import Expected, expect, minutes_of_own
+from training.config import parse_config
+from training.dial import Dial
+from training.records import CONFIG
+from training.text import Text, token_ratio
+
+# The epochs end both runs: on a busy machine, so few minutes might be over before they have begun.
+ALONE = ["--input", "mine.txt", "--minutes", "0.4", "--epochs", "1", "--device", "cpu", "--compile", "off"]
+COMMAND = [*ALONE, "--companion", "books", "--checkpoint_dir", "drive"]
+BASE, OWN = Path("runs/base_books"), Path("runs/mine")
+
+
+def train(*more: str) -> str:
+    result = run_script(train_colab_mmap.main, *COMMAND, *more)
+    assert result.code == 0, result.err
+    return result.out
+
+
+def settings_of(run: Path) -> dict[str, Any]:
+    return json.loads((run / CONFIG).read_text())["config"]
+
+
+def last_step(run: Path) -> int:
+    return json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["step"]
+
+
+def steps_in(run: Path) -> list[str]:
+    return [path.name for path in step_folders(run / "checkpoints")]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A folder with both texts and what was trained on them, and what was printed. Not to be changed by a test."""
+    folder = tmp_path_factory.mktemp("original")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write_book(folder / "books" / "one.txt", WORDS, seed=4)
+        write_book(folder / "books" / "two.txt", WORDS, seed=5)
+        write_book(folder / "mine.txt", [*WORDS, "miller"], seed=6, characters=30_000)
+        return folder, train()
+
+
+@pytest.fixture
+def home(original: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it, in which the test runs."""
+    shutil.copytree(original[0], tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    return tmp_path / "home"
+
+
+def test_the_base_learns_the_companion_and_the_run_starts_from_it(
+    original: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = original
+    monkeypatch.chdir(folder)
+    base, own = settings_of(BASE), settings_of(OWN)
+    assert base["input"] == "books" and base["companion"] is None and base["minutes"] < 0.4
+    assert own["input"] == "mine.txt" and own["companion"] == "books" and own["init_from"] == str(BASE / "best")
+    assert own["muon_learning_rate"] == 0.5 * base["muon_learning_rate"] and own["minutes"] < 0.4
+    assert (
+        Checkpoint(OWN / "best").tokenizer_path().read_bytes()
+        == Checkpoint(BASE / "best").tokenizer_path().read_bytes()
+    )
+    assert re.search(r"Your text +mine.txt: 2\d.\d kB, read 2 times; expected \d\.\d\d bits per byte", out)
+    was, now = map(float, re.search(r"New text +([\d.]+) -> ([\d.]+) bits per byte", out).groups())
+    assert now < was
+    summary = (OWN / "summary.md").read_text()
+    assert "of what it read was mine.txt, the rest books" in summary and "without the companion" in summary
+    assert [path.name for path in sorted(Path("drive").iterdir())] == ["base_books", "mine"]
+
+
+def test_the_same_command_again_finds_both_finished(home: Path) -> None:
+    before = steps_in(BASE), steps_in(OWN)
+    assert "This run is finished" in train() and (steps_in(BASE), steps_in(OWN)) == before
+    assert sorted(os.listdir("runs")) == ["base_books", "mine"]
+
+
+def test_a_base_serves_another_text_too(home: Path) -> None:
+    write_book(home / "other.txt", WORDS, seed=7, characters=20_000)
+    before = steps_in(BASE)
+    out = train("--input", "other.txt")
+    assert "is used again" in out and out.count("Training   steps") == 1 and steps_in(BASE) == before
+    assert settings_of(Path("runs/other"))["init_from"] == str(BASE / "best")
+
+
+def test_another_machine_goes_on_from_the_copies_and_does_not_read_the_companion(home: Path) -> None:
+    for folder in ("runs", "datasets_cache", "books"):
+        shutil.rmtree(folder)
+    Path("books").mkdir()
+    write_book(home / "books" / "one.txt", OTHER_WORDS, seed=9)
+    assert "This run is finished" in train()
+    shutil.rmtree("drive/mine")
+    shutil.rmtree("runs")
+    assert "Starting from the weights of drive/base_books/best_" in train()
+
+
+def test_a_text_that_has_changed_is_learned_from_the_base_again(home: Path) -> None:
+    write_book(home / "mine.txt", WORDS, seed=8, characters=30_000)
+    before = steps_in(BASE)
+    assert "Starting from the weights of runs/base_books/best" in train()
+    assert steps_in(BASE) == before and [*Path("runs").glob("mine.*")], "the run on the old text is kept aside"
+
+
+def test_more_minutes_train_the_base_on_and_start_again_from_it(home: Path) -> None:
+    before = last_step(BASE)
+    out = train("--minutes", "2", "--epochs", "2")
+    assert last_step(BASE) > before and "Starting from the weights" in out and [*Path("runs").glob("mine.*")]
+
+
+def test_a_finished_run_stays_when_its_base_was_trained_on_for_another(home: Path) -> None:
+    write_book(home / "other.txt", WORDS, seed=7, characters=20_000)
+    train("--input", "other.txt", "--minutes", "2", "--epochs", "2")
+    path = BASE / "checkpoints" / steps_in(BASE)[0] / "training_state.json"
+    state = json.loads(path.read_text())
+    assert state["elapsed_seconds"] > 1
+    out = train("--minutes", str(state["elapsed_seconds"] / 61))
+    assert "This run is finished" in out and not [*Path("runs").glob("mine.*")]
+
+
+@pytest.mark.parametrize("run", ["base_books", "mine"])
+def test_a_kill_in_either_run_loses_neither(home: Path, run: str) -> None:
+    shutil.rmtree("runs")
+    shutil.rmtree("drive")
+    process, printed = Forked(COMMAND), ""
+    for line in process.stdout:
+        printed += line
+        if line.startswith("Training  ") and line.rstrip().endswith(f"/{run}"):
+            process.kill()
+    process.wait(30)
+    assert process.returncode == -signal.SIGKILL
+    out = train()
+    assert out.count("Training   steps") == (2 if run == "base_books" else 1)
+    assert (OWN / "summary.md").exists() and sorted(os.listdir("runs")) == ["base_books", "mine"]
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--config", "tiny.json"], "--companion is for --input and --minutes alone"),
+        (["--init_from", "runs/base_books"], "--companion is for --input and --minutes alone"),
+        (["--companion", "mine.txt"], "has no file that --input mine.txt does not have"),
+        (["--companion", "nothing"], "There is no file or folder nothing"),
+        (["--max_mb", "5"], "max_mb is for an --input that begins with hf://"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_trained(home: Path, more: list[str], said: str) -> None:
+    shutil.rmtree("runs")
+    result = run_script(train_colab_mmap.main, *ALONE, "--companion", "books", *more)
+    assert result.code in (2, 3) and said in result.err and not Path("runs").exists()
+
+
+@pytest.mark.parametrize("missing", ["--input", "--minutes"])
+def test_a_companion_alone_is_not_enough(missing: str) -> None:
+    given = ["--input", "a.txt", "--minutes", "1"]
+    del given[given.index(missing) : given.index(missing) + 2]
+    result = run_script(train_colab_mmap.main, *given, "--companion", "books")
+    assert result.code == 2 and "companion is read before a text of your own" in result.err
+
+
+def test_a_folder_that_holds_the_base_of_another_text(home: Path) -> None:
+    shutil.move("books", "old")
+    (home / "new").mkdir()
+    write_book(home / "new" / "books" / "one.txt", OTHER_WORDS, seed=9)
+    result = run_script(train_colab_mmap.main, *ALONE, "--companion", "new/books")
+    assert result.code == 2 and "runs/base_books is a base of books: rename it" in result.err
+
+
+def test_own_files_in_the_companion_are_counted(home: Path) -> None:
+    shutil.copy("mine.txt", "books/three.txt")
+    Path("mine.txt").unlink()
+    out = train("--input", "books/three.txt", "--resume", "never")
+    assert "1 of the files are in both" in out
+
+
+# What is planned
+
+
+def pretended(own: float, companion: float, minutes: float, machine: str) -> tuple[Text, Dial]:
+    argv = ["--input", "companion", "--minutes", str(minutes)]
+    dial = Dial(argv, text_of(companion), parse_config(argv), Pretended(MACHINES[machine]))
+    dial.own = text_of(own)
+    return dial.own, dial
+
+
+@pytest.mark.parametrize("machine", ["T4", "A100 40 GB", "laptop"])
+def test_an_hour_is_used_for_a_megabyte_with_a_companion(machine: str) -> None:
+    own, dial = pretended(1e6, 1e9, 60, machine)
+    config = dial.chosen()
+    reserved = minutes_of_own(own, config)
+    assert 0 < reserved < 10
+    choice = dial.choice()
+    assert choice.seconds + 60 * reserved >= 50 * 60
+    assert choice.seconds + 60 * reserved <= 61 * 60
+
+
+def test_the_page_says_what_is_planned() -> None:
+    assert companion_table() in DOCUMENT.read_text(encoding="utf-8"), "run `python tests/docs/what_you_get.py`"
+
+
+def test_a_large_text_of_ones_own_takes_half_of_the_time_at_most() -> None:
+    own, dial = pretended(1e9, 1e9, 10, "laptop")
+    assert minutes_of_own(own, dial.chosen()) == 5
+
+
+def sample(words: list[str], seed: int, count: int = 20_000) -> str:
+    return " ".join(random.Random(seed).choices(words, k=count))
+
+
+def test_a_text_takes_more_tokens_with_the_vocabulary_of_another_language() -> None:
+    words = ["".join(random.Random(seed).choices("aeioustrnlm", k=5)) for seed in range(900)]
+    other = ["".join(random.Random(seed).choices("aeiousbcdfg", k=5)) for seed in range(900)]
+    own = sample(words, 1)
+    akin, mixed, apart = (token_ratio(own, sample(each, 2)) for each in (words, words[:300] + other, other))
+    assert akin == pytest.approx(1, abs=0.05) and 1.1 < mixed < apart
+
+
+def test_a_companion_in_another_language_is_refused(home: Path) -> None:
+    shutil.rmtree("runs")
+    write_book(home / "mine.txt", [word[::-1] for word in WORDS], seed=6, characters=30_000)
+    shutil.rmtree("books")
+    write_book(home / "books" / "one.txt", ["ﷺ" * 3, "ж" * 5, "щы", "юэ"], seed=6)
+    result = run_script(train_colab_mmap.main, *ALONE, "--companion", "books")
+    assert result.code == 2 and "times as many tokens" in result.err and not Path("runs").exists()
+
+
+def expected(companion: float, ratio: float) -> Expected:
+    config = parse_config(["--input", "a", "--minutes", "1", "--num_layers", "4", "--embed_dim", "256"])
+    return expect(text_of(1e6), text_of(companion), config, 1.0, ratio)
+
+
+def test_a_larger_companion_is_expected_to_help_more_and_one_of_another_kind_less() -> None:
+    small, large, other = expected(1e7, 1.0), expected(1e8, 1.0), expected(1e7, 1.4)
+    assert large.loss < small.loss < other.loss < other.alone == small.alone
