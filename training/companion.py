@@ -22,6 +22,7 @@ from tokenization.extract import find
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenization.settings import HUB
 from training.config import Config, Forecast, parse_config
+from training.data import count_windows
 from training.dial import EVALUATING_SHARE, SOURCE, Dial, choose
 from training.fit import fit
 from training.growth import best_weights, kept_choice, shape_keys
@@ -151,7 +152,7 @@ def find_base(wanted: Config, argv: list[str], own: Text) -> Base:
             f"{wanted.run_dir} is a base of {then.get('input')}: rename it, or choose another --output_dir."
         )
     ended = replace(config, minutes=then["minutes"])
-    windows = previous.saved.data["train_tokens"] // config.max_seq_len
+    windows = count_windows(previous.saved.data["train_tokens"], config.max_seq_len)
     by_time = time_progress(state, ended) >= FINISHED
     is_long_enough = ended.minutes >= ENOUGH * (wanted.minutes - minutes_of_own(own, config)) or not by_time
     is_enough = is_long_enough and progress(state, windows, ended) >= FINISHED

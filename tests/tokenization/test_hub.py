@@ -157,17 +157,15 @@ def train(hub: Hub, *flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_trainer_reads_as_much_of_a_dataset_as_the_minutes_hold(hub: Hub) -> None:
-    hub.files = {f"data/{name}.txt": generated_text(80_000, seed).encode() for seed, name in enumerate("abc")}
+    hub.files = {f"data/{name}.txt": generated_text(25_000, seed).encode() for seed, name in enumerate("abc")}
     Path("mine.txt").write_text(generated_text(20_000, seed=9))
     done = train(hub, "--input", "mine.txt", "--companion", "hf://datasets/o/d/data/*.txt")
     assert done.returncode == 0, done.stderr
     config = json.loads(Path("runs/base_d/config.json").read_text())["config"]
     assert 0 < config["max_mb"] <= 1 and config["input"] == "hf://datasets/o/d/data/*.txt"
     assert "expected" in done.stdout and Path("runs/mine/summary.md").exists()
-    done = train(hub, "--input", "hf://datasets/o/d", "--max_mb", "0.05", "--dry_run")
-    assert done.returncode == 0 and "50.0 kB of text" in done.stdout, done.stderr
-    done = run(hub, "train_colab_mmap.py", "--input", "hf://datasets/o/d", "--epochs", "1")
-    assert done.returncode == 2 and "--max_mb 500, say, reads a part" in done.stderr
+    done = train(hub, "--input", "hf://datasets/o/d", "--max_mb", "0.02", "--dry_run")
+    assert done.returncode == 0 and "20.0 kB of text" in done.stdout, done.stderr
 
 
 def test_a_companion_that_cannot_be_read_is_said_before_anything_is_trained(hub: Hub) -> None:

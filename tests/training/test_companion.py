@@ -56,9 +56,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("original")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        write_book(folder / "books" / "one.txt", WORDS, seed=4)
-        write_book(folder / "books" / "two.txt", WORDS, seed=5)
-        write_book(folder / "mine.txt", [*WORDS, "miller"], seed=6, characters=30_000)
+        write_book(folder / "books" / "one.txt", WORDS, seed=4, characters=25_000)
+        write_book(folder / "books" / "two.txt", WORDS, seed=5, characters=15_000)
+        write_book(folder / "mine.txt", [*WORDS, "miller"], seed=6, characters=15_000)
         return folder, train()
 
 
@@ -83,7 +83,7 @@ def test_the_base_learns_the_companion_and_the_run_starts_from_it(
         Checkpoint(OWN / "best").tokenizer_path().read_bytes()
         == Checkpoint(BASE / "best").tokenizer_path().read_bytes()
     )
-    assert re.search(r"Your text +mine.txt: 2\d.\d kB, read 2 times; expected \d\.\d\d bits per byte", out)
+    assert re.search(r"Your text +mine.txt: 1\d.\d kB, read 2 times; expected \d\.\d\d bits per byte", out)
     was, now = map(float, re.search(r"New text +([\d.]+) -> ([\d.]+) bits per byte", out).groups())
     assert now < was
     summary = (OWN / "summary.md").read_text()
@@ -98,7 +98,7 @@ def test_the_same_command_again_finds_both_finished(home: Path) -> None:
 
 
 def test_a_base_serves_another_text_too(home: Path) -> None:
-    write_book(home / "other.txt", WORDS, seed=7, characters=20_000)
+    write_book(home / "other.txt", WORDS, seed=7, characters=12_000)
     before = steps_in(BASE)
     out = train("--input", "other.txt")
     assert "is used again" in out and out.count("Training   steps") == 1 and steps_in(BASE) == before
@@ -117,7 +117,7 @@ def test_another_machine_goes_on_from_the_copies_and_does_not_read_the_companion
 
 
 def test_a_text_that_has_changed_is_learned_from_the_base_again(home: Path) -> None:
-    write_book(home / "mine.txt", WORDS, seed=8, characters=30_000)
+    write_book(home / "mine.txt", WORDS, seed=8, characters=15_000)
     before = steps_in(BASE)
     assert "Starting from the weights of runs/base_books/best" in train()
     assert steps_in(BASE) == before and [*Path("runs").glob("mine.*")], "the run on the old text is kept aside"
@@ -130,7 +130,7 @@ def test_more_minutes_train_the_base_on_and_start_again_from_it(home: Path) -> N
 
 
 def test_a_finished_run_stays_when_its_base_was_trained_on_for_another(home: Path) -> None:
-    write_book(home / "other.txt", WORDS, seed=7, characters=20_000)
+    write_book(home / "other.txt", WORDS, seed=7, characters=12_000)
     train("--input", "other.txt", "--minutes", "2", "--epochs", "2")
     path = BASE / "checkpoints" / steps_in(BASE)[0] / "training_state.json"
     state = json.loads(path.read_text())

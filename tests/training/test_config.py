@@ -150,6 +150,7 @@ def test_heads_that_do_not_divide_the_width_are_refused_with_heads_that_do() -> 
         ("--resume_from a --init_from b", ("--resume_from", "--init_from")),
         ("--vocab_size 5000", ("vocab_size", "--input")),
         ("--tokenizer char", ("tokenizer", "--input")),
+        ("--input hf://datasets/o/d --epochs 1", ("--input hf://datasets/o/d", "--max_mb 500")),
         ("--input a --bin_file a --tokenizer_file b --metadata_file c", ("--input", "--bin_file")),
         ("--data_dir d --bin_file a --tokenizer_file b --metadata_file c", ("--data_dir", "--bin_file")),
         ("--tokenizer_file b --metadata_file c", ("--bin_file",)),
