@@ -35,13 +35,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     from training import companion, dial, inspections
     from training.fit import fit
 
-    if config.companion:
-        return companion.fit_both(config, started, ends_process=argv is None)
-    if config.leaves_the_choice:
+    if config.leaves_the_choice and not config.companion:
         config = dial.choose(argv, config)
-    if config.dry_run or config.profile:
-        return inspections.inspect(config, started)
-    return fit(config, started, ends_process=argv is None)
+    code = 0
+    for run, begins in companion.plan_both(config, started) if config.companion else [(config, started)]:
+        if run.dry_run or run.profile:
+            code = inspections.inspect(run, begins)
+        else:
+            code = fit(run, begins, ends_process=argv is None)
+        if code:
+            break
+    return code
 
 
 if __name__ == "__main__":

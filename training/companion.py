@@ -8,6 +8,8 @@ the base has learned (docs/benchmarks/companion.md).
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,15 +23,13 @@ from generation.passages import learned_text
 from tokenization.extract import find
 from tokenization.metadata import TokenMetadata, metadata_files
 from tokenization.settings import HUB
-from training.config import Config, Forecast, parse_config
+from training.config import MODEL_KEYS, Config, Forecast, parse_config
 from training.data import count_windows
 from training.dial import EVALUATING_SHARE, SOURCE, Dial, choose
-from training.fit import fit
 from training.growth import best_weights, kept_choice, shape_keys
-from training.inspections import inspect
 from training.law import BEYOND, ERROR, expected_loss, useful_passes
 from training.mirror import Mirror
-from training.plan import tokenized
+from training.plan import text_settings, tokenized
 from training.recipe import LADDER, OWN_PASSES, OWN_START_SHARE, OWN_STEP_TOKENS, OWN_STEPS, recipe
 from training.resume import find_previous
 from training.schedule import progress, time_progress
@@ -46,45 +46,51 @@ from training.text import (
 
 FINISHED = 0.99  # progress of a base that needs no more steps
 ENOUGH = 0.75  # share of the minutes that a base would get now; one that had fewer is trained on
-# The share of the gain, from one's own text alone to a text as large as both, that a companion of the same kind brings;
-# and how it falls with the square of the `token_ratio` less 1.
-GAIN, GAIN_FALL = 0.8, 1.9
-MAX_RATIO = 1.6  # there nothing is gained any more
+# A text as large as both would be this much better than one's own alone; the share of it that a companion of the same
+# kind brings, and how much less for each unit of the `token_ratio` above SAME_KIND (docs/benchmarks/companion.md).
+GAIN, GAIN_FALL, SAME_KIND = 0.8, 3.5, 1.1
+MAX_RATIO = 1.4  # other English text has up to 1.35, Dutch beside English over 1.5, and makes it worse
+LEAST_GAIN = 0.02  # bits per byte that justify the time for the companion
 
 
-def fit_both(requested: Config, started: float, ends_process: bool) -> int:
-    """Train a base on `companion`, unless there is one already, and then `input` from its weights. Returns the exit
-    code. `started`: the time.perf_counter() at which the command began.
+def plan_both(requested: Config, started: float) -> Iterator[tuple[Config, float]]:
+    """Yield the two runs to train one after the other: a base on `companion`, unless there is one already, then `input`
+    from its weights. Each comes with the time.perf_counter() from which its minutes count; `started` is when the
+    command began.
 
-    Raises ConfigError for a companion that cannot be one, and what the two runs raise.
+    Raises ConfigError for a companion that cannot be one, and what the dial and `tokenized` raise.
     """
     require_suitable(requested)
     own = measure_text(requested)
     argv = argv_of_base(requested)
     wanted = parse_config(argv)
     before = base = find_base(wanted, argv, own)
-    if base.is_enough:
-        learned_in = duration(base.seconds)
-        print(f"Companion  {wanted.input}: {wanted.run_dir} is used again, which learned it in {learned_in}")
-    else:
-        print(
-            f"Companion  {wanted.input} is learned first, in {wanted.run_dir}; then {own.name}, from its best weights"
-        )
-        config = choose(argv, wanted) if before.config.forecast else first_choice(argv, wanted, own)
-        config = replace(config, minutes=requested.minutes - minutes_of_own(own, config))
-        code = train_or_inspect(config, started, ends_process)
-        if code or config.dry_run or config.profile:
-            return code
+    warn_of_setting_aside(requested)
+    if not base.is_enough:
+        learns = "goes on learning it" if base.checkpoint else "learns it first"
+        print(f"Companion  {wanted.input}: {wanted.run_dir} {learns}, then {own.name} is learned from its best weights")
+        config = choose(argv, wanted) if base.is_chosen else first_choice(argv, wanted, own)
+        yield with_minutes(config, wanted.minutes - minutes_of_own(own, config), wanted.minutes), started
+        if config.dry_run or config.profile:
+            return
         base = find_base(wanted, argv, own)
-    minutes = round(max(requested.minutes - base.seconds / 60, minutes_of_own(own, base.config)), 2)
+    minutes = max(requested.minutes - base.seconds / 60, minutes_of_own(own, base.config))
+    print(
+        f"\nCompanion  {wanted.run_dir} has learned {wanted.input}, in {duration(base.seconds)} of --minutes "
+        f"{requested.minutes:g}. Now {own.name}, for about {duration(60 * minutes)}"
+    )
+    if before.is_enough and has_changed(base):
+        print(
+            f"Note       {wanted.input} has changed since, and this base does not learn what is new. For another base, "
+            f"move or delete {wanted.run_dir}"
+        )
     config = own_choice(requested, own, base, minutes)
-    return train_or_inspect(config, started + base.seconds - before.seconds, ends_process)
+    yield with_minutes(config, minutes, requested.minutes), started + base.seconds - before.seconds
 
 
-def train_or_inspect(config: Config, started: float, ends_process: bool) -> int:
-    if config.dry_run or config.profile:
-        return inspect(config, started)
-    return fit(config, started, ends_process)
+def with_minutes(config: Config, minutes: float, of: float) -> Config:
+    """Return the configuration of a run that has a part of the minutes."""
+    return replace(config, minutes=round(minutes, 2), sources=config.sources | {"minutes": f"of --minutes {of:g}"})
 
 
 def require_suitable(config: Config) -> None:
@@ -132,31 +138,64 @@ def mirror_of(config: Config) -> Mirror | None:
 class Base(NamedTuple):
     """The base as earlier sessions left it."""
 
-    config: Config  # as the dial chose it
-    checkpoint: Checkpoint | None  # the newest
-    seconds: float  # that it was trained for
-    tokens: int  # that it has learned from
-    is_enough: bool  # no session has to go on with it
+    config: Config  # as the dial chose it, if it did
+    is_chosen: bool
+    checkpoint: Checkpoint | None = None  # the newest
+    seconds: float = 0.0  # of training
+    tokens: int = 0  # that it has learned from
+    is_enough: bool = False  # no session has to go on with it
 
 
 def find_base(wanted: Config, argv: list[str], own: Text) -> Base:
-    """Find the base, here or in its mirror. Raises ConfigError if its folder holds the run of another text."""
+    """Find the base, here or in its mirror. Raises ConfigError if its folder holds the run of another text, or if flags
+    ask for another model."""
     kept, forecast = kept_choice(wanted, SOURCE)
     config = replace(parse_config(argv, kept, SOURCE), forecast=forecast)
     previous = find_previous(wanted, mirror_of(wanted), is_trained=False)
     if previous.checkpoint is None or previous.saved is None:
-        return Base(config, None, 0.0, 0, is_enough=False)
+        return Base(config, is_chosen=bool(kept))
     state, then = previous.saved.state, previous.saved.config
-    if then.get("input") != wanted.input:
-        raise ConfigError(
-            f"{wanted.run_dir} is a base of {then.get('input')}: rename it, or choose another --output_dir."
-        )
+    require_same_base(wanted, then)
     ended = replace(config, minutes=then["minutes"])
     windows = count_windows(previous.saved.data["train_tokens"], config.max_seq_len)
     by_time = time_progress(state, ended) >= FINISHED
     is_long_enough = ended.minutes >= ENOUGH * (wanted.minutes - minutes_of_own(own, config)) or not by_time
     is_enough = is_long_enough and progress(state, windows, ended) >= FINISHED
-    return Base(config, previous.checkpoint, state.elapsed_seconds, state.tokens, is_enough)
+    config = replace(config, input=then["input"])  # as it was written then: token folders are told apart by it
+    return Base(config, True, previous.checkpoint, state.elapsed_seconds, state.tokens, is_enough)
+
+
+def require_same_base(wanted: Config, then: dict[str, Any]) -> None:
+    """Raise ConfigError if the base that is there is of another text or another model."""
+    otherwise = f"To train another base, move or delete {wanted.run_dir}, or choose another --output_dir."
+    if place(then["input"]) != place(wanted.input):
+        raise ConfigError(f"{wanted.run_dir} has learned {then['input']}, and not {wanted.input}. {otherwise}")
+    for key in (*MODEL_KEYS, "vocab_size", "tokenizer"):
+        if key != "dropout" and wanted.is_explicit(key) and getattr(wanted, key) != then.get(key):
+            raise ConfigError(
+                f"{wanted.run_dir} was trained with --{key} {then.get(key)}: give the same or leave it out. {otherwise}"
+            )
+
+
+def place(text: Any) -> str:
+    """Return where a text is, however its path is written."""
+    return str(text) if str(text).startswith(HUB) else os.path.realpath(os.path.expanduser(str(text)))
+
+
+def has_changed(base: Base) -> bool:
+    """Return whether files of the companion were added or edited since; False if its tokens are gone."""
+    then = learned_text(base.checkpoint) if base.checkpoint and not str(base.config.input).startswith(HUB) else None
+    return then is not None and text_settings(base.config, Previous()).output_dir != str(then.path.parent)
+
+
+def warn_of_setting_aside(requested: Config) -> None:
+    """Say if the folder holds a run that had no companion, or another."""
+    saved = find_previous(requested, mirror_of(requested), is_trained=False).saved
+    if saved is not None and place(saved.config.get("companion")) != place(requested.companion):
+        print(
+            f"Note       {requested.run_dir} holds a run with {saved.config.get('companion') or 'no companion'}. It is "
+            "kept aside when the new one begins; to keep both in place, press Ctrl-C and choose another --output_dir"
+        )
 
 
 def first_choice(argv: list[str], wanted: Config, own: Text) -> Config:
@@ -169,8 +208,7 @@ def first_choice(argv: list[str], wanted: Config, own: Text) -> Config:
     assert config.forecast is not None
     seconds = 60 * (wanted.minutes - minutes_of_own(own, config)) * (1 - EVALUATING_SHARE)
     tokens = min(config.epochs * dial.text.train_tokens, seconds * config.forecast.tokens_per_second)
-    expected = expect(own, dial.text, config, tokens / dial.text.train_tokens, ratio)
-    print(f"Your text  {describe(own, expected)}")
+    announce_own(own, expect(own, dial.text, config, tokens / dial.text.train_tokens, ratio))
     return config
 
 
@@ -189,9 +227,9 @@ def require_kin(own: Text, companion: Text) -> float:
     ratio = token_ratio(own.sample, companion.sample)
     if ratio > MAX_RATIO:
         raise ConfigError(
-            f"The companion, {companion.name}, is in another language than {own.name}, or of another kind: with its "
-            f"vocabulary your text takes {ratio:.1f} times as many tokens, and would be learned worse than alone. Name "
-            "text of the same language and kind, or leave --companion out."
+            f"The companion, {companion.name}, is in another language than {own.name}, or of another kind: with the "
+            f"other's vocabulary either takes {ratio:.1f} times as many tokens, and your text would be learned worse "
+            "than alone. Name text of the same language and kind, or leave --companion out."
         )
     return ratio
 
@@ -211,7 +249,7 @@ def expect(own: Text, companion: Text, base: Config, passes: float, ratio: float
     alone = per_byte * min(expected_loss(size, letters, useful_passes(size, letters)) for size in sizes)
     size = block_parameters(base.num_layers, base.embed_dim)
     both = per_byte * expected_loss(size, letters + TRAIN_SHARE * companion.letters, passes)
-    loss = alone - (GAIN - GAIN_FALL * max(0.0, ratio - 1) ** 2) * max(0.0, alone - both)
+    loss = alone - (GAIN - GAIN_FALL * max(0.0, ratio - SAME_KIND)) * max(0.0, alone - both)
     return Expected(loss, own.letters / own.bytes * (BEYOND * ERROR + own.doubt), alone)
 
 
@@ -219,12 +257,18 @@ def block_parameters(num_layers: int, embed_dim: int) -> float:
     return 12.0 * num_layers * embed_dim**2
 
 
-def describe(own: Text, expected: Expected) -> str:
+def announce_own(own: Text, expected: Expected) -> None:
+    """Print what to expect of the own text, with the companion and without."""
     loss, error, alone = expected
-    return (
-        f"{own.name}: {byte_size(own.bytes)}, read {OWN_PASSES} times; expected {loss:.2f} bits per byte "
-        f"({max(0.0, loss - error):.2f} to {loss + error:.2f}), {alone:.2f} without the companion"
+    print(
+        f"Your text  {own.name}: {byte_size(own.bytes)}, read at most {OWN_PASSES} times; expected {loss:.2f} bits per "
+        f"byte ({max(0.0, loss - error):.2f} to {loss + error:.2f}), {alone:.2f} without the companion"
     )
+    if loss > alone - LEAST_GAIN:
+        print(
+            "Note       The companion brings nothing by this estimate: it is too small, or not like your text. Without "
+            "--companion all minutes are for your text"
+        )
 
 
 def own_choice(requested: Config, own: Text, base: Base, minutes: float) -> Config:
@@ -237,34 +281,33 @@ def own_choice(requested: Config, own: Text, base: Base, minutes: float) -> Conf
     (now,) = map(TokenMetadata.read, metadata_files(Path(folder)))
     previous = find_previous(requested, mirror_of(requested), is_trained=False)
     saved, (kept, forecast) = previous.saved, kept_choice(requested, SOURCE)
-    is_same = saved is None or (
-        saved.data["tokens_sha256"] == now.tokens_sha256
-        and (saved.state.initialized_from == weights.weights_sha256() or base.seconds > 60 * requested.minutes)
-    )
-    if "init_from" in kept and is_same:
-        return replace(parse_config(argv, kept, SOURCE), minutes=minutes, forecast=forecast)
+    is_same_base = saved is None or saved.state.initialized_from == weights.weights_sha256()
+    is_same_text = saved is None or saved.data["tokens_sha256"] == now.tokens_sha256
+    if "init_from" in kept and is_same_text and (is_same_base or base.seconds > 60 * requested.minutes):
+        if not is_same_base:
+            print(
+                f"Note       {requested.run_dir} is on the base of then. To begin again on that of now: --resume never"
+            )
+        return replace(parse_config(argv, kept, SOURCE), forecast=forecast)
 
-    learned_from = f"{base.tokens:,} tokens of {base.config.input}"
-    print(f"\nBase       {weights.path}: trained for {duration(base.seconds)}, on {learned_from}")
     text = measure_tokens(replace(requested, data_dir=folder))._replace(name=str(requested.input))
-    of_step = min(OWN_STEP_TOKENS, OWN_PASSES * text.train_tokens / OWN_STEPS)
+    step_tokens = min(OWN_STEP_TOKENS, OWN_PASSES * text.train_tokens / OWN_STEPS)
     keys: dict[str, Any] = shape_keys(base.config) | {
         "init_from": str(weights.path),
-        "batch_size": max(1, round(of_step / base.config.max_seq_len)),
+        "batch_size": max(1, round(step_tokens / base.config.max_seq_len)),
     }
     if previous.checkpoint is not None:
         keys["resume"] = "never"
     dial = Dial(argv, text, replace(parse_config(argv, keys, SOURCE), minutes=minutes), keys=recipe() | keys)
     dial.most_passes = OWN_PASSES
     choice = dial.choice()
-    config = replace(dial.config_of(choice), minutes=minutes)
+    config = dial.config_of(choice)
     learned = learned_text(weights)
     if learned is None:
         return config
     companion = measure_tokens(replace(requested, data_dir=str(learned.path.parent)))
     companion = companion._replace(name=str(requested.companion))
-    ratio = require_kin(own, companion)
-    expected = expect(own, companion, base.config, base.tokens / companion.train_tokens, ratio)
-    print(f"Your text  {describe(own, expected)}")
+    expected = expect(own, companion, base.config, base.tokens / companion.train_tokens, require_kin(own, companion))
+    announce_own(own, expected)
     forecast = Forecast(expected.loss, expected.error, choice.tokens_per_second, choice.cpu_share, alone=expected.alone)
     return replace(config, forecast=forecast)

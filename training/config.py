@@ -48,6 +48,7 @@ class Forecast:
     tokens_per_second: float
     cpu_share: float = 1.0  # of the time, while it was timed on a CPU; other programs took the rest
     alone: float | None = None  # bits per byte without the companion, if there is one
+    minutes: float | None = None  # that the run had then; with others it comes to something else
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -69,7 +70,7 @@ class DataKeys:
     companion: Text | None = option(
         None,
         "data",
-        "other text: with --input and --minutes alone, a base learns it first, and --input at the end",
+        "a second, larger text to learn first, before --input and within --minutes",
         scope="place",
     )
     data_dir: Text | None = option(
@@ -294,10 +295,7 @@ class Config(ModelConfig, DataKeys):
                 if self.is_explicit(key)
             ]
         if self.companion and not (self.input and self.minutes):
-            problems.append(
-                "companion is read before a text of your own; name that with --input, and the time for both with "
-                "--minutes"
-            )
+            problems.append("--companion also needs --input (your text) and --minutes (the time for both)")
         if self.max_mb and not any(text and text.startswith(HUB) for text in (self.input, self.companion)):
             problems.append(f"max_mb is for an --input that begins with {HUB}; leave it out")
         if self.input and self.input.startswith(HUB) and not (self.max_mb or self.leaves_the_choice):

@@ -407,7 +407,9 @@ class Dial:
         return requested.gradient_accumulation_steps * math.ceil(sequences / requested.gradient_accumulation_steps)
 
     def keys_of(self, shape: Shape) -> dict[str, Any]:
-        keys = self.keys | shape._asdict() | {"num_heads": shape.embed_dim // HEAD_WIDTH}
+        width = self.requested.embed_dim if self.requested.is_explicit("embed_dim") else shape.embed_dim
+        heads = next(count for count in range(max(1, width // HEAD_WIDTH), 0, -1) if width % count == 0)
+        keys = self.keys | shape._asdict() | {"num_heads": heads}
         keys["batch_size"] = max(keys["batch_size"], self.requested.micro_batch_size or 1)
         if self.requested.input and self.requested.tokenizer == "bpe":
             keys["vocab_size"] = self.text.vocab_size
@@ -472,6 +474,7 @@ class Dial:
         limit = "nothing more is gained then" if choice.reads_all else "all that the time allows"
         likely = is_measured(choice.candidate.block_parameters, TRAIN_SHARE * text.letters) and text.doubt < MUCH_DOUBT
         busy = spare = ""
+        of_text, instead = (f" of {text.name}", "") if self.own else ("", f"Instead    {others}\n")
         if 2 * choice.seconds <= 60 * minutes and not self.own:
             spare = f"Time left  {duration(60 * minutes - choice.seconds)}. {self.advice()}\n"
         if choice.threads < ALL_THREADS and not self.requested.threads:
@@ -482,12 +485,13 @@ class Dial:
             f"{text.vocab_size:,}\n"
             f"Choice     {shape.num_layers} layers x {shape.embed_dim}, context {shape.max_seq_len}: {why}\n"
             f"{busy}"
-            f"Expected   {choice.loss:.2f} bits per byte ({max(0.0, choice.loss - choice.error):.2f} to "
+            f"Expected   {choice.loss:.2f} bits per byte{of_text} ({max(0.0, choice.loss - choice.error):.2f} to "
             f"{choice.loss + choice.error:.2f}) after {duration(choice.seconds)}, with "
             f"about {byte_size(memory)} of memory"
             f"{'' if likely else '; a guess, for no run like this was measured'}\n"
             f"Reading    the text {choice.passes:.2g} times, {limit}"
             f"{f', with dropout {dropout:g}' if dropout else ''}\n"
             f"{spare}"
-            f"Instead    {others}"
+            f"{instead}",
+            end="",
         )

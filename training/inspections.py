@@ -70,8 +70,8 @@ def dry_run(run: Run, previous: Previous, started: float) -> None:
     mirror, parent = run.mirror, nearest_existing(run.dir.parent)
     with tempfile.TemporaryDirectory(prefix=".dry_run-", dir=parent, ignore_cleanup_errors=True) as name:
         run.dir, run.mirror = Path(name), None
-        run.config = replace(run.config, log_interval=1, tracker=None)
         start_or_resume(run, previous)
+        run.config = replace(run.config, log_interval=1, tracker=None)
         first = run.state.step
         if run.took_last_step:
             print(f"Resume     {finished_message(run)}\nDry run: no run was written.")

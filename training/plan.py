@@ -135,7 +135,10 @@ def decide(config: Config, mirror: Mirror | None, lock: contextlib.ExitStack | N
     detect_hardware(config, shape)  # what the machine lacks is said before a long text is tokenized
     prompts, base = read_run_prompts(config), base_of_adapters(config, previous, shape)
     lora = None if base is None else config.lora(str(base.path), sha256_file(weights_file(base.path)))
-    return Decision(previous, shape, tokenized(config, previous), prompts, base, lora)
+    data_dir = tokenized(config, previous)
+    if config.input:
+        print(f"Report     {Path(str(data_dir), REPORT)}: what each file gave, and what was left out")
+    return Decision(previous, shape, data_dir, prompts, base, lora)
 
 
 def tokenized(config: Config, previous: Previous) -> str | None:
@@ -146,8 +149,7 @@ def tokenized(config: Config, previous: Previous) -> str | None:
     if not config.input:
         return config.data_dir
     settings = text_settings(config, previous)
-    metadata = tokenize_with(settings, quiet=True, may_replace=not config.data_dir)
-    print(f"Report     {metadata.with_name(REPORT)}: what each file gave, and what was left out")
+    tokenize_with(settings, quiet=True, may_replace=not config.data_dir)
     return settings.output_dir
 
 

@@ -231,5 +231,5 @@ def write_config(run: Run, folder: Path) -> None:
     sources = config.sources | (trained if config.init_from else {}) | {"micro_batch_size": run.micro_batch_source}
     resolved = {"config": values, "sources": sources, "device": run.hardware.name, "session": session()}
     if config.forecast:
-        resolved["forecast"] = asdict(config.forecast)
+        resolved["forecast"] = asdict(config.forecast) | {"minutes": config.forecast.minutes or config.minutes}
     write_json(folder / CONFIG, resolved)

@@ -89,27 +89,24 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
         facts["Compute units"] = f"{units:.2f}"
     rows = read_metrics(run.dir)
     evaluated = [row for row in rows if "val_loss" in row]
-    if evaluated:
-        last = evaluated[-1]
-        per_byte = f", {last['val_bits_per_byte']:.3f} bits per byte" if "val_bits_per_byte" in last else ""
+    last = evaluated[-1] if evaluated else {}
+    bits = last.get("val_bits_per_byte")
+    if last:
+        per_byte = f", {bits:.3f} bits per byte" if bits else ""
         size, characters = data.metadata.val_bytes, data.metadata.val_characters
-        if per_byte and size and characters and size > ONE_BYTE_EACH * characters:
-            per_byte += f" or {last['val_bits_per_byte'] * size / characters:.3f} per character"
+        if bits and size and characters and size > ONE_BYTE_EACH * characters:
+            per_byte += f" or {bits * size / characters:.3f} per character"
         facts["Validation loss"] = f"{last['val_loss']:.4f} (perplexity {perplexity(last['val_loss']):.2f}{per_byte})"
     if state.best_val_loss is not None:  # which is of best/; rows may be over other windows
         facts["Best"] = f"{state.best_val_loss:.4f} at step {state.best_step:,}"
-    facts |= verdict(rows, evaluated, run.epoch)
-    if config.forecast and evaluated and "val_bits_per_byte" in evaluated[-1]:
-        facts["Expected"] = compared(config.forecast, evaluated[-1]["val_bits_per_byte"], report.tokens_per_second)
-        if config.forecast.alone:
-            facts["Expected"] += f"; {config.forecast.alone:.2f} without the companion, by the law"
-    if state.base:
-        facts["Before"] = f"validation loss {state.base.val_loss:.4f}, of the weights that it started from"
+    facts |= verdict(rows, evaluated, run.epoch, bool(config.companion))
+    if config.forecast and bits and config.forecast.minutes in (None, config.minutes):
+        facts["Expected"] = compared(config.forecast, bits, report.tokens_per_second)
     if config.companion and config.init_from:
-        with contextlib.suppress(CheckpointError):  # the base is gone
-            earlier = read_state(open_checkpoint(config.init_from)).state.tokens
-            share = state.tokens / (state.tokens + earlier)
-            facts["Read"] = f"{share:.0%} of what it read was {config.input}, the rest {config.companion}"
+        facts["Companion"] = describe_companion(run, bits)
+    if state.base:
+        in_bits = f" ({state.base.val_loss * bits / last['val_loss']:.3f} bits per byte)" if bits else ""
+        facts["Before"] = f"validation loss {state.base.val_loss:.4f}{in_bits}, of the weights that it started from"
     with attempt(run.hardware.device):
         facts |= on_passages(run)
     if samples and config.input and data.metadata.text_bytes <= MAX_TRACED_BYTES:
@@ -158,6 +155,20 @@ def write_summary(run: Run, report: Report, answers: list[Answer], samples: list
     print(f'\nTalk to it: python generate.py --checkpoint {checkpoint} --prompt "..." or --interactive')
 
 
+def describe_companion(run: Run, bits_per_byte: float | None) -> str:
+    """Say how much of what the run read was its companion, and whether that has helped."""
+    config, said = run.config, str(run.config.companion)
+    with contextlib.suppress(CheckpointError):  # the base is gone
+        base = read_state(open_checkpoint(str(config.init_from))).state
+        share = base.tokens / (base.tokens + run.state.tokens)
+        said += f": {share:.0%} of all tokens read, in {duration(base.elapsed_seconds)} before this run"
+    alone = config.forecast.alone if config.forecast else None
+    if alone and bits_per_byte:
+        helped = "to have helped" if bits_per_byte < alone else "not to have helped: compare with a run without it"
+        said += f". Without it {alone:.2f} bits per byte are expected: it seems {helped}"
+    return said
+
+
 def early(run: Run) -> str:
     """Say what ended the run before its `minutes` were over."""
     config, state = run.config, run.state
@@ -187,7 +198,9 @@ def busy(cpu_share: float) -> str:
     return f"; other programs use this CPU, and the training computed for {cpu_share:.0%} of its time"
 
 
-def verdict(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs: float) -> dict[str, str]:
+def verdict(
+    rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs: float, has_companion: bool = False
+) -> dict[str, str]:
     """Say what the losses mean: how far training and validation are apart, and whether more steps would help."""
     trained = [row["train_loss"] for row in rows if "train_loss" in row][-max(1, len(rows) // 20) :]
     if len(evaluated) < LEAST_EVALUATIONS or not trained:
@@ -200,6 +213,8 @@ def verdict(rows: list[dict[str, Any]], evaluated: list[dict[str, Any]], epochs:
         meaning = f"{MEMORISING} since epoch {lowest.get('epoch', 0):.2g}: use best/"
     elif last["val_loss"] < FALLEN * before["val_loss"]:
         meaning = "still falling at the end: more time, or more text, helps"
+    elif has_companion:
+        meaning = "level at the end: more --minutes make its base better, and so would a larger companion"
     else:
         meaning = "level at the end: more time alone brings little; more text, or a larger model, may help"
     return {"Training loss": f"{apart}; the text was read {epochs:.2g} times", "Verdict": meaning}

@@ -52,7 +52,7 @@ def companion_cell(specs: Specs, minutes: float) -> str:
     dial = dial_of(Pretended(specs), 1e9, minutes)
     dial.own = own
     choice = dial.choice()
-    expected = expect(own, companion, dial.config_of(choice), choice.passes, ratio=1.05)
+    expected = expect(own, companion, dial.config_of(choice), choice.passes, ratio=1.1)
     return f"{choice.shape.num_layers} x {choice.shape.embed_dim}: {expected.loss:.2f}"
 
 

@@ -183,6 +183,12 @@ def test_flags_win_and_the_rest_is_chosen_around_them(book: Path) -> None:
     assert config.max_seq_len in (128, 256) and config.sources["max_seq_len"] == SOURCE
 
 
+@pytest.mark.parametrize(("width", "heads"), [("96", 1), ("200", 2)])
+def test_a_width_alone_gets_heads_that_divide_it(book: Path, width: str, heads: int) -> None:
+    config = choice(flags(book, "--embed_dim", width, "--num_layers", "1"))
+    assert (config.embed_dim, config.num_heads) == (int(width), heads)
+
+
 def test_tokens_that_are_there_keep_their_vocabulary(book: Path, capsys: pytest.CaptureFixture) -> None:
     vocabulary = TokenMetadata.read(tokenize([str(book)], "tokens", vocab_size=300, quiet=True)).vocab_size
     argv = ["--data_dir", "tokens", "--minutes", "0.2", "--device", "cpu", "--compile", "off"]

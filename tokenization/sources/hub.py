@@ -81,5 +81,5 @@ def hub_problems(address: str) -> Iterator[None]:
             raise
         what = next(iter(str(error).splitlines()), "") or type(error).__name__
         raise DataError(
-            f"{address} cannot be read: {what.rstrip('.')}. The same command goes on with the other files."
+            f"{address} cannot be read: {what.rstrip('.')}. Check network and address, then run the command again."
         ) from None
