@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from training.fit import fit
 
     if config.leaves_the_choice and not config.companion:
-        config = dial.choose(argv, config)
+        config = dial.choose(argv, config, started)
     code = 0
     for run, begins in companion.plan_both(config, started) if config.companion else [(config, started)]:
         if run.dry_run or run.profile:

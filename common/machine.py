@@ -6,12 +6,14 @@ import contextlib
 import os
 import platform
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from common.errors import ConfigError
+from common.output import log
 from common.script import world
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -61,14 +63,41 @@ def pick_device(name: str) -> torch.device:
         if world().size > 1:
             raise ConfigError("--device mps is one GPU, for one process: leave out torchrun, or add --device cpu.")
         return torch.device("mps", 0)
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
+    if name == "cpu" or not torch.cuda.is_available():
+        if name != "cuda":
+            return torch.device("cpu")
         raise ConfigError(
             "--device cuda, but PyTorch finds no CUDA GPU. In Colab choose Runtime > Change runtime type > GPU. "
             "Elsewhere check `nvidia-smi`, and that torch is a CUDA build. --device auto uses what is there."
         )
     # With its index, as the tensors on it report it: torch.device("cuda") is not equal to torch.device("cuda:0").
-    return torch.device("cuda", world().local_rank) if has_cuda and name != "cpu" else torch.device("cpu")
+    device, built_for = torch.device("cuda", world().local_rank), torch.cuda.get_arch_list()
+    capability = torch.cuda.get_device_capability(device)
+    if has_kernels(built_for, capability):
+        return device
+    problem = (
+        f"this build of torch has no kernels for {torch.cuda.get_device_name(device)} (sm_{capability[0]}"
+        f'{capability[1]}), only for {", ".join(built_for)}. For an older GPU: pip install "torch<2.15" --index-url '
+        "https://download.pytorch.org/whl/cu126; for a newer one, update torch."
+    )
+    if name == "cuda":
+        raise ConfigError(f"--device cuda, but {problem} --device cpu works without the GPU.")
+    say_once(f"Note       The CPU is used: {problem}")
+    return torch.device("cpu")
+
+
+def has_kernels(built_for: Sequence[str], capability: tuple[int, int]) -> bool:
+    """Return whether a CUDA GPU of this capability can run what torch was built for: `sm_XY` runs where X is the same
+    and Y not larger, `compute_XY` on all that are not older. AMD's names (`gfx942`) have no such order: True."""
+    kernels = re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(built_for))
+    return not kernels or any(
+        (int(x), int(y)) <= capability and (int(x) == capability[0] or kind == "compute") for kind, x, y in kernels
+    )
+
+
+@lru_cache
+def say_once(text: str) -> None:
+    log.info(text)
 
 
 def device_name(device: torch.device) -> str:

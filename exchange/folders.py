@@ -13,7 +13,7 @@ from common.checkpoint import WEIGHTS_FILES, Checkpoint, open_checkpoint, stored
 from common.errors import CheckpointError, ConfigError, DataError
 from common.files import json_bytes, sync_directory
 from common.lora import add_adapters, find_base
-from common.tensors import on_host
+from common.tensors import to_device
 from exchange.comparison import Difference, largest_difference
 from model import TransformerLanguageModel
 from model_config import ModelConfig
@@ -64,7 +64,7 @@ def write_weights_checkpoint(
 
     Raises what `new_folder` raises.
     """
-    weights = on_host(stored_weights(model), copy=False)
+    weights = to_device(stored_weights(model), copy=False)
     config = json_bytes(stored_config(model, tokenizer.kind, template))
     with new_folder(out) as folder:
         write_files(

@@ -12,7 +12,7 @@ from common.chat import AnyTemplate
 from common.checkpoint import stored_config, stored_weights
 from common.files import json_bytes, sha256_file
 from common.lora import LoRA, adapters_of, add_adapters, lora_of
-from common.tensors import Content, on_host
+from common.tensors import Content, to_device
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import ALPHABET, generated_text
@@ -55,8 +55,8 @@ def save_checkpoint(
 ) -> None:
     weights = "model.safetensors" if lora_of(model) is None else "adapter.safetensors"
     contents: dict[str, Content] = {
-        weights: on_host(stored_weights(model)),
-        "optimizer.safetensors": on_host(optimizer.tensors()),
+        weights: to_device(stored_weights(model)),
+        "optimizer.safetensors": to_device(optimizer.tensors()),
         "tokenizer.json": tokenizer_file,
         "config.json": json_bytes(stored_config(model, tokenizer_type, chat)),
         "training_state.json": json_bytes(training_state),

@@ -69,7 +69,7 @@ def plan_both(requested: Config, started: float) -> Iterator[tuple[Config, float
     if not base.is_enough:
         learns = "goes on learning it" if base.checkpoint else "learns it first"
         print(f"Companion  {wanted.input}: {wanted.run_dir} {learns}, then {own.name} is learned from its best weights")
-        config = choose(argv, wanted) if base.is_chosen else first_choice(argv, wanted, own)
+        config = choose(argv, wanted, started) if base.is_chosen else first_choice(argv, wanted, own, started)
         yield with_minutes(config, wanted.minutes - minutes_of_own(own, config), wanted.minutes), started
         if config.dry_run or config.profile:
             return
@@ -198,11 +198,11 @@ def warn_of_setting_aside(requested: Config) -> None:
         )
 
 
-def first_choice(argv: list[str], wanted: Config, own: Text) -> Config:
+def first_choice(argv: list[str], wanted: Config, own: Text, started: float) -> Config:
     """Choose a base for the companion, and say what the own text will come to on it."""
     text = measure_text(wanted)
     ratio = require_kin(own, text)
-    dial = Dial(argv, text, wanted)
+    dial = Dial(argv, text, wanted, started=started)
     dial.own = own
     config = dial.chosen()
     assert config.forecast is not None

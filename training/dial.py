@@ -79,9 +79,9 @@ MUCH_DOUBT = 0.3  # bits per letter; what differs so much from an English book w
 FEWEST_STEPS = 50  # a model that takes fewer has hardly begun to learn
 
 
-def choose(argv: Sequence[str] | None, requested: Config) -> Config:
+def choose(argv: Sequence[str] | None, requested: Config, started: float) -> Config:
     """Choose the configuration for `requested`, which names a text and no model. Flags win, and a run that is there
-    keeps its choice.
+    keeps its choice. `started`: the time.perf_counter() at which the minutes began.
 
     Raises ConfigError without minutes, MemoryExhausted if nothing fits, DataError if the text cannot be read or is too
     short.
@@ -95,22 +95,22 @@ def choose(argv: Sequence[str] | None, requested: Config) -> Config:
     if kept:
         config = replace(parse_config(argv, kept, SOURCE), forecast=forecast)
         growth = find_growth(config)
-        return config if growth is None else go_on(argv, config, growth)
+        return config if growth is None else go_on(argv, config, growth, started)
     if world().size > 1:
         raise ConfigError(
             "--input and --minutes alone choose the model in one process. Run the command without torchrun first, with "
             "--dry_run, and give torchrun the size that it names, as flags."
         )
-    return Dial(argv, measure_text(requested), requested).chosen()
+    return Dial(argv, measure_text(requested), requested, started=started).chosen()
 
 
-def go_on(argv: Sequence[str] | None, config: Config, growth: Growth) -> Config:
+def go_on(argv: Sequence[str] | None, config: Config, growth: Growth, started: float) -> Config:
     """Choose the length, the step and the rates of a run that goes on from the weights of `config`, whose shape and
     vocabulary stay, on the text as it is now."""
     print(growth.describe())
     keys = growth.keys(config)
     text = measure_tokens(replace(config, data_dir=str(growth.now.path.parent)))._replace(name=str(config.input))
-    dial = Dial(argv, text, parse_config(argv, keys, SOURCE), keys=recipe() | keys)
+    dial = Dial(argv, text, parse_config(argv, keys, SOURCE), keys=recipe() | keys, started=started)
     dial.read = growth.read
     return dial.chosen()
 
@@ -149,6 +149,7 @@ class Dial:
         requested: Config,
         machine: Machine | None = None,
         keys: dict[str, Any] | None = None,
+        started: float | None = None,
     ):
         self.argv, self.text, self.requested = argv, text, requested
         self.machine = machine or Machine()
@@ -159,7 +160,9 @@ class Dial:
         self.most_passes = 10**6
         if requested.init_from:
             self.ladder = [Shape(requested.num_layers, requested.embed_dim, requested.max_seq_len)]
-        self.started = self.machine.now()
+        self.started = self.machine.now() if started is None else started
+        is_of_hub = bool(requested.input and requested.input.startswith(HUB))  # of which only a part is read
+        self.tokenizing = 0.0 if text.is_tokenized or is_of_hub else self.machine.tokenizing_seconds(text.bytes)
         self.first_timed = math.inf  # when the first was; before, a GPU had to be started
         # by the threads, and by the floating-point operations of a token
         self.timed: dict[int, dict[int, Timed]] = {count: {} for count in self.machine.thread_counts(requested)}
@@ -350,9 +353,26 @@ class Dial:
         return [choose_compile(replace(config, forecast=forecast), candidate.model.config, units)[0]]
 
     def outcome(self, candidate: Candidate, minutes: float, compiles: bool, slower: float = 1.0) -> Choice:
-        """Return what a candidate comes to in so many minutes, on a machine that is `slower` times as slow as timed."""
+        """Return what a candidate comes to in so many minutes, on a machine that is `slower` times as slow as timed.
+
+        The step is the recipe's. While the passes that are worth it do not fit, it is doubled, up to what keeps the
+        device busy.
+        """
+        speed, _ = self.speed(candidate, compiles)
+        most, of_step = speed.least / speed.token, 0.0
+        while True:
+            choice = self.planned(candidate, minutes, compiles, slower, min(most, 2 * of_step))
+            before, of_step = of_step, choice.sequences * choice.shape.max_seq_len
+            if choice.reads_all or not before < of_step < most:
+                return choice
+
+    def planned(
+        self, candidate: Candidate, minutes: float, compiles: bool, slower: float, least_step_tokens: float
+    ) -> Choice:
+        """Return the same with steps of at least `least_step_tokens`."""
         text, (speed, threads) = self.text, self.speed(candidate, compiles)
-        before = self.machine.now() - self.started + compiles * self.compile_time(candidate, speed.cpu_share)
+        before = self.machine.now() - self.started + self.tokenizing
+        before += compiles * self.compile_time(candidate, speed.cpu_share)
         own_start = OWN_START_SHARE * 60 * minutes if self.own else 0.0
         seconds = max(1.0, 60 * minutes - own_start - before) * (1 - EVALUATING_SHARE)
         letters, of_a_byte = TRAIN_SHARE * text.letters, text.letters / text.bytes
@@ -366,7 +386,7 @@ class Dial:
         for _ in range(ROUNDS):  # a step is as large as the run is long, and the run as long as the step is fast
             if tokens < math.inf:
                 shape = self.with_context(candidate, tokens)
-                sequences = self.sequences(shape.max_seq_len, tokens, speed.least / speed.token)
+                sequences = self.sequences(shape.max_seq_len, tokens, least_step_tokens)
             rows, of_step = self.rows(candidate, sequences, compiles) or 1, sequences * shape.max_seq_len
             step = slower * speed.step(of_step, math.ceil(sequences / rows))
             in_time = seconds / step * of_step
@@ -479,6 +499,9 @@ class Dial:
             spare = f"Time left  {duration(60 * minutes - choice.seconds)}. {self.advice()}\n"
         if choice.threads < ALL_THREADS and not self.requested.threads:
             busy = "Threads    1 of this CPU: other programs use it, and threads that wait for each other are slower\n"
+        if 2 * self.tokenizing > 60 * minutes:
+            takes = f"about {duration(self.tokenizing)} of the {minutes:g} minutes"
+            busy += f"Note       tokenizing takes {takes}: a part of the text is enough\n"
         print(
             f"Text       {text.name}: {byte_size(text.bytes)} of {'conversations' if text.is_chat else 'text'} in "
             f"{text.files:,} file{'s' * (text.files != 1)}, about {text.tokens:,.0f} tokens of a vocabulary of "

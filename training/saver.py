@@ -28,7 +28,7 @@ from common.lora import lora_of
 from common.machine import available_ram
 from common.output import log
 from common.script import is_rank_0, world
-from common.tensors import Content, on_host
+from common.tensors import Content, to_device
 from training.clock import Clock
 from training.config import MODEL_KEYS
 from training.memory import attempt
@@ -44,6 +44,10 @@ from training.store import Store
 Snapshot = dict[str, Content]  # the files of a checkpoint, in memory
 TOLD_SECONDS = 30.0  # between two lines about saves
 SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
+BEST_SECONDS = (
+    30.0  # between two writes of the best weights without a checkpoint: each evaluation may bring better ones
+)
+GPU_SHARE = 0.05  # share of a GPU's memory that they may take until they are written; larger ones wait in RAM
 
 
 class Saver:
@@ -62,6 +66,8 @@ class Saver:
         # A run from trained weights saves its first step: if the machine is lost, the mirror has them.
         self.checkpoint_due = run.mirror is not None and run.state.initialized_from is not None and run.state.step == 0
         self.best_due = False  # these are the best weights so far, and not saved yet
+        self.best: Snapshot | None = None  # the best weights so far, if they are not written yet
+        self.best_written = -math.inf  # time.monotonic()
         self.written_rows = run.micro_batch_size  # as config.json has it
         self.told = -math.inf  # time.monotonic() of the last line about a save
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
@@ -94,6 +100,7 @@ class Saver:
         try:
             if is_sound or (isinstance(error, MemoryExhausted) and world().size == 1):
                 self.save_rest()
+            self.write_best()
             self.wait()
         except CheckpointError as problem:
             if is_sound:
@@ -147,6 +154,9 @@ class Saver:
             require_stable(self.run)
             if self.best_due or self.run.took_last_step or not self.run.skips[1]:
                 self.save()
+        if self.under_way is None and time.monotonic() - self.best_written >= BEST_SECONDS:
+            with self.clock.saving():
+                self.write_best()
 
     def save_rest(self) -> None:
         """Save a checkpoint of this step if there is none."""
@@ -156,8 +166,8 @@ class Saver:
             self.save()
 
     def save(self) -> None:
-        """Begin to write a checkpoint of this step, or the best weights, or both: what is due. Of several processes
-        rank 0 writes.
+        """Begin to write a checkpoint of this step, or keep a copy of the best weights until they are written, or both:
+        what is due. Of several processes rank 0 writes.
 
         Raises ConfigError if the weights are not finite: a good checkpoint must not make way for a useless one.
         """
@@ -167,18 +177,33 @@ class Saver:
             if not torch.isfinite(total):
                 raise diverged(run, "a weight is not finite")
             state.skipped_updates = int(run.skips[0])
-            folders = self.store.bests() if self.best_due else []
+            folders = []
+            if self.best_due:
+                self.best = None  # those before are worse, and take memory
+                folders = self.store.bests()
             if self.checkpoint_due:
                 folders.append(self.store.step_path(state.step))
                 run.saved_step = state.step
                 self.last_saved = time.monotonic()
+            best_only = not self.checkpoint_due
             self.checkpoint_due = self.best_due = False
             if is_rank_0():
+                self.write_best()  # a checkpoint of a later step relies on them
                 self.join()
-                if (snapshot := self.copied()) is not None:
+                if (snapshot := self.copied(best_only)) is None:
+                    self.write(folders, snapshot_of(run, copy=False))  # the training waits until it is written
+                elif best_only:
+                    self.best = snapshot
+                else:
                     self.under_way = self.thread.submit(self.write, folders, snapshot)
-                else:  # the training waits until the weights themselves are written
-                    self.write(folders, snapshot_of(run, copy=False))
+
+    def write_best(self) -> None:
+        """Begin to write the best weights, if they wait for it."""
+        if self.best is not None:
+            self.join()
+            best = {name: each if isinstance(each, bytes) else to_device(each) for name, each in self.best.items()}
+            self.best, self.best_written = None, time.monotonic()
+            self.under_way = self.thread.submit(self.write, self.store.bests(), best)
 
     def write(self, folders: Sequence[Path], snapshot: Snapshot) -> None:
         """Write a snapshot to each of the folders, and delete old checkpoints."""
@@ -198,26 +223,30 @@ class Saver:
         if self.run.mirror is not None and not self.run.took_last_step:  # a finished run is copied with its summary
             self.run.mirror.wake()
 
-    def copied(self) -> Snapshot | None:
-        """Take a snapshot that stays as it is while the training goes on; None if there is too little memory for
-        one."""
-        free = available_ram()
-        if free is not None and self.run.checkpoint_bytes > SNAPSHOT_SHARE * free:
+    def copied(self, best_only: bool) -> Snapshot | None:
+        """Take a snapshot that stays as it is while the training goes on; None if there is too little memory for one.
+        Small best weights stay on the GPU."""
+        free, hardware = available_ram(), self.run.hardware
+        size = self.run.checkpoint_bytes // (3 if best_only else 1)  # best/ has no moments
+        if free is not None and size > SNAPSHOT_SHARE * free:
             return None
-        with attempt(self.run.hardware.device):
-            return snapshot_of(self.run, copy=True)
+        stays = best_only and hardware.is_cuda and size <= GPU_SHARE * (hardware.memory_bytes or 0)
+        with attempt(hardware.device):
+            return snapshot_of(self.run, True, hardware.device if stays else "cpu", best_only)
         return None
 
 
-def snapshot_of(run: Run, copy: bool) -> Snapshot:
-    """Return the files of a checkpoint; a `copy` of their content stays as it is while the training goes on."""
+def snapshot_of(run: Run, copy: bool, device: torch.device | str = "cpu", best_only: bool = False) -> Snapshot:
+    """Return the files of a checkpoint, or of the best weights, with tensors on `device`; a `copy` of their content
+    stays as it is while the training goes on."""
     metadata = run.data.metadata
     config = stored_config(run.model, metadata.tokenizer_type, metadata.chat_template)
     saved = Saved(run.state, run.scaler.state_dict(), run.data.fingerprint, run.resolved()).to_json()
     weights = WEIGHTS_FILES[0] if lora_of(run.model) is None else ADAPTERS
+    moments = {} if best_only else {OPTIMIZER: to_device(run.optimizer.tensors(), device, copy)}
     return {
-        weights: on_host(stored_weights(run.model), copy),
-        OPTIMIZER: on_host(run.optimizer.tensors(), copy),
+        weights: to_device(stored_weights(run.model), device, copy),
+        **moments,
         "tokenizer.json": run.data.tokenizer_file,  # not its path: the file may have changed since
         "config.json": json_bytes(config),
         STATE: json_bytes(saved),

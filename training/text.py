@@ -145,6 +145,7 @@ class Text(NamedTuple):
     is_chat: bool
     difficulty: float  # how much harder it is to predict than English books
     sample: str = ""
+    is_tokenized: bool = False
 
     @property
     def doubt(self) -> float:
@@ -245,6 +246,7 @@ def measure_tokens(config: Config) -> Text:
         is_chat,
         difficulty(sample),
         sample,
+        is_tokenized=True,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,7 @@ from training.recorded import can_record
 Batch = tuple[torch.Tensor, ...]
 FEWEST_TIMED, MAX_TIMED = 3, 12
 LEAST_TOKENS = 512  # that are timed, if a sequence has as many
+TOKENIZED_PER_CORE = 3.5e6  # bytes a second: 2 GB took two cores 280 s (docs/benchmarks/README.md)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +101,10 @@ class Machine:
         return (
             sorted({ALL_THREADS, 1}, reverse=True) if on_cpu and not config.threads else [config.threads or ALL_THREADS]
         )
+
+    def tokenizing_seconds(self, text_bytes: float) -> float:
+        """Return the seconds that learning a vocabulary and writing the tokens are expected to take."""
+        return text_bytes / TOKENIZED_PER_CORE / (os.cpu_count() or 1)
 
     def time_steps(self, candidate: Candidate, tokens: float, threads: int, seconds: float) -> Timed:
         """Time steps of so many tokens in one pass, uncompiled, for about so many seconds. Fewer tokens than a sequence

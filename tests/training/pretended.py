@@ -17,7 +17,7 @@ from training.hardware import CPU_COMPILE_SAVES, CPU_DROPOUT_TAKES, GPU_COMPILE_
 from training.law import expected_loss, useful_passes
 from training.memory import without_memory
 from training.text import TRAIN_SHARE, Text, vocabulary_for
-from training.timing import Candidate, Machine, Timed
+from training.timing import TOKENIZED_PER_CORE, Candidate, Machine, Timed
 
 
 class Specs(NamedTuple):
@@ -80,6 +80,9 @@ class Pretended(Machine):
 
     def thread_counts(self, config: Config) -> list[int]:
         return [2]
+
+    def tokenizing_seconds(self, text_bytes: float) -> float:
+        return text_bytes / TOKENIZED_PER_CORE / 2
 
     def passes(self, shape: ModelConfig, flops: float, tokens: float, compiled: bool) -> float:
         """Seconds of a pass forward and backward over so many tokens."""
@@ -157,7 +160,8 @@ def text_of(size: float) -> Text:
 
 
 def dial_of(machine: Pretended, size: float, minutes: float, *flags: str) -> Dial:
-    argv = ["--input", "text", "--minutes", str(minutes), *flags]
+    """A text of a gigabyte and more is one of the hub, of which only a part is read."""
+    argv = ["--input", "text" if size < 1e9 else "hf://datasets/o/texts", "--minutes", str(minutes), *flags]
     return Dial(argv, text_of(size), parse_config(argv), machine)
 
 
@@ -176,7 +180,7 @@ def trained(dial: Dial, choice: Choice, spent: float) -> Trained:
     machine, config = dial.machine, dial.config_of(choice)
     assert isinstance(machine, Pretended)
     final = dial.candidate(config)
-    spent += machine.compile_seconds(final, choice.rows) if choice.compiles else 0.0
+    spent += dial.tokenizing + (machine.compile_seconds(final, choice.rows) if choice.compiles else 0.0)
     step = machine.step(final, choice.sequences, choice.rows, choice.compiles)
     seconds = max(1.0, 60 * dial.requested.minutes - spent) * (1 - EVALUATING_SHARE)
     of_step, in_pass = choice.sequences * config.max_seq_len, dial.text.train_tokens

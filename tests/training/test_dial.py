@@ -40,7 +40,7 @@ def flags(book: Path, *more: str, minutes: str = "0.2") -> list[str]:
 
 
 def choice(argv: list[str]) -> Config:
-    return choose(argv, parse_config(argv))
+    return choose(argv, parse_config(argv), time.perf_counter())
 
 
 def test_it_says_what_it_chose_and_marks_it(book: Path, capsys: pytest.CaptureFixture) -> None:
@@ -272,7 +272,7 @@ def test_several_processes_get_the_choice_of_one(book: Path, monkeypatch: pytest
     argv = flags(book)
     join(monkeypatch, 2)
     with pytest.raises(ConfigError, match="torchrun"):
-        choose(argv, parse_config(argv))
+        choose(argv, parse_config(argv), time.perf_counter())
 
 
 def test_a_config_a_size_or_a_checkpoint_leave_no_choice(book: Path) -> None:

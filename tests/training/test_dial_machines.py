@@ -30,12 +30,12 @@ def test_every_text_and_time(name: str) -> None:
             best = min(trained(dial, outcome, machine.clock).loss for outcome in outcomes)
             assert run.loss <= best + 0.02, what
             losses[size, minutes] = run.loss
-    # A larger text may have a larger vocabulary, which takes more time; what it brings is not in the law.
+    # A larger text takes more time to tokenize, and may have a larger vocabulary, whose gain is not in the law.
     rises = [
         (at, other, losses[at], losses[other])
         for at in losses
         for other in losses
-        if other[0] >= at[0] and other[1] >= at[1] and losses[other] > losses[at] + 0.008
+        if other[0] >= at[0] and other[1] >= at[1] and losses[other] > losses[at] + (0.01 if other[1] > 10 else 0.025)
     ]
     assert not rises
     said = "what the dial chooses has changed: run `python tests/docs/what_you_get.py` and commit what it writes"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from common.errors import ConfigError
-from common.machine import available_ram, bf16_flag, exact_device, pick_device
+from common.machine import available_ram, bf16_flag, exact_device, has_kernels, pick_device
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import CPU, hardware_of
@@ -120,6 +120,43 @@ def test_products_run_in_the_chosen_precision_and_weights_stay_fp32(precision: s
     assert loss.dtype == torch.float32
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
     assert not hardware.grad_scaler().is_enabled()
+
+
+CU126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("built_for", "capability", "fits"),
+    [
+        (CU126, (6, 0), True),  # P100
+        (CU130, (6, 0), False),
+        (CU126, (6, 1), True),  # GTX 1080
+        (CU130, (7, 0), False),  # V100
+        (CU130, (7, 5), True),  # T4
+        (CU130, (8, 9), True),  # L4, by the kernels for 8.6
+        (["sm_80", "sm_90a"], (9, 0), True),
+        (CU126, (12, 0), False),  # RTX 5090
+        (CU130, (13, 0), True),  # compiled by the driver
+        (["gfx90a", "gfx942"], (9, 4), True),
+    ],
+)
+def test_a_gpu_that_torch_has_kernels_for_is_known(
+    built_for: list[str], capability: tuple[int, int], fits: bool
+) -> None:
+    assert has_kernels(built_for, capability) is fits
+
+
+def test_a_gpu_without_kernels_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: CU130)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (6, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Tesla P100-PCIE-16GB")
+    assert [pick_device("auto").type for _ in range(3)] == ["cpu"] * 3
+    assert [record.message for record in caplog.records if "no kernels for Tesla P100" in record.message] != []
+    assert caplog.text.count("no kernels for Tesla P100-PCIE-16GB (sm_60)") == 1
+    with pytest.raises(ConfigError, match=r"no kernels for Tesla P100.*torch<2.15.*--device cpu"):
+        pick_device("cuda")
 
 
 @pytest.mark.skipif(torch.cuda.is_available() or torch.backends.mps.is_available(), reason="there is a GPU")

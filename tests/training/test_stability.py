@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from common.checkpoint import open_checkpoint
 from model import TransformerLanguageModel
 from model_config import ModelConfig
 from tests.helpers import snapshot
@@ -111,6 +112,17 @@ def test_five_in_a_row_stop_the_run_with_remedies_and_the_last_good_checkpoint(
     assert final_weights(tmp_path / "run") == final_weights(unbroken)
     if log_interval == 1:
         assert measured(tmp_path / "run") == measured(unbroken)
+
+
+def test_the_best_weights_of_a_run_that_fails_are_on_disk(
+    train: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        spoiled_gradients(patch, range(13, 24))
+        assert train(tmp_path / "run", eval_interval=2, checkpoint_steps=0, checkpoint_interval=0).code == 2
+    rows = [row for row in read_metrics(tmp_path / "run") if "val_loss" in row]
+    best = open_checkpoint(tmp_path / "run" / "best").training_state()
+    assert best["step"] == min(rows, key=lambda row: row["val_loss"])["step"] > 8
 
 
 def test_a_checkpoint_that_is_due_after_a_skipped_update_waits_for_a_sound_step(
