@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from common.errors import ConfigError
-from common.output import log
+from common.output import say_once
 from common.script import world
 
 DEVICES = ("auto", "cpu", "cuda", "mps")
@@ -93,11 +93,6 @@ def has_kernels(built_for: Sequence[str], capability: tuple[int, int]) -> bool:
     return not kernels or any(
         (int(x), int(y)) <= capability and (int(x) == capability[0] or kind == "compute") for kind, x, y in kernels
     )
-
-
-@lru_cache
-def say_once(text: str) -> None:
-    log.info(text)
 
 
 def device_name(device: torch.device) -> str:

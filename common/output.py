@@ -6,6 +6,7 @@ import logging
 import shutil
 import sys
 import unicodedata
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,11 @@ if TYPE_CHECKING:
 # What happens, told by any thread: a line each on stdout, above the progress bar where there is one.
 log = logging.getLogger("gpt2")
 LOG_LINE_SECONDS = 10.0  # between two lines if the output cannot be redrawn
+
+
+@lru_cache
+def say_once(text: str) -> None:
+    log.info(text)
 
 
 def printable(text: str) -> str:

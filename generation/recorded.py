@@ -82,10 +82,12 @@ class RecordedDecoder:
         cache, penalties = self.cache, self.penalties
         changed = (self.following, cache.ends, self.at, penalties.held)
         before, lengths = [tensor.clone() for tensor in changed], cache.lengths
-        yield
-        for tensor, value in zip(changed, before, strict=True):
-            tensor.copy_(value)
-        cache.lengths = lengths
+        try:
+            yield
+        finally:
+            for tensor, value in zip(changed, before, strict=True):
+                tensor.copy_(value)
+            cache.lengths = lengths
 
     @property
     def has_room(self) -> bool:

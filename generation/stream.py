@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common.graphs import GraphRecorder, Recorder
 from common.machine import exact_device, runs_ahead
+from common.output import say_once
 from generation.recorded import RecordedDecoder
 from generation.sampling import Penalties, Sampling, choose, draws
 from model import KVCache, TransformerLanguageModel
@@ -43,10 +44,15 @@ def stream(
     cache, following = read(model, rows, min(context, max(map(len, rows)) + sampling.max_new_tokens))
     recorder = step_recorder(model.device)
     if recorder is not None and sampling.max_new_tokens >= FEWEST_RECORDED and max(cache.lengths) < context:
-        with attention(model.device):
-            decoder = RecordedDecoder(model, cache, following, penalties, uniforms, sampling, recorder)
-        yield from replay(decoder, rows, sampling.max_new_tokens)
-        return
+        decoder = None
+        try:
+            with attention(model.device):
+                decoder = RecordedDecoder(model, cache, following, penalties, uniforms, sampling, recorder)
+        except RuntimeError as error:  # also too little memory for a second cache
+            say_once(f"Tokens are not recorded as CUDA graphs ({str(error).splitlines()[0]}), and come slower.")
+        if decoder is not None:
+            yield from replay(decoder, rows, sampling.max_new_tokens)
+            return
     for t in range(sampling.max_new_tokens):
         logits = following.to(exact).float()
         tokens = choose(penalties.apply(logits), uniforms[:, t], sampling)  # (B,)

@@ -43,3 +43,20 @@ def test_the_text_is_that_of_the_unrecorded_stream(
     recorders = request.getfixturevalue("recorders")
     assert [generate(model, characters, rows, sampling) for rows in prompts] == expected
     assert len(recorders) == 2 and [len(recorder.tapes) for recorder in recorders] == [0, 1]
+
+
+def test_where_recording_fails_the_text_comes_unrecorded(
+    monkeypatch: pytest.MonkeyPatch, characters, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(TapeRecorder):
+        def record(self, work):
+            work()
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
+
+    model, rows = random_model(len(CHARACTERS)), ["a", "badge"]
+    asked = Sampling(max_new_tokens=20, repetition_penalty=1.5)
+    expected = generate(model, characters, rows, asked)
+    monkeypatch.setattr(stream, "step_recorder", lambda device: Failing())
+    for _ in range(2):
+        assert generate(model, characters, rows, asked) == expected
+    assert caplog.text.count("not recorded as CUDA graphs (CUDA error: operation not permitted when stream") == 1
