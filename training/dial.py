@@ -65,6 +65,7 @@ TIMED_TOKENS, MAX_TIMED_TOKENS = 2048, 65_536  # of a step; on a GPU, as many as
 MAX_COMPILED = 2  # candidates
 ROUNDS = 4
 AGAIN = 0.25  # of the time to compile, when it is compiled again
+MOST_FASTER = 2.0  # times as many operations a second as the model before it; larger ones use a machine better
 FEWER_THREADS = 1.1  # times as fast they have to be, to be chosen
 
 LEAST_HELD_OUT = (1 - TRAIN_SHARE) / FURTHEST  # share of a small text's tokens that are held out
@@ -230,10 +231,17 @@ class Dial:
             if self.takes_other_vocabulary(choice):
                 continue
             number = self.candidates.index(choice.candidate)
-            if any(self.time(candidate) for candidate in reversed(self.candidates[number : number + 2])):
+            larger = [each for each in self.candidates[number + 1 : number + 2] if self.may_be_best(each, choice)]
+            if any(self.time(candidate) for candidate in (*larger, choice.candidate)):
                 continue
             if not self.compile(choice):
                 return choice
+
+    def may_be_best(self, candidate: Candidate, choice: Choice) -> bool:
+        """Return whether a candidate would be better than the choice if it used the machine MOST_FASTER times as well
+        as it is expected to."""
+        forms, minutes = self.forms(candidate), self.requested.minutes
+        return any(self.outcome(candidate, minutes, form, 1 / MOST_FASTER).loss < choice.loss for form in forms)
 
     def takes_other_vocabulary(self, choice: Choice) -> bool:
         """Take the vocabulary for as much of the text as the choice reads, unless it was taken before. Returns whether
