@@ -33,28 +33,34 @@ class Law(NamedTuple):
         return self.worth * (letters / parameters) ** self.worth_power
 
 
-OURS = Law(1.095, 13.17, 0.3582, 19.41, 0.2251, 2.174, 0.01316)  # small runs on CPUs: docs/benchmarks/law.md
+OURS = Law(0.9591, 19.92, 0.39, 15.68, 0.198, 2.488, 0.0135)  # small runs on CPUs: docs/benchmarks/law.md
 PUBLIC = Law(0.2187, 6.270, 0.1286, 7.921, 0.1102, 2.848, 0.2773, 2.714)  # docs/benchmarks/public_losses.md
 # Up to here the first is measured and nearer, and beyond the second.
 MAX_PARAMETERS, MIN_LETTERS, MAX_LETTERS = 3.3e6, 9e4, 9e6
-LEAST_GAIN = 0.003
+LEAST_GAIN = 0.01  # bits per letter that all further passes together would bring
 ERROR = 0.04  # that nine of ten of our runs stay below
 BEYOND = 2  # times that error, where no run of ours was: nine of ten public losses of each kind of text stay below
 
 
 def expected_loss(parameters: float, letters: float, passes: float) -> float:
-    """Return the bits per letter on English books. Half of a text is a text of half the size. Beyond our runs, take our
-    law at the last of them, and as much less as the public law falls from there."""
+    """Return the bits per letter on English books. Half of a text is a text of half the size; several passes are one
+    over a longer text. Beyond our runs, take our law at the last of them, and as much less as the public law falls from
+    there. Parameters beyond MAX_PARAMETERS count only as far as there are letters for them."""
     letters, passes = letters * min(1.0, passes), max(1.0, passes)
-    corner = min(parameters, MAX_PARAMETERS), min(letters, MAX_LETTERS), passes
-    loss: float = OURS.loss(*corner) + PUBLIC.loss(parameters, letters, passes) - PUBLIC.loss(*corner)
+    worth = OURS.passes_worth(parameters, letters)
+    once = letters * (1 - math.exp(-passes / worth)) / (1 - math.exp(-1 / worth))
+    parameters = min(parameters, max(MAX_PARAMETERS, once))
+    corner = min(parameters, MAX_PARAMETERS), min(once, MAX_LETTERS), 1
+    loss: float = OURS.loss(*corner) + PUBLIC.loss(parameters, once, 1) - PUBLIC.loss(*corner)
     return loss
 
 
 def useful_passes(parameters: float, letters: float) -> int:
-    """Return the number of passes after which another one brings less than LEAST_GAIN."""
-    losses = (expected_loss(parameters, letters, passes) for passes in itertools.count(1))
-    return next(number for number, (now, then) in enumerate(itertools.pairwise(losses), 1) if now - then < LEAST_GAIN)
+    """Return the number of passes after which all others together bring less than LEAST_GAIN."""
+    best = expected_loss(parameters, letters, math.inf)
+    return next(
+        passes for passes in itertools.count(1) if expected_loss(parameters, letters, passes) < best + LEAST_GAIN
+    )
 
 
 def is_measured(parameters: float, letters: float) -> bool:

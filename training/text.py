@@ -25,7 +25,9 @@ from training.config import REPOSITORY, Config
 CJK = re.compile("[\u3000-\ud7ff]")
 CJK_LETTERS = 1.75  # letters of English that say as much as a Chinese, Japanese or Korean character
 
-VOCABULARY_SIZE, ORDER = 512, 3
+ORDER = 3  # tokens that are counted together
+SMALL_VOCABULARY, LARGE_VOCABULARY = 512, 1024  # the latter for samples of LARGE_SAMPLE characters and more
+LARGE_SAMPLE = 500_000
 OTHER_VOCABULARY = 4096
 PASSAGE, HELD_OUT = 2500, 10  # characters; one passage of so many is predicted
 # Bits per letter of passages of 222 English books, by letters of the sample: a power law through 30 samples of 10,000
@@ -50,7 +52,8 @@ def difficulty(sample: str) -> float:
     passages = [sample[start : start + length] for start in range(0, len(sample), length)]
     held_out = passages[HELD_OUT // 2 :: HELD_OUT]
     known = [passage for i, passage in enumerate(passages) if i % HELD_OUT != HELD_OUT // 2]
-    tokenizer = BPETokenizer.train(known, VOCABULARY_SIZE, 2, *word_form(known))
+    size = SMALL_VOCABULARY if len(sample) < LARGE_SAMPLE else LARGE_VOCABULARY
+    tokenizer = BPETokenizer.train(known, size, 2, *word_form(known))
     read, asked = (np.concatenate([tokenizer.encode(text) for text in part]) for part in (known, held_out))
     bits = predicted_bits(read, asked, tokenizer.vocab_size) / count_letters("".join(held_out))
     return float(bits / (ENGLISH_BITS * count_letters(sample) ** -ENGLISH_POWER))

@@ -35,7 +35,7 @@ and only more text brings more.
 HEAD_OF_COMPANION = """\
 ## 1 MB of your own, beside 1 GB of other text
 
-With [`--companion`](recipes.md#a-small-text-on-a-broad-base), of the same language and kind. Alone it comes to 1.91 or
+With [`--companion`](recipes.md#a-small-text-on-a-broad-base), of the same language and kind. Alone it comes to 1.89 or
 more. The losses are by the same law and [a trial](benchmarks/companion.md) with 5 MB of other text.
 """
 
