@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import generation, learning, peers, tokenizing
+from benchmarks import generation, gpu, learning, peers, tokenizing
 from benchmarks.workload import Training
 from tests.forked import fork_what_is_measured
 from tests.helpers import WORDS, generated_text
@@ -110,3 +110,13 @@ def test_tokenizing_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     rows = ("learning the vocabulary", "encoding alone, 1 thread", "the whole command")
     assert all(f"| {row} | 0.2 |" in printed for row in rows)
+
+
+@pytest.mark.parametrize("part", ["machine", "steps", "gpt2_small", "generation"])
+def test_the_list_for_a_gpu_runs_through_as_a_toy(
+    part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu.main(["--toy", "--part", part, "--folder", str(tmp_path)]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FIGURES ")]
+    figures = [json.loads(line.removeprefix("FIGURES ")) for line in lines]
+    assert figures and all(values for each in figures for values in each.values())
