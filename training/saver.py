@@ -44,9 +44,7 @@ from training.store import Store
 Snapshot = dict[str, Content]  # the files of a checkpoint, in memory
 TOLD_SECONDS = 30.0  # between two lines about saves
 SNAPSHOT_SHARE = 0.5  # of the free memory, that a snapshot may take at the most
-BEST_SECONDS = (
-    30.0  # between two writes of the best weights without a checkpoint: each evaluation may bring better ones
-)
+BEST_SECONDS = 30.0  # between two writes of the best weights: early in a run, each evaluation brings better ones
 GPU_SHARE = 0.05  # share of a GPU's memory that they may take until they are written; larger ones wait in RAM
 
 

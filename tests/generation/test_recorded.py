@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from common.output import say_once
 from generation import sampling as sampling_module
 from generation import stream
 from generation.completion import generate
@@ -56,6 +57,7 @@ def test_where_recording_fails_the_text_comes_unrecorded(
     model, rows = random_model(len(CHARACTERS)), ["a", "badge"]
     asked = Sampling(max_new_tokens=20, repetition_penalty=1.5)
     expected = generate(model, characters, rows, asked)
+    say_once.cache_clear()
     monkeypatch.setattr(stream, "step_recorder", lambda device: Failing())
     for _ in range(2):
         assert generate(model, characters, rows, asked) == expected

@@ -207,6 +207,14 @@ def test_a_companion_with_new_files_is_noticed(home: Path) -> None:
     assert "books has changed since, and this base does not learn what is new" in out and steps_in(BASE) == before
 
 
+def test_a_base_that_is_trained_on_learns_new_files_too(home: Path) -> None:
+    write_book(home / "books" / "three.txt", WORDS, seed=7)
+    out = train("--minutes", "5", "--epochs", "2")
+    assert "the text has changed since; the old run is kept aside" in out and "Starting from the weights of" in out
+    assert "has changed since, and this base does not learn" not in out
+    assert "This run is finished" in train("--minutes", "5", "--epochs", "2")
+
+
 def test_a_run_with_another_companion_is_kept_aside_and_that_is_said_first(home: Path) -> None:
     write_book(home / "new" / "one.txt", WORDS, seed=9, characters=25_000)
     out = train("--companion", "new")
